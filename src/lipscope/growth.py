@@ -1,0 +1,353 @@
+"""Growth of sigma with the number of tokens: exponent, interval, and whether one fits.
+
+A power law ``sigma ~ n^s`` is a straight line of log sigma on log n. This module fits the
+line, says how far its slope moves when other passages are drawn, and tests whether a line
+is an adequate description at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from lipscope.errors import InputError
+from lipscope.record import Measurement
+
+CONFIDENCE = 0.95
+"""Nominal coverage of the growth interval."""
+
+LACK_OF_FIT = 0.01
+"""A lack-of-fit p-value below this withdraws the power law."""
+
+RESAMPLES = 10_000
+
+
+class Group(NamedTuple):
+    """What the rows of one growth curve have in common."""
+
+    model: str
+    layer: int | None
+    head: int | None
+    map: str
+    metric: str
+    move: str
+    read: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How sigma grows with the number of tokens in one group of rows.
+
+    Attributes:
+        slope: Exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms.
+        low: Lower end of its interval over the sampling of text; null if there is none.
+        high: Upper end.
+        lengths: Numbers of tokens that were compared, increasing.
+        local: Slopes between neighbouring lengths, from the mean of log sigma per length.
+        lack_of_fit_p: p-value of the lack-of-fit test; null where it cannot be made.
+        num_samples: Samples (paired), or the smallest number of rows at a length.
+        num_rows: Rows that entered.
+        num_excluded: Rows without a finite, positive sigma.
+        num_dropped: Rows of samples that lack another length (paired only).
+        paired: Whether a sample is the same passage at every length.
+        note: What limits the result; null if nothing does.
+    """
+
+    slope: float
+    low: float | None
+    high: float | None
+    lengths: tuple[int, ...]
+    local: tuple[float, ...]
+    lack_of_fit_p: float | None
+    num_samples: int
+    num_rows: int
+    num_excluded: int
+    num_dropped: int
+    paired: bool
+    note: str | None
+
+    @property
+    def num_lengths(self) -> int:
+        """Number of lengths that were compared."""
+        return len(self.lengths)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a power law is compatible with the rows; null if that was not tested."""
+        return None if self.lack_of_fit_p is None else self.lack_of_fit_p >= LACK_OF_FIT
+
+    @property
+    def verdict(self) -> str:
+        """The exponent with its interval, or "no power law" with the local slopes."""
+        if self.lack_of_fit_p is not None and not self.fits:
+            local = ", ".join(f"{slope:.2f}" for slope in self.local)
+            return f"no power law ({format_p(self.lack_of_fit_p)}): {local}"
+        if self.low is None or self.high is None:
+            return f"{self.slope:.2f}"
+        return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
+    """The rows of every growth curve, in order of first appearance.
+
+    Args:
+        rows: Measurements of any kind.
+
+    Returns:
+        For each combination of model, layer, head, map, metric, move and read, its rows.
+    """
+    found: dict[Group, list[Measurement]] = {}
+    for row in rows:
+        key = Group(row.model, row.layer, row.head, row.map, row.metric, row.move, row.read)
+        found.setdefault(key, []).append(row)
+    return found
+
+
+def usable(sigma: float | None) -> bool:
+    """Whether a sigma has a logarithm: finite and positive."""
+    return sigma is not None and math.isfinite(sigma) and sigma > 0
+
+
+def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growth | None:
+    """The exponent of sigma in the number of tokens, with its interval and its test.
+
+    The slope is the least-squares slope of ``log sigma`` on ``log n`` over all rows. The
+    interval comes from a percentile bootstrap over samples: whole passages at once when
+    they are paired across lengths, rows within each length when they are not. The
+    percentiles are widened to the Student quantile, since plain ones are too narrow for
+    few samples (Hesterberg 2015, "expanded percentile interval"). It speaks of the
+    sampling of text; the solver's error is the row's own interval. The lack-of-fit test
+    is an F test, see `paired_lack_of_fit` and `unpaired_lack_of_fit`.
+
+    Holds for samples that are drawn independently of each other. Below five samples a
+    bootstrap cannot reach 95 %, and `note` says what it reaches. A paired sample that
+    lacks one of the lengths is dropped whole, and counted.
+
+    Args:
+        rows: Rows of one group; see `groups`.
+        paired: Whether one sample index is the same passage at every length (windows
+            "spread"), rather than a fresh one (windows "consecutive").
+        seed: Seed of the bootstrap.
+
+    Returns:
+        The growth, or None below three lengths with a finite, positive sigma.
+
+    Raises:
+        InputError: If the rows are not of one group, or hold a sample and length twice.
+
+    >>> from types import SimpleNamespace
+    >>> where = dict(model="m", layer=0, head=None, map="heads", metric="frobenius",
+    ...              move="all", read="all")
+    >>> row = lambda n: SimpleNamespace(num_tokens=n, sample=0, sigma=3 * n**0.5, **where)
+    >>> round(growth([row(n) for n in (16, 64, 256)], paired=True).slope, 6)
+    0.5
+    """
+    if len(groups(rows)) > 1:
+        raise InputError(
+            "`rows` should be of one layer, head, map, metric, move and read. Found "
+            f"{len(groups(rows))} different groups; take them from `groups(rows)`."
+        )
+    logs = _log_sigma(rows)
+    lengths = sorted({n for n, _ in logs})
+    if len(lengths) < 3:
+        return None
+    complete = _complete(logs, lengths) if paired else logs
+    kept = complete or logs
+    columns = _columns(kept, lengths)
+    means = np.array([column.mean() for column in columns])
+    low = high = p = None
+    if complete:
+        low, high = _interval(columns, lengths, paired=paired, seed=seed)
+        p = _lack_of_fit(columns, lengths, paired=paired)
+    return Growth(
+        slope=float(_weights(columns, lengths) @ means),
+        low=low,
+        high=high,
+        lengths=tuple(lengths),
+        local=tuple(float(s) for s in np.diff(means) / np.diff(np.log(lengths))),
+        lack_of_fit_p=p,
+        num_samples=min(len(column) for column in columns),
+        num_rows=len(kept),
+        num_excluded=len(rows) - len(logs),
+        num_dropped=len(logs) - len(kept),
+        paired=paired,
+        note=_note(columns, len(logs) - len(kept), complete=bool(complete), paired=paired),
+    )
+
+
+def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[float]) -> float | None:
+    """Lack of fit of a line when every sample is seen at every length.
+
+    Randomised block analysis of variance with the samples as blocks,
+    ``F = (SS_lof / (L - 2)) / (SS_res / ((S - 1)(L - 1)))``, where ``SS_lof`` is S times
+    the squared distance of the column means from their line and ``SS_res`` what remains
+    after row and column means. Holds for residuals of equal variance; where samples
+    differ in their slopes the test errs on the side of keeping the power law.
+
+    Args:
+        table: Values of log sigma, samples by lengths, shape ``(S, L)``.
+        lengths: Numbers of tokens, ``L`` of them.
+
+    Returns:
+        The p-value, or None for one sample or fewer than three lengths.
+    """
+    samples, count = table.shape
+    if samples < 2 or count < 3:
+        return None
+    means = table.mean(axis=0)
+    residual = table - table.mean(axis=1, keepdims=True) - means + table.mean()
+    lof = samples * _off_line(means, np.full(count, samples), lengths)
+    spread = float((residual**2).sum())
+    return _f_test(lof, count - 2, spread, (samples - 1) * (count - 1), table)
+
+
+def unpaired_lack_of_fit(
+    columns: Sequence[np.ndarray], lengths: Sequence[float]
+) -> float | None:
+    """Lack of fit of a line against pure error, when every length has its own samples.
+
+    ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
+    within the lengths. Holds for independent rows of equal variance.
+
+    Args:
+        columns: Values of log sigma at each length.
+        lengths: Numbers of tokens, one for each column.
+
+    Returns:
+        The p-value, or None without repeated lengths or with fewer than three of them.
+    """
+    sizes = np.array([len(column) for column in columns])
+    free = int(sizes.sum()) - len(columns)
+    if free < 1 or len(columns) < 3:
+        return None
+    means = np.array([column.mean() for column in columns])
+    pure = sum(float(((column - column.mean()) ** 2).sum()) for column in columns)
+    lof = float(sizes.mean()) * _off_line(means, sizes, lengths)
+    return _f_test(lof, len(columns) - 2, pure, free, np.concatenate(columns))
+
+
+def format_p(p: float) -> str:
+    """A p-value in words.
+
+    >>> format_p(0.0021), format_p(1e-9)
+    ('p = 0.002', 'p < 0.001')
+    """
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def _log_sigma(rows: Sequence[Measurement]) -> dict[tuple[int, int], float]:
+    """``log sigma`` by (length, sample), of the rows that have one."""
+    logs: dict[tuple[int, int], float] = {}
+    for row in rows:
+        if row.sigma is None or not usable(row.sigma):
+            continue
+        key = (row.num_tokens, row.sample)
+        if key in logs:
+            raise InputError(
+                "`rows` should hold one row for each sample and length. Found two for "
+                f"sample {row.sample} at {row.num_tokens} tokens."
+            )
+        logs[key] = math.log(row.sigma)
+    return logs
+
+
+def _complete(
+    logs: dict[tuple[int, int], float], lengths: list[int]
+) -> dict[tuple[int, int], float]:
+    """The entries of those samples that have every length."""
+    whole = {
+        sample
+        for sample in {sample for _, sample in logs}
+        if all((n, sample) in logs for n in lengths)
+    }
+    return {key: value for key, value in logs.items() if key[1] in whole}
+
+
+def _columns(logs: dict[tuple[int, int], float], lengths: list[int]) -> list[np.ndarray]:
+    """``log sigma`` at each length, ordered by sample."""
+    ordered = sorted(logs.items())
+    return [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
+
+
+def _weights(columns: Sequence[np.ndarray], lengths: Sequence[float]) -> np.ndarray:
+    """Weights ``c`` with which the least-squares slope over all rows is ``c . means``."""
+    sizes = np.array([len(column) for column in columns], dtype=float)
+    x = np.log(lengths)
+    x = x - sizes @ x / sizes.sum()
+    return sizes * x / (sizes @ x**2)
+
+
+def _interval(
+    columns: list[np.ndarray], lengths: list[int], *, paired: bool, seed: int
+) -> tuple[float | None, float | None]:
+    """Percentile bootstrap of the slope; nothing where a length has a single sample."""
+    smallest = min(len(column) for column in columns)
+    if smallest < 2:
+        return None, None
+    random = np.random.default_rng(seed)
+    if paired:
+        table = np.column_stack(columns)
+        means = table[random.integers(smallest, size=(RESAMPLES, smallest))].mean(axis=1)
+        free = smallest - 1
+    else:
+        means = np.column_stack(
+            [c[random.integers(len(c), size=(RESAMPLES, len(c)))].mean(axis=1) for c in columns]
+        )
+        free = sum(len(column) for column in columns) - len(columns)
+    slopes = means @ _weights(columns, lengths)
+    # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
+    # too small for k samples: the tail is chosen so as to make up for both.
+    student = stats.t.ppf((1 + CONFIDENCE) / 2, free)
+    tail = float(stats.norm.sf(student * math.sqrt(smallest / (smallest - 1))))
+    low, high = np.quantile(slopes, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _lack_of_fit(
+    columns: list[np.ndarray], lengths: list[int], *, paired: bool
+) -> float | None:
+    if paired:
+        return paired_lack_of_fit(np.column_stack(columns), lengths)
+    return unpaired_lack_of_fit(columns, lengths)
+
+
+def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[float]) -> float:
+    """Squared distance of the means from their weighted line, weights of mean one."""
+    line = np.polynomial.Polynomial.fit(np.log(lengths), means, 1, w=np.sqrt(sizes))
+    return float(sizes @ (means - line(np.log(lengths))) ** 2) / float(sizes.mean())
+
+
+def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarray) -> float:
+    """p-value of ``(lof / lof_free) / (rest / free)``, also when the rest vanishes."""
+    # Below this, a sum of squares is rounding of the logarithms and not a deviation.
+    rounding = values.size * (1e-13 * max(1.0, float(np.abs(values).max()))) ** 2
+    if lof <= rounding:
+        return 1.0
+    if rest <= rounding:
+        return 0.0
+    return float(stats.f.sf((lof / lof_free) / (rest / free), lof_free, free))
+
+
+def _note(
+    columns: list[np.ndarray], dropped: int, *, complete: bool, paired: bool
+) -> str | None:
+    """What the reader of an exponent should know about the samples behind it."""
+    smallest = min(len(column) for column in columns)
+    remarks = []
+    if not complete:
+        remarks.append("no sample has every length: exponent of all rows, without interval")
+    elif smallest < 2:
+        remarks.append("one sample: no interval" + (" and no test" if paired else ""))
+    elif paired and smallest < 5:
+        # The interval cannot exceed the range of the k slopes, which misses the true
+        # mean when all k lie on one side of it: probability 2^(1 - k) if symmetric.
+        reach = 100 * (1 - 2.0 ** (1 - smallest))
+        remarks.append(f"{smallest} samples: the interval reaches about {reach:.0f} % only")
+    if dropped:
+        remarks.append(f"{dropped} rows of samples that lack a length were dropped")
+    return "; ".join(remarks) or None

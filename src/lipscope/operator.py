@@ -1,0 +1,283 @@
+"""Linear operators: the Jacobian of a map at a point, as two products.
+
+An `Operator` is all that the solver ever sees of a model: ``mv`` multiplies by the
+Jacobian (a JVP), ``rmv`` by its transpose (a VJP). Both accept any number of leading
+batch axes in front of their shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipscope.errors import InputError
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A linear operator ``J: R^in_shape -> R^out_shape`` given by its two products.
+
+    Args:
+        mv: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
+        rmv: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
+        in_shape: Shape of one input.
+        out_shape: Shape of one output.
+        dtype: Floating type of both.
+        device: Where both live.
+
+    >>> import torch
+    >>> matrix = torch.tensor([[2.0, 0.0, 0.0], [0.0, 3.0, 0.0]])
+    >>> op = Operator(lambda e: e @ matrix.T, lambda g: g @ matrix, (3,), (2,))
+    >>> op.T.in_shape
+    (2,)
+    """
+
+    mv: Product
+    rmv: Product
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def T(self) -> Operator:  # noqa: N802  (the field's name for the transpose)
+        """The transpose: the same two products, swapped."""
+        return Operator(
+            self.rmv, self.mv, self.out_shape, self.in_shape, self.dtype, self.device
+        )
+
+    @property
+    def in_size(self) -> int:
+        """Dimension of the input space."""
+        return math.prod(self.in_shape)
+
+
+def over_leading(product: Product, event_dims: int) -> Product:
+    """Extend a product of one tensor with ``event_dims`` axes to leading batch axes."""
+
+    def batched(e: Tensor) -> Tensor:
+        if e.ndim == event_dims:
+            return product(e)
+        lead = e.shape[: e.ndim - event_dims]
+        flat = e.reshape(-1, *e.shape[e.ndim - event_dims :])
+        out = torch.stack([product(one) for one in flat])
+        return out.reshape(*lead, *out.shape[1:])
+
+    return batched
+
+
+def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Operator:
+    """The Jacobian of ``f`` at ``x`` as an `Operator`: linearise once, apply many times.
+
+    A map with a method ``linearise(x, **options)`` (every `Attention`) answers in closed
+    form. Any other differentiable function of a tensor goes through reverse-mode
+    automatic differentiation: ``J^T g`` is a pullback, and ``J e`` is the pullback of
+    the linear map ``g -> J^T g``. Forward mode is avoided on purpose: fused attention
+    does not support it, and custom operators answer it with zeros.
+
+    Holds for deterministic functions; one with live dropout is refused.
+
+    Args:
+        f: Map from a tensor like ``x`` to a tensor.
+        x: The point, any shape.
+        **options: Passed on to ``f.linearise`` where it exists.
+
+    Returns:
+        Operator with ``in_shape = x.shape`` and ``out_shape = f(x).shape``.
+
+    Raises:
+        InputError: If two evaluations of ``f(x)`` differ, or ``f(x)`` is no tensor.
+
+    >>> import torch
+    >>> op = linearise(lambda x: x * x, torch.tensor([1.0, 3.0]))
+    >>> op.mv(torch.tensor([1.0, 1.0]))
+    tensor([2., 6.])
+    """
+    own = getattr(f, "linearise", None)
+    if own is not None:
+        return own(x, **options)
+    return _linearise_by_autograd(f, x)
+
+
+def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator:
+    point = x.detach().clone().requires_grad_(True)
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        y = f(point)
+        if not isinstance(y, Tensor):
+            raise InputError(
+                f"`f(x)` should be one tensor. Found `{type(y).__name__}`; "
+                "wrap `f` so that it returns the output to be measured."
+            )
+        _check_deterministic(f, point, y)
+        if not y.requires_grad:
+            return _zero(x, y)
+        weight = torch.zeros_like(y, requires_grad=True)
+        (pullback,) = torch.autograd.grad(
+            y, point, weight, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+    if not pullback.requires_grad:
+        return _zero(x, y)
+
+    def mv(e: Tensor) -> Tensor:
+        (out,) = torch.autograd.grad(
+            pullback, weight, e, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return out
+
+    def rmv(g: Tensor) -> Tensor:
+        (out,) = torch.autograd.grad(y, point, g, retain_graph=True)
+        return out
+
+    op = Operator(
+        over_leading(mv, x.ndim),
+        over_leading(rmv, y.ndim),
+        tuple(x.shape),
+        tuple(y.shape),
+        y.dtype,
+        y.device,
+    )
+    check_adjoint(op)
+    return op
+
+
+def _zero(x: Tensor, y: Tensor) -> Operator:
+    """The Jacobian of a constant function."""
+    return Operator(
+        lambda e: e.new_zeros(*e.shape[: e.ndim - x.ndim], *y.shape),
+        lambda g: g.new_zeros(*g.shape[: g.ndim - y.ndim], *x.shape),
+        tuple(x.shape),
+        tuple(y.shape),
+        x.dtype,
+        x.device,
+    )
+
+
+def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+    """Refuse a function whose second evaluation differs: its Jacobian is not one map."""
+    with torch.no_grad():
+        again = f(x.detach())
+    same = torch.allclose(again, y, rtol=1e-4, atol=0.0, equal_nan=True)
+    if not same and not (again - y).abs().max() <= 1e-4 * y.abs().max():
+        raise InputError(
+            "`f` should give the same output twice. Found two different outputs for one "
+            "input; switch dropout off, for example with `.eval()`."
+        )
+
+
+def check_adjoint(op: Operator) -> None:
+    """Refuse an operator whose products are not each other's transpose.
+
+    Checks ``<J e, g> = <e, J^T g>`` on one pair of vectors with a fixed seed. It catches
+    layers whose forward and backward passes belong to different functions.
+
+    Raises:
+        InputError: If the identity fails by more than rounding explains.
+    """
+    gen = torch.Generator().manual_seed(0)
+    e = torch.randn(op.in_shape, generator=gen).to(op.device, op.dtype)
+    g = torch.randn(op.out_shape, generator=gen).to(op.device, op.dtype)
+    je, jg = op.mv(e), op.rmv(g)
+    left, right = (je * g).sum(), (e * jg).sum()
+    scale = je.norm() * g.norm() + e.norm() * jg.norm()
+    if scale.isfinite() and (left - right).abs() > 1e-3 * scale:
+        raise InputError(
+            "The forward and backward products of this map should be transposes of each "
+            f"other. Found <Je, g> = {left:.6g} and <e, J^T g> = {right:.6g}: a custom "
+            "autograd function inside it has a derivative of its own."
+        )
+
+
+def compose(outer: Operator, inner: Operator) -> Operator:
+    """The Jacobian of ``outer ∘ inner`` (the chain rule)."""
+    return Operator(
+        lambda e: outer.mv(inner.mv(e)),
+        lambda g: inner.rmv(outer.rmv(g)),
+        inner.in_shape,
+        outer.out_shape,
+        outer.dtype,
+        outer.device,
+    )
+
+
+def plus_identity(op: Operator) -> Operator:
+    """The Jacobian of a residual map ``x + f(x)``."""
+    return Operator(
+        lambda e: e + op.mv(e),
+        lambda g: g + op.rmv(g),
+        op.in_shape,
+        op.out_shape,
+        op.dtype,
+        op.device,
+    )
+
+
+def restrict(
+    op: Operator,
+    *,
+    move: Tensor | None = None,
+    read: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Operator:
+    """``J`` on some tokens only: ``R J D M``, for an operator on token matrices.
+
+    ``M`` embeds the moving tokens, ``D = diag(scale)`` rescales each token's move, and
+    ``R`` reads some output tokens. The result acts on the smaller spaces themselves, so
+    that a random start is uniform on the sphere of the moves that are allowed.
+
+    Args:
+        op: Operator with ``in_shape = (n, d)`` (leading axes allowed) and the like out.
+        move: Indices of the tokens that may move, or None for all.
+        read: Indices of the output tokens that are read, or None for all.
+        scale: Factor per input token, shape ``(n,)``, or None for 1.
+
+    Returns:
+        Operator from ``(..., len(move), d)`` to ``(..., len(read), d_out)``.
+    """
+    n = op.in_shape[-2]
+    n_out = op.out_shape[-2]
+    factor = None if scale is None else scale[:, None].to(op.device, op.dtype)
+
+    def mv(e: Tensor) -> Tensor:
+        if move is not None:
+            e = e.new_zeros(*e.shape[:-2], n, e.shape[-1]).index_copy_(-2, move, e)
+        if factor is not None:
+            e = e * factor
+        y = op.mv(e)
+        return y if read is None else y.index_select(-2, read)
+
+    def rmv(g: Tensor) -> Tensor:
+        if read is not None:
+            g = g.new_zeros(*g.shape[:-2], n_out, g.shape[-1]).index_copy_(-2, read, g)
+        x = op.rmv(g)
+        if factor is not None:
+            x = x * factor
+        return x if move is None else x.index_select(-2, move)
+
+    def shrink(shape: tuple[int, ...], index: Tensor | None) -> tuple[int, ...]:
+        return shape if index is None else (*shape[:-2], len(index), shape[-1])
+
+    return Operator(
+        mv, rmv, shrink(op.in_shape, move), shrink(op.out_shape, read), op.dtype, op.device
+    )
+
+
+def materialise(op: Operator) -> Tensor:
+    """The dense matrix of ``op``, shape ``(prod(out_shape), prod(in_shape))``.
+
+    Costs one product per input dimension: for tests and very small layers.
+
+    >>> import torch
+    >>> materialise(linearise(lambda x: x**2, torch.tensor([1.0, 2.0])))
+    tensor([[2., 0.],
+            [0., 4.]])
+    """
+    eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
+    columns = op.mv(eye.reshape(op.in_size, *op.in_shape))
+    return columns.reshape(op.in_size, -1).T.contiguous()
