@@ -1,0 +1,507 @@
+"""The maps of a layer: what is measured, built from a trace and checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.capture.sites import AttentionCall, reader_of
+from lipscope.capture.trace import (
+    BlockCall,
+    NormCall,
+    Trace,
+    as_tokens,
+    exact_maths,
+    first_tensor,
+    run,
+)
+from lipscope.errors import InputError
+from lipscope.operator import Operator, compose, linearise, over_leading, plus_identity
+
+MapName = Literal["heads", "attention", "normed", "residual", "block", "model"]
+MAPS: tuple[str, ...] = get_args(MapName)
+PER_HEAD_MAPS = ("heads", "attention", "normed")
+
+# Largest difference between the rebuilt map and the model's own output, relative to the
+# largest output entry.
+_AGREEMENT = {torch.float32: 1e-5, torch.float64: 1e-10}
+# Bytes that the generic path keeps per head and pair of tokens, in units of one number:
+# scores, probabilities, their cotangents and the graph of the second pullback (measured).
+_GENERIC_COPIES = 12
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """A map of one layer at one input: callable, and linearised through `linearise`.
+
+    Attributes:
+        layer: Index from 0; None for the map ``model``.
+        map: Name of the map.
+        x: The map's input, ``(n, d)``.
+        output: The model's own output of the map, ``(n, d_out)``.
+        attention: The layer's weights in closed form, or None on the generic path.
+        num_heads: Query heads, where known.
+        note: Remark for the row, or None.
+    """
+
+    layer: int | None
+    map: str
+    x: Tensor
+    output: Tensor
+    function: Callable[[Tensor], Tensor]
+    build: Callable[[Tensor, int, bool], Operator]
+    attention: Attention | None
+    num_heads: int | None
+    note: str | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The map at another input."""
+        return self.function(x)
+
+    def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
+        """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""
+        return self.build(x, memory, per_head)
+
+
+def build_map(
+    record: Trace,
+    layer: int | None,
+    name: str,
+    *,
+    memory: int = 2**30,
+    per_head: bool = False,
+) -> LayerMap:
+    """The map ``name`` of one layer of a trace, checked against the model's own output.
+
+    Known families are rebuilt in closed form, all others replay the model's own modules.
+
+    Args:
+        record: The trace of one input.
+        layer: Index of the layer; None for ``model``.
+        name: One of `MAPS`.
+        memory: Bytes that the generic path may use.
+        per_head: Whether single heads will be asked for.
+
+    Returns:
+        The map.
+
+    Raises:
+        InputError: If the layer or the map does not exist, the request is too large for the
+            generic path, or the rebuilt map disagrees with the model.
+    """
+    if name not in MAPS:
+        raise InputError(f"`map` should be one of {', '.join(MAPS)}. Found `{name}`.")
+    if per_head and name not in PER_HEAD_MAPS:
+        raise InputError(
+            f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
+        )
+    if name == "model":
+        built = _model_map(record, memory)
+    else:
+        built = _layer_map(record, _call(record, layer), layer, name, memory, per_head)
+    _check_agreement(built, record)
+    return built
+
+
+def _call(record: Trace, layer: int | None) -> AttentionCall:
+    if layer is None or not 0 <= layer < len(record.calls):
+        raise InputError(
+            f"`layers` should be between 0 and {len(record.calls) - 1} for this model. "
+            f"Found {layer}."
+        )
+    return record.calls[layer]
+
+
+def _layer_map(
+    record: Trace, call: AttentionCall, layer: int | None, name: str, memory: int, per_head: bool
+) -> LayerMap:
+    _check_visible(call)
+    if name == "block":
+        return _block_map(record, call, layer, memory)
+    reader = reader_of(call.module)
+    core: _ClosedForm | _Replayed
+    if reader is not None:
+        core = _ClosedForm(call, reader(call))
+    else:
+        _check_memory(call.num_tokens, _num_heads(call.module), memory, call.x)
+        core = _Replayed(call, per_head)
+    attention = core.attention if isinstance(core, _ClosedForm) else None
+    heads = attention.num_heads if attention is not None else _num_heads(call.module)
+
+    def finished(
+        x: Tensor,
+        output: Tensor,
+        function: Callable[[Tensor], Tensor],
+        build: Callable[[Tensor, int, bool], Operator],
+    ) -> LayerMap:
+        return LayerMap(layer, name, x, output, function, build, attention, heads)
+
+    if name == "heads":
+        if call.heads is None:
+            raise InputError(
+                f"The map `heads` needs an output projection of its own. Found none after "
+                f"`{call.name}`; use the map `attention`."
+            )
+        return finished(call.x, call.heads, core.heads, core.linearise_heads)
+    if name == "attention":
+        return finished(call.x, call.output, core.attend, core.linearise_attention)
+    norm = _norm_before(record, call)
+    if name == "normed":
+        if norm is None:
+            raise InputError(
+                f"The map `normed` needs a norm that feeds the layer. Found none before "
+                f"`{call.name}`; use the map `attention`."
+            )
+        before = _Module(norm.module, norm.x)
+        return finished(
+            as_tokens(norm.x, call.token_axis),
+            call.output,
+            lambda x: core.attend(before(x)),
+            lambda x, m, h: compose(core.linearise_attention(before(x), m, h), linearise(before, x)),
+        )
+    return _residual_map(record, call, norm, core, finished)
+
+
+class _ClosedForm:
+    """The attention of a known family, from its weights."""
+
+    def __init__(self, call: AttentionCall, attention: Attention) -> None:
+        self.attention = attention
+        attention.to(call.x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.attention(x)
+
+    def heads(self, x: Tensor) -> Tensor:
+        q, k, v = self.attention.project(x)
+        p = torch.softmax(self.attention.score(q, k) + self.attention.bias(x, 0, len(x)), -1)
+        return (p @ v).transpose(-3, -2).flatten(-2)
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        return self.attention.linearise(x, memory=memory, per_head=per_head)
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        return self.attention.linearise(x, memory=memory, per_head=per_head, part="heads")
+
+
+class _Replayed:
+    """The attention of any other family, by running its own modules again."""
+
+    def __init__(self, call: AttentionCall, per_head: bool) -> None:
+        self.call = call
+        if per_head and (call.heads is None or _num_heads(call.module) is None):
+            raise InputError(
+                f"Single heads need a known head count and output projection. Found "
+                f"neither in `{call.name}`; leave out `per_head`."
+            )
+
+    def _run(self, x: Tensor) -> Tensor:
+        call = self.call
+        shaped = x.unsqueeze(1 - call.token_axis)
+        arguments = {**call.arguments, **dict.fromkeys(call.hidden, shaped)}
+        with exact_maths(x.dtype):
+            return as_tokens(first_tensor(_apply(call.module, arguments)), call.token_axis)
+
+    def attend(self, x: Tensor) -> Tensor:
+        out = self._run(x)
+        if self.call.projection is not None and not self.call.projection_inside:
+            out = self.call.projection(out)
+        return out
+
+    def heads(self, x: Tensor) -> Tensor:
+        if not self.call.projection_inside:
+            return self._run(x)
+        assert self.call.projection is not None
+        seen: list[Tensor] = []
+        handle = self.call.projection.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0])
+        )
+        try:
+            self._run(x)
+        finally:
+            handle.remove()
+        return as_tokens(seen[0], self.call.token_axis)
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        if not per_head:
+            return linearise(self.attend, x)
+        heads, projection = self.linearise_heads(x, memory, True), self._projection_parts()
+        return compose(
+            Operator(
+                lambda e: e @ projection.mT,
+                lambda g: g @ projection,
+                heads.out_shape,
+                (heads.out_shape[0], projection.shape[1]),
+                heads.dtype,
+                heads.device,
+            ),
+            heads,
+        )
+
+    def _projection_parts(self) -> Tensor:
+        """The output projection's columns by head, ``(h, d_out, d_v)``."""
+        projection = self.call.projection
+        assert projection is not None
+        weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
+        assert isinstance(weight, Tensor)
+        count = _num_heads(self.call.module)
+        assert count is not None
+        return weight.unflatten(1, (count, -1)).transpose(0, 1)
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        op = linearise(self.heads, x)
+        if not per_head:
+            return op
+        count = _num_heads(self.call.module)
+        assert count is not None
+        n, concat = op.out_shape
+        width = concat // count
+
+        def mv(e: Tensor) -> Tensor:
+            return torch.stack(
+                [op.mv(e[h])[:, h * width : (h + 1) * width] for h in range(count)]
+            )
+
+        def rmv(g: Tensor) -> Tensor:
+            padded = g.new_zeros(count, n, concat)
+            for h in range(count):
+                padded[h, :, h * width : (h + 1) * width] = g[h]
+            return op.rmv(padded)
+
+        return Operator(
+            over_leading(mv, 3),
+            over_leading(rmv, 3),
+            op.in_shape,
+            (n, width),
+            op.dtype,
+            op.device,
+        )
+
+
+class _Module:
+    """A module as a function of a token matrix, in the shape in which the model called it."""
+
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        self.module, self.shape = module, like.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        with exact_maths(x.dtype):
+            return first_tensor(self.module(x.reshape(self.shape))).reshape(x.shape[0], -1)
+
+
+def _norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
+    """The norm whose output is the layer's input, found by where the tensor lies."""
+    for norm in record.norms:
+        if norm.y.data_ptr() == call.kept[0].data_ptr() and norm.y.numel() == call.x.numel():
+            return norm
+    return None
+
+
+def _residual_map(
+    record: Trace,
+    call: AttentionCall,
+    norm: NormCall | None,
+    core: _ClosedForm | _Replayed,
+    finished: Callable[..., LayerMap],
+) -> LayerMap:
+    """``x + f(N(x))`` (pre-norm) or ``N(u + f(u))`` (post-norm), with further norms.
+
+    Which of them the model computes is read off the trace: its sum must be the input of a
+    later norm.
+    """
+    after = next((m for m in record.norms if m.x.data_ptr() == call.kept[-1].data_ptr()), None)
+    added = call.output if after is None else as_tokens(after.y, call.token_axis)
+    second = _Module(after.module, after.x) if after is not None else None
+
+    def branch(u: Tensor) -> Tensor:
+        return core.attend(u) if second is None else second(core.attend(u))
+
+    def branch_operator(u: Tensor, memory: int, per_head: bool) -> Operator:
+        op = core.linearise_attention(u, memory, per_head)
+        return op if second is None else compose(linearise(second, core.attend(u)), op)
+
+    if norm is not None:
+        total = _close_sum(record, as_tokens(norm.x, call.token_axis), added, call)
+        if total is not None:
+            before = _Module(norm.module, norm.x)
+            return finished(
+                as_tokens(norm.x, call.token_axis),
+                as_tokens(total.x, call.token_axis),
+                lambda x: x + branch(before(x)),
+                lambda x, m, h: plus_identity(
+                    compose(branch_operator(before(x), m, h), linearise(before, x))
+                ),
+            )
+    total = _close_sum(record, call.x, added, call)
+    if total is None:
+        raise InputError(
+            f"The map `residual` needs a sum of the layer's input and output that enters a norm. "
+            f"Found none after `{call.name}`; use the map `block`."
+        )
+    if second is not None:  # x + N f(x): the sum itself is the stream
+        return finished(
+            call.x,
+            as_tokens(total.x, call.token_axis),
+            lambda u: u + branch(u),
+            lambda u, m, h: plus_identity(branch_operator(u, m, h)),
+        )
+    outer = _Module(total.module, total.x)
+    return finished(
+        call.x,
+        as_tokens(total.y, call.token_axis),
+        lambda u: outer(u + branch(u)),
+        lambda u, m, h: compose(
+            linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
+        ),
+    )
+
+
+def _close_sum(record: Trace, x: Tensor, added: Tensor, call: AttentionCall) -> NormCall | None:
+    """The norm call whose input is ``x + added`` up to rounding."""
+    if x.shape != added.shape:
+        return None
+    total = x + added
+    for norm in record.norms:
+        if norm.x.numel() == total.numel():
+            seen = as_tokens(norm.x, call.token_axis)
+            if seen.shape == total.shape and _distance(seen, total) <= 1e-5:
+                return norm
+    return None
+
+
+def _block_map(
+    record: Trace, call: AttentionCall, layer: int | None, memory: int
+) -> LayerMap:
+    block = next((b for b in record.blocks if call.name.startswith(b.name + ".")), None)
+    if block is None:
+        raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
+    _check_memory(call.num_tokens, _num_heads(call.module), memory, call.x)
+    axis = call.token_axis
+    x = as_tokens(block.x, axis)
+    function = _replay_block(block, axis)
+    return LayerMap(
+        layer,
+        "block",
+        x,
+        as_tokens(block.output, axis),
+        function,
+        lambda x, m, h: linearise(function, x),
+        None,
+        _num_heads(call.module),
+    )
+
+
+def _replay_block(block: BlockCall, axis: int) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        arguments = {**block.arguments, block.hidden: x.unsqueeze(1 - axis)}
+        with exact_maths(x.dtype):
+            return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
+
+    return function
+
+
+def _model_map(record: Trace, memory: int) -> LayerMap:
+    if not record.blocks or record.output is None:
+        raise InputError("The map `model` needs a model with blocks. Found none.")
+    first, call = record.blocks[0], record.calls[0]
+    axis = call.token_axis
+    _check_memory(
+        call.num_tokens, _num_heads(call.module), memory, call.x, layers=len(record.calls)
+    )
+
+    def function(x: Tensor) -> Tensor:
+        def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            shaped = x.unsqueeze(1 - axis)
+            if args:
+                return (shaped, *args[1:]), kwargs
+            return args, {**kwargs, first.hidden: shaped}
+
+        handle = first.module.register_forward_pre_hook(replace, with_kwargs=True)
+        try:
+            with exact_maths(x.dtype):
+                return as_tokens(first_tensor(run(record.model, record.inputs)), axis)
+        finally:
+            handle.remove()
+
+    return LayerMap(
+        None,
+        "model",
+        as_tokens(first.x, axis),
+        as_tokens(record.output, axis),
+        function,
+        lambda x, m, h: linearise(function, x),
+        None,
+        None,
+    )
+
+
+def _apply(module: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Call a module with bound arguments, variable positional ones included."""
+    positional = arguments.get("args", ())
+    named = {k: v for k, v in arguments.items() if k != "args"}
+    return module.forward(**named) if not positional else module.forward(
+        *named.values(), *positional
+    )
+
+
+def _num_heads(module: nn.Module) -> int | None:
+    """Number of query heads of an attention module, as models spell it."""
+    config = getattr(module, "config", None)
+    for owner in (module, config):
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                return count
+    return None
+
+
+def _check_memory(
+    n: int, heads: int | None, memory: int, x: Tensor, *, layers: int = 1
+) -> None:
+    needed = _GENERIC_COPIES * layers * (heads or 1) * n * n * x.element_size()
+    if needed > memory:
+        raise InputError(
+            f"The generic path would need about {needed / 2**30:.1f} GiB at {n} tokens. Found "
+            f"`memory = {memory / 2**30:.1f}GiB`; raise `--memory` or use shorter lengths."
+        )
+
+
+def _check_visible(call: AttentionCall) -> None:
+    """Refuse a row that may read no token: its softmax is undefined."""
+    mask = call.arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return
+    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
+    rows = hidden.all(-1).flatten().nonzero()
+    if len(rows):
+        row = int(rows[0]) % mask.shape[-2]
+        raise InputError(
+            f"Every token should read at least one token. Found that token {row} of "
+            f"`{call.name}` reads none (left padding?); pad on the right or drop the padding."
+        )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest entry of ``b``."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))
+
+
+def _check_agreement(built: LayerMap, record: Trace) -> None:
+    """The rebuilt map must give the model's own output at the captured input."""
+    if not bool(built.output.isfinite().all()):
+        return  # reported as non-finite by the solver
+    with torch.no_grad():
+        error = _distance(built(built.x), built.output)
+    limit = _AGREEMENT.get(built.x.dtype, 1e-2)
+    if not error <= limit:
+        where = record.calls[built.layer].name if built.layer is not None else "the model"
+        raise InputError(
+            f"The rebuilt map `{built.map}` of `{where}` should equal the model's own output to "
+            f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
+            "this model computes something that lipscope does not rebuild."
+        )

@@ -1,0 +1,136 @@
+"""Where a model's attention is, and which families are known in closed form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.errors import InputError
+
+
+@dataclass
+class AttentionCall:
+    """One call of an attention module, as the model made it on one input.
+
+    Attributes:
+        name: Dotted path of the module in the model.
+        module: The module.
+        arguments: Bound arguments of its forward, by name.
+        hidden: Names of the arguments that hold the layer's input.
+        token_axis: Axis of the tokens in the input, 0 or 1; the other one has length 1.
+        x: Input, ``(n, d)``.
+        output: Output with the output projection, ``(n, d_out)``.
+        projection: The output projection, where a module of its own.
+        projection_inside: Whether the module applies the projection itself.
+        heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
+        implementation: Attention implementation under which the call was made.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: dict[str, Any]
+    hidden: tuple[str, ...]
+    token_axis: int
+    x: Tensor
+    output: Tensor
+    projection: nn.Module | None = None
+    projection_inside: bool = True
+    heads: Tensor | None = None
+    implementation: str | None = None
+    kept: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens n."""
+        return self.x.shape[0]
+
+
+Reader = Callable[[AttentionCall], Attention]
+_FAMILIES: dict[str, Reader] = {}
+
+
+def family(*class_names: str) -> Callable[[Reader], Reader]:
+    """Register how to read the weights of attention modules with these class names."""
+
+    def register(reader: Reader) -> Reader:
+        _FAMILIES.update(dict.fromkeys(class_names, reader))
+        return reader
+
+    return register
+
+
+def reader_of(module: nn.Module) -> Reader | None:
+    """The reader for a module's class, or None for an unknown family."""
+    return _FAMILIES.get(type(module).__name__)
+
+
+def families() -> dict[str, Reader]:
+    """All registered class names and their readers."""
+    return dict(_FAMILIES)
+
+
+def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, nn.Module]:
+    """The self-attention modules of a model by dotted path, in model order.
+
+    By default the innermost modules whose class name ends in ``Attention``, without those
+    that are named cross-attention.
+
+    Args:
+        model: Any module.
+        modules: Regular expression searched in the dotted paths instead.
+
+    Returns:
+        Path to module.
+
+    Raises:
+        InputError: If nothing matches, or the expression is malformed.
+    """
+    named = {name: m for name, m in model.named_modules() if name}
+    if modules is not None:
+        try:
+            found = {name: m for name, m in named.items() if re.search(modules, name)}
+        except re.error as problem:
+            raise InputError(f"`modules` should be a regular expression. Found {problem}.") from None
+        if not found:
+            raise InputError(
+                f"`modules` should match at least one module. Found none for {modules!r} among "
+                f"{_some(named)}."
+            )
+        return found
+    found = {name: m for name, m in named.items() if _is_attention(m)}
+    inner = {
+        name: m
+        for name, m in found.items()
+        if not any(other.startswith(name + ".") for other in found)
+    }
+    chosen = {name: m for name, m in inner.items() if not _is_cross(name, m)}
+    if not chosen:
+        raise InputError(
+            "The model should contain a module whose class name ends in `Attention`. Found none "
+            f"in `{type(model).__name__}`; name the modules with `modules=` (a regular "
+            f"expression over {_some(named)})."
+        )
+    return chosen
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
+
+
+def _is_cross(name: str, module: nn.Module) -> bool:
+    return (
+        "cross" in (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
+        or bool(getattr(module, "is_cross_attention", False))
+        or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
+    )
+
+
+def _some(named: dict[str, nn.Module]) -> str:
+    names = list(named)
+    shown = ", ".join(names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,140 @@
+"""Text to windows of token ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lipscope.errors import InputError
+
+WindowKind = Literal["spread", "consecutive"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One stretch of the text as a model input.
+
+    Attributes:
+        num_tokens: Number of tokens n, special ones included.
+        sample: Index of the sample.
+        start: First text token.
+        ids: ``(1, n)`` token ids.
+        tokens: Text of every token.
+    """
+
+    num_tokens: int
+    sample: int
+    start: int
+    ids: Tensor
+    tokens: tuple[str, ...]
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the token ids."""
+        return digest(self.ids)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's shape, type and bytes."""
+    content = tensor.detach().cpu().contiguous()
+    head = f"{tuple(content.shape)}{content.dtype}".encode()
+    return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def default_text() -> str:
+    """The default text: the topics of Python's language manual, a marked-up English text.
+
+    It comes with every Python, so that the main job needs no download.
+    """
+    from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte, rarely needed)
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def windows_of_text(
+    text: str,
+    tokenizer: Any,
+    *,
+    lengths: Sequence[int],
+    samples: int,
+    kind: WindowKind = "spread",
+    special_tokens: bool = True,
+    vocab_size: int | None = None,
+) -> list[Window]:
+    """Cut a text into windows, shortest first.
+
+    ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
+    every length, so that lengths are compared on the same passages. ``consecutive``: sample
+    s of length n starts at token ``s n``. Special tokens are added around each window and
+    counted in its length.
+
+    Args:
+        text: The text; tokenised once.
+        tokenizer: A Hugging Face tokenizer, or None for UTF-8 bytes modulo ``vocab_size``.
+        lengths: Numbers of tokens.
+        samples: Windows per length.
+        kind: ``spread`` or ``consecutive``.
+        special_tokens: Add the model's own special tokens.
+        vocab_size: Size of the vocabulary where there is no tokenizer.
+
+    Returns:
+        The windows, by length, then sample.
+
+    Raises:
+        InputError: If the text is too short, or a length leaves no room for text.
+    """
+    if tokenizer is None:
+        ids = [byte % (vocab_size or 256) for byte in text.encode()]
+        before, after = [], []
+    else:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        before, after = _special_tokens(tokenizer) if special_tokens else ([], [])
+    extra = len(before) + len(after)
+    _check_lengths(lengths, extra)
+    longest, total = max(lengths), len(ids)
+    needed = samples * longest if kind == "consecutive" else longest
+    if total < needed:
+        raise InputError(
+            f"The text should have at least {needed} tokens for {samples} {kind} windows of up to "
+            f"{longest}. Found {total}; use a longer text, shorter lengths or fewer samples."
+        )
+    windows = []
+    for n in lengths:
+        for s in range(samples):
+            if kind == "consecutive":
+                start = s * n
+            else:
+                start = s * (total - longest) // max(samples - 1, 1)
+            row = [*before, *ids[start : start + n - extra], *after]
+            windows.append(Window(n, s, start, torch.tensor([row]), _texts(tokenizer, row)))
+    return windows
+
+
+def _check_lengths(lengths: Sequence[int], extra: int) -> None:
+    shortest = min(lengths)
+    if shortest <= extra:
+        raise InputError(
+            f"Every length should be above {extra}, the number of special tokens around a window. "
+            f"Found {shortest}; use longer lengths or --no-special-tokens."
+        )
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    for i in range(len(full) - len(bare) + 1):
+        if full[i : i + len(bare)] == bare:
+            return full[:i], full[i + len(bare) :]
+    return [], []
+
+
+def _texts(tokenizer: Any, row: list[int]) -> tuple[str, ...]:
+    if tokenizer is None:
+        return tuple(chr(i) if 32 <= i < 127 else f"<{i}>" for i in row)
+    return tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
