@@ -1,0 +1,95 @@
+"""The house rules that no linter checks: names, sizes, docstrings, what the face imports."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src" / "lipscope").rglob("*.py"))
+BIBLIOGRAPHY = ROOT / "docs" / "references.bib"
+CITATION = r"\[([a-z]+(?:19|20)\d\d[a-z]?)\]"
+MAX_LINES = 400
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("heavy", ["transformers", "altair", "vl_convert", "IPython"])
+def test_face_does_not_import(heavy: str) -> None:
+    code = f"import sys, lipscope; sys.exit({heavy!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_face_names_are_its_own_attributes_and_sorted() -> None:
+    import lipscope
+
+    assert list(lipscope.__all__) == sorted(set(lipscope.__all__))
+    assert all(hasattr(lipscope, name) for name in lipscope.__all__)
+
+
+def test_version_is_the_packages_own() -> None:
+    import lipscope
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert lipscope.__version__ == project["version"]
+    assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), "the module has no docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_module_is_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_module_name_says_something(path: Path) -> None:
+    parts = {part.removesuffix(".py").strip("_") for part in path.relative_to(ROOT).parts}
+    assert not parts & {"utils", "util", "helpers", "helper", "common", "misc", "config"}
+
+
+def test_every_dependency_bound_has_its_reason() -> None:
+    """Each core requirement in pyproject.toml follows a comment of its own."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = text.split("\ndependencies = [\n")[1].split("\n]")[0].splitlines()
+    stripped = [line.strip() for line in block]
+    bare = [b for a, b in zip(["", *stripped], stripped, strict=False) if b[0] == a[:1] == '"']
+    assert stripped[0].startswith("#")
+    assert not bare, f"no reason given above {bare}"
+
+
+def test_no_second_bibliography() -> None:
+    """One references.bib: a theorem that is cited elsewhere would drift from it."""
+    found = [p for p in ROOT.rglob("*.bib") if ".venv" not in p.parts and "runs" not in p.parts]
+    assert found == [BIBLIOGRAPHY]
+
+
+def test_bibliography_keys_are_unique() -> None:
+    keys = re.findall(r"^@\w+\{(\w+),", BIBLIOGRAPHY.read_text(), flags=re.MULTILINE)
+    assert keys
+    assert len(keys) == len(set(keys))
+
+
+def test_every_citation_is_in_the_bibliography() -> None:
+    keys = set(re.findall(r"^@\w+\{(\w+),", BIBLIOGRAPHY.read_text(), flags=re.MULTILINE))
+    pages = [*SOURCES, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    cited = {key for page in pages for key in re.findall(CITATION, page.read_text())}
+    assert cited <= keys, f"not in docs/references.bib: {sorted(cited - keys)}"
+
+
+def test_api_page_names_exist() -> None:
+    import lipscope
+
+    names = set(re.findall(r"\bls\.([A-Za-z_]\w*)", (ROOT / "docs" / "api.md").read_text()))
+    missing = sorted(name for name in names if not hasattr(lipscope, name))
+    assert not missing
