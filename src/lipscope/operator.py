@@ -232,40 +232,52 @@ def restrict(
     that a random start is uniform on the sphere of the moves that are allowed.
 
     Args:
-        op: Operator with ``in_shape = (n, d)`` (leading axes allowed) and the like out.
-        move: Indices of the tokens that may move, or None for all.
-        read: Indices of the output tokens that are read, or None for all.
+        op: Operator from ``(..., n, d)`` to ``(..., n_out, d_out)``.
+        move: Indices of the tokens that may move, ``(m,)``, or ``(b, m)`` with one set per
+            entry of a leading batch axis; None for all.
+        read: Indices of the output tokens that are read, ``(m,)``, or None for all.
         scale: Factor per input token, shape ``(n,)``, or None for 1.
 
     Returns:
-        Operator from ``(..., len(move), d)`` to ``(..., len(read), d_out)``.
+        Operator from ``(..., m, d)`` to ``(..., m_out, d_out)``.
     """
-    n = op.in_shape[-2]
-    n_out = op.out_shape[-2]
+    n, n_out = op.in_shape[-2], op.out_shape[-2]
     factor = None if scale is None else scale[:, None].to(op.device, op.dtype)
 
     def mv(e: Tensor) -> Tensor:
         if move is not None:
-            e = e.new_zeros(*e.shape[:-2], n, e.shape[-1]).index_copy_(-2, move, e)
-        if factor is not None:
-            e = e * factor
-        y = op.mv(e)
-        return y if read is None else y.index_select(-2, read)
+            e = _embed(e, move, n)
+        y = op.mv(e if factor is None else e * factor)
+        return y if read is None else _pick(y, read)
 
     def rmv(g: Tensor) -> Tensor:
         if read is not None:
-            g = g.new_zeros(*g.shape[:-2], n_out, g.shape[-1]).index_copy_(-2, read, g)
+            g = _embed(g, read, n_out)
         x = op.rmv(g)
-        if factor is not None:
-            x = x * factor
-        return x if move is None else x.index_select(-2, move)
+        x = x if factor is None else x * factor
+        return x if move is None else _pick(x, move)
 
     def shrink(shape: tuple[int, ...], index: Tensor | None) -> tuple[int, ...]:
-        return shape if index is None else (*shape[:-2], len(index), shape[-1])
+        return shape if index is None else (*shape[:-2], index.shape[-1], shape[-1])
 
     return Operator(
         mv, rmv, shrink(op.in_shape, move), shrink(op.out_shape, read), op.dtype, op.device
     )
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` of token matrices."""
+    if index.ndim == 1:
+        return x.index_select(-2, index)
+    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))
+
+
+def _embed(x: Tensor, index: Tensor, n: int) -> Tensor:
+    """The transpose of `_pick`: rows ``index`` of zero matrices with ``n`` rows."""
+    out = x.new_zeros(*x.shape[:-2], n, x.shape[-1])
+    if index.ndim == 1:
+        return out.index_copy_(-2, index, x)
+    return out.scatter_(-2, index[..., None].expand_as(x), x)
 
 
 def materialise(op: Operator) -> Tensor:

@@ -1,7 +1,7 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
 from lipscope.capture import bert, llama  # noqa: F401  (registers the families)
-from lipscope.capture.maps import MAPS, LayerMap, build_map
+from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
 from lipscope.capture.sites import attention_sites
 from lipscope.capture.trace import Trace, prepared, trace
@@ -16,6 +16,7 @@ __all__ = [
     "adopt_model",
     "attention_sites",
     "build_map",
+    "check_request",
     "default_text",
     "load_model",
     "prepared",

@@ -46,6 +46,8 @@ class LayerMap:
         output: The model's own output of the map, ``(n, d_out)``.
         attention: The layer's weights in closed form, or None on the generic path.
         num_heads: Query heads, where known.
+        head_outputs: Output of every head, ``(h, n, d_out)``: its slice of ``heads``, or its
+            contribution through its part of the output projection.
         note: Remark for the row, or None.
     """
 
@@ -57,6 +59,7 @@ class LayerMap:
     build: Callable[[Tensor, int, bool], Operator]
     attention: Attention | None
     num_heads: int | None
+    head_outputs: Callable[[], Tensor]
     note: str | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -100,10 +103,12 @@ def build_map(
         raise InputError(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
+    call = record.calls[0] if name == "model" else _call(record, layer)
+    check_request(record, layer, name, call.num_tokens, memory)
     if name == "model":
-        built = _model_map(record, memory)
+        built = _model_map(record)
     else:
-        built = _layer_map(record, _call(record, layer), layer, name, memory, per_head)
+        built = _layer_map(record, call, layer, name, per_head)
     _check_agreement(built, record)
     return built
 
@@ -118,17 +123,16 @@ def _call(record: Trace, layer: int | None) -> AttentionCall:
 
 
 def _layer_map(
-    record: Trace, call: AttentionCall, layer: int | None, name: str, memory: int, per_head: bool
+    record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
 ) -> LayerMap:
     _check_visible(call)
     if name == "block":
-        return _block_map(record, call, layer, memory)
+        return _block_map(record, call, layer)
     reader = reader_of(call.module)
     core: _ClosedForm | _Replayed
     if reader is not None:
         core = _ClosedForm(call, reader(call))
     else:
-        _check_memory(call.num_tokens, _num_heads(call.module), memory, call.x)
         core = _Replayed(call, per_head)
     attention = core.attention if isinstance(core, _ClosedForm) else None
     heads = attention.num_heads if attention is not None else _num_heads(call.module)
@@ -139,7 +143,17 @@ def _layer_map(
         function: Callable[[Tensor], Tensor],
         build: Callable[[Tensor, int, bool], Operator],
     ) -> LayerMap:
-        return LayerMap(layer, name, x, output, function, build, attention, heads)
+        return LayerMap(
+            layer,
+            name,
+            x,
+            output,
+            function,
+            build,
+            attention,
+            heads,
+            lambda: _head_outputs(call, name, heads),
+        )
 
     if name == "heads":
         if call.heads is None:
@@ -230,7 +244,7 @@ class _Replayed:
     def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         if not per_head:
             return linearise(self.attend, x)
-        heads, projection = self.linearise_heads(x, memory, True), self._projection_parts()
+        heads, projection = self.linearise_heads(x, memory, True), _projection_by_head(self.call)
         return compose(
             Operator(
                 lambda e: e @ projection.mT,
@@ -242,16 +256,6 @@ class _Replayed:
             ),
             heads,
         )
-
-    def _projection_parts(self) -> Tensor:
-        """The output projection's columns by head, ``(h, d_out, d_v)``."""
-        projection = self.call.projection
-        assert projection is not None
-        weight = projection.weight if isinstance(projection, nn.Linear) else projection.weight.T
-        assert isinstance(weight, Tensor)
-        count = _num_heads(self.call.module)
-        assert count is not None
-        return weight.unflatten(1, (count, -1)).transpose(0, 1)
 
     def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         op = linearise(self.heads, x)
@@ -292,6 +296,26 @@ class _Module:
     def __call__(self, x: Tensor) -> Tensor:
         with exact_maths(x.dtype):
             return first_tensor(self.module(x.reshape(self.shape))).reshape(x.shape[0], -1)
+
+
+def _projection_by_head(call: AttentionCall) -> Tensor:
+    """The output projection's columns by head, ``(h, d_out, d_v)``."""
+    count, projection = _num_heads(call.module), call.projection
+    assert count is not None and projection is not None
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    weight = weight if isinstance(projection, nn.Linear) else weight.T
+    return weight.unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def _head_outputs(call: AttentionCall, name: str, count: int | None) -> Tensor:
+    assert call.heads is not None and count is not None
+    heads = call.heads.unflatten(1, (count, -1)).transpose(0, 1)
+    return heads if name == "heads" else heads @ _projection_by_head(call).mT
+
+
+def _no_heads() -> Tensor:
+    raise InputError("Blocks and models have no single heads; leave out `per_head`.")
 
 
 def _norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
@@ -374,13 +398,10 @@ def _close_sum(record: Trace, x: Tensor, added: Tensor, call: AttentionCall) -> 
     return None
 
 
-def _block_map(
-    record: Trace, call: AttentionCall, layer: int | None, memory: int
-) -> LayerMap:
+def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMap:
     block = next((b for b in record.blocks if call.name.startswith(b.name + ".")), None)
     if block is None:
         raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
-    _check_memory(call.num_tokens, _num_heads(call.module), memory, call.x)
     axis = call.token_axis
     x = as_tokens(block.x, axis)
     function = _replay_block(block, axis)
@@ -393,6 +414,7 @@ def _block_map(
         lambda x, m, h: linearise(function, x),
         None,
         _num_heads(call.module),
+        _no_heads,
     )
 
 
@@ -405,14 +427,11 @@ def _replay_block(block: BlockCall, axis: int) -> Callable[[Tensor], Tensor]:
     return function
 
 
-def _model_map(record: Trace, memory: int) -> LayerMap:
+def _model_map(record: Trace) -> LayerMap:
     if not record.blocks or record.output is None:
         raise InputError("The map `model` needs a model with blocks. Found none.")
     first, call = record.blocks[0], record.calls[0]
     axis = call.token_axis
-    _check_memory(
-        call.num_tokens, _num_heads(call.module), memory, call.x, layers=len(record.calls)
-    )
 
     def function(x: Tensor) -> Tensor:
         def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -437,6 +456,7 @@ def _model_map(record: Trace, memory: int) -> LayerMap:
         lambda x, m, h: linearise(function, x),
         None,
         None,
+        _no_heads,
     )
 
 
@@ -460,14 +480,32 @@ def _num_heads(module: nn.Module) -> int | None:
     return None
 
 
-def _check_memory(
-    n: int, heads: int | None, memory: int, x: Tensor, *, layers: int = 1
+def check_request(
+    record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
-    needed = _GENERIC_COPIES * layers * (heads or 1) * n * n * x.element_size()
+    """Refuse a map that the generic path could not hold at this length.
+
+    Args:
+        record: A trace, at any length.
+        layer: Index of the layer, None for ``model``.
+        name: The map.
+        num_tokens: Largest number of tokens to be measured.
+        memory: Bytes that may be used.
+
+    Raises:
+        InputError: If the request exceeds the memory.
+    """
+    call = record.calls[layer or 0]
+    if name not in ("block", "model") and reader_of(call.module) is not None:
+        return
+    layers = len(record.calls) if name == "model" else 1
+    pairs = (_num_heads(call.module) or 1) * num_tokens**2
+    needed = _GENERIC_COPIES * layers * pairs * call.x.element_size()
     if needed > memory:
         raise InputError(
-            f"The generic path would need about {needed / 2**30:.1f} GiB at {n} tokens. Found "
-            f"`memory = {memory / 2**30:.1f}GiB`; raise `--memory` or use shorter lengths."
+            f"The map `{name}` of this model goes through the generic path, which would need "
+            f"about {needed / 2**30:.1f} GiB at {num_tokens} tokens. Found "
+            f"`memory = {memory / 2**30:.3g}GiB`; raise `--memory` or use shorter lengths."
         )
 
 

@@ -1,0 +1,575 @@
+"""The one verb: measure the local Lipschitz constant of a model's attention on an input."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.capture import (
+    MAPS,
+    LayerMap,
+    LoadedModel,
+    Trace,
+    Window,
+    adopt_model,
+    attention_sites,
+    build_map,
+    check_request,
+    default_text,
+    load_model,
+    prepared,
+    trace,
+    windows_of_text,
+)
+from lipscope.capture.sites import reader_of
+from lipscope.capture.windows import WindowKind, digest
+from lipscope.errors import InputError
+from lipscope.ranges import parse_bytes, parse_tokens
+from lipscope.record import Measurement, RunFolder, TokenShare, stable_id
+from lipscope.report import Rows
+from lipscope.sensitivity import Answer, Question, answer
+
+Progress = Callable[[int, int, Measurement | None], None]
+Metric = Literal["frobenius", "token-relative"]
+_METRICS = ("frobenius", "token-relative")
+_WINDOWS = ("spread", "consecutive")
+_DEFAULT_LENGTHS = (16, 64, 256)
+_DEFAULT_SAMPLES = 10
+_CLOSED_MAPS = ("heads", "attention", "normed", "residual")
+
+
+def measure(
+    model: str | nn.Module = "minilm",
+    data: str | Tensor | Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[int] | Literal["all"] = "all",
+    lengths: Sequence[int] | None = None,
+    samples: int | None = None,
+    windows: WindowKind = "spread",
+    special_tokens: bool = True,
+    map: str = "attention",  # noqa: A002  (the project's word)
+    per_head: bool = False,
+    metric: Metric = "frobenius",
+    move: str = "all",
+    read: str = "all",
+    rest: bool = False,
+    average: bool = False,
+    tol: float = 1e-3,
+    delta: float = 1e-6,
+    tight: bool = False,
+    dtype: Literal["float32", "float64"] | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    memory: int | str = "1GiB",
+    out: str | Path | None = None,
+    modules: str | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Rows:
+    """Measure sigma, the local Lipschitz constant of attention, on real inputs.
+
+    ``sigma = max ‖R J D e‖_F / ‖e‖_F`` over moves ``e`` of the tokens in ``move``, where ``J`` is
+    the Jacobian of the map at the captured input, ``R`` reads the tokens in ``read`` and
+    ``D`` is the metric. Every row carries the interval ``[sigma, upper]``, valid with probability
+    ``1 - delta``.
+
+    Holds for any model whose attention modules can be found: Hugging Face models, folders,
+    or a module of your own. Dropout is switched off.
+
+    Args:
+        model: A name for `load_model`, or a torch module.
+        data: Text, or a batch for a module: input ids (integers), input embeddings
+            (3 axes) or pixel values (4 axes), or a mapping of keyword arguments. The default
+            text if None.
+        layers: Layer indices from 0, or "all".
+        lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
+        samples: Windows per length; 10 if None.
+        windows: ``spread`` over the text, or ``consecutive``.
+        special_tokens: Put the model's own special tokens around each window.
+        map: ``heads``, ``attention``, ``normed``, ``residual``, ``block`` or ``model``.
+        per_head: One row per query head.
+        metric: ``frobenius``, or ``token-relative`` (each token's move in proportion to its norm).
+        move: Tokens that may move: ``all``, ``first``, ``last``, ``not-first``, ``a:b`` (both
+            included).
+        read: Output tokens that are read, likewise.
+        rest: Also sigma with the most sensitive token held fixed.
+        average: Also ``‖J‖_F`` by random probes.
+        tol: Relative tolerance of the stopping rule.
+        delta: Failure probability of each interval.
+        tight: Go on, in float64, until ``upper <= (1 + tol) sigma``.
+        dtype: ``float32`` unless ``tight``.
+        device: ``auto`` takes a GPU where there is one.
+        seed: Seed of the random starts.
+        memory: Budget for chunks, stored probabilities and the solver's basis.
+        out: Run folder; an interrupted run there is continued.
+        modules: Regular expression for the attention modules, searched in their paths.
+        tokenizer: Tokenizer for a module of your own that reads text.
+        revision: Revision of a hub id.
+        allow_pickle: Accept a checkpoint that exists only as a pickle.
+        progress: Called as ``progress(done, total, row)``.
+
+    Returns:
+        The rows, in order of length, sample, layer and head.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
+    Source: the local Lipschitz constant of [castin2024], Section 3; interval derived here.
+
+    >>> import lipscope as ls
+    >>> rows = ls.measure("minilm", layers=[0], lengths=[16], samples=1)
+    >>> rows[0].status, rows[0].sigma < rows[0].upper
+    ('converged', True)
+    """
+    question = Question(
+        map=_one_of("map", map, MAPS),
+        per_head=per_head,
+        metric=_one_of("metric", metric, _METRICS),
+        move=move,
+        read=read,
+        rest=rest,
+        average=average,
+        tol=tol,
+        delta=delta,
+        tight=tight,
+        dtype=_dtype(dtype, tight),
+        seed=seed,
+        memory=parse_bytes(memory),
+    )
+    where = _device(device)
+    loaded = _loaded(model, tokenizer, revision, seed, allow_pickle)
+    inputs = _inputs(loaded, data, lengths, samples, windows, special_tokens)
+    for item in inputs:
+        if item.num_tokens is not None:
+            parse_tokens(move, item.num_tokens, "move")
+            parse_tokens(read, item.num_tokens, "read")
+    run = _Run(loaded, inputs, question, where, modules, progress)
+    return run.carry_out(layers, out, windows)
+
+
+def _one_of(name: str, value: str, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
+    return value
+
+
+def _dtype(name: str | None, tight: bool) -> torch.dtype:
+    name = name or ("float64" if tight else "float32")
+    if name not in ("float32", "float64"):
+        raise InputError(f"`dtype` should be float32 or float64. Found `{name}`.")
+    if tight and name == "float32":
+        raise InputError("`tight` intervals need float64. Found `dtype = float32`; leave it out.")
+    return torch.float64 if name == "float64" else torch.float32
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        text = str(problem).split("\n")[0]
+        raise InputError(f"`device` should be a device of this machine. Found `{name}`: {text}") from None
+    return device
+
+
+def _loaded(
+    model: str | nn.Module, tokenizer: Any, revision: str | None, seed: int, allow_pickle: bool
+) -> LoadedModel:
+    if isinstance(model, nn.Module):
+        return adopt_model(model, tokenizer)
+    loaded = load_model(model, revision=revision, seed=seed, allow_pickle=allow_pickle)
+    return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """One sample as the model takes it, with what its rows say about it."""
+
+    kind: str
+    arguments: Mapping[str, Any] | tuple[Any, ...]
+    sample: int
+    start: int | None
+    num_tokens: int | None
+    sha256: str
+    tokens: tuple[str, ...] | None
+
+
+def _inputs(
+    loaded: LoadedModel,
+    data: Any,
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    windows: str,
+    special_tokens: bool,
+) -> list[_Input]:
+    if data is None or isinstance(data, str):
+        text = default_text() if data is None else data
+        return _text_inputs(loaded, text, lengths, samples, windows, special_tokens)
+    if lengths is not None or samples is not None:
+        raise InputError(
+            "`lengths` and `samples` cut a text into windows. Found them with a batch, whose "
+            "entries are the samples; leave them out."
+        )
+    return _batch_inputs(loaded, data)
+
+
+def _text_inputs(
+    loaded: LoadedModel,
+    text: str,
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    windows: str,
+    special_tokens: bool,
+) -> list[_Input]:
+    lengths = _DEFAULT_LENGTHS if lengths is None else lengths
+    samples = _DEFAULT_SAMPLES if samples is None else samples
+    _check_windows(loaded, text, lengths, samples, windows)
+    vocab = getattr(loaded.config, "vocab_size", None)
+    if vocab is None and loaded.tokenizer is None:
+        raise InputError(
+            f"`{loaded.name}` should read token ids to be measured on text. Found a model without "
+            "a vocabulary; pass a batch of its inputs instead."
+        )
+    cut = windows_of_text(
+        text,
+        loaded.tokenizer,
+        lengths=sorted(set(lengths)),
+        samples=samples,
+        kind=cast("WindowKind", windows),
+        special_tokens=special_tokens,
+        vocab_size=vocab,
+    )
+    return [_window_input(w) for w in cut]
+
+
+def _window_input(w: Window) -> _Input:
+    return _Input(
+        "text", {"input_ids": w.ids}, w.sample, w.start, w.num_tokens, w.sha256, w.tokens
+    )
+
+
+def _check_windows(
+    loaded: LoadedModel, text: str, lengths: Sequence[int], samples: int, windows: str
+) -> None:
+    if not text.strip():
+        raise InputError("The text should not be empty. Found no words in it.")
+    _one_of("windows", windows, _WINDOWS)
+    if not lengths or min(lengths) < 1:
+        raise InputError(f"`lengths` should be positive. Found {list(lengths)}.")
+    if samples < 1:
+        raise InputError(f"`samples` should be at least 1. Found {samples}.")
+    limit = loaded.max_tokens
+    if limit is not None and max(lengths) > limit:
+        raise InputError(
+            f"`lengths` should be at most {limit}, the positions of `{loaded.name}`. "
+            f"Found {max(lengths)}."
+        )
+
+
+def _batch_inputs(loaded: LoadedModel, data: Any) -> list[_Input]:
+    if isinstance(data, Tensor):
+        name = _argument_name(data)
+        named = loaded.config is not None or isinstance(loaded.model, _hugging_face_base())
+        arguments: dict[str, Any] = {name: data} if named else {"": data}
+    elif isinstance(data, Mapping):
+        arguments = dict(data)
+    else:
+        raise InputError(
+            f"`data` should be text, a tensor or a mapping of tensors. Found `{type(data).__name__}`."
+        )
+    tensors = [v for v in arguments.values() if isinstance(v, Tensor)]
+    if not tensors:
+        raise InputError("`data` should hold at least one tensor. Found none.")
+    axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
+    count = tensors[0].shape[axis]
+    inputs = []
+    for s in range(count):
+        one = {
+            k: v.narrow(axis, s, 1) if isinstance(v, Tensor) and v.shape[axis] == count else v
+            for k, v in arguments.items()
+        }
+        parts = [digest(v) for v in one.values() if isinstance(v, Tensor)]
+        sha = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+        call = (one[""],) if "" in one else one
+        inputs.append(_Input("batch", call, s, None, None, sha, None))
+    return inputs
+
+
+def _argument_name(data: Tensor) -> str:
+    if not data.is_floating_point():
+        return "input_ids"
+    names = {3: "inputs_embeds", 4: "pixel_values"}
+    if data.ndim not in names:
+        raise InputError(
+            "`data` should be input ids (integers), embeddings (batch, tokens, width) or pixels "
+            f"(batch, channels, height, width). Found floats of shape {tuple(data.shape)}."
+        )
+    return names[data.ndim]
+
+
+def _hugging_face_base() -> type:
+    from transformers import PreTrainedModel  # noqa: PLC0415  (slow to import)
+
+    return PreTrainedModel
+
+
+def _tokens_first(model: nn.Module) -> bool:
+    """Whether torch's own attention inside puts tokens before the batch."""
+    return any(
+        isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
+    )
+
+
+class _Run:
+    """All measurements of one call: probe the model, plan the rows, answer them."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        inputs: list[_Input],
+        question: Question,
+        device: torch.device,
+        modules: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self.loaded, self.inputs, self.question = loaded, inputs, question
+        self.device, self.modules, self.progress = device, modules, progress
+        self.sites = attention_sites(loaded.model, modules)
+        closed = all(reader_of(m) for m in self.sites.values())
+        # Fused attention keeps the forward pass small; the generic path replays modules and
+        # needs the attention whose derivatives all exist.
+        self.implementation = "sdpa" if closed and question.map in _CLOSED_MAPS else "eager"
+
+    def carry_out(
+        self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: str
+    ) -> Rows:
+        with prepared(
+            self.loaded.model,
+            dtype=self.question.dtype,
+            device=self.device,
+            implementation=self.implementation,
+        ) as (model, notes):
+            self.sites = attention_sites(model, self.modules)
+            self.notes = notes + ([self.loaded.note] if self.loaded.note else [])
+            first = self._trace(model, self.inputs[0])
+            chosen = self._layers(first, layers)
+            longest = max(i.num_tokens or first.calls[0].num_tokens for i in self.inputs)
+            for layer in chosen:
+                check_request(first, layer, self.question.map, longest, self.question.memory)
+            heads = [self._heads(first, layer) for layer in chosen]
+            folder = self._folder(out, chosen, windows)
+            finished: dict[str, Measurement] = dict(folder.done) if folder else {}
+            kept: list[TokenShare] = folder.tokens() if folder else []
+            try:
+                for row, tokens in self._rows(model, chosen, heads, finished, first):
+                    if folder is not None:
+                        folder.append(row, tokens)
+                    finished[row.id] = row
+                    kept.extend(tokens)
+            finally:
+                if folder is not None:
+                    folder.compact()
+        order = [i for item in self.inputs for i in self._ids(item, chosen, heads)]
+        return Rows([finished[i] for i in order], tokens=kept, windows=windows)
+
+    def _trace(self, model: nn.Module, item: _Input) -> Trace:
+        arguments = _moved(item.arguments, self.device, self.question.dtype)
+        return trace(
+            model,
+            arguments,
+            self.sites,
+            norms=self.question.map in ("normed", "residual"),
+            blocks=self.question.map in ("block", "model"),
+            dtype=self.question.dtype,
+        )
+
+    def _layers(self, record: Trace, layers: Sequence[int] | str) -> list[int | None]:
+        if self.question.map == "model":
+            return [None]
+        count = len(record.calls)
+        chosen = list(range(count)) if layers == "all" else [int(i) for i in layers]
+        if not chosen:
+            raise InputError("`layers` should name at least one layer. Found none.")
+        for layer in chosen:
+            if not 0 <= layer < count:
+                raise InputError(
+                    f"`layers` should be between 0 and {count - 1} for `{self.loaded.name}`. "
+                    f"Found {layer}."
+                )
+        return list(dict.fromkeys(chosen))
+
+    def _build(self, record: Trace, layer: int | None) -> LayerMap:
+        q = self.question
+        return build_map(record, layer, q.map, memory=q.memory, per_head=q.per_head)
+
+    def _heads(self, record: Trace, layer: int | None) -> int | None:
+        """Number of heads to measure one by one, or None for all together.
+
+        Building the map here also finds a map that the model does not have, and one that the
+        memory does not allow, before anything is written.
+        """
+        built = self._build(record, layer)
+        return built.num_heads if self.question.per_head else None
+
+    def _ids(
+        self, item: _Input, layers: Sequence[int | None], heads: Sequence[int | None]
+    ) -> Iterator[str]:
+        for layer, count in zip(layers, heads, strict=True):
+            for head in [None] if count is None else range(count):
+                yield self._id(item, layer, head)
+
+    def _id(self, item: _Input, layer: int | None, head: int | None) -> str:
+        return stable_id(
+            {
+                "model": self.loaded.name,
+                "revision": self.loaded.revision,
+                "weights": self.loaded.weights,
+                "modules": self.modules,
+                "layer": layer,
+                "head": head,
+                "tokens": item.sha256,
+                "sample": item.sample,
+                "start": item.start,
+                **self.question.as_spec(),
+            }
+        )
+
+    def _rows(
+        self,
+        model: nn.Module,
+        layers: list[int | None],
+        heads: list[int | None],
+        finished: Mapping[str, Measurement],
+        first: Trace,
+    ) -> Iterator[tuple[Measurement, list[TokenShare]]]:
+        total = sum(h or 1 for h in heads) * len(self.inputs)
+        done = sum(i in finished for item in self.inputs for i in self._ids(item, layers, heads))
+        self._tell(done, total, None)
+        for item in self.inputs:
+            if all(i in finished for i in self._ids(item, layers, heads)):
+                continue
+            record = first if item is self.inputs[0] else self._trace(model, item)
+            for layer, count in zip(layers, heads, strict=True):
+                wanted = list(self._ids(item, [layer], [count]))
+                if all(i in finished for i in wanted):
+                    continue
+                for key, reply in zip(wanted, self._answers(record, item, layer), strict=True):
+                    if key in finished:
+                        continue
+                    row = self._row(key, item, layer, reply)
+                    done += 1
+                    self._tell(done, total, row)
+                    yield row, _token_shares(row, reply, item)
+
+    def _tell(self, done: int, total: int, row: Measurement | None) -> None:
+        if self.progress is not None:
+            self.progress(done, total, row)
+
+    def _answers(self, record: Trace, item: _Input, layer: int | None) -> list[Answer]:
+        key = f"{self.loaded.name}|{layer}|{item.num_tokens or ''}|{item.sample}"
+        return answer(self._build(record, layer), self.question, key)
+
+    def _row(
+        self, key: str, item: _Input, layer: int | None, reply: Answer
+    ) -> Measurement:
+        q = self.question
+        notes = [*self.notes, *reply.notes]
+        return Measurement(
+            id=key,
+            model=self.loaded.name,
+            revision=self.loaded.revision,
+            weights=self.loaded.weights,
+            layer=layer,
+            head=reply.head,
+            map=q.map,
+            metric=q.metric,
+            move=q.move,
+            read=q.read,
+            input=item.kind,
+            num_tokens=reply.num_tokens,
+            sample=item.sample,
+            start=item.start,
+            delta=q.delta,
+            dtype=str(q.dtype)[6:],
+            device=self.device.type,
+            seed=q.seed,
+            tokens_sha256=item.sha256,
+            version=version(),
+            note="; ".join(notes) or None,
+            **reply.columns(),
+        )
+
+    def _folder(
+        self, out: str | Path | None, layers: Sequence[int | None], windows: str
+    ) -> RunFolder | None:
+        if out is None:
+            return None
+        spec = {
+            "model": self.loaded.name,
+            "revision": self.loaded.revision,
+            "weights": self.loaded.weights,
+            "modules": self.modules,
+            "layers": list(layers),
+            "windows": windows,
+            "inputs": stable_id({"all": [(i.sha256, i.sample, i.start) for i in self.inputs]}),
+            "lengths": sorted({i.num_tokens for i in self.inputs if i.num_tokens}),
+            "samples": len({i.sample for i in self.inputs}),
+            **self.question.as_spec(),
+        }
+        provenance = {
+            "lipscope": version(),
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+            "python": platform.python_version(),
+            "machine": platform.platform(),
+            "threads": torch.get_num_threads(),
+            "device": str(self.device),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        }
+        return RunFolder(Path(out), spec, provenance)
+
+
+def version() -> str:
+    """The installed version of lipscope."""
+    return importlib.metadata.version("lipscope")
+
+
+def _moved(
+    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device, dtype: torch.dtype
+) -> Mapping[str, Any] | tuple[Any, ...]:
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    if isinstance(arguments, tuple):
+        return tuple(move(v) for v in arguments)
+    return {k: move(v) for k, v in arguments.items()}
+
+
+def _token_shares(row: Measurement, reply: Answer, item: _Input) -> list[TokenShare]:
+    texts = item.tokens or tuple(str(i) for i in range(reply.num_tokens))
+    return [
+        TokenShare(
+            id=row.id,
+            index=i,
+            text=texts[i] if i < len(texts) else str(i),
+            share_in=reply.share_in[i],
+            share_out=reply.share_out[i] if i < len(reply.share_out) else None,
+            norm=reply.norms[i],
+        )
+        for i in range(reply.num_tokens)
+    ]

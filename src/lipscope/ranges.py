@@ -1,0 +1,77 @@
+"""Ranges as users write them: numbers of tokens, layers, tokens, bytes.
+
+All ranges include their stop.
+"""
+
+from __future__ import annotations
+
+import re
+
+from lipscope.errors import InputError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_integers(text: str, option: str) -> list[int]:
+    """Read ``3,5`` or ``start:stop[:step]``, or a comma-separated mixture.
+
+    >>> parse_integers("2:10:4,64", "lengths")
+    [2, 6, 10, 64]
+    """
+    values: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?::(\d+)(?::(\d+))?)?\s*", part)
+        if match is None or match[3] == "0":
+            raise InputError(
+                f"`--{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
+            )
+        start, stop, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        values.extend(range(start, stop + 1, step))
+    if not values:
+        raise InputError(f"`--{option}` should name at least one number. Found `{text}`.")
+    return list(dict.fromkeys(values))
+
+
+def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
+    """Token indices of ``all`` (None), ``first``, ``last``, ``not-first`` or ``a:b``.
+
+    >>> parse_tokens("1:3", 8, "move")
+    [1, 2, 3]
+    """
+    named = {
+        "all": None,
+        "first": [0],
+        "last": [num_tokens - 1],
+        "not-first": list(range(1, num_tokens)),
+    }
+    if text in named:
+        chosen = named[text]
+    else:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if match is None:
+            raise InputError(
+                f"`--{option}` should be all, first, last, not-first or a:b. Found `{text}`."
+            )
+        chosen = list(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
+        raise InputError(
+            f"`--{option} {text}` should name tokens between 0 and {num_tokens - 1} at every "
+            f"length. Found none, or one beyond, at {num_tokens} tokens."
+        )
+    return chosen
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a memory size such as ``1GiB`` or ``500MB``.
+
+    >>> parse_bytes("1GiB")
+    1073741824
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    size = 0
+    if match is not None and match[2].upper() in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 2**20:
+        raise InputError(f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{text}`.")
+    return size
