@@ -141,9 +141,7 @@ def test_single_heads_satisfy_the_adjoint_identity(name):
     seed=st.integers(0, 10**6),
 )
 def test_any_shape_against_autograd_and_the_dense_svd(n, d, heads, k, d_v, causal, biases, seed):
-    layer, x = random_layer(
-        seed, n=n, d=d, heads=heads, k=k, d_v=d_v, causal=causal, biases=biases
-    )
+    layer, x = random_layer(seed, n=n, d=d, heads=heads, k=k, d_v=d_v, causal=causal, biases=biases)
     op, dense = layer.linearise(x), jacobian(layer, x)
     assert torch.allclose(materialise(op), dense, atol=1e-11 * float(dense.abs().max()))
     truth = float(torch.linalg.matrix_norm(dense, 2))
@@ -154,7 +152,7 @@ def test_any_shape_against_autograd_and_the_dense_svd(n, d, heads, k, d_v, causa
 
 def test_the_generic_path_agrees_with_the_closed_form():
     layer, x = random_layer(heads=2, causal=True, biases=True)
-    generic = linearise(lambda z: layer(z), x)
+    generic = linearise(layer, x)
     assert torch.allclose(materialise(generic), materialise(layer.linearise(x)), atol=1e-11)
 
 
@@ -172,9 +170,7 @@ def test_one_token_gives_the_value_matrix():
 
 def one_head(a: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> DotProductAttention:
     """``S_ij = <A x_i, x_j>`` and values ``V x_j``."""
-    return DotProductAttention(
-        a, torch.eye(a.shape[0], dtype=a.dtype), v, scale=1.0, causal=causal
-    )
+    return DotProductAttention(a, torch.eye(a.shape[0], dtype=a.dtype), v, scale=1.0, causal=causal)
 
 
 def test_zero_scores_unmasked_give_the_norm_of_the_value_matrix():

@@ -18,9 +18,7 @@ from lipscope.operator import (
 
 def dense(matrix: torch.Tensor) -> Operator:
     m, n = matrix.shape
-    return Operator(
-        lambda e: e @ matrix.T, lambda g: g @ matrix, (n,), (m,), dtype=matrix.dtype
-    )
+    return Operator(lambda e: e @ matrix.T, lambda g: g @ matrix, (n,), (m,), dtype=matrix.dtype)
 
 
 def token_operator(n: int, d: int, d_out: int) -> tuple[Operator, torch.Tensor]:
@@ -100,7 +98,7 @@ class DetachedSoftmax(torch.autograd.Function):
 def test_an_autograd_function_with_wrong_second_derivatives_still_gives_its_jacobian():
     """Our JVP differentiates the pullback along its cotangent only, which stays right."""
     x = torch.randn(6, dtype=torch.float64)
-    ours = materialise(linearise(lambda s: DetachedSoftmax.apply(s), x))  # pyright: ignore[reportArgumentType]
+    ours = materialise(linearise(DetachedSoftmax.apply, x))  # pyright: ignore[reportArgumentType]
     p = x.softmax(-1)
     assert torch.allclose(ours, torch.diag(p) - torch.outer(p, p), atol=1e-14)
 
@@ -112,9 +110,7 @@ def test_fused_attention_has_both_products():
     def attend(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.scaled_dot_product_attention(x, q, q)
 
-    plain = torch.autograd.functional.jacobian(
-        lambda x: torch.softmax(x @ q.mT / 2, -1) @ q, q
-    )
+    plain = torch.autograd.functional.jacobian(lambda x: torch.softmax(x @ q.mT / 2, -1) @ q, q)
     assert isinstance(plain, torch.Tensor)
     assert torch.allclose(materialise(linearise(attend, q)), plain.reshape(40, 40), atol=1e-13)
 

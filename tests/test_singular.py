@@ -10,14 +10,10 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 
 from lipscope.errors import InputError
+from lipscope.interval import closed_form_factor, start_threshold
 from lipscope.krylov import golub_kahan
 from lipscope.operator import Operator, linearise
-from lipscope.singular import (
-    closed_form_factor,
-    start_threshold,
-    top_singular,
-    top_singular_batch,
-)
+from lipscope.singular import top_singular, top_singular_batch
 
 
 def seeded(number: int) -> torch.Generator:
@@ -188,7 +184,12 @@ def test_a_map_that_overflows_is_a_status_not_an_exception():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"tol": 0.0}, "tol"), ({"tol": 1e-9}, "tol"), ({"delta": 0.0}, "delta"), ({"delta": 1.0}, "delta")],
+    [
+        ({"tol": 0.0}, "tol"),
+        ({"tol": 1e-9}, "tol"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+    ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(InputError, match=message):

@@ -120,7 +120,7 @@ def measure(
     chosen = "all" if layers == "all" else parse_integers(layers, "layers")
     wanted = parse_integers(lengths, "lengths")
     content = _read_text(text)
-    from lipscope import measure as run  # noqa: PLC0415  (torch is slow to import)
+    from lipscope import measure as run
 
     with _Bar() as bar:
         rows = run(
@@ -181,7 +181,9 @@ def _read_text(path: str | None) -> str | None:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as problem:
-        raise InputError(f"`--text` should be a readable file. Found {where}: {problem.strerror}.") from None
+        raise InputError(
+            f"`--text` should be a readable file. Found {where}: {problem.strerror}."
+        ) from None
     try:
         content = data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -193,7 +195,7 @@ def _read_text(path: str | None) -> str | None:
 
 def _default_folder(model: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
-    return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}"  # noqa: DTZ011
+    return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}"
 
 
 class _Bar:

@@ -130,12 +130,13 @@ class _Basis:
 
 def _normalise(w: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of the rows (float64, CPU) and unit rows; a row at the floor becomes zero."""
-    norm = torch.linalg.vector_norm(w, dim=1)
-    alive = norm > floor.to(norm)
-    inverse = torch.where(alive, 1.0 / norm, torch.zeros_like(norm))
+    # Squares of small float32 entries underflow; the sum is taken in float64.
+    norm = torch.linalg.vector_norm(w, dim=1, dtype=torch.float64)
+    alive = norm > floor.to(norm.device)
+    inverse = torch.where(alive, 1.0 / norm, torch.zeros_like(norm)).to(w)
     # NaN compares false; keep it visible, so that the solver can report it.
     length = torch.where(alive | norm.isnan(), norm, torch.zeros_like(norm))
-    return length.double().cpu(), w * inverse[:, None]
+    return length.cpu(), w * inverse[:, None]
 
 
 def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,20 @@ from lipscope.capture import (
     MAPS,
     LayerMap,
     LoadedModel,
+    Sample,
     Trace,
-    Window,
     adopt_model,
     attention_sites,
     build_map,
     check_request,
-    default_text,
     load_model,
+    moved,
     prepared,
+    reader_of,
+    samples_of,
     trace,
-    windows_of_text,
 )
-from lipscope.capture.sites import reader_of
-from lipscope.capture.windows import WindowKind, digest
+from lipscope.capture.windows import WindowKind
 from lipscope.errors import InputError
 from lipscope.ranges import parse_bytes, parse_tokens
 from lipscope.record import Measurement, RunFolder, TokenShare, stable_id
@@ -41,9 +40,6 @@ from lipscope.sensitivity import Answer, Question, answer
 Progress = Callable[[int, int, Measurement | None], None]
 Metric = Literal["frobenius", "token-relative"]
 _METRICS = ("frobenius", "token-relative")
-_WINDOWS = ("spread", "consecutive")
-_DEFAULT_LENGTHS = (16, 64, 256)
-_DEFAULT_SAMPLES = 10
 _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
@@ -56,7 +52,7 @@ def measure(
     samples: int | None = None,
     windows: WindowKind = "spread",
     special_tokens: bool = True,
-    map: str = "attention",  # noqa: A002  (the project's word)
+    map: str = "attention",
     per_head: bool = False,
     metric: Metric = "frobenius",
     move: str = "all",
@@ -149,7 +145,7 @@ def measure(
     )
     where = _device(device)
     loaded = _loaded(model, tokenizer, revision, seed, allow_pickle)
-    inputs = _inputs(loaded, data, lengths, samples, windows, special_tokens)
+    inputs = samples_of(loaded, data, lengths, samples, windows, special_tokens)
     for item in inputs:
         if item.num_tokens is not None:
             parse_tokens(move, item.num_tokens, "move")
@@ -181,7 +177,9 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:
         text = str(problem).split("\n")[0]
-        raise InputError(f"`device` should be a device of this machine. Found `{name}`: {text}") from None
+        raise InputError(
+            f"`device` should be a device of this machine. Found `{name}`: {text}"
+        ) from None
     return device
 
 
@@ -194,152 +192,13 @@ def _loaded(
     return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """One sample as the model takes it, with what its rows say about it."""
-
-    kind: str
-    arguments: Mapping[str, Any] | tuple[Any, ...]
-    sample: int
-    start: int | None
-    num_tokens: int | None
-    sha256: str
-    tokens: tuple[str, ...] | None
-
-
-def _inputs(
-    loaded: LoadedModel,
-    data: Any,
-    lengths: Sequence[int] | None,
-    samples: int | None,
-    windows: str,
-    special_tokens: bool,
-) -> list[_Input]:
-    if data is None or isinstance(data, str):
-        text = default_text() if data is None else data
-        return _text_inputs(loaded, text, lengths, samples, windows, special_tokens)
-    if lengths is not None or samples is not None:
-        raise InputError(
-            "`lengths` and `samples` cut a text into windows. Found them with a batch, whose "
-            "entries are the samples; leave them out."
-        )
-    return _batch_inputs(loaded, data)
-
-
-def _text_inputs(
-    loaded: LoadedModel,
-    text: str,
-    lengths: Sequence[int] | None,
-    samples: int | None,
-    windows: str,
-    special_tokens: bool,
-) -> list[_Input]:
-    lengths = _DEFAULT_LENGTHS if lengths is None else lengths
-    samples = _DEFAULT_SAMPLES if samples is None else samples
-    _check_windows(loaded, text, lengths, samples, windows)
-    vocab = getattr(loaded.config, "vocab_size", None)
-    if vocab is None and loaded.tokenizer is None:
-        raise InputError(
-            f"`{loaded.name}` should read token ids to be measured on text. Found a model without "
-            "a vocabulary; pass a batch of its inputs instead."
-        )
-    cut = windows_of_text(
-        text,
-        loaded.tokenizer,
-        lengths=sorted(set(lengths)),
-        samples=samples,
-        kind=cast("WindowKind", windows),
-        special_tokens=special_tokens,
-        vocab_size=vocab,
-    )
-    return [_window_input(w) for w in cut]
-
-
-def _window_input(w: Window) -> _Input:
-    return _Input(
-        "text", {"input_ids": w.ids}, w.sample, w.start, w.num_tokens, w.sha256, w.tokens
-    )
-
-
-def _check_windows(
-    loaded: LoadedModel, text: str, lengths: Sequence[int], samples: int, windows: str
-) -> None:
-    if not text.strip():
-        raise InputError("The text should not be empty. Found no words in it.")
-    _one_of("windows", windows, _WINDOWS)
-    if not lengths or min(lengths) < 1:
-        raise InputError(f"`lengths` should be positive. Found {list(lengths)}.")
-    if samples < 1:
-        raise InputError(f"`samples` should be at least 1. Found {samples}.")
-    limit = loaded.max_tokens
-    if limit is not None and max(lengths) > limit:
-        raise InputError(
-            f"`lengths` should be at most {limit}, the positions of `{loaded.name}`. "
-            f"Found {max(lengths)}."
-        )
-
-
-def _batch_inputs(loaded: LoadedModel, data: Any) -> list[_Input]:
-    if isinstance(data, Tensor):
-        name = _argument_name(data)
-        named = loaded.config is not None or isinstance(loaded.model, _hugging_face_base())
-        arguments: dict[str, Any] = {name: data} if named else {"": data}
-    elif isinstance(data, Mapping):
-        arguments = dict(data)
-    else:
-        raise InputError(
-            f"`data` should be text, a tensor or a mapping of tensors. Found `{type(data).__name__}`."
-        )
-    tensors = [v for v in arguments.values() if isinstance(v, Tensor)]
-    if not tensors:
-        raise InputError("`data` should hold at least one tensor. Found none.")
-    axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
-    count = tensors[0].shape[axis]
-    inputs = []
-    for s in range(count):
-        one = {
-            k: v.narrow(axis, s, 1) if isinstance(v, Tensor) and v.shape[axis] == count else v
-            for k, v in arguments.items()
-        }
-        parts = [digest(v) for v in one.values() if isinstance(v, Tensor)]
-        sha = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
-        call = (one[""],) if "" in one else one
-        inputs.append(_Input("batch", call, s, None, None, sha, None))
-    return inputs
-
-
-def _argument_name(data: Tensor) -> str:
-    if not data.is_floating_point():
-        return "input_ids"
-    names = {3: "inputs_embeds", 4: "pixel_values"}
-    if data.ndim not in names:
-        raise InputError(
-            "`data` should be input ids (integers), embeddings (batch, tokens, width) or pixels "
-            f"(batch, channels, height, width). Found floats of shape {tuple(data.shape)}."
-        )
-    return names[data.ndim]
-
-
-def _hugging_face_base() -> type:
-    from transformers import PreTrainedModel  # noqa: PLC0415  (slow to import)
-
-    return PreTrainedModel
-
-
-def _tokens_first(model: nn.Module) -> bool:
-    """Whether torch's own attention inside puts tokens before the batch."""
-    return any(
-        isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules()
-    )
-
-
 class _Run:
     """All measurements of one call: probe the model, plan the rows, answer them."""
 
     def __init__(
         self,
         loaded: LoadedModel,
-        inputs: list[_Input],
+        inputs: list[Sample],
         question: Question,
         device: torch.device,
         modules: str | None,
@@ -385,8 +244,8 @@ class _Run:
         order = [i for item in self.inputs for i in self._ids(item, chosen, heads)]
         return Rows([finished[i] for i in order], tokens=kept, windows=windows)
 
-    def _trace(self, model: nn.Module, item: _Input) -> Trace:
-        arguments = _moved(item.arguments, self.device, self.question.dtype)
+    def _trace(self, model: nn.Module, item: Sample) -> Trace:
+        arguments = moved(item.arguments, self.device, self.question.dtype)
         return trace(
             model,
             arguments,
@@ -425,13 +284,13 @@ class _Run:
         return built.num_heads if self.question.per_head else None
 
     def _ids(
-        self, item: _Input, layers: Sequence[int | None], heads: Sequence[int | None]
+        self, item: Sample, layers: Sequence[int | None], heads: Sequence[int | None]
     ) -> Iterator[str]:
         for layer, count in zip(layers, heads, strict=True):
             for head in [None] if count is None else range(count):
                 yield self._id(item, layer, head)
 
-    def _id(self, item: _Input, layer: int | None, head: int | None) -> str:
+    def _id(self, item: Sample, layer: int | None, head: int | None) -> str:
         return stable_id(
             {
                 "model": self.loaded.name,
@@ -478,13 +337,11 @@ class _Run:
         if self.progress is not None:
             self.progress(done, total, row)
 
-    def _answers(self, record: Trace, item: _Input, layer: int | None) -> list[Answer]:
+    def _answers(self, record: Trace, item: Sample, layer: int | None) -> list[Answer]:
         key = f"{self.loaded.name}|{layer}|{item.num_tokens or ''}|{item.sample}"
         return answer(self._build(record, layer), self.question, key)
 
-    def _row(
-        self, key: str, item: _Input, layer: int | None, reply: Answer
-    ) -> Measurement:
+    def _row(self, key: str, item: Sample, layer: int | None, reply: Answer) -> Measurement:
         q = self.question
         notes = [*self.notes, *reply.notes]
         return Measurement(
@@ -547,20 +404,7 @@ def version() -> str:
     return importlib.metadata.version("lipscope")
 
 
-def _moved(
-    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device, dtype: torch.dtype
-) -> Mapping[str, Any] | tuple[Any, ...]:
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
-
-    if isinstance(arguments, tuple):
-        return tuple(move(v) for v in arguments)
-    return {k: move(v) for k, v in arguments.items()}
-
-
-def _token_shares(row: Measurement, reply: Answer, item: _Input) -> list[TokenShare]:
+def _token_shares(row: Measurement, reply: Answer, item: Sample) -> list[TokenShare]:
     texts = item.tokens or tuple(str(i) for i in range(reply.num_tokens))
     return [
         TokenShare(

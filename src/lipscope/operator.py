@@ -49,9 +49,7 @@ class Operator:
     @property
     def T(self) -> Operator:  # noqa: N802  (the field's name for the transpose)
         """The transpose: the same two products, swapped."""
-        return Operator(
-            self.rmv, self.mv, self.out_shape, self.in_shape, self.dtype, self.device
-        )
+        return Operator(self.rmv, self.mv, self.out_shape, self.in_shape, self.dtype, self.device)
 
     @property
     def in_size(self) -> int:

@@ -73,5 +73,7 @@ def parse_bytes(text: str | int) -> int:
     if match is not None and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 2**20:
-        raise InputError(f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{text}`.")
+        raise InputError(
+            f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{text}`."
+        )
     return size

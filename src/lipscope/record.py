@@ -195,9 +195,7 @@ class RunFolder:
                 "choose another `--out` or remove the folder."
             ) from problem
         if held != self.spec:
-            other = sorted(
-                k for k in {*held, *self.spec} if held.get(k) != self.spec.get(k)
-            )
+            other = sorted(k for k in {*held, *self.spec} if held.get(k) != self.spec.get(k))
             raise InputError(
                 f"`--out {self.path}` holds the run of another specification (it differs in "
                 f"{', '.join(other)}); choose another `--out` or repeat the same command."
@@ -249,7 +247,7 @@ class RunFolder:
 
 def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
     """Write rows to a Parquet file in one move: never a half-written file."""
-    import polars  # noqa: PLC0415  (slow to import, and only needed here)
+    import polars
 
     part = path.with_suffix(".part")
     polars.DataFrame(rows, infer_schema_length=None).write_parquet(part)

@@ -144,7 +144,9 @@ def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
     except (RuntimeError, MemoryError) as problem:
         seconds = (time.perf_counter() - began) / len(heads)
         text = " ".join(str(problem).split())[:300]
-        return [_failed(layer, head, seconds, f"{type(problem).__name__}: {text}") for head in heads]
+        return [
+            _failed(layer, head, seconds, f"{type(problem).__name__}: {text}") for head in heads
+        ]
 
 
 class _Solve:
@@ -318,9 +320,7 @@ def _shares(vector: Tensor) -> list[float | None]:
     return [_finite(float(x)) for x in squared]
 
 
-def _notes(
-    top: TopSingular, remark: str | None, average: tuple[float, str] | None
-) -> list[str]:
+def _notes(top: TopSingular, remark: str | None, average: tuple[float, str] | None) -> list[str]:
     words = [top.note, remark, average[1] if average is not None else None]
     return [w for w in words if w]
 

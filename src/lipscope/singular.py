@@ -13,10 +13,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from scipy.special import betaincinv
 from torch import Tensor
 
 from lipscope.errors import InputError
+from lipscope.interval import Cycle, start_threshold, upper_factor
 from lipscope.krylov import Bidiagonal, golub_kahan
 from lipscope.operator import Operator
 
@@ -58,15 +58,6 @@ class TopSingular:
     products: int
     status: SolverStatus
     note: str | None = None
-
-
-@dataclass(frozen=True)
-class _Cycle:
-    """What one finished restart cycle tells the upper bound of the next (THEORY H8)."""
-
-    alpha: np.ndarray
-    beta: np.ndarray
-    weights: np.ndarray  # top right singular vector of B in the basis, all positive
 
 
 def top_singular(
@@ -198,7 +189,7 @@ class _Run:
     """A decomposition, the finished cycles before it, and the products of them all."""
 
     state: Bidiagonal
-    cycles: list[list[_Cycle]]  # one list per entry of the batch
+    cycles: list[list[Cycle]]  # one list per entry of the batch
     products: int
 
 
@@ -209,7 +200,7 @@ def _restarted(
     b = start.shape[0]
     bytes_per_step = b * (op.in_size + math.prod(op.out_shape)) * start.element_size()
     room = max(_SMALLEST_BASIS, memory // max(bytes_per_step, 1) - 1)
-    cycles: list[list[_Cycle]] = [[] for _ in range(b)]
+    cycles: list[list[Cycle]] = [[] for _ in range(b)]
     steps = 0
     while True:
         capacity = min(room, max_steps - steps)
@@ -237,13 +228,13 @@ class _Stop:
         if not (np.isfinite(alpha).all() and np.isfinite(beta).all()):
             return self._non_finite(run)
         theta, left, right = _ritz(alpha, beta)
-        residual = beta[-1] * abs(left[-1])
-        small = residual <= math.sqrt(2) * self.tol * theta
+        residual = float(beta[-1] * abs(left[-1]))
+        small = bool(residual <= math.sqrt(2) * self.tol * theta)
         if not (last or small):
             return None
         upper = self._upper(run, i, theta)
         within = upper <= (1 + self.tol) * theta
-        exhausted = alpha[-1] == 0.0 or beta[-1] == 0.0
+        exhausted = bool(alpha[-1] == 0.0 or beta[-1] == 0.0)
         if self.tight and not (last or within or exhausted):
             return None
         status, note = self._status(small=small, within=within, exhausted=exhausted)
@@ -294,11 +285,11 @@ class _Stop:
         norm = vector.norm()
         return (vector / norm if norm > 0 else vector).reshape(shape)
 
-    def close_cycle(self, state: Bidiagonal, i: int, cycles: list[_Cycle]) -> Tensor:
+    def close_cycle(self, state: Bidiagonal, i: int, cycles: list[Cycle]) -> Tensor:
         """Record a full cycle and return the top Ritz vector, the next start."""
         alpha, beta = state.alpha[i].numpy().copy(), state.beta[i].numpy().copy()
         _, _, right = _ritz(np.nan_to_num(alpha), np.nan_to_num(beta))
-        cycles.append(_Cycle(alpha, beta, np.abs(right)))
+        cycles.append(Cycle(alpha, beta, np.abs(right)))
         return torch.from_numpy(right).to(state.v) @ state.v[i, :-1]
 
     def _non_finite(self, run: _Run) -> TopSingular:
@@ -321,119 +312,3 @@ def _ritz(alpha: np.ndarray, beta: np.ndarray) -> tuple[float, np.ndarray, np.nd
     matrix = np.diag(alpha) + np.diag(beta[:-1], k=1)
     left, values, right = np.linalg.svd(matrix)
     return float(values[0]), left[:, 0], right[0]
-
-
-def start_threshold(size: int, delta: float) -> float:
-    """``t`` with ``P(|b_1| < t) = delta`` for a coordinate of a uniform unit vector.
-
-    ``b_1^2`` follows the Beta(1/2, (N - 1)/2) law for ``N = size``.
-
-    >>> round(start_threshold(1, 0.1), 3)
-    1.0
-    """
-    if size == 1:
-        return 1.0
-    return math.sqrt(float(betaincinv(0.5, (size - 1) / 2, delta)))
-
-
-def closed_form_factor(steps: int, threshold: float) -> float:
-    """``cosh(arccosh(1/t) / (2k - 1))``: the a-priori bound on ``sigma_1 / theta_k``.
-
-    Holds with the probability of ``threshold`` for one cycle from a uniform start.
-    Source: derived here (``docs/theory/interval.md``, closed form).
-    """
-    return math.cosh(math.acosh(1 / threshold) / (2 * steps - 1))
-
-
-def upper_factor(
-    alpha: np.ndarray,
-    beta: np.ndarray,
-    cycles: Sequence[_Cycle],
-    theta: float,
-    threshold: float,
-    floor: float = 0.0,
-) -> float:
-    """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
-
-    Solves ``sum_j p_j(lam)^2 prod_c q_c(lam)^2 = 1 / t^2`` for ``lam = x^2`` in units of
-    ``theta^2``, with the Lanczos polynomials ``p_0..p_k`` of ``B^T B`` and one factor ``q_c``
-    per earlier cycle. The left side increases beyond the top Ritz value.
-
-    Args:
-        alpha: ``alpha_1..alpha_k`` of the last cycle.
-        beta: ``beta_2..beta_{k+1}`` of the last cycle.
-        cycles: Earlier cycles.
-        theta: Top Ritz value of the last cycle.
-        threshold: Value of `start_threshold`.
-        floor: Rounding level relative to ``theta^2``: a coupling below it is not known to be
-            smaller, so an invariant subspace is trusted to this level only.
-
-    Returns:
-        The factor ``x``.
-
-    Source: derived here (``docs/theory/interval.md``, a-posteriori bound and restarts).
-    """
-    goal = -2 * math.log(threshold)
-
-    def log_left(excess: np.ndarray) -> np.ndarray:
-        lam = 1 + excess
-        total = _log_christoffel(_Lanczos(alpha / theta, beta / theta, floor), lam)
-        for cycle in cycles:
-            lanczos = _Lanczos(cycle.alpha / theta, cycle.beta / theta, floor)
-            total += 2 * _log_growth(lanczos, cycle.weights, lam)
-        return total
-
-    if goal <= 0:
-        return 1.0
-    low, high = 1e-17, max(1 / threshold**2, 2.0)
-    for _ in range(6):  # each round narrows the bracket by 64 on a logarithmic grid
-        grid = np.geomspace(low, high, 65)
-        above = log_left(grid) >= goal
-        first = int(np.argmax(above)) if above.any() else len(grid) - 1
-        low, high = grid[max(first - 1, 0)], grid[first]
-    factor = math.sqrt(1 + high)
-    if not cycles:
-        factor = min(factor, closed_form_factor(len(alpha), threshold))
-    return factor
-
-
-@dataclass(frozen=True)
-class _Lanczos:
-    """The tridiagonal matrix ``T = B^T B`` in units of ``theta^2``, and its polynomials."""
-
-    alpha: np.ndarray
-    beta: np.ndarray
-    floor: float
-
-    def polynomials(self, lam: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """``p_0, p_1, …, p_k`` at ``lam``, each as (value, log of the scale it is in)."""
-        before, now = np.zeros_like(lam), np.ones_like(lam)
-        scale = np.zeros_like(lam)
-        yield now, scale
-        link = 0.0
-        for j in range(len(self.alpha)):
-            diagonal = self.alpha[j] ** 2 + (self.beta[j - 1] ** 2 if j else 0.0)
-            following = max(self.alpha[j] * self.beta[j], self.floor, 1e-300)
-            new = ((lam - diagonal) * now - link * before) / following
-            size = np.maximum(np.abs(new), 1.0)
-            before, now, scale = now / size, new / size, scale + np.log(size)
-            link = following
-            yield now, scale
-
-
-def _log_christoffel(lanczos: _Lanczos, lam: np.ndarray) -> np.ndarray:
-    """``log sum_{j<=k} p_j(lam)^2``."""
-    total = np.full_like(lam, -np.inf)
-    for value, scale in lanczos.polynomials(lam):
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(total, 2 * (np.log(np.abs(value)) + scale))
-    return total
-
-
-def _log_growth(lanczos: _Lanczos, weights: np.ndarray, lam: np.ndarray) -> np.ndarray:
-    """``log q(lam)``: how much a restart raised the start's part on the top direction."""
-    total = np.full_like(lam, -np.inf)
-    for weight, (value, scale) in zip(weights, lanczos.polynomials(lam), strict=False):
-        with np.errstate(divide="ignore"):
-            total = np.logaddexp(total, np.log(weight) + np.log(np.abs(value)) + scale)
-    return total

@@ -12,13 +12,12 @@ row of scores, ``o = p v``. With ``w = p * ds`` the differential of the softmax 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from lipscope.attention.projections import AllHeads, Part, PerHead, Rotary
 from lipscope.errors import InputError
 from lipscope.operator import Operator, over_leading
 
@@ -28,38 +27,6 @@ _SMALLEST_PROBABILITY = 1e-30
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 _CHUNK_BYTES = 2**24
 _SHARE = 0.5  # of the memory, for stored probabilities; the rest is the solver's
-
-Part = Literal["heads", "attention"]
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of one window, in half-split layout.
-
-    ``rot(x) = x cos + half(x) sin`` with ``half((a, b)) = (-b, a)`` on the two halves of a
-    head. Widths beyond that of ``cos`` are left as they are.
-
-    Attributes:
-        cos: ``(n, r)``.
-        sin: ``(n, r)``.
-    """
-
-    cos: Float[Tensor, "n r"]
-    sin: Float[Tensor, "n r"]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys ``(..., n, k)``."""
-        turned, rest = x.split([self.cos.shape[-1], x.shape[-1] - self.cos.shape[-1]], dim=-1)
-        a, b = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([-b, a], dim=-1) * self.sin
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-    def transpose(self, g: Tensor) -> Tensor:
-        """Apply the transposed (inverse up to scale) rotation to cotangents ``(..., n, k)``."""
-        turned, rest = g.split([self.cos.shape[-1], g.shape[-1] - self.cos.shape[-1]], dim=-1)
-        a, b = (turned * self.sin).chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([b, -a], dim=-1)
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 class Attention(nn.Module, ABC):
@@ -95,12 +62,16 @@ class Attention(nn.Module, ABC):
     key: Tensor
     value: Tensor
     output: Tensor | None
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
 
     def __init__(
         self,
         query: Float[Tensor, "hk d"],
-        key: Float[Tensor, "gk d"],
-        value: Float[Tensor, "gv d"],
+        key: Float[Tensor, "gk _"],
+        value: Float[Tensor, "gv _"],
         output: Float[Tensor, "d_out hv"] | None = None,
         *,
         num_heads: int = 1,
@@ -142,11 +113,13 @@ class Attention(nn.Module, ABC):
     # --- what a variant supplies: a score of queries and keys, and its two derivatives
 
     @abstractmethod
-    def score(self, q: Tensor, k: Tensor) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Scores ``(..., c, n)`` of scaled queries ``(..., c, k)`` and keys ``(..., n, k)``."""
 
     @abstractmethod
-    def score_jvp(self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """Change ``(..., c, n)`` of the scores along ``dq`` and ``dk``."""
 
     @abstractmethod
@@ -158,8 +131,12 @@ class Attention(nn.Module, ABC):
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The layer's output, differentiable by autograd; the closed form's reference."""
         q, k, v = self.project(x)
-        p = torch.softmax(self.score(q, k) + self.bias(x, 0, x.shape[-2]), dim=-1)
-        return self.project_out((p @ v).transpose(-3, -2).flatten(-2))
+        return self.project_out((self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2))
+
+    def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
+        """Attention weights ``(..., num_heads, n, n)`` of scaled queries and keys."""
+        s, bias = self.score(q, k), self.bias(q, 0, q.shape[-2])
+        return torch.softmax(s if bias is None else s + bias, dim=-1)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled queries, keys and values, each ``(..., num_heads, n, width)``."""
@@ -176,8 +153,8 @@ class Attention(nn.Module, ABC):
             return heads
         return nn.functional.linear(heads, self.output, self.output_bias)
 
-    def bias(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """What the mask adds to the scores of rows ``start:stop``: 0 or minus infinity."""
+    def bias(self, x: Tensor, start: int, stop: int) -> Tensor | None:
+        """What the mask adds to the scores of rows ``start:stop``: 0, -inf; None if nothing."""
         n = x.shape[-2]
         visible = None
         if self.causal:
@@ -187,7 +164,7 @@ class Attention(nn.Module, ABC):
             part = self.mask[..., start:stop, :]
             visible = part if visible is None else part & visible
         if visible is None:
-            return x.new_zeros(())
+            return None
         return torch.zeros_like(visible, dtype=x.dtype).masked_fill_(~visible, -torch.inf)
 
     def repeat_groups(self, x: Tensor) -> Tensor:
@@ -234,7 +211,7 @@ class Attention(nn.Module, ABC):
         """
         with torch.no_grad():
             core = _Core(self, x, memory)
-            frame = _PerHead(self, part) if per_head else _AllHeads(self, part)
+            frame = PerHead(self, part) if per_head else AllHeads(self, part)
         n, d = x.shape
 
         def mv(e: Tensor) -> Tensor:
@@ -264,39 +241,54 @@ class _Core:
         heads, n, _ = self.q.shape
         row = heads * n * x.element_size()
         self.rows = max(1, min(n, int(min(_CHUNK_BYTES, memory // 8) // row)))
+        # Every pass over scores goes through this memory: fresh pages cost as much as flops.
+        self.scratch = x.new_empty(heads * self.rows * n)
+        self.o = torch.empty_like(self.v)
+        # Either the probabilities are kept, or each row's log-sum-exp to rebuild them from.
         stored = n * row <= _SHARE * memory
         self.stored: Tensor | None = x.new_empty(heads, n, n) if stored else None
-        self.shift = x.new_empty(heads, n, 1)  # row logsumexp of the scores
-        self.o = torch.empty_like(self.v)
+        self.shift: Tensor | None = None if stored else x.new_empty(heads, n, 1)
         for rows in self._chunks():
-            s = layer.score(self.q[:, rows], self.k) + layer.bias(x, rows.start, rows.stop)
-            self.shift[:, rows] = s.logsumexp(-1, keepdim=True)
-            p = self._exponential(s, rows)
-            self.o[:, rows] = p @ self.v
+            s = self._scores(rows)
+            if self.shift is not None:
+                self.shift[:, rows] = s.logsumexp(-1, keepdim=True)
+                p = self._rebuilt(s, rows)
+            else:
+                p = _without_tiny(torch.softmax(s, -1, out=s))
             if self.stored is not None:
                 self.stored[:, rows] = p
+            self.o[:, rows] = torch.bmm(p, self.v)
 
     def _chunks(self) -> list[slice]:
         n = self.q.shape[1]
         return [slice(i, min(i + self.rows, n)) for i in range(0, n, self.rows)]
 
-    def _exponential(self, s: Tensor, rows: slice) -> Tensor:
-        p = s.sub_(self.shift[:, rows]).exp_()
-        return nn.functional.threshold_(p, _SMALLEST_PROBABILITY, 0.0)
+    def _room(self, rows: slice) -> Tensor:
+        heads, n, _ = self.k.shape
+        count = rows.stop - rows.start
+        return self.scratch[: heads * count * n].view(heads, count, n)
+
+    def _scores(self, rows: slice) -> Tensor:
+        s = self.layer.score(self.q[:, rows], self.k, out=self._room(rows))
+        bias = self.layer.bias(self.x, rows.start, rows.stop)
+        return s if bias is None else s.add_(bias)
+
+    def _rebuilt(self, s: Tensor, rows: slice) -> Tensor:
+        assert self.shift is not None
+        return _without_tiny(s.sub_(self.shift[:, rows]).exp_())
 
     def _probabilities(self, rows: slice) -> Tensor:
         if self.stored is not None:
             return self.stored[:, rows]
-        s = self.layer.score(self.q[:, rows], self.k)
-        s += self.layer.bias(self.x, rows.start, rows.stop)
-        return self._exponential(s, rows)
+        return self._rebuilt(self._scores(rows), rows)
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
         do = torch.empty_like(self.o)
         for rows in self._chunks():
             p = self._probabilities(rows)
-            w = self.layer.score_jvp(self.q[:, rows], self.k, dq[:, rows], dk).mul_(p)
+            room = self._room(rows) if self.stored is not None else None
+            w = self.layer.score_jvp(self.q[:, rows], self.k, dq[:, rows], dk, out=room).mul_(p)
             part = torch.bmm(w, self.v)
             part.addcmul_(w.sum(-1, keepdim=True), self.o[:, rows], value=-1)
             do[:, rows] = part.baddbmm_(p, dv)
@@ -308,7 +300,8 @@ class _Core:
         mean = (go * self.o).sum(-1, keepdim=True)
         for rows in self._chunks():
             p = self._probabilities(rows)
-            gs = torch.bmm(go[:, rows], self.v.mT).sub_(mean[:, rows]).mul_(p)
+            room = self._room(rows) if self.stored is not None else None
+            gs = torch.bmm(go[:, rows], self.v.mT, out=room).sub_(mean[:, rows]).mul_(p)
             gq[:, rows], more_k = self.layer.score_vjp(self.q[:, rows], self.k, gs)
             more_v = torch.bmm(p.mT, go[:, rows])
             gk = more_k if gk is None else gk.add_(more_k)
@@ -317,88 +310,8 @@ class _Core:
         return gq, gk, gv
 
 
-class _AllHeads:
-    """The linear maps around the core, all heads together."""
-
-    axes = 2
-
-    def __init__(self, layer: Attention, part: Part) -> None:
-        self.layer = layer
-        self.weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
-        self.out = layer.output if part == "attention" else None
-        self.heads, self.groups = layer.num_heads, layer.num_groups
-        self.sizes = [layer.query.shape[0], layer.key.shape[0], layer.value.shape[0]]
-        concat = layer.num_heads * layer.value_width
-        self.width_out = concat if self.out is None else self.out.shape[0]
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        layer = self.layer
-        q, k, v = (e @ self.weight.T).split(self.sizes, dim=-1)
-        q, k, v = (
-            x.unflatten(-1, (h, -1)).transpose(0, 1)
-            for x, h in ((q, self.heads), (k, self.groups), (v, self.groups))
-        )
-        q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
-        return q, layer.repeat_groups(k), layer.repeat_groups(v)
-
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        layer = self.layer
-        gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
-        gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
-        g = torch.cat([x.transpose(0, 1).flatten(1) for x in (gq, gk, gv)], dim=-1)
-        return g @ self.weight
-
-    def leave(self, o: Tensor) -> Tensor:
-        heads = o.transpose(0, 1).flatten(1)
-        return heads if self.out is None else heads @ self.out.T
-
-    def leave_t(self, g: Tensor) -> Tensor:
-        heads = g if self.out is None else g @ self.out
-        return heads.unflatten(-1, (self.heads, -1)).transpose(0, 1)
-
-
-class _PerHead:
-    """The same maps with each head on its own copy of the input."""
-
-    axes = 3
-
-    def __init__(self, layer: Attention, part: Part) -> None:
-        self.layer = layer
-        times = layer.num_heads // layer.num_groups
-        query = (layer.query * layer.scale).unflatten(0, (layer.num_heads, -1))
-        key, value = (
-            w.unflatten(0, (layer.num_groups, -1)).repeat_interleave(times, dim=0)
-            for w in (layer.key, layer.value)
-        )
-        self.weight = torch.cat([query, key, value], dim=1)  # (h, 2k + d_v, d)
-        self.sizes = [query.shape[1], key.shape[1], value.shape[1]]
-        self.out = None
-        self.width_out = layer.value_width
-        if part == "attention" and layer.output is not None:
-            self.out = layer.output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)
-            self.width_out = layer.output.shape[0]
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (e @ self.weight.mT).split(self.sizes, dim=-1)
-        return _rotate(self.layer.rotary, q), _rotate(self.layer.rotary, k), v
-
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        gq, gk = _rotate_t(self.layer.rotary, gq), _rotate_t(self.layer.rotary, gk)
-        return torch.cat([gq, gk, gv], dim=-1) @ self.weight
-
-    def leave(self, o: Tensor) -> Tensor:
-        return o if self.out is None else o @ self.out.mT
-
-    def leave_t(self, g: Tensor) -> Tensor:
-        return g if self.out is None else g @ self.out
-
-
-def _rotate(rotary: Rotary | None, x: Tensor) -> Tensor:
-    return x if rotary is None else rotary(x)
-
-
-def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
-    return g if rotary is None else rotary.transpose(g)
+def _without_tiny(p: Tensor) -> Tensor:
+    return torch.threshold_(p, _SMALLEST_PROBABILITY, 0.0)
 
 
 def _check_shapes(
@@ -410,7 +323,11 @@ def _check_shapes(
             "`num_heads` should be a positive multiple of `num_groups`. "
             f"Found `num_heads = {heads}`, `num_groups = {groups}`."
         )
-    for name, weight, parts in (("query", query, heads), ("key", key, groups), ("value", value, groups)):
+    for name, weight, parts in (
+        ("query", query, heads),
+        ("key", key, groups),
+        ("value", value, groups),
+    ):
         if weight.shape[0] % parts or weight.shape[1] != query.shape[1]:
             raise InputError(
                 f"`{name}` should have shape ({parts} * head width, {query.shape[1]}). "
@@ -423,8 +340,4 @@ def _check_shapes(
         )
     concat = heads * (value.shape[0] // groups)
     if output is not None and output.shape[1] != concat:
-        raise InputError(
-            f"`output` should have {concat} columns. Found {output.shape[1]}."
-        )
-
-
+        raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")

@@ -25,13 +25,15 @@ class DotProductAttention(Attention):
     1.0
     """
 
-    def score(self, q: Tensor, k: Tensor) -> Tensor:
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``<q_i, k_j>``; the scale is in ``q`` already."""
-        return q @ k.mT
+        return torch.matmul(q, k.mT, out=out)
 
-    def score_jvp(self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
         """``<dq_i, k_j> + <q_i, dk_j>`` as one product, twice as wide."""
-        return torch.cat([dq, q], dim=-1) @ torch.cat([k, dk], dim=-1).mT
+        return torch.matmul(torch.cat([dq, q], dim=-1), torch.cat([k, dk], dim=-1).mT, out=out)
 
     def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
         """``gs k`` and ``gs^T q``."""

@@ -3,7 +3,8 @@
 from lipscope.capture import bert, llama  # noqa: F401  (registers the families)
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
-from lipscope.capture.sites import attention_sites
+from lipscope.capture.samples import Sample, moved, samples_of
+from lipscope.capture.sites import attention_sites, reader_of
 from lipscope.capture.trace import Trace, prepared, trace
 from lipscope.capture.windows import Window, default_text, windows_of_text
 
@@ -11,6 +12,7 @@ __all__ = [
     "MAPS",
     "LayerMap",
     "LoadedModel",
+    "Sample",
     "Trace",
     "Window",
     "adopt_model",
@@ -19,7 +21,10 @@ __all__ = [
     "check_request",
     "default_text",
     "load_model",
+    "moved",
     "prepared",
+    "reader_of",
+    "samples_of",
     "trace",
     "windows_of_text",
 ]

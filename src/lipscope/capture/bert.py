@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lipscope.attention import DotProductAttention
 from lipscope.capture.masks import read_mask
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("BertSelfAttention", "RobertaSelfAttention", "XLMRobertaSelfAttention", "ElectraSelfAttention")
+@family(
+    "BertSelfAttention",
+    "RobertaSelfAttention",
+    "XLMRobertaSelfAttention",
+    "ElectraSelfAttention",
+)
 def bert(call: AttentionCall) -> DotProductAttention:
     """Read ``query``, ``key``, ``value`` and the traced output projection."""
-    module = call.module
+    module: Any = call.module
     causal, mask = read_mask(call)
-    projection = call.projection
+    projection: Any = call.projection
     return DotProductAttention(
         module.query.weight,
         module.key.weight,

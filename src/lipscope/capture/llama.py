@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lipscope.attention import DotProductAttention, Rotary
 from lipscope.capture.masks import read_mask
 from lipscope.capture.sites import AttentionCall, family
@@ -10,7 +12,7 @@ from lipscope.capture.sites import AttentionCall, family
 @family("LlamaAttention")
 def llama(call: AttentionCall) -> DotProductAttention:
     """Read the four projections and the rotary angles that the model passed in."""
-    module = call.module
+    module: Any = call.module
     causal, mask = read_mask(call)
     cos, sin = call.arguments["position_embeddings"]
     config = module.config

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.capture.sites import AttentionCall, reader_of
-from lipscope.capture.trace import (
-    BlockCall,
-    NormCall,
-    Trace,
-    as_tokens,
-    exact_maths,
-    first_tensor,
-    run,
+from lipscope.capture.replay import (
+    ClosedForm,
+    Replayed,
+    TokenModule,
+    count_heads,
+    projection_by_head,
+    replay_block,
 )
+from lipscope.capture.sites import AttentionCall, reader_of
+from lipscope.capture.trace import NormCall, Trace, as_tokens, exact_maths, first_tensor, run
 from lipscope.errors import InputError
-from lipscope.operator import Operator, compose, linearise, over_leading, plus_identity
+from lipscope.operator import Operator, compose, linearise, plus_identity
 
 MapName = Literal["heads", "attention", "normed", "residual", "block", "model"]
 MAPS: tuple[str, ...] = get_args(MapName)
@@ -129,13 +129,10 @@ def _layer_map(
     if name == "block":
         return _block_map(record, call, layer)
     reader = reader_of(call.module)
-    core: _ClosedForm | _Replayed
-    if reader is not None:
-        core = _ClosedForm(call, reader(call))
-    else:
-        core = _Replayed(call, per_head)
-    attention = core.attention if isinstance(core, _ClosedForm) else None
-    heads = attention.num_heads if attention is not None else _num_heads(call.module)
+    core: ClosedForm | Replayed
+    core = ClosedForm(call, reader(call)) if reader is not None else Replayed(call, per_head)
+    attention = core.attention if isinstance(core, ClosedForm) else None
+    heads = attention.num_heads if attention is not None else count_heads(call.module)
 
     def finished(
         x: Tensor,
@@ -171,147 +168,22 @@ def _layer_map(
                 f"The map `normed` needs a norm that feeds the layer. Found none before "
                 f"`{call.name}`; use the map `attention`."
             )
-        before = _Module(norm.module, norm.x)
+        before = TokenModule(norm.module, norm.x)
         return finished(
             as_tokens(norm.x, call.token_axis),
             call.output,
             lambda x: core.attend(before(x)),
-            lambda x, m, h: compose(core.linearise_attention(before(x), m, h), linearise(before, x)),
+            lambda x, m, h: compose(
+                core.linearise_attention(before(x), m, h), linearise(before, x)
+            ),
         )
     return _residual_map(record, call, norm, core, finished)
-
-
-class _ClosedForm:
-    """The attention of a known family, from its weights."""
-
-    def __init__(self, call: AttentionCall, attention: Attention) -> None:
-        self.attention = attention
-        attention.to(call.x)
-
-    def attend(self, x: Tensor) -> Tensor:
-        return self.attention(x)
-
-    def heads(self, x: Tensor) -> Tensor:
-        q, k, v = self.attention.project(x)
-        p = torch.softmax(self.attention.score(q, k) + self.attention.bias(x, 0, len(x)), -1)
-        return (p @ v).transpose(-3, -2).flatten(-2)
-
-    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        return self.attention.linearise(x, memory=memory, per_head=per_head)
-
-    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        return self.attention.linearise(x, memory=memory, per_head=per_head, part="heads")
-
-
-class _Replayed:
-    """The attention of any other family, by running its own modules again."""
-
-    def __init__(self, call: AttentionCall, per_head: bool) -> None:
-        self.call = call
-        if per_head and (call.heads is None or _num_heads(call.module) is None):
-            raise InputError(
-                f"Single heads need a known head count and output projection. Found "
-                f"neither in `{call.name}`; leave out `per_head`."
-            )
-
-    def _run(self, x: Tensor) -> Tensor:
-        call = self.call
-        shaped = x.unsqueeze(1 - call.token_axis)
-        arguments = {**call.arguments, **dict.fromkeys(call.hidden, shaped)}
-        with exact_maths(x.dtype):
-            return as_tokens(first_tensor(_apply(call.module, arguments)), call.token_axis)
-
-    def attend(self, x: Tensor) -> Tensor:
-        out = self._run(x)
-        if self.call.projection is not None and not self.call.projection_inside:
-            out = self.call.projection(out)
-        return out
-
-    def heads(self, x: Tensor) -> Tensor:
-        if not self.call.projection_inside:
-            return self._run(x)
-        assert self.call.projection is not None
-        seen: list[Tensor] = []
-        handle = self.call.projection.register_forward_pre_hook(
-            lambda _, args: seen.append(args[0])
-        )
-        try:
-            self._run(x)
-        finally:
-            handle.remove()
-        return as_tokens(seen[0], self.call.token_axis)
-
-    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        if not per_head:
-            return linearise(self.attend, x)
-        heads, projection = self.linearise_heads(x, memory, True), _projection_by_head(self.call)
-        return compose(
-            Operator(
-                lambda e: e @ projection.mT,
-                lambda g: g @ projection,
-                heads.out_shape,
-                (heads.out_shape[0], projection.shape[1]),
-                heads.dtype,
-                heads.device,
-            ),
-            heads,
-        )
-
-    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        op = linearise(self.heads, x)
-        if not per_head:
-            return op
-        count = _num_heads(self.call.module)
-        assert count is not None
-        n, concat = op.out_shape
-        width = concat // count
-
-        def mv(e: Tensor) -> Tensor:
-            return torch.stack(
-                [op.mv(e[h])[:, h * width : (h + 1) * width] for h in range(count)]
-            )
-
-        def rmv(g: Tensor) -> Tensor:
-            padded = g.new_zeros(count, n, concat)
-            for h in range(count):
-                padded[h, :, h * width : (h + 1) * width] = g[h]
-            return op.rmv(padded)
-
-        return Operator(
-            over_leading(mv, 3),
-            over_leading(rmv, 3),
-            op.in_shape,
-            (n, width),
-            op.dtype,
-            op.device,
-        )
-
-
-class _Module:
-    """A module as a function of a token matrix, in the shape in which the model called it."""
-
-    def __init__(self, module: nn.Module, like: Tensor) -> None:
-        self.module, self.shape = module, like.shape
-
-    def __call__(self, x: Tensor) -> Tensor:
-        with exact_maths(x.dtype):
-            return first_tensor(self.module(x.reshape(self.shape))).reshape(x.shape[0], -1)
-
-
-def _projection_by_head(call: AttentionCall) -> Tensor:
-    """The output projection's columns by head, ``(h, d_out, d_v)``."""
-    count, projection = _num_heads(call.module), call.projection
-    assert count is not None and projection is not None
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
-    weight = weight if isinstance(projection, nn.Linear) else weight.T
-    return weight.unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _head_outputs(call: AttentionCall, name: str, count: int | None) -> Tensor:
     assert call.heads is not None and count is not None
     heads = call.heads.unflatten(1, (count, -1)).transpose(0, 1)
-    return heads if name == "heads" else heads @ _projection_by_head(call).mT
+    return heads if name == "heads" else heads @ projection_by_head(call).mT
 
 
 def _no_heads() -> Tensor:
@@ -330,7 +202,7 @@ def _residual_map(
     record: Trace,
     call: AttentionCall,
     norm: NormCall | None,
-    core: _ClosedForm | _Replayed,
+    core: ClosedForm | Replayed,
     finished: Callable[..., LayerMap],
 ) -> LayerMap:
     """``x + f(N(x))`` (pre-norm) or ``N(u + f(u))`` (post-norm), with further norms.
@@ -340,7 +212,7 @@ def _residual_map(
     """
     after = next((m for m in record.norms if m.x.data_ptr() == call.kept[-1].data_ptr()), None)
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
-    second = _Module(after.module, after.x) if after is not None else None
+    second = TokenModule(after.module, after.x) if after is not None else None
 
     def branch(u: Tensor) -> Tensor:
         return core.attend(u) if second is None else second(core.attend(u))
@@ -352,7 +224,7 @@ def _residual_map(
     if norm is not None:
         total = _close_sum(record, as_tokens(norm.x, call.token_axis), added, call)
         if total is not None:
-            before = _Module(norm.module, norm.x)
+            before = TokenModule(norm.module, norm.x)
             return finished(
                 as_tokens(norm.x, call.token_axis),
                 as_tokens(total.x, call.token_axis),
@@ -374,7 +246,7 @@ def _residual_map(
             lambda u: u + branch(u),
             lambda u, m, h: plus_identity(branch_operator(u, m, h)),
         )
-    outer = _Module(total.module, total.x)
+    outer = TokenModule(total.module, total.x)
     return finished(
         call.x,
         as_tokens(total.y, call.token_axis),
@@ -404,7 +276,7 @@ def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMa
         raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
     axis = call.token_axis
     x = as_tokens(block.x, axis)
-    function = _replay_block(block, axis)
+    function = replay_block(block, axis)
     return LayerMap(
         layer,
         "block",
@@ -413,18 +285,9 @@ def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMa
         function,
         lambda x, m, h: linearise(function, x),
         None,
-        _num_heads(call.module),
+        count_heads(call.module),
         _no_heads,
     )
-
-
-def _replay_block(block: BlockCall, axis: int) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor) -> Tensor:
-        arguments = {**block.arguments, block.hidden: x.unsqueeze(1 - axis)}
-        with exact_maths(x.dtype):
-            return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
-
-    return function
 
 
 def _model_map(record: Trace) -> LayerMap:
@@ -460,26 +323,6 @@ def _model_map(record: Trace) -> LayerMap:
     )
 
 
-def _apply(module: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Call a module with bound arguments, variable positional ones included."""
-    positional = arguments.get("args", ())
-    named = {k: v for k, v in arguments.items() if k != "args"}
-    return module.forward(**named) if not positional else module.forward(
-        *named.values(), *positional
-    )
-
-
-def _num_heads(module: nn.Module) -> int | None:
-    """Number of query heads of an attention module, as models spell it."""
-    config = getattr(module, "config", None)
-    for owner in (module, config):
-        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
-            count = getattr(owner, name, None)
-            if isinstance(count, int):
-                return count
-    return None
-
-
 def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
@@ -499,7 +342,7 @@ def check_request(
     if name not in ("block", "model") and reader_of(call.module) is not None:
         return
     layers = len(record.calls) if name == "model" else 1
-    pairs = (_num_heads(call.module) or 1) * num_tokens**2
+    pairs = (count_heads(call.module) or 1) * num_tokens**2
     needed = _GENERIC_COPIES * layers * pairs * call.x.element_size()
     if needed > memory:
         raise InputError(

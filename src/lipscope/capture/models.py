@@ -6,8 +6,10 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import io
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +57,12 @@ class LoadedModel:
             return None
         # RoBERTa and its copies spend the ids up to the padding id.
         offset = getattr(config, "pad_token_id", None) or 0
-        padded = getattr(config, "model_type", "") in ("roberta", "xlm-roberta", "camembert", "mpnet")
+        padded = getattr(config, "model_type", "") in (
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "mpnet",
+        )
         return limit - offset - 1 if padded else limit
 
 
@@ -190,7 +197,7 @@ def _from_pretrained(
     gguf_file: str | None = None,
     allow_pickle: bool = False,
 ) -> tuple[nn.Module, Any]:
-    from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415  (slow to import)
+    from transformers import AutoModel, AutoTokenizer
 
     options: dict[str, Any] = {"trust_remote_code": False}
     if revision is not None:
@@ -207,7 +214,7 @@ def _from_pretrained(
             raise _explained(source, problem) from problem
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        except Exception:  # noqa: BLE001  (a model without a tokenizer reads bytes)
+        except Exception:
             tokenizer = None
     return model, tokenizer
 
@@ -241,14 +248,17 @@ def _explained(source: str, problem: Exception) -> InputError:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and warnings off the terminal."""
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging
 
     level = logging.get_verbosity()
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            if not sys.stderr.isatty():  # dequantisation draws a bar of its own
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:
@@ -256,7 +266,7 @@ def quiet() -> Iterator[None]:
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:
-    from transformers import AutoModel  # noqa: PLC0415
+    from transformers import AutoModel
 
     _, family, *rest = name.split(":", 2)
     config = _random_config(family, rest[0] if rest else "")
@@ -272,7 +282,7 @@ def _random_model(name: str, seed: int) -> LoadedModel:
 
 
 def _random_config(family: str, text: str) -> Any:
-    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+    from transformers import CONFIG_MAPPING
 
     if family not in CONFIG_MAPPING:
         close = difflib.get_close_matches(family, list(CONFIG_MAPPING.keys()), n=3)
@@ -316,7 +326,7 @@ def _value(text: str) -> int | float | bool | str:
 
 def _check_size(name: str, config: Any) -> None:
     """Count the parameters on the meta device before any of them is drawn."""
-    from transformers import AutoModel  # noqa: PLC0415
+    from transformers import AutoModel
 
     try:
         with torch.device("meta"):

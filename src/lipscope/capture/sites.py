@@ -95,7 +95,9 @@ def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, n
         try:
             found = {name: m for name, m in named.items() if re.search(modules, name)}
         except re.error as problem:
-            raise InputError(f"`modules` should be a regular expression. Found {problem}.") from None
+            raise InputError(
+                f"`modules` should be a regular expression. Found {problem}."
+            ) from None
         if not found:
             raise InputError(
                 f"`modules` should match at least one module. Found none for {modules!r} among "

@@ -72,7 +72,7 @@ class _KeepFloat64(TorchFunctionMode):
     are, so that a float64 run would only look like one.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204, D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
@@ -213,7 +213,7 @@ def first_tensor(output: Any) -> Tensor:
         return hidden
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
         return output[0]
-    found = [v for v in output.values() if isinstance(v, Tensor)] if hasattr(output, "values") else []
+    found = [v for v in getattr(output, "values", list)() if isinstance(v, Tensor)]
     if not found:
         raise InputError(f"A module should return a tensor. Found `{type(output).__name__}`.")
     return found[0]
@@ -224,9 +224,7 @@ def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     return x.squeeze(1 - token_axis) if x.ndim == 3 else x.reshape(-1, x.shape[-1])
 
 
-def _hook_site(
-    stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module
-) -> None:
+def _hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
     inner: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def remember(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -270,11 +268,15 @@ def _read_call(
     hidden = tuple(k for k, v in arguments.items() if v is x)
     axis = 1 if getattr(module, "batch_first", True) else 0
     if x.shape[1 - axis] != 1:
-        raise InputError(f"`{name}` should see one sample at a time. Found batch {x.shape[1 - axis]}.")
+        raise InputError(
+            f"`{name}` should see one sample at a time. Found batch {x.shape[1 - axis]}."
+        )
     call = AttentionCall(
         name, module, arguments, hidden, axis, as_tokens(x, axis), as_tokens(out, axis)
     )
-    call.implementation = getattr(getattr(record.model, "config", None), "_attn_implementation", None)
+    call.implementation = getattr(
+        getattr(record.model, "config", None), "_attn_implementation", None
+    )
     call.kept = [x, out]  # alive, so that no later tensor can take their place in memory
     for leaf, source, result in inner:
         if result.data_ptr() == out.data_ptr():
@@ -320,9 +322,7 @@ def _hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) ->
     stack.callback(module.register_forward_hook(finish).remove)
 
 
-def _hook_block(
-    stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module
-) -> None:
+def _hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
     def finish(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         bound = inspect.signature(block.forward).bind(*args, **kwargs).arguments
         arguments = {**bound, **bound.pop("kwargs", {})}

@@ -51,7 +51,7 @@ def default_text() -> str:
 
     It comes with every Python, so that the main job needs no download.
     """
-    from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte, rarely needed)
+    from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
@@ -106,10 +106,7 @@ def windows_of_text(
     windows = []
     for n in lengths:
         for s in range(samples):
-            if kind == "consecutive":
-                start = s * n
-            else:
-                start = s * (total - longest) // max(samples - 1, 1)
+            start = s * n if kind == "consecutive" else s * (total - longest) // max(samples - 1, 1)
             row = [*before, *ids[start : start + n - extra], *after]
             windows.append(Window(n, s, start, torch.tensor([row]), _texts(tokenizer, row)))
     return windows
