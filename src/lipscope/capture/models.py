@@ -7,6 +7,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import io
+import logging as stdlib_logging
 import math
 import os
 import sys
@@ -250,7 +251,9 @@ def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and warnings off the terminal."""
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    hub = stdlib_logging.getLogger("huggingface_hub")
+    hub_level, level = hub.level, logging.get_verbosity()
+    hub.setLevel(stdlib_logging.CRITICAL)  # its retries would be lines of their own
     bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -260,6 +263,7 @@ def quiet() -> Iterator[None]:
                 stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
     finally:
+        hub.setLevel(hub_level)
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()

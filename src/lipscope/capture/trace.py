@@ -81,13 +81,19 @@ class _KeepFloat64(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def exact_maths(dtype: torch.dtype) -> Iterator[None]:
-    """Differentiable attention kernels, no fused fast path, float64 where it is asked for."""
+def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[None]:
+    """No fast path that skips modules, float64 where it is asked for.
+
+    Args:
+        dtype: Floating type of the computation.
+        differentiable: Only attention kernels with all derivatives; they hold every score.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if differentiable:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if dtype == torch.float64:
                 stack.enter_context(_KeepFloat64())
             yield
@@ -184,7 +190,7 @@ def trace(
             for name in dict.fromkeys(_block_of(model, site) for site in sites):
                 _hook_block(stack, record, name, model.get_submodule(name))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(exact_maths(dtype))
+        stack.enter_context(exact_maths(dtype, differentiable=False))
         record.output = first_tensor(run(model, inputs))
     if not record.calls:
         raise InputError(
