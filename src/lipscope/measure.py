@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +30,14 @@ from lipscope.capture import (
 from lipscope.capture.windows import WindowKind
 from lipscope.errors import InputError
 from lipscope.ranges import parse_bytes, parse_tokens
-from lipscope.record import Measurement, RunFolder, TokenShare, stable_id
+from lipscope.record import (
+    Measurement,
+    RunFolder,
+    TokenShare,
+    provenance,
+    stable_id,
+    version,
+)
 from lipscope.report import Rows
 from lipscope.sensitivity import Answer, Question, answer
 
@@ -213,7 +217,7 @@ class _Run:
         self.implementation = "sdpa" if closed and question.map in _CLOSED_MAPS else "eager"
 
     def carry_out(
-        self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: str
+        self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: WindowKind
     ) -> Rows:
         with prepared(
             self.loaded.model,
@@ -331,7 +335,7 @@ class _Run:
                     row = self._row(key, item, layer, reply)
                     done += 1
                     self._tell(done, total, row)
-                    yield row, _token_shares(row, reply, item)
+                    yield row, reply.token_shares(row.id, item.tokens)
 
     def _tell(self, done: int, total: int, row: Measurement | None) -> None:
         if self.progress is not None:
@@ -386,34 +390,4 @@ class _Run:
             "samples": len({i.sample for i in self.inputs}),
             **self.question.as_spec(),
         }
-        provenance = {
-            "lipscope": version(),
-            "torch": torch.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "threads": torch.get_num_threads(),
-            "device": str(self.device),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
-        return RunFolder(Path(out), spec, provenance)
-
-
-def version() -> str:
-    """The installed version of lipscope."""
-    return importlib.metadata.version("lipscope")
-
-
-def _token_shares(row: Measurement, reply: Answer, item: Sample) -> list[TokenShare]:
-    texts = item.tokens or tuple(str(i) for i in range(reply.num_tokens))
-    return [
-        TokenShare(
-            id=row.id,
-            index=i,
-            text=texts[i] if i < len(texts) else str(i),
-            share_in=reply.share_in[i],
-            share_out=reply.share_out[i] if i < len(reply.share_out) else None,
-            norm=reply.norms[i],
-        )
-        for i in range(reply.num_tokens)
-    ]
+        return RunFolder(Path(out), spec, provenance(device=str(self.device)))

@@ -8,10 +8,13 @@ compacts to Parquet when a run ends.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +153,25 @@ def stable_id(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def version() -> str:
+    """The installed version of lipscope."""
+    return importlib.metadata.version("lipscope")
+
+
+def provenance(**more: str) -> dict[str, Any]:
+    """Where and with what a run was made: recorded in its manifest, never compared."""
+    return {
+        "lipscope": version(),
+        "torch": importlib.metadata.version("torch"),
+        "transformers": importlib.metadata.version("transformers"),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **more,
+    }
+
+
 class RunFolder:
     """A folder of rows: append-only while it runs, Parquet when it ends.
 
@@ -160,14 +182,14 @@ class RunFolder:
     Args:
         path: Folder, made if it does not exist.
         spec: Everything that determines the rows.
-        provenance: Machine and versions; recorded, not compared.
+        origin: Machine and versions (`provenance`).
 
     Raises:
         InputError: If the folder cannot be written or holds another specification.
     """
 
     def __init__(
-        self, path: Path, spec: Mapping[str, Any], provenance: Mapping[str, Any] | None = None
+        self, path: Path, spec: Mapping[str, Any], origin: Mapping[str, Any] | None = None
     ) -> None:
         self.path = Path(path)
         self.spec = json.loads(json.dumps(spec, default=str))
@@ -180,7 +202,7 @@ class RunFolder:
                 f"`{self.path}`, which holds something else; choose another `--out`."
             )
         else:
-            self._create(manifest, provenance or {})
+            self._create(manifest, origin or {})
         self.done: dict[str, Measurement] = {}
         for values in _read_lines(self.path / "rows.jsonl"):
             row = Measurement(**{k: v for k, v in values.items() if k in COLUMNS})
@@ -203,9 +225,9 @@ class RunFolder:
         if not os.access(self.path, os.W_OK):
             raise InputError(f"`--out {self.path}` cannot be written; choose another folder.")
 
-    def _create(self, manifest: Path, provenance: Mapping[str, Any]) -> None:
+    def _create(self, manifest: Path, origin: Mapping[str, Any]) -> None:
         text = json.dumps(
-            {"spec": self.spec, "provenance": dict(provenance)},
+            {"spec": self.spec, "provenance": dict(origin)},
             indent=2,
             ensure_ascii=False,
             default=str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from lipscope.capture import LayerMap
 from lipscope.errors import InputError
 from lipscope.operator import Operator, restrict
 from lipscope.ranges import parse_tokens
+from lipscope.record import TokenShare
 from lipscope.singular import SMALLEST_TOL, TopSingular, top_singular_batch
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
@@ -122,6 +124,20 @@ class Answer:
             "seconds": self.seconds,
             "error": self.error,
         }
+
+    def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
+        """One record per token of the window, under the row that it belongs to."""
+        return [
+            TokenShare(
+                id=row_id,
+                index=i,
+                text=texts[i] if texts is not None else str(i),
+                share_in=self.share_in[i],
+                share_out=self.share_out[i] if i < len(self.share_out) else None,
+                norm=self.norms[i],
+            )
+            for i in range(self.num_tokens)
+        ]
 
 
 def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
