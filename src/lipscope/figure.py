@@ -6,33 +6,27 @@ needs no network.
 
 from __future__ import annotations
 
-import html
-import json
 import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import altair as alt
-import vl_convert
 
+from lipscope import marks
 from lipscope.errors import InputError
+from lipscope.page import chart_page
+from lipscope.pieces import lay_out
 from lipscope.record import Measurement, TokenShare
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart
 
-# The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
-# readable on white, which its yellow end is not.
-PLASMA = ("#0d0887", "#4c02a1", "#7e03a8", "#a92395", "#cc4778", "#e56b5d", "#f0884a", "#f59a3e")
 SHADES = ("#ffffff", "#fee6ce", "#fdae6b", "#e6550d", "#8c2d04")
-INK, QUIET = "#222222", "#6b6b6b"
+QUIET = "#6b6b6b"
 FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
-MAX_POINTS = 5000
-"""Above this number of rows only the lines are drawn: more points cannot be told apart."""
-
 FADED = 0.06
+"""Opacity of the layers that are not in focus."""
 
 
 def growth_chart(
@@ -40,7 +34,7 @@ def growth_chart(
     tokens: Iterable[TokenShare] = (),
     *,
     width: int = 380,
-    height: int = 340,
+    height: int | None = None,
 ) -> alt.HConcatChart | alt.VConcatChart:
     """Sigma against the number of tokens, both logarithmic, one colour for each layer.
 
@@ -55,7 +49,7 @@ def growth_chart(
             counted under the title.
         tokens: Their tokens, for the text of the top token under the mouse.
         width: Width of a panel in pixels.
-        height: Height of a panel in pixels.
+        height: Height of a panel in pixels; by default more for many layers.
 
     Returns:
         The chart: one line of panels for each model, map, metric, move and read.
@@ -63,39 +57,46 @@ def growth_chart(
     Raises:
         InputError: If no row has a finite, positive sigma.
     """
-    drawn = [row for row in rows if _positive(row.sigma)]
+    drawn = [row for row in rows if marks.positive(row.sigma)]
     if not drawn:
         raise InputError(
-            "`rows` should hold at least one finite, positive sigma to draw. Found none among "
+            "`rows` should hold a finite, positive sigma to draw. Found none among "
             f"{len(rows)} rows; their `status` and `note` say why."
         )
     names = {(t.id, t.index): t.text for t in tokens}
-    labels = _layer_labels(drawn)
-    settings: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in drawn:
-        key = (row.model, row.map, row.metric, row.move, row.read)
-        settings.setdefault(key, []).append(row)
-    focus = alt.selection_point(name="focus", fields=["layer"], bind="legend", on="click")
-    lines = [
-        _panels(part, names, labels, focus, width=width, height=height)
-        for part in settings.values()
+    labels = marks.layer_labels(drawn)
+    settings = marks.by_setting(drawn)
+    tall = 340 if len(labels) <= 12 else 460
+    focus = alt.selection_point(name="focus", fields=["layer"], bind="legend")
+    charts = [
+        _panels(
+            part,
+            names,
+            labels,
+            focus,
+            kind=marks.difference(key, list(settings)),
+            legend=k == 0,
+            size=(width, height or tall),
+        )
+        for k, (key, part) in enumerate(settings.items())
     ]
-    chart = lines[0] if len(lines) == 1 else alt.vconcat(*lines, spacing=30)
-    return _dressed(chart.properties(title=_title(rows, drawn, list(settings))))
+    chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
+    title, lines = marks.heading(rows, drawn, list(settings))
+    return _dressed(chart.properties(title=alt.TitleParams(title, subtitle=lines)))
 
 
 def shaded_text(
     tokens: Sequence[TokenShare],
     *,
-    title: str | None = None,
+    title: str = "Text shaded by sensitivity",
     columns: int = 84,
     max_lines: int = 24,
 ) -> alt.LayerChart:
     """A window of text, every token shaded by its share of the most sensitive direction.
 
-    The shade follows the square root of `share_in`, that is the length of the token's
-    part of the top right singular vector. Word pieces are joined to their predecessors;
-    long windows are cut, with a remark.
+    The shade follows the cube root of `share_in`, so that a token with a thousandth of
+    what the top one has can still be told from none. Word pieces are joined to their
+    predecessors; long windows are cut, with a remark.
 
     Args:
         tokens: The tokens of one row, in any order.
@@ -110,44 +111,39 @@ def shaded_text(
         InputError: If there are no tokens, or none has a share.
     """
     ordered = sorted(tokens, key=lambda t: t.index)
-    shares = {t.index: t.share_in or 0.0 for t in ordered}
-    if not any(shares.values()):
+    shares = [marks.share_of(t) for t in ordered]
+    if not any(shares):
         raise InputError(
             "`tokens` should hold the tokens of one row, with `share_in`. Found "
             f"{len(ordered)} tokens without a share."
         )
-    cells = _layout(ordered, columns=columns, max_lines=max_lines)
+    placed = lay_out(ordered, columns=columns, max_lines=max_lines)
     subtitle = []
-    if len(cells) < len(ordered):
-        held = sum(shares[cell["index"]] for cell in cells) / sum(shares.values())
+    if len(placed) < len(ordered):
+        held = sum(marks.share_of(p.token) for p in placed) / sum(shares)
         subtitle.append(
-            f"Cut: the first {len(cells)} of {len(ordered)} tokens, which hold {held:.0%}"
+            f"Cut: the first {len(placed)} of {len(ordered)} tokens, which hold {held:.0%}"
             " of the direction."
         )
-    top = max(shares.values())
-    for cell in cells:
-        cell["ink"] = "#ffffff" if shares[cell["index"]] > 0.45 * top else INK
-    height = 22 * (1 + max(cell["line"] for cell in cells))
-    base = alt.Chart(
-        alt.InlineData(values=cells), width=math.ceil(8.4 * columns) + 8, height=height
-    )
-    place = {"x": alt.X("x:Q", scale=None, axis=None), "y": alt.Y("y:Q", scale=None, axis=None)}
+    width, height = math.ceil(marks.CELL * columns) + 8, marks.LINE * (1 + placed[-1].line)
+    cells = [marks.cell_of(p, max(shares)) for p in placed]
+    base = alt.Chart(alt.InlineData(values=cells), width=width, height=height)
     shade = base.mark_rect(cornerRadius=2).encode(
-        **place,
+        x=_across("x", width),
+        y=_down("y", height),
         x2="x2:Q",
         y2="y2:Q",
-        color=_shade_colour(top),
+        color=_shade_colour(max(shares)),
         tooltip=_tooltip("token", "index", "share in", "share out", "norm"),
     )
-    place["x"], place["y"] = (
-        alt.X("x text:Q", scale=None, axis=None),
-        alt.Y("y text:Q", scale=None, axis=None),
+    text = base.mark_text(align="left", baseline="middle", font=MONO, fontSize=14).encode(
+        x=_across("left", width),
+        y=_down("middle", height),
+        text="text:N",
+        color=alt.Color("ink:N", scale=None),
     )
-    text = base.mark_text(
-        align="left", baseline="middle", font=MONO, fontSize=14, tooltip=None
-    ).encode(**place, text="text:N", color=alt.Color("ink:N", scale=None))
-    heading = alt.TitleParams(title or "", subtitle=subtitle)
-    return _dressed(alt.layer(shade, text).properties(title=heading))
+    heads = alt.TitleParams(title, subtitle=subtitle)
+    return _dressed(alt.layer(shade, text).properties(title=heads))
 
 
 def save(chart: Chart, path: str | Path) -> Path:
@@ -168,105 +164,23 @@ def save(chart: Chart, path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix == ".html":
-        path.write_text(_page(chart.to_dict()), encoding="utf-8")
+        spec = chart.to_dict()
+        remark = marks.HINT if "params" in spec else ""
+        version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+        page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
+        path.write_text(page, encoding="utf-8")
     elif path.suffix == ".svg":
         chart.save(str(path), format="svg")
     elif path.suffix == ".png":
         chart.save(str(path), format="png", scale_factor=2)
     else:
         raise InputError(
-            f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one of them."
+            f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
         )
     return path
 
 
-def readable(text: str) -> str:
-    """A token's text without the marks of its tokenizer, a leading space where it has one.
-
-    Byte-level pieces are decoded where they are whole characters.
-
-    >>> [readable(t) for t in ("##ing", "▁the", "Ġthe", "âĢĻ", "[CLS]")]
-    ['ing', ' the', ' the', '’', '[CLS]']
-    """
-    if text.startswith("##") and len(text) > 2:
-        return text[2:]
-    if not text.isascii() and all(letter in BYTES for letter in text):
-        try:
-            return bytes(BYTES[letter] for letter in text).decode()
-        except UnicodeDecodeError:
-            return text.replace("Ġ", " ")
-    return text.replace("▁", " ")
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters by which byte-level tokenizers write bytes (GPT-2's table)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    other = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(0x100 + k): b for k, b in enumerate(other)}
-
-
-BYTES = _byte_letters()
-
-
 # --- growth chart ---------------------------------------------------------------------------
-
-
-def _positive(value: float | None) -> bool:
-    return value is not None and math.isfinite(value) and value > 0
-
-
-def _layer_labels(rows: Iterable[Measurement]) -> list[str]:
-    """Layers as they stand in the legend, in their order; "model" for the whole model."""
-    layers = {row.layer for row in rows}
-    whole = ["model"] if None in layers else []
-    return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
-
-
-def _palette(count: int) -> list[str]:
-    """``count`` colours in even steps along `PLASMA`."""
-    stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in PLASMA]
-    colours = []
-    for k in range(count):
-        at = (len(stops) - 1) * k / max(count - 1, 1)
-        i = min(int(at), len(stops) - 2)
-        mix = [a + (at - i) * (b - a) for a, b in zip(stops[i], stops[i + 1], strict=True)]
-        colours.append("#" + "".join(f"{round(v):02x}" for v in mix))
-    return colours
-
-
-def _point(row: Measurement, value: float, names: Mapping[tuple[str, int], str]) -> dict[str, Any]:
-    """One row as the chart reads it: numbers for the marks, words for the tooltip."""
-    layer = "model" if row.layer is None else str(row.layer)
-    # The interval belongs to sigma; sigma_rest has none.
-    upper = row.upper if value == row.sigma and _positive(row.upper) else None
-    token = "–"
-    if row.top_token is not None:
-        name = names.get((row.id, row.top_token))
-        token = f"{row.top_token}" if name is None else f"'{readable(name)}' ({row.top_token})"
-    return {
-        "layer": layer,
-        "curve": f"{layer}/{row.head}",
-        "head": "all" if row.head is None else str(row.head),
-        "n": row.num_tokens,
-        "sample": row.sample,
-        "value": value,
-        "upper": upper or value,
-        "interval": f"[{value:.4g}, {upper:.4g}]" if upper else "–",
-        "relative": "–" if row.relative is None else f"{row.relative:.3g}",
-        "top token": token,
-        "its share": "–" if row.top_share is None else f"{row.top_share:.1%}",
-    }
-
-
-def _means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean of every curve at each length."""
-    logs: dict[tuple[str, str, int], list[float]] = {}
-    for p in points:
-        logs.setdefault((p["layer"], p["curve"], p["n"]), []).append(math.log(p["value"]))
-    return [
-        {"layer": layer, "curve": curve, "n": n, "value": math.exp(math.fsum(y) / len(y))}
-        for (layer, curve, n), y in logs.items()
-    ]
 
 
 def _panels(
@@ -275,16 +189,19 @@ def _panels(
     labels: list[str],
     focus: alt.Parameter,
     *,
-    width: int,
-    height: int,
+    kind: str,
+    legend: bool,
+    size: tuple[int, int],
 ) -> alt.HConcatChart:
     """The panels of one setting, on one axis: sigma, and sigma without the top token."""
     moves = "all tokens may move" if rows[0].move == "all" else f"tokens that move: {rows[0].move}"
-    panels = {moves: [_point(row, row.sigma, names) for row in rows if row.sigma is not None]}
+    panels = {
+        moves: [marks.point_of(row, row.sigma, names) for row in rows if row.sigma is not None]
+    }
     rest = [
-        _point(row, row.sigma_rest, names)
+        marks.point_of(row, row.sigma_rest, names)
         for row in rows
-        if row.sigma_rest is not None and _positive(row.sigma_rest)
+        if row.sigma_rest is not None and marks.positive(row.sigma_rest)
     ]
     if rest:
         panels["top token held fixed"] = rest
@@ -292,13 +209,21 @@ def _panels(
     low, high = min(p["value"] for p in every), max(p["upper"] for p in every)
     pad = max(1.12, (high / low) ** 0.04)
     domain = [low / pad, high * pad]
-    charts = [
-        _panel(points, labels, focus, domain, first=k == 0).properties(
-            width=width, height=height, title=alt.TitleParams(name, fontSize=12, anchor="middle")
+    metric = rows[0].metric
+    unit = f"sigma: {marks.UNITS.get(metric, f'output change per input change, {metric}')}"
+    charts = []
+    for name, points in panels.items():
+        chart = _panel(
+            points,
+            labels,
+            focus,
+            domain,
+            title=unit if not charts else "",
+            legend=legend and len(charts) == len(panels) - 1,
         )
-        for k, (name, points) in enumerate(panels.items())
-    ]
-    return alt.hconcat(*charts, spacing=18)
+        title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
+        charts.append(chart.properties(width=size[0], height=size[1], title=title))
+    return alt.hconcat(*charts, spacing=18).resolve_legend(color="independent")
 
 
 def _panel(
@@ -307,36 +232,45 @@ def _panel(
     focus: alt.Parameter,
     domain: list[float],
     *,
-    first: bool,
+    title: str,
+    legend: bool,
 ) -> alt.LayerChart:
-    """One panel: reference lines, interval bars, points, and lines of means."""
-    means = _means(points)
+    """One panel: reference lines, interval bars, points, and lines of means.
+
+    Where there is no axis title, there are no axis labels either.
+    """
+    first = bool(title)
+    means = marks.curve_means(points)
     lengths = sorted({p["n"] for p in points})
+    span = max(lengths[-1] / lengths[0], 4.0)
+    few, grows = len(points) <= 400, len(lengths) > 1
     x = alt.X(
         "n:Q",
         title="number of tokens n",
-        scale=alt.Scale(type="log", domain=[lengths[0] / 1.12, lengths[-1] * 1.3], nice=False),
+        # Room at the right for the names of the dashed lines.
+        scale=alt.Scale(
+            type="log",
+            domain=[lengths[0] / span**0.04, lengths[-1] * span ** (0.11 if grows else 0.04)],
+            nice=False,
+        ),
         axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
     )
     y = alt.Y(
         "value:Q",
-        title="sigma: norm of output change per norm of input change" if first else None,
+        title=title or None,
         scale=alt.Scale(type="log", domain=domain, nice=False),
-        axis=alt.Axis(format="~g", tickCount=6, labels=first, ticks=first),
+        axis=alt.Axis(format="~g", values=marks.tick_values(*domain), labels=first, ticks=first),
     )
     colour = alt.Color(
         "layer:O",
         sort=labels,
-        scale=alt.Scale(domain=labels, range=_palette(len(labels))),
-        legend=alt.Legend(
-            title="layer", symbolType="circle", symbolLimit=0, columns=1 + len(labels) // 17
-        ),
+        scale=alt.Scale(domain=labels, range=marks.palette(len(labels))),
+        legend=None,
     )
-    shown = points if len(points) <= MAX_POINTS else means
+    shown = points if len(points) <= marks.MAX_POINTS else means
     fade = alt.value(FADED)
     dots = alt.Chart(alt.InlineData(values=shown)).encode(x=x, y=y, color=colour)
-    layers: list[alt.Chart] = [
-        *(_references(means, lengths, x, y) if len(lengths) > 1 else []),
+    lines = (
         alt.Chart(alt.InlineData(values=means))
         .mark_line(strokeWidth=2)
         .encode(
@@ -345,8 +279,22 @@ def _panel(
             color=colour,
             detail="curve:N",
             opacity=alt.when(focus).then(alt.value(0.9)).otherwise(fade),
-        ),
-    ]
+        )
+    )
+    if legend:
+        # Vega-Lite loses the clicks of a legend that several views share: the legend and
+        # the parameter stand together in one view, the others refer to it by name.
+        key = alt.Legend(
+            title="layer",
+            symbolType="stroke",
+            symbolStrokeWidth=3,
+            symbolLimit=0,
+            columns=1 + len(labels) // 17,
+        )
+        lines = lines.encode(color=colour.legend(key)).add_params(focus)
+    layers = [lines]
+    if grows:
+        layers = [*_references(means, lengths, x, y), lines]
     if shown is points:
         layers.append(
             dots.mark_rule(strokeWidth=1).encode(
@@ -354,10 +302,99 @@ def _panel(
             )
         )
     told = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
-    marks = dots.mark_circle(size=22).encode(
-        opacity=alt.when(focus).then(alt.value(0.65)).otherwise(fade),
-        tooltip=_tooltip(*told, "top token", "its share") if shown is points else _tooltip("layer", "n"),
+    circles = dots.mark_circle(size=20 if few else 12).encode(
+        opacity=alt.when(focus).then(alt.value(0.65 if few else 0.3)).otherwise(fade),
+        tooltip=_tooltip(*told, "top token", "its share")
+        if shown is points
+        else _tooltip("layer", "n"),
     )
-    # The parameter must stand in one view only; the others refer to it by name.
-    layers.append(marks.add_params(focus) if first else marks)
-    return alt.layer(*layers)
+    layers.append(circles)
+    return alt.LayerChart(layer=layers).resolve_legend(color="independent")
+
+
+def _references(
+    means: Sequence[dict[str, Any]], lengths: Sequence[int], x: alt.X, y: alt.Y
+) -> list[alt.Chart]:
+    """Dashed lines of slope 1/4 and 1/2 from the middle of the curves at the first length."""
+    start = [math.log(p["value"]) for p in means if p["n"] == lengths[0]]
+    level = math.exp(math.fsum(start) / len(start))
+    ratio = lengths[-1] / lengths[0]
+    ends = {"∝ n¹⁄⁴": level * ratio**0.25, "∝ n¹⁄²": level * ratio**0.5}
+    lines = [
+        {"law": law, "n": n, "value": value}
+        for law, end in ends.items()
+        for n, value in ((lengths[0], level), (lengths[-1], end))
+    ]
+    labels = [line for line in lines if line["n"] == lengths[-1]]
+    dashes = alt.Chart(alt.InlineData(values=lines)).mark_line(
+        color=QUIET, strokeDash=[5, 4], strokeWidth=1.2, clip=True
+    )
+    words = alt.Chart(alt.InlineData(values=labels)).mark_text(
+        align="left", dx=5, color=QUIET, fontSize=11, clip=True
+    )
+    return [dashes.encode(x=x, y=y, detail="law:N"), words.encode(x=x, y=y, text="law:N")]
+
+
+def _tooltip(*names: str) -> list[alt.Tooltip]:
+    """Tooltip lines of fields that are already words, or short numbers."""
+    return [
+        alt.Tooltip("value:Q", title="sigma", format=".4g")
+        if name == "sigma"
+        else alt.Tooltip(f"{name}:N", title=name)
+        for name in names
+    ]
+
+
+def _dressed(chart: Any) -> Any:
+    """The one look of all charts; on white, so that it also prints."""
+    quiet = {"labelColor": QUIET, "titleColor": marks.INK, "labelFontSize": 11, "titleFontSize": 12}
+    return chart.configure(
+        font=FONT,
+        background="#ffffff",
+        padding=12,
+        view=alt.ViewConfig(stroke=None),
+        axis=alt.AxisConfig(
+            **quiet,
+            gridColor="#ececec",
+            domainColor="#bbbbbb",
+            tickColor="#bbbbbb",
+            titleFontWeight="normal",
+        ),
+        legend=alt.LegendConfig(**quiet),
+        title=alt.TitleConfig(
+            anchor="start",
+            color=marks.INK,
+            fontSize=15,
+            subtitleColor=QUIET,
+            subtitleFontSize=11,
+            offset=12,
+        ),
+    )
+
+
+# --- shaded text ----------------------------------------------------------------------------
+
+
+def _across(field: str, width: int) -> alt.X:
+    return alt.X(f"{field}:Q", scale=alt.Scale(domain=[0, width], nice=False), axis=None)
+
+
+def _down(field: str, height: int) -> alt.Y:
+    scale = alt.Scale(domain=[0, height], nice=False, reverse=True)
+    return alt.Y(f"{field}:Q", scale=scale, axis=None)
+
+
+def _shade_colour(top: float) -> alt.Color:
+    scale = alt.Scale(type="pow", exponent=1 / 3, domain=[0, top], range=SHADES, interpolate="rgb")
+    return alt.Color(
+        "share:Q",
+        scale=scale,
+        legend=alt.Legend(
+            title="share of the most sensitive direction (cube-root scale)",
+            format=".0%" if top > 0.2 else ".1%",
+            orient="bottom",
+            gradientLength=240,
+            titleLimit=0,
+            values=[top * part**3 for part in (0, 0.5, 0.75, 1)],
+        ),
+    )

@@ -139,13 +139,6 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
 
     Raises:
         InputError: If the rows are not of one group, or hold a sample and length twice.
-
-    >>> from types import SimpleNamespace
-    >>> where = dict(model="m", layer=0, head=None, map="heads", metric="frobenius",
-    ...              move="all", read="all")
-    >>> row = lambda n: SimpleNamespace(num_tokens=n, sample=0, sigma=3 * n**0.5, **where)
-    >>> round(growth([row(n) for n in (16, 64, 256)], paired=True).slope, 6)
-    0.5
     """
     if len(groups(rows)) > 1:
         raise InputError(
@@ -180,7 +173,7 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
     )
 
 
-def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[float]) -> float | None:
+def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:
     """Lack of fit of a line when every sample is seen at every length.
 
     Randomised block analysis of variance with the samples as blocks,
@@ -195,6 +188,10 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[float]) -> float | N
 
     Returns:
         The p-value, or None for one sample or fewer than three lengths.
+
+    >>> line = np.log([16, 64, 256])
+    >>> paired_lack_of_fit(np.array([1 + line, 2 + line]), [16, 64, 256])
+    1.0
     """
     samples, count = table.shape
     if samples < 2 or count < 3:
@@ -206,9 +203,7 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[float]) -> float | N
     return _f_test(lof, count - 2, spread, (samples - 1) * (count - 1), table)
 
 
-def unpaired_lack_of_fit(
-    columns: Sequence[np.ndarray], lengths: Sequence[float]
-) -> float | None:
+def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
     """Lack of fit of a line against pure error, when every length has its own samples.
 
     ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
@@ -274,7 +269,7 @@ def _columns(logs: dict[tuple[int, int], float], lengths: list[int]) -> list[np.
     return [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
 
 
-def _weights(columns: Sequence[np.ndarray], lengths: Sequence[float]) -> np.ndarray:
+def _weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarray:
     """Weights ``c`` with which the least-squares slope over all rows is ``c . means``."""
     sizes = np.array([len(column) for column in columns], dtype=float)
     x = np.log(lengths)
@@ -308,15 +303,13 @@ def _interval(
     return float(low), float(high)
 
 
-def _lack_of_fit(
-    columns: list[np.ndarray], lengths: list[int], *, paired: bool
-) -> float | None:
+def _lack_of_fit(columns: list[np.ndarray], lengths: list[int], *, paired: bool) -> float | None:
     if paired:
         return paired_lack_of_fit(np.column_stack(columns), lengths)
     return unpaired_lack_of_fit(columns, lengths)
 
 
-def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[float]) -> float:
+def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> float:
     """Squared distance of the means from their weighted line, weights of mean one."""
     line = np.polynomial.Polynomial.fit(np.log(lengths), means, 1, w=np.sqrt(sizes))
     return float(sizes @ (means - line(np.log(lengths))) ** 2) / float(sizes.mean())
@@ -333,9 +326,7 @@ def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarra
     return float(stats.f.sf((lof / lof_free) / (rest / free), lof_free, free))
 
 
-def _note(
-    columns: list[np.ndarray], dropped: int, *, complete: bool, paired: bool
-) -> str | None:
+def _note(columns: list[np.ndarray], dropped: int, *, complete: bool, paired: bool) -> str | None:
     """What the reader of an exponent should know about the samples behind it."""
     smallest = min(len(column) for column in columns)
     remarks = []

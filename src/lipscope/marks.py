@@ -47,6 +47,25 @@ def layer_labels(rows: Iterable[Measurement]) -> list[str]:
     return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
 
 
+def by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
+    """Rows whose values may stand on one axis: same model, map, metric, move and read."""
+    settings: dict[tuple[str, ...], list[Measurement]] = {}
+    for row in rows:
+        key = (row.model, row.map, row.metric, row.move, row.read)
+        settings.setdefault(key, []).append(row)
+    return settings
+
+
+def difference(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
+    """What tells one setting from the others, as the beginning of a title.
+
+    >>> difference(("m", "heads", "all"), [("m", "heads", "all"), ("m", "block", "all")])
+    'heads: '
+    """
+    varied = [word for k, word in enumerate(setting) if len({s[k] for s in settings}) > 1]
+    return ", ".join(varied) + ": " * bool(varied)
+
+
 def palette(count: int) -> list[str]:
     """``count`` colours in even steps along `PLASMA`."""
     stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in PLASMA]
@@ -97,11 +116,20 @@ def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tick_values(low: float, high: float) -> list[float]:
-    """Labels of a logarithmic axis: 1, 2, 5 in every decade, or decades where many."""
+    """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
+
+    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0)
+    ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0])
+    """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if len(decades) <= 5 else (1,)
-    values = [step * 10.0**k for k in decades for step in steps]
-    return [value for value in values if low <= value <= high]
+    choices = [(1,)] if len(decades) > 6 else [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
+    values: list[float] = []
+    for steps in [*choices, [k / 10 for k in range(10, 100)]]:
+        values = [float(f"{step}e{k}") for k in decades for step in steps]
+        values = [value for value in values if low <= value <= high]
+        if len(values) >= 3:
+            break
+    return values
 
 
 def heading(
@@ -117,7 +145,8 @@ def heading(
     samples = len({row.sample for row in drawn})
     deltas = sorted({row.delta for row in drawn})
     delta = " to ".join(f"{d:g}" for d in dict.fromkeys((deltas[0], deltas[-1])))
-    marks = f"Points: single windows of text, with bars up to upper (delta = {delta} each)."
+    what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
+    marks = f"Points: single {what}, with bars up to upper (delta = {delta} each)."
     if len(drawn) > MAX_POINTS:
         marks = f"{len(drawn)} rows: only their geometric means are drawn."
     elif grows:

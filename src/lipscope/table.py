@@ -127,24 +127,27 @@ def percent(share: float | None) -> str:
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
-def _token(line: Line) -> str:
+def _token(line: Line, narrow: int) -> str:
     """The top token as text and index: ``'[CLS]' (0)``."""
     if line.row is None or line.row.top_token is None:
         return "–"
     if line.token is None:
         return f"({line.row.top_token})"
     text = readable(line.token).strip(" ") or " "
-    return f"{text if len(text) <= 11 else text[:10] + '…'!r} ({line.row.top_token})"
+    limit = 7 if narrow > 1 else 11
+    return f"{text if len(text) <= limit else text[: limit - 1] + '…'!r} ({line.row.top_token})"
 
 
-def _growth_cell(line: Line, *, narrow: bool) -> str:
+def _growth_cell(line: Line, narrow: int) -> str:
     """The verdict; where no power law fits, the slopes under it, a few in a line."""
     if line.growth is None:
         return "–"
     head, _, rest = line.growth.verdict.partition(": ")
     if narrow:
         head = head.replace(" (", "\n(")
-    slopes, few = rest.split(", ") if rest else [], 3 if narrow else 4
+    if narrow > 1:
+        head = head.replace(" [", "\n[")
+    slopes, few = rest.split(", ") if rest else [], 4 - narrow
     parts = [slopes[i : i + few] for i in range(0, len(slopes), few)]
     return "\n".join([head, *(", ".join(part) for part in parts)])
 
@@ -165,7 +168,7 @@ def _status(line: Line) -> str:
     return ", ".join(sorted({row.status for row in line.last})) or "not measured"
 
 
-def _columns(lines: Sequence[Line], *, narrow: bool) -> list[Column]:
+def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
     """The columns that these lines need; narrow ones say sigma in its interval only."""
     has = {
         name: any(getattr(line.row, name, None) is not None for line in lines)
@@ -183,7 +186,7 @@ def _columns(lines: Sequence[Line], *, narrow: bool) -> list[Column]:
         columns += [Column("sigma", lambda x: number(x.row.sigma) if x.row else _status(x)), ends]
     columns += [
         Column("relative", _of_row("relative", 3)),
-        Column("top token", _token, True),
+        Column("top token", lambda line: _token(line, narrow), True),
         Column("share", lambda line: percent(line.row and line.row.top_share)),
     ]
     if has["sigma_rest"]:
@@ -191,9 +194,9 @@ def _columns(lines: Sequence[Line], *, narrow: bool) -> list[Column]:
     if has["frobenius"]:
         columns += [
             Column("stable rank", _stable_rank),
-            Column("Frobenius", _of_row("frobenius", 3)),
+            Column("Frob. norm", _of_row("frobenius", 3)),
         ]
-    return [*columns, Column("growth", lambda x: _growth_cell(x, narrow=narrow), True)]
+    return [*columns, Column("growth", lambda x: _growth_cell(x, narrow), True)]
 
 
 def _or(value: int | None, other: str) -> str:
@@ -210,24 +213,26 @@ def draw(rows: Sequence[Measurement], lines: Sequence[Line]) -> Table:
     Returns:
         The table; it keeps its width in a narrower console.
     """
-    table = _table(lines, narrow=False)
-    if _width(table) > MAX_WIDTH:
-        table = _table(lines, narrow=True)
+    table = _table(lines)
+    for narrow in (1, 2):
+        if _width(table) > MAX_WIDTH:
+            table = _table(lines, narrow)
     table.width = _width(table)
     table.caption = Text("\n".join(_caption(rows, lines)), justify="left", style="dim")
     return table
 
 
-def _table(lines: Sequence[Line], *, narrow: bool) -> Table:
+def _table(lines: Sequence[Line], narrow: int = 0) -> Table:
+    """The table; the narrower, the less air and the more lines for the growth of one row."""
     table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD)
     table.padding = (0, 0 if narrow else 1, 0, 0)
     table.pad_edge = False
-    for column in _columns(lines, narrow=narrow):
+    for column in _columns(lines, narrow):
         # Headings of two words may stand in two lines; what is under them may not.
         name = column.name if column.name.startswith("[") else column.name.replace(" ", "\n")
         table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
     for line in lines:
-        cells = (column.cell(line) for column in _columns(lines, narrow=narrow))
+        cells = (column.cell(line) for column in _columns(lines, narrow))
         table.add_row(*(Text(cell) for cell in cells))
     if table.columns and (lack := 76 - _width(table)) > 0:
         # Room for the sentences under a table of few columns.

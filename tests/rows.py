@@ -1,0 +1,77 @@
+"""Rows made by hand, for what reads rows and never sees a tensor."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lipscope.record import Measurement, TokenShare
+
+VALUES: dict[str, Any] = {
+    "model": "minilm",
+    "weights": "float32",
+    "layer": 0,
+    "map": "attention",
+    "metric": "frobenius",
+    "move": "all",
+    "read": "all",
+    "input": "text",
+    "num_tokens": 16,
+    "sample": 0,
+    "start": 0,
+    "sigma": 2.0,
+    "delta": 1e-6,
+    "status": "converged",
+    "solver_residual": 1e-4,
+    "products": 30,
+    "relative": 0.5,
+    "top_token": 0,
+    "top_share": 0.934,
+    "radius_max": 1.0,
+    "radius_rms": 1.0,
+    "input_norm": 1.0,
+    "output_norm": 1.0,
+    "seconds": 0.1,
+    "dtype": "float32",
+    "device": "cpu",
+    "seed": 0,
+    "tokens_sha256": "x",
+    "version": "0.1.0",
+}
+
+
+def row(**values: Any) -> Measurement:
+    """A measurement with these values; `upper` is 2 % above sigma unless given."""
+    values = VALUES | values
+    values.setdefault("upper", None if values["sigma"] is None else 1.02 * values["sigma"])
+    where = [str(values[k]) for k in ("model", "map", "layer", "num_tokens", "sample")]
+    values.setdefault("id", "-".join([*where, str(values.get("head"))]))
+    return Measurement(**values)
+
+
+def curve(
+    sigma: Callable[[int, int], float | None],
+    lengths: Sequence[int] = (16, 32, 64, 128, 256),
+    samples: int = 5,
+    **values: Any,
+) -> list[Measurement]:
+    """Rows of one layer: ``sigma(n, sample)`` at every length."""
+    return [
+        row(num_tokens=n, sample=s, sigma=sigma(n, s), **values)
+        for n in lengths
+        for s in range(samples)
+    ]
+
+
+def tokens_of(measured: Measurement, texts: Sequence[str]) -> list[TokenShare]:
+    """Tokens of a row; the first holds half of the direction, the others the rest."""
+    rest = 0.5 / max(len(texts) - 1, 1)
+    return [
+        TokenShare(
+            id=measured.id,
+            index=k,
+            text=text,
+            share_in=rest if k else 0.5,
+            share_out=None,
+            norm=1.0,
+        )
+        for k, text in enumerate(texts)
+    ]

@@ -1,0 +1,247 @@
+"""Charts that open, say what they show, keep text as text, and ask no network."""
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vl_convert
+
+from lipscope.errors import InputError
+from lipscope.figure import growth_chart, save, shaded_text
+from lipscope.marks import MAX_POINTS, curve_means, palette, point_of, tick_values
+from lipscope.pieces import lay_out, readable
+from lipscope.record import TokenShare
+from rows import curve, row, tokens_of
+
+NASTY = "</script><script>alert(1)</script><!--&\"'"
+
+
+def grown(layers: int = 3, **values: Any):
+    return [
+        r for k in range(layers) for r in curve(lambda n, s: (1 + s) * n**0.25, layer=k, **values)
+    ]
+
+
+def words(path: Path) -> str:
+    """The text of an SVG file, one element a line."""
+    elements = ElementTree.parse(path).iter()
+    return "\n".join(e.text or "" for e in elements if e.tag.endswith(("text", "tspan")))
+
+
+def spec_of(page: str) -> dict[str, Any]:
+    start = page.index('vegaEmbed("#chart", ') + len('vegaEmbed("#chart", ')
+    return json.JSONDecoder().raw_decode(page[start:])[0]
+
+
+class Tags(HTMLParser):
+    """The tags of a page with their attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_svg_says_what_is_shown(tmp_path: Path):
+    text = words(save(growth_chart(grown(model="my model")), tmp_path / "a.svg"))
+    for part in (
+        "Growth of sigma with the number of tokens: my model",
+        "map attention, metric frobenius, move all, read all",
+        "delta = 1e-06 each",
+        "geometric mean of 5 samples",
+        "number of tokens n",
+        "sigma: norm of output change per norm of input change",
+        "all tokens may move",
+        "∝ n¹⁄⁴",
+        "∝ n¹⁄²",
+        "256",
+    ):
+        assert part in text
+    assert "top token held fixed" not in text
+
+
+def test_png_is_drawn_at_twice_the_size(tmp_path: Path):
+    data = save(growth_chart(grown(), width=300, height=200), tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    wide, high = (int.from_bytes(data[i : i + 4]) for i in (16, 20))
+    assert wide > 2 * 300 and high > 2 * 200
+
+
+def test_page_fetches_nothing_and_keeps_text_as_text(tmp_path: Path):
+    rows = grown(1, model=NASTY)
+    tokens = [t for r in rows for t in tokens_of(r, [NASTY, "b"])]
+    page = save(growth_chart(rows, tokens), tmp_path / "a.html").read_text()
+    tags = Tags(page).found
+    assert not [a for _, attrs in tags for a in attrs if a in ("src", "href", "srcset", "data")]
+    assert [tag for tag, _ in tags].count("script") == page.count("</script>") == 2
+    assert not {tag for tag, _ in tags} & {"link", "iframe", "object", "embed", "img", "base"}
+    policy = next(a["content"] for _, a in tags if "http-equiv" in a)
+    assert policy is not None and policy.startswith("default-src 'none'")
+    spec = spec_of(page)
+    assert "http" not in json.dumps(spec)
+    assert NASTY in spec["title"]["text"]
+    values = [v for rows in spec["datasets"].values() for v in rows] if "datasets" in spec else []
+    assert any(NASTY in str(v) for v in values) or NASTY in json.dumps(spec).replace('\\"', '"')
+
+
+def test_svg_keeps_text_as_text(tmp_path: Path):
+    chart = shaded_text(tokens_of(row(), [NASTY, "b"]), title=NASTY)
+    path = save(chart, tmp_path / "a.svg")
+    assert "<script" not in path.read_text()
+    assert NASTY in words(path)
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_the_legend_can_be_clicked(rest: bool):
+    """Vega-Lite compiles a clickable legend only where legend and parameter share a view."""
+    rows = grown() + grown(map="heads")
+    rows = [row(**(vars(r) | {"sigma_rest": 1.0})) for r in rows] if rest else rows
+    vega = json.dumps(vl_convert.vegalite_to_vega(growth_chart(rows).to_dict()))
+    assert vega.count('"name": "layer_legend_symbols"') == 1
+    assert vega.count('"markname": "layer_legend_symbols"') == 1
+
+
+def test_sigma_without_the_top_token_has_its_own_panel(tmp_path: Path):
+    rows = grown(1, sigma_rest=0.5)
+    chart = growth_chart(rows)
+    assert "top token held fixed" in words(save(chart, tmp_path / "a.svg"))
+    spec = chart.to_dict()
+    domains = [panel["layer"][-1]["encoding"]["y"]["scale"]["domain"] for panel in spec["hconcat"]]
+    assert domains[0] == domains[1]
+    assert domains[0][0] < 0.5 and domains[0][1] > 5 * 4
+
+
+def test_rows_that_cannot_be_drawn_are_counted(tmp_path: Path):
+    lost = [row(layer=7, sample=k, sigma=s) for k, s in enumerate((None, 0.0, math.nan))]
+    text = words(save(growth_chart(grown(1) + lost), tmp_path / "a.svg"))
+    assert "Not drawn: 3 of 28 rows, without a finite, positive sigma." in text
+    with pytest.raises(InputError, match="Found none among 3 rows"):
+        growth_chart(lost)
+
+
+def test_one_length_draws_points_and_claims_no_growth(tmp_path: Path):
+    rows = curve(lambda n, s: 1.0 + s, [64])
+    text = words(save(growth_chart(rows), tmp_path / "a.svg"))
+    assert "Sigma: minilm" in text
+    assert "Growth" not in text and "∝" not in text and "Lines" not in text
+
+
+def test_many_rows_are_drawn_by_their_means(tmp_path: Path):
+    rows = curve(lambda n, s: 1.0 + s, [16, 32], MAX_POINTS // 2 + 1)
+    path = save(growth_chart(rows), tmp_path / "a.svg")
+    assert "only their geometric means are drawn" in words(path)
+    assert path.stat().st_size < 100_000
+
+
+def test_null_values_are_drawn_without_a_word_of_null(tmp_path: Path):
+    rows = curve(lambda n, s: 2.0, upper=None, relative=None, top_token=None, top_share=None)
+    point = point_of(rows[0], 2.0, {})
+    assert point["upper"] == 2.0
+    assert {point[k] for k in ("interval", "relative", "top token", "its share")} == {"–"}
+    assert save(growth_chart(rows), tmp_path / "a.svg").stat().st_size > 1000
+
+
+def test_lines_run_through_the_geometric_mean():
+    rows = [row(sample=k, sigma=s) for k, s in enumerate((1.0, 10.0, 100.0))]
+    means = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows])
+    assert [m["value"] for m in means] == pytest.approx([10.0])
+
+
+def test_palette_has_as_many_colours_as_layers_all_dark_enough_for_white_paper():
+    colours = palette(30)
+    assert len(set(colours)) == 30
+    for colour in colours:
+        red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        assert 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.72
+    assert len(palette(1)) == 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (8, 10), (3, 90), (1e-3, 1e6), (5, 6.25)])
+def test_every_axis_has_a_few_labels(low: float, high: float):
+    ticks = tick_values(float(low), float(high))
+    assert 3 <= len(ticks) <= 25
+    assert all(low <= tick <= high for tick in ticks)
+
+
+def test_other_endings_are_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"should end in .svg, .png or .html. Found `a.pdf`"):
+        save(growth_chart(grown(1)), tmp_path / "a.pdf")
+
+
+# --- text -----------------------------------------------------------------------------------
+
+
+def lines_of(texts: list[str], **options: int) -> list[str]:
+    """The text as it is laid out."""
+    lines: dict[int, str] = {}
+    for placed in lay_out(tokens_of(row(), texts), **options):
+        gap = placed.column - len(lines.get(placed.line, ""))
+        lines[placed.line] = lines.get(placed.line, "") + " " * gap + placed.text
+    return list(lines.values())
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (
+            ["[CLS]", "how", "smooth", "##ness", "grows", "?", "[SEP]"],
+            "[CLS] how smoothness grows? [SEP]",
+        ),
+        (["<s>", "▁The", "▁Lip", "sch", "itz", "."], "<s> The Lipschitz."),
+        (["The", "ĠcafÃ©", "âĢĻ", "s", "<|end|>"], "The café’s <|end|>"),
+        (["104", "105", "106"], "104 105 106"),
+    ],
+)
+def test_pieces_are_joined_as_their_tokenizer_means_them(texts: list[str], expected: str):
+    assert lines_of(texts) == [expected]
+
+
+def test_lines_are_wrapped_between_words_and_after_line_ends():
+    assert lines_of(["Ġone", "Ġtwo", "Ġthree", "ly"], columns=9) == ["one two", "threely"]
+    assert lines_of(["Ġa", "Ċ", "b"]) == ["a↵", "b"]
+    assert lines_of(["Ġ" + "x" * 50], columns=9) == ["x" * 8 + "…"]
+    assert max(map(len, lines_of(["ab"] + ["##cd"] * 9, columns=9))) <= 9
+
+
+def test_nothing_is_lost_from_tokens_that_only_look_like_bytes():
+    assert readable("É") == "É"
+    assert readable("##") == "##"
+    assert readable("Ġ") == " "
+
+
+def test_wide_characters_take_two_cells():
+    placed = lay_out(tokens_of(row(), ["世界", "a"]))
+    assert [p.width for p in placed] == [4, 1]
+
+
+def test_shades_are_the_shares(tmp_path: Path):
+    chart = shaded_text(tokens_of(row(), ["[CLS]", "how", "##ever"]), title="layer 3")
+    values = {v["text"]: v for v in chart.to_dict()["datasets"].popitem()[1]}
+    assert {text: v["share"] for text, v in values.items()} == {
+        "[CLS]": 0.5,
+        "how": 0.25,
+        "ever": 0.25,
+    }
+    assert values["[CLS]"]["share in"] == "50.00%" and values["how"]["share out"] == "–"
+    text = words(save(chart, tmp_path / "a.svg"))
+    assert "layer 3" in text and "share of the most sensitive direction" in text
+
+
+def test_long_text_is_cut_with_a_remark(tmp_path: Path):
+    chart = shaded_text(tokens_of(row(), ["word"] * 300), columns=50, max_lines=2)
+    text = words(save(chart, tmp_path / "a.svg"))
+    assert "Cut: the first 20 of 300 tokens, which hold 53% of the direction." in text
+
+
+@pytest.mark.parametrize("share", [None, 0.0, math.nan])
+def test_text_without_shares_is_refused(share: float | None):
+    token = TokenShare(id="x", index=0, text="a", share_in=share, share_out=None, norm=None)
+    with pytest.raises(InputError, match="Found 1 tokens without a share"):
+        shaded_text([token])
