@@ -159,7 +159,7 @@ def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
         for row in rows:
             sys.stdout.write(row.to_json() + "\n")
     console = _errors if jsonl else Console(highlight=False)
-    console.print(rows.table())
+    console.print(rows.table(), crop=False)
     console.print()
     console.print(rows.summary(), markup=False, soft_wrap=True)
     for remark in _remarks(rows):
