@@ -22,7 +22,7 @@ import lipscope as ls
 Map = Callable[[Tensor], Tensor]
 _SPARSE: Any = linalg  # its published types do not fit its calls
 PROPACK_BASIS = 150  # its default of 10 fails on every case
-TRUTH_TOL = 1e-6  # svds hands ARPACK the square
+TRUTH_TOL = 1e-4  # svds hands ARPACK the square: residuals of 1e-8
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ def start(x: Tensor, seed: int) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(x.dtype)
 
 
-def lipscope(case: Case, seed: int) -> Answer:
-    """The library at its default tolerance, linearisation included."""
+def lipscope(case: Case, seed: int, tol: float = 1e-3) -> Answer:
+    """The library, by default at its default tolerance; linearisation included."""
     began = time.perf_counter()
-    top = ls.top_singular(case.map.linearise(case.x), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    top = ls.top_singular(case.map.linearise(case.x), tol=tol, generator=generator)
     return Answer(top.sigma, top.products, time.perf_counter() - began)
 
 
