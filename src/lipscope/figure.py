@@ -240,19 +240,17 @@ def _panel(
     Where there is no axis title, there are no axis labels either.
     """
     first = bool(title)
-    means = marks.curve_means(points)
     lengths = sorted({p["n"] for p in points})
-    span = max(lengths[-1] / lengths[0], 4.0)
+    means = marks.side_by_side(marks.curve_means(points), labels, lengths)
+    points = marks.side_by_side(points, labels, lengths)
     few, grows = len(points) <= 400, len(lengths) > 1
+    room = marks.narrowest(lengths) ** 0.28
+    # Room at the right for the names of the dashed lines.
+    right = room * (lengths[-1] / lengths[0] * room**2) ** (0.15 if grows else 0.0)
     x = alt.X(
-        "n:Q",
+        "at:Q",
         title="number of tokens n",
-        # Room at the right for the names of the dashed lines.
-        scale=alt.Scale(
-            type="log",
-            domain=[lengths[0] / span**0.04, lengths[-1] * span ** (0.11 if grows else 0.04)],
-            nice=False,
-        ),
+        scale=alt.Scale(type="log", domain=[lengths[0] / room, lengths[-1] * right], nice=False),
         axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
     )
     y = alt.Y(
@@ -294,11 +292,12 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        layers = [*_references(means, lengths, x, y), lines]
+        layers = [*_references(means, lengths, room, x, y), lines]
     if shown is points:
         layers.append(
             dots.mark_rule(strokeWidth=1).encode(
-                y2="upper:Q", opacity=alt.when(focus).then(alt.value(0.6)).otherwise(fade)
+                y2="upper:Q",
+                opacity=alt.when(focus).then(alt.value(0.5 if few else 0.3)).otherwise(fade),
             )
         )
     told = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
@@ -313,19 +312,15 @@ def _panel(
 
 
 def _references(
-    means: Sequence[dict[str, Any]], lengths: Sequence[int], x: alt.X, y: alt.Y
+    means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float, x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
     """Dashed lines of slope 1/4 and 1/2 from the middle of the curves at the first length."""
     start = [math.log(p["value"]) for p in means if p["n"] == lengths[0]]
     level = math.exp(math.fsum(start) / len(start))
-    ratio = lengths[-1] / lengths[0]
-    ends = {"∝ n¹⁄⁴": level * ratio**0.25, "∝ n¹⁄²": level * ratio**0.5}
-    lines = [
-        {"law": law, "n": n, "value": value}
-        for law, end in ends.items()
-        for n, value in ((lengths[0], level), (lengths[-1], end))
-    ]
-    labels = [line for line in lines if line["n"] == lengths[-1]]
+    first, last = lengths[0], lengths[-1] * room**0.95
+    ends = {"∝ n¹⁄⁴": (last / first) ** 0.25, "∝ n¹⁄²": (last / first) ** 0.5}
+    labels = [{"law": law, "at": last, "value": level * end} for law, end in ends.items()]
+    lines = [*labels, *({"law": law, "at": first, "value": level} for law in ends)]
     dashes = alt.Chart(alt.InlineData(values=lines)).mark_line(
         color=QUIET, strokeDash=[5, 4], strokeWidth=1.2, clip=True
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lipscope.pieces import Placed, readable
@@ -115,6 +116,32 @@ def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def narrowest(lengths: Sequence[int]) -> float:
+    """Smallest ratio of neighbouring lengths, at most 2.5: the room of a length on its axis."""
+    return min([2.5, *(b / a for a, b in pairwise(lengths))])
+
+
+def side_by_side(
+    points: Iterable[dict[str, Any]], labels: Sequence[str], lengths: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Points with the place ``at`` near their length, where they do not hide each other.
+
+    Half of the room between lengths is shared out among the layers, and a layer's part
+    among its samples; points without a sample stand in the middle of their layer.
+    """
+    points = list(points)
+    room = narrowest(lengths) ** 0.5
+    samples = sorted({p["sample"] for p in points if "sample" in p})
+    places = []
+    for p in points:
+        place = (labels.index(p["layer"]) + 0.5) / len(labels) - 0.5
+        if "sample" in p:
+            within = (samples.index(p["sample"]) + 0.5) / len(samples) - 0.5
+            place += 0.8 * within / len(labels)
+        places.append(p | {"at": round(p["n"] * room**place, 4)})
+    return places
+
+
 def tick_values(low: float, high: float) -> list[float]:
     """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
 
@@ -146,12 +173,15 @@ def heading(
     deltas = sorted({row.delta for row in drawn})
     delta = " to ".join(f"{d:g}" for d in dict.fromkeys((deltas[0], deltas[-1])))
     what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
+    asides: list[str] = []
     marks = f"Points: single {what}, with bars up to upper (delta = {delta} each)."
     if len(drawn) > MAX_POINTS:
         marks = f"{len(drawn)} rows: only their geometric means are drawn."
     elif grows:
         marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}."
-    lines = [*dict.fromkeys(kinds), marks]
+    if len(drawn) <= MAX_POINTS and len({(row.layer, row.sample) for row in drawn}) > 1:
+        asides.append("Points of one length stand side by side, by layer and sample.")
+    lines = [*dict.fromkeys(kinds), marks, *asides]
     if len(rows) > len(drawn):
         lost = len(rows) - len(drawn)
         lines.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
