@@ -12,7 +12,14 @@ import vl_convert
 
 from lipscope.errors import InputError
 from lipscope.figure import growth_chart, save, shaded_text
-from lipscope.marks import MAX_POINTS, curve_means, palette, point_of, tick_values
+from lipscope.marks import (
+    MAX_POINTS,
+    curve_means,
+    palette,
+    point_of,
+    side_by_side,
+    tick_values,
+)
 from lipscope.pieces import lay_out, readable
 from lipscope.record import TokenShare
 from rows import curve, row, tokens_of
@@ -152,6 +159,20 @@ def test_lines_run_through_the_geometric_mean():
     rows = [row(sample=k, sigma=s) for k, s in enumerate((1.0, 10.0, 100.0))]
     means = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows])
     assert [m["value"] for m in means] == pytest.approx([10.0])
+
+
+def test_points_stand_side_by_side_and_nearest_to_their_own_length():
+    points = [
+        point_of(r, 1.0, {})
+        for layer in (0, 1)
+        for r in curve(lambda n, s: 1.0, [16, 32, 128], 3, layer=layer)
+    ]
+    places = side_by_side(points, ["0", "1"], [16, 32, 128])
+    assert len({p["at"] for p in places}) == len(points)
+    for p in places:
+        assert abs(math.log2(p["at"] / p["n"])) < 0.25
+    alone = side_by_side(points[:1], ["0"], [16])
+    assert alone[0]["at"] == 16
 
 
 def test_palette_has_as_many_colours_as_layers_all_dark_enough_for_white_paper():

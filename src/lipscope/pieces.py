@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from lipscope.record import TokenShare
 
+OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
+
 
 class Placed(NamedTuple):
     """A token on a grid of characters.
@@ -98,21 +100,24 @@ def _words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
     # plain ids) leave them out before every token that does not continue a word.
     marked = any(readable(t.text).startswith(" ") for t in tokens)
     words: list[list[tuple[TokenShare, str]]] = []
-    special = True
+    before = ""
     for token in tokens:
         text = readable(token.text)
-        joined = (
-            not text.startswith(" ")
-            if marked
-            else token.text.startswith("##") or (len(text) == 1 and text in ".,;:!?)]}%'")
-        )
-        is_special = len(text) > 2 and (text[0] + text[-1]) in ("[]", "<>")
-        if joined and words and not special and not is_special:
+        if marked:
+            joined = not text.startswith(" ")
+        else:
+            joined = token.text.startswith("##") or text in CLOSING or before in OPENING
+        if joined and words and not _special(before) and not _special(text):
             words[-1].append((token, text))
         else:
             words.append([(token, text)])
-        special = is_special
+        before = text
     return words
+
+
+def _special(text: str) -> bool:
+    """Whether a token stands for no text, like ``[CLS]`` and ``<s>``."""
+    return len(text) > 2 and (text[0] + text[-1]) in ("[]", "<>")
 
 
 def _cells_wide(text: str) -> int:
