@@ -72,9 +72,10 @@ def test_paired_p_value_is_that_of_comparing_two_linear_models():
         return float(((table.ravel() - design @ left) ** 2).sum()), table.size - rank
 
     blocks = [np.repeat(np.eye(6)[k], 5) for k in range(6)]
-    line, free_line = residual([*blocks, np.tile(X, 6)])
-    full, free_full = residual([*blocks, *(np.tile(np.eye(5)[k], 6) for k in range(5))])
-    assert free_full == (6 - 1) * (5 - 1)
+    slopes = [block * np.tile(X, 6) for block in blocks]
+    line, free_line = residual([*blocks, *slopes])
+    full, free_full = residual([*blocks, *slopes, *(np.tile(np.eye(5)[k], 6) for k in range(5))])
+    assert free_full == (6 - 1) * (5 - 2)
     ratio = ((line - full) / (free_line - free_full)) / (full / free_full)
     expected = stats.f.sf(ratio, free_line - free_full, free_full)
     assert paired_lack_of_fit(table, LENGTHS) == pytest.approx(expected)

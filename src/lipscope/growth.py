@@ -176,11 +176,10 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
 def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:
     """Lack of fit of a line when every sample is seen at every length.
 
-    Randomised block analysis of variance with the samples as blocks,
-    ``F = (SS_lof / (L - 2)) / (SS_res / ((S - 1)(L - 1)))``, where ``SS_lof`` is S times
-    the squared distance of the column means from their line and ``SS_res`` what remains
-    after row and column means. Holds for residuals of equal variance; where samples
-    differ in their slopes the test errs on the side of keeping the power law.
+    Every sample has a line of its own; what the samples deviate from their lines *in
+    common*, length by length, is set against how they differ in it:
+    ``F = (SS_common / (L - 2)) / (SS_differ / ((S - 1)(L - 2)))``. Holds for samples
+    with any level and slope and independent residuals of equal variance.
 
     Args:
         table: Values of log sigma, samples by lengths, shape ``(S, L)``.
@@ -196,11 +195,13 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | Non
     samples, count = table.shape
     if samples < 2 or count < 3:
         return None
-    means = table.mean(axis=0)
-    residual = table - table.mean(axis=1, keepdims=True) - means + table.mean()
-    lof = samples * _off_line(means, np.full(count, samples), lengths)
-    spread = float((residual**2).sum())
-    return _f_test(lof, count - 2, spread, (samples - 1) * (count - 1), table)
+    x = np.log(lengths)
+    design = np.column_stack([np.ones(count), x - x.mean()])
+    deviation = table - table @ np.linalg.pinv(design).T @ design.T
+    common = deviation.mean(axis=0)
+    lof = samples * float(common @ common)
+    differ = float(((deviation - common) ** 2).sum())
+    return _f_test(lof, count - 2, differ, (samples - 1) * (count - 2), table)
 
 
 def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:

@@ -15,12 +15,16 @@ import json
 import math
 import os
 import platform
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lipscope.errors import InputError
+
+if TYPE_CHECKING:
+    import polars
 
 Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
 
@@ -109,10 +113,7 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in vars(self).items()
-        }
+        return {name: _finite(value) for name, value in vars(self).items()}
 
     def to_json(self) -> str:
         """The row as one line of JSON."""
@@ -263,17 +264,42 @@ class RunFolder:
 
     def compact(self) -> None:
         """Write ``rows.parquet`` and ``tokens.parquet`` from the rows on disk."""
-        write_parquet([row.to_dict() for row in self.done.values()], self.path / "rows.parquet")
-        write_parquet([vars(t) for t in self.tokens()], self.path / "tokens.parquet")
+        rows = typed_frame(Measurement, (vars(row) for row in self.done.values()))
+        write_parquet(rows, self.path / "rows.parquet")
+        tokens = typed_frame(TokenShare, (vars(token) for token in self.tokens()))
+        write_parquet(tokens, self.path / "tokens.parquet")
 
 
-def write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write rows to a Parquet file in one move: never a half-written file."""
-    import polars
+def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFrame:
+    """A frame whose types come from the record's annotations, never from the values.
 
+    Args:
+        kind: `Measurement` or `TokenShare`.
+        rows: Their values by column.
+
+    Returns:
+        One line for each row; non-finite numbers are null.
+    """
+    import polars as pl
+
+    types = {int: pl.Int64, float: pl.Float64, str: pl.String}
+    schema: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        parts = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
+        schema[name] = types.get(parts[0], pl.String)
+    finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    return pl.DataFrame(finite, schema=schema, orient="row")
+
+
+def write_parquet(frame: polars.DataFrame, path: Path) -> None:
+    """Write a Parquet file in one move: never a half-written file."""
     part = path.with_suffix(".part")
-    polars.DataFrame(rows, infer_schema_length=None).write_parquet(part)
+    frame.write_parquet(part)
     part.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _append_lines(path: Path, lines: list[str]) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import io
 import math
-import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +18,7 @@ from rich.table import Table
 from lipscope.errors import InputError
 from lipscope.growth import Group, Growth, groups, growth, usable
 from lipscope.pieces import readable
-from lipscope.record import Measurement, TokenShare
+from lipscope.record import Measurement, TokenShare, typed_frame
 from lipscope.table import Line, blocks, draw, interval, number, percent
 
 if TYPE_CHECKING:
@@ -77,11 +76,11 @@ class Rows(Sequence[Measurement]):
 
     def to_polars(self) -> polars.DataFrame:
         """One line for each measurement; types do not depend on the values."""
-        return _frame(Measurement, (vars(row) for row in self._rows))
+        return typed_frame(Measurement, (vars(row) for row in self._rows))
 
     def tokens_to_polars(self) -> polars.DataFrame:
         """One line for each token; `id` says which measurement it belongs to."""
-        return _frame(TokenShare, (vars(token) for token in self.tokens))
+        return typed_frame(TokenShare, (vars(token) for token in self.tokens))
 
     def plot(self) -> Chart:
         """The growth chart, see `lipscope.figure.growth_chart`.
@@ -166,22 +165,6 @@ class Rows(Sequence[Measurement]):
 
     def _blocks(self) -> list[list[Line]]:
         return blocks(self._rows, self.tokens, self.growth())
-
-
-def _frame(kind: type, rows: Iterable[dict[str, Any]]) -> polars.DataFrame:
-    """A frame whose types come from the record's annotations; non-finite values are null."""
-    import polars as pl
-
-    types = {int: pl.Int64, float: pl.Float64, str: pl.String}
-    schema: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        parts = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
-        schema[name] = types.get(parts[0], pl.String)
-    finite = [
-        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        for row in rows
-    ]
-    return pl.DataFrame(finite, schema=schema, orient="row")
 
 
 # --- summary --------------------------------------------------------------------------------

@@ -154,6 +154,7 @@ class TokenModule:
         self.module, self.shape = module, like.shape
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The module's output at ``x``, as a token matrix."""
         with exact_maths(x.dtype):
             return first_tensor(self.module(x.reshape(self.shape))).reshape(x.shape[0], -1)
 
