@@ -5,11 +5,11 @@ and one test for each silent wrong answer that a capture can give.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
-from tiny import TEXT, TINY, tiny
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -17,7 +17,6 @@ from lipscope.capture import (
     MAPS,
     LayerMap,
     LoadedModel,
-    Trace,
     attention_sites,
     build_map,
     default_text,
@@ -29,6 +28,7 @@ from lipscope.capture import (
 from lipscope.capture.trace import exact_maths
 from lipscope.errors import InputError
 from lipscope.operator import materialise
+from tiny import TEXT, TINY, tiny
 
 CPU = torch.device("cpu")
 CLOSED = ("bert", "roberta", "llama")
@@ -302,7 +302,7 @@ def test_sites_are_the_innermost_attention_modules():
 
 def lanczos(f, x: torch.Tensor) -> float:
     """ARPACK over `torch.func` products of a function, none of which is ours."""
-    _, pull = torch.func.vjp(f, x)
+    pull: Any = torch.func.vjp(f, x)[1]
     shape, size = x.shape, x.numel()
     out = f(x).shape
 
