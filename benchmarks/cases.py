@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.capture import (
     LayerMap,
@@ -27,6 +27,7 @@ from lipscope.capture.trace import exact_maths, first_tensor
 
 # One random layer of the size of BERT-base: d = 768, 12 heads.
 BERT_BASE = "random:bert:num_hidden_layers=1"
+_DTYPES = (torch.float32, torch.float64)
 SHORT_NAMES = {BERT_BASE: "BERT-base size", "minilm": "MiniLM", "smollm2": "SmolLM2"}
 
 
@@ -69,9 +70,10 @@ class Source:
 
     def __init__(self, name: str) -> None:
         self.name, self.loaded = name, load_model(name)
-        model: Any = self.loaded.model.float().eval().requires_grad_(False)
+        model: Any = self.loaded.model.eval().requires_grad_(False)
         model.set_attn_implementation("eager")
-        self.models = {torch.float32: model, torch.float64: copy.deepcopy(model).double()}
+        # The plain `to` of modules: models from quantised files refuse their own.
+        self.models = {t: nn.Module.to(copy.deepcopy(model), t) for t in _DTYPES}
 
     def windows(self, lengths: Sequence[int], samples: int) -> list[Window]:
         """Windows of the default text, as `lipscope measure` cuts them."""

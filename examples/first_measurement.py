@@ -16,8 +16,10 @@ for layer, n in ((0, 16), (0, 64), (3, 16), (3, 64)):
 # Is it the scale of the layer's input? Compare the map with and without the norm before it.
 for name in ("attention", "normed"):
     row = ls.measure("minilm", layers=[3], lengths=[64], samples=1, map=name)[0]
-    print(f"{name}: sigma {row.sigma:.2f} in [{row.sigma:.2f}, {row.upper:.2f}], "
-          f"relative {row.relative:.1f}, mean token norm {row.radius_rms:.2f}")
+    print(
+        f"{name}: sigma {row.sigma:.2f} in [{row.sigma:.2f}, {row.upper:.2f}], "
+        f"relative {row.relative:.1f}, mean token norm {row.radius_rms:.2f}"
+    )
 
 # The interval can be made as narrow as wanted, at the price of more products.
 tight = ls.measure("minilm", layers=[3], lengths=[64], samples=1, tight=True)[0]
