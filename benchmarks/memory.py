@@ -153,7 +153,7 @@ to; the default is 1 GiB."""
     for kind, answer in longest:
         size = answer.get("peak")
         text = f"{size / GIB:.2f} GiB" if size else answer.get("problem", "?")
-        wanted = f"below 2 GB at n = {lengths[-1]}, default budget ({kind})"
+        wanted = f"memory: below 2 GB at n = {lengths[-1]}, default budget ({kind})"
         out.targets.append(Target(wanted, text, size < 2e9 if size else None))
     return out
 

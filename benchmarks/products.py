@@ -80,7 +80,7 @@ def rate_section(*, quick: bool, threads: Sequence[int]) -> Section:
             rows.append(row)
             worst = min(flushed["JVP"], flushed["VJP"])
             text = f"JVP {flushed['JVP']:.0f} %, VJP {flushed['VJP']:.0f} %"
-            wanted = f"{case.name}, threads {count}: at least {100 * goal:.0f} %"
+            wanted = f"matmul rate: {case.name}, threads {count}: at least {100 * goal:.0f} %"
             out.targets.append(Target(wanted, text, worst >= 100 * goal))
             if worst < 100 * goal:
                 profiles.append(_profile_text(case, count))

@@ -53,6 +53,7 @@ class Row:
 
     Attributes:
         model: Name of the model.
+        where: Layer, length, window and seed in words.
         error: ``sigma / truth - 1``.
         upper: ``upper / truth - 1``.
         products: Products of the default run.
@@ -61,6 +62,7 @@ class Row:
     """
 
     model: str
+    where: str
     error: float
     upper: float
     products: int
@@ -99,8 +101,16 @@ truth, which a run cannot know."""
     groups = groups | ({"all": rows} if len(groups) > 1 else {})
     out.add(_outcome_table(groups))
     out.add(_products_table(groups))
+    if wrong := [r for r in rows if abs(r.error) > TOL]:
+        out.add("Cases above the tolerance:")
+        headers = ["case", "status", "products", "enough", "error", "upper / truth − 1"]
+        out.add(table(headers, [_wrong_row(r) for r in wrong]))
     out.targets = _targets(rows)
     return out
+
+
+def _wrong_row(r: Row) -> list[object]:
+    return [r.where, r.status, r.products, r.enough, f"{r.error:.1e}", f"{r.upper:+.3f}"]
 
 
 def _cases(plan: Plan) -> Iterator[Case]:
@@ -122,7 +132,10 @@ def _row(case: Case, sigma: float, seed: int) -> Row:
     top = ls.top_singular(op, tol=TOL, generator=torch.Generator().manual_seed(seed))
     enough = _enough(op, start(case.x, seed), sigma)
     name = "random GPT-2" if case.model.startswith("random") else case.name.split(" layer")[0]
-    return Row(name, top.sigma / sigma - 1, top.upper / sigma - 1, top.products, enough, top.status)
+    window = case.window
+    where = f"{case.name}, n = {window.num_tokens}, window at {window.start}, seed {seed}"
+    error, upper = top.sigma / sigma - 1, top.upper / sigma - 1
+    return Row(name, where, error, upper, top.products, enough, top.status)
 
 
 def _enough(op: Operator, first: torch.Tensor, sigma: float) -> int:
@@ -180,7 +193,11 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
     worst = max(abs(r.error) for r in rows)
     misses = sum(r.upper < 0 for r in rows)
     return [
-        Target("at least 1,000 cases", f"{len(rows)}", len(rows) >= 1000),
-        Target("converged sigma within the tolerance", f"worst {worst:.1e}", worst <= TOL),
-        Target("no interval misses the truth", f"{misses} of {len(rows)} miss", misses == 0),
+        Target("stopping: at least 1,000 cases", f"{len(rows)}", len(rows) >= 1000),
+        Target(
+            "stopping: converged sigma within the tolerance", f"worst {worst:.1e}", worst <= TOL
+        ),
+        Target(
+            "stopping: no interval misses the truth", f"{misses} of {len(rows)} miss", misses == 0
+        ),
     ]
