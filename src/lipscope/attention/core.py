@@ -130,8 +130,17 @@ class Attention(nn.Module, ABC):
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The layer's output, differentiable by autograd; the closed form's reference."""
+        if not torch.is_grad_enabled() and x.ndim == 2:
+            return self.project_out(self.heads(x))
         q, k, v = self.project(x)
         return self.project_out((self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2))
+
+    def heads(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n hv"]:
+        """Concatenated heads before the projection; in chunks where no gradient is wanted."""
+        if not torch.is_grad_enabled():
+            return _Core(self, x, 8 * _CHUNK_BYTES).o.transpose(0, 1).flatten(1)
+        q, k, v = self.project(x)
+        return (self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
         """Attention weights ``(..., num_heads, n, n)`` of scaled queries and keys."""

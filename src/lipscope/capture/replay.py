@@ -49,8 +49,7 @@ class ClosedForm:
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
-        q, k, v = self.attention.project(x)
-        return (self.attention.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2)
+        return self.attention.heads(x)
 
     def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         """The Jacobian of `attend`."""
