@@ -10,7 +10,8 @@ import datetime
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -122,7 +123,7 @@ def measure(
     content = _read_text(text)
     from lipscope import measure as run
 
-    with _Bar() as bar:
+    with _resumable(), _Bar() as bar:
         rows = run(
             model,
             content,
@@ -150,6 +151,16 @@ def measure(
             progress=bar.update,
         )
     _publish(rows, folder, jsonl=jsonl)
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """End an interrupted run with advice; typer would end it without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
+        raise typer.Exit(130) from None
 
 
 def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
@@ -243,9 +254,6 @@ def main() -> NoReturn:
     except InputError as problem:
         _errors.print(f"lipscope: {problem}", markup=False, soft_wrap=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        _errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
-        raise SystemExit(130) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

@@ -44,6 +44,7 @@ from lipscope.sensitivity import Answer, Question, answer
 Progress = Callable[[int, int, Measurement | None], None]
 Metric = Literal["frobenius", "token-relative"]
 _METRICS = ("frobenius", "token-relative")
+_BYTES = "there is no tokenizer: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
 _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
@@ -216,6 +217,9 @@ class _Run:
         # needs the attention whose derivatives all exist.
         self.implementation = "sdpa" if closed and question.map in _CLOSED_MAPS else "eager"
 
+    def _reads_bytes(self) -> bool:
+        return self.loaded.tokenizer is None and self.inputs[0].kind == "text"
+
     def carry_out(
         self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: WindowKind
     ) -> Rows:
@@ -226,13 +230,15 @@ class _Run:
             implementation=self.implementation,
         ) as (model, notes):
             self.sites = attention_sites(model, self.modules)
-            self.notes = notes + ([self.loaded.note] if self.loaded.note else [])
+            self.notes = notes + ([_BYTES] if self._reads_bytes() else [])
             first = self._trace(model, self.inputs[0])
             chosen = self._layers(first, layers)
             longest = max(i.num_tokens or first.calls[0].num_tokens for i in self.inputs)
             for layer in chosen:
                 check_request(first, layer, self.question.map, longest, self.question.memory)
             heads = [self._heads(first, layer) for layer in chosen]
+            for option, text in (("move", self.question.move), ("read", self.question.read)):
+                parse_tokens(text, first.calls[0].num_tokens, option)
             folder = self._folder(out, chosen, windows)
             finished: dict[str, Measurement] = dict(folder.done) if folder else {}
             kept: list[TokenShare] = folder.tokens() if folder else []

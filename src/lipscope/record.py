@@ -195,9 +195,9 @@ class RunFolder:
         self.path = Path(path)
         self.spec = json.loads(json.dumps(spec, default=str))
         manifest = self.path / "manifest.json"
-        if manifest.exists():
+        if self._exists(manifest):
             self._check_same(manifest)
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        elif self.path.exists() and not self._is_free():
             raise InputError(
                 f"`--out` should be a new folder or one of an earlier run. Found "
                 f"`{self.path}`, which holds something else; choose another `--out`."
@@ -209,10 +209,28 @@ class RunFolder:
             row = Measurement(**{k: v for k, v in values.items() if k in COLUMNS})
             self.done[row.id] = row
 
+    def _exists(self, manifest: Path) -> bool:
+        try:
+            return manifest.exists()
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+
+    def _is_free(self) -> bool:
+        """Whether nothing is there but what a kill during the first write left behind."""
+        try:
+            return self.path.is_dir() and all(p.suffix == ".part" for p in self.path.iterdir())
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+
+    def _unwritable(self, problem: OSError) -> InputError:
+        return InputError(
+            f"`--out {self.path}` cannot be written ({problem.strerror}); choose another folder."
+        )
+
     def _check_same(self, manifest: Path) -> None:
         try:
-            held = json.loads(manifest.read_text(encoding="utf-8"))["spec"]
-        except (OSError, ValueError, KeyError) as problem:
+            held = dict(json.loads(manifest.read_text(encoding="utf-8"))["spec"])
+        except (OSError, ValueError, KeyError, TypeError) as problem:
             raise InputError(
                 f"`{manifest}` should be a readable manifest. Found {problem}; "
                 "choose another `--out` or remove the folder."
@@ -239,10 +257,7 @@ class RunFolder:
             part.write_text(text + "\n", encoding="utf-8")
             part.replace(manifest)
         except OSError as problem:
-            raise InputError(
-                f"`--out {self.path}` cannot be written ({problem.strerror}); "
-                "choose another folder."
-            ) from problem
+            raise self._unwritable(problem) from problem
 
     def append(self, row: Measurement, tokens: Iterable[TokenShare] = ()) -> None:
         """Write one finished row, its tokens first, and flush both to the disk."""

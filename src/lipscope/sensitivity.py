@@ -235,7 +235,7 @@ class _Solve:
         self, shares: list[list[float | None]], tops: list[TopSingular]
     ) -> list[float | None]:
         """Sigma with each head's own top token held fixed, from a fresh start."""
-        if any(top.status == "non_finite" for top in tops):
+        if all(top.status == "non_finite" for top in tops):
             return [None] * len(tops)
         allowed = range(self.n) if self.move is None else [int(i) for i in self.move]
         if len(allowed) == 1:

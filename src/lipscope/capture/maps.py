@@ -262,16 +262,26 @@ def _close_sum(record: Trace, x: Tensor, added: Tensor, call: AttentionCall) -> 
     if x.shape != added.shape:
         return None
     total = x + added
-    for norm in record.norms:
+    for norm in record.norms[call.norms_before :]:
         if norm.x.numel() == total.numel():
             seen = as_tokens(norm.x, call.token_axis)
-            if seen.shape == total.shape and _distance(seen, total) <= 1e-5:
+            if seen.shape == total.shape and _close(seen, total):
                 return norm
     return None
 
 
+def _close(seen: Tensor, total: Tensor) -> bool:
+    if bool(total.isfinite().all()):
+        return _distance(seen, total) <= 1e-5
+    return torch.allclose(seen, total, rtol=1e-5, equal_nan=True)
+
+
 def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMap:
-    block = next((b for b in record.blocks if call.name.startswith(b.name + ".")), None)
+    # A block with shared weights is called once per layer: its calls pair up with the site's.
+    calls = [c for c in record.calls if c.name == call.name]
+    blocks = [b for b in record.blocks if call.name.startswith(b.name + ".")]
+    turn = next(i for i, c in enumerate(calls) if c is call)
+    block = blocks[turn] if len(blocks) == len(calls) else None
     if block is None:
         raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
     axis = call.token_axis
@@ -291,10 +301,10 @@ def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMa
 
 
 def _model_map(record: Trace) -> LayerMap:
-    if not record.blocks or record.output is None:
-        raise InputError("The map `model` needs a model with blocks. Found none.")
-    first, call = record.blocks[0], record.calls[0]
-    axis = call.token_axis
+    width = record.blocks[0].x.shape[-1] if record.blocks else None
+    if record.output is None or record.output.shape[-1] != width:
+        raise InputError("The map `model` ends at the last hidden state; leave out the head.")
+    first, axis = record.blocks[0], record.calls[0].token_axis
 
     def function(x: Tensor) -> Tensor:
         def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import hashlib
 import importlib.metadata
 import importlib.util
 import io
@@ -32,7 +33,6 @@ class LoadedModel:
         tokenizer: Its tokenizer, or None.
         revision: Commit or package version, or None.
         weights: What the weights were stored as.
-        note: Remark for the reader, or None.
     """
 
     name: str
@@ -40,7 +40,6 @@ class LoadedModel:
     tokenizer: Any
     revision: str | None
     weights: str
-    note: str | None = None
 
     @property
     def config(self) -> Any:
@@ -109,7 +108,7 @@ def load_model(
     Raises:
         InputError: If there is no such model, or its weights cannot be used.
     """
-    plain, _, at = name.partition("@")
+    plain, _, at = (name, "", "") if Path(name).expanduser().exists() else name.partition("@")
     revision = revision or at or None
     if plain.startswith("random:"):
         loaded = _random_model(plain, seed)
@@ -128,7 +127,18 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
     check_finite(model)
     dtypes = {str(p.dtype)[6:] for p in model.parameters()}
     weights = ", ".join(sorted(dtypes)) or "none"
-    return LoadedModel(type(model).__name__, model, tokenizer, None, weights)
+    revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
+    return LoadedModel(type(model).__name__, model, tokenizer, revision, weights)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short digest of all parameters and buffers: two models never share their rows."""
+    state = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        content = tensor.detach().cpu().contiguous().flatten()
+        state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        state.update(content.view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:12]
 
 
 def check_finite(model: nn.Module) -> None:
@@ -177,7 +187,8 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
             )
         raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found none.")
     model, tokenizer = _from_pretrained(str(folder), allow_pickle=allow_pickle)
-    return LoadedModel(name, model, tokenizer, None, _stored_dtype(model))
+    revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
+    return LoadedModel(name, model, tokenizer, revision, _stored_dtype(model))
 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
@@ -209,7 +220,7 @@ def _from_pretrained(
         options["gguf_file"] = gguf_file
     weights: dict[str, Any] = {}
     if gguf_file is None:
-        weights = {"use_safetensors": not allow_pickle, "weights_only": True}
+        weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
     with quiet():
         try:
             model = AutoModel.from_pretrained(source, **options, **weights)
@@ -219,6 +230,9 @@ def _from_pretrained(
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
         except Exception:
             tokenizer = None
+    # A folder without tokenizer files gives an empty one, which reads every text as unknown.
+    if tokenizer is not None and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        tokenizer = None
     return model, tokenizer
 
 
@@ -275,8 +289,8 @@ def _random_model(name: str, seed: int) -> LoadedModel:
     from transformers import AutoModel
 
     _, family, *rest = name.split(":", 2)
-    config = _random_config(family, rest[0] if rest else "")
     with quiet():
+        config = _random_config(family, rest[0] if rest else "")
         _check_size(name, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

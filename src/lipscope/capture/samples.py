@@ -131,22 +131,34 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
             "`data` should be text, a tensor or a mapping of tensors. "
             f"Found `{type(data).__name__}`."
         )
-    tensors = [v for v in arguments.values() if isinstance(v, Tensor)]
-    if not tensors:
-        raise InputError("`data` should hold at least one tensor. Found none.")
+    tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
+    if not tensors or not tensors[0].numel():
+        raise InputError("`data` should hold a batch with at least one entry. Found none.")
     axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
     count = tensors[0].shape[axis]
     inputs = []
     for s in range(count):
         one = {
-            k: v.narrow(axis, s, 1) if isinstance(v, Tensor) and v.shape[axis] == count else v
+            k: v.narrow(axis, s, 1) if isinstance(v, Tensor) and _is_batch(v, axis, count) else v
             for k, v in arguments.items()
         }
-        parts = [digest(v) for v in one.values() if isinstance(v, Tensor)]
-        sha = parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+        sha = _digest_of(one)
         call = (one[""],) if "" in one else one
         inputs.append(Sample("batch", call, s, None, None, sha, None))
     return inputs
+
+
+def _is_batch(value: Tensor, axis: int, count: int) -> bool:
+    return value.ndim > axis and value.shape[axis] == count
+
+
+def _digest_of(arguments: Mapping[str, Any]) -> str:
+    """Digest of a call: of the tensor where there is only one, else of all named values."""
+    if len(arguments) == 1:
+        (only,) = arguments.values()
+        return digest(only)
+    parts = {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in arguments.items()}
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
 
 
 def _argument_name(data: Tensor) -> str:

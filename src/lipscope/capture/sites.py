@@ -29,6 +29,7 @@ class AttentionCall:
         projection_inside: Whether the module applies the projection itself.
         heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
         implementation: Attention implementation under which the call was made.
+        norms_before: Number of norms that the model had called before.
     """
 
     name: str
@@ -42,6 +43,7 @@ class AttentionCall:
     projection_inside: bool = True
     heads: Tensor | None = None
     implementation: str | None = None
+    norms_before: int = 0
     kept: list[Any] = field(default_factory=list, repr=False)
 
     @property

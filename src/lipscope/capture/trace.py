@@ -127,7 +127,7 @@ def prepared(
         model = copy.deepcopy(model).to(device=device, dtype=dtype)
     modes = {m: m.training for m in model.modules()}
     grads = {p: p.requires_grad for p in model.parameters()}
-    if model.training and any(_drops(m) for m in model.modules()):
+    if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
@@ -191,13 +191,27 @@ def trace(
                 _hook_block(stack, record, name, model.get_submodule(name))
         stack.enter_context(torch.no_grad())
         stack.enter_context(exact_maths(dtype, differentiable=False))
-        record.output = first_tensor(run(model, inputs))
+        record.output = first_tensor(_run_once(model, inputs))
     if not record.calls:
         raise InputError(
             f"The model should call its attention modules ({', '.join(list(sites)[:3])}, …). "
             "Found that it called none of them on this input."
         )
     return record
+
+
+def _run_once(model: nn.Module, inputs: Inputs) -> Any:
+    """`run`, with whatever the model's own code raises as one line."""
+    try:
+        return run(model, inputs)
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+        text = " ".join(str(problem).split())[:300]
+        raise InputError(
+            f"`{type(model).__name__}` should run on this input. Found that its forward pass "
+            f"raised {type(problem).__name__}: {text}"
+        ) from problem
 
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
@@ -207,7 +221,7 @@ def run(model: nn.Module, inputs: Inputs) -> Any:
     extra = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         extra["use_cache"] = False
-    return model(**inputs, **extra)
+    return model(**{**inputs, **extra})
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -280,9 +294,9 @@ def _read_call(
     call = AttentionCall(
         name, module, arguments, hidden, axis, as_tokens(x, axis), as_tokens(out, axis)
     )
-    call.implementation = getattr(
-        getattr(record.model, "config", None), "_attn_implementation", None
-    )
+    config = getattr(module, "config", None) or getattr(record.model, "config", None)
+    call.implementation = getattr(config, "_attn_implementation", None)
+    call.norms_before = len(record.norms)
     call.kept = [x, out]  # alive, so that no later tensor can take their place in memory
     for leaf, source, result in inner:
         if result.data_ptr() == out.data_ptr():
@@ -307,6 +321,8 @@ def _hook_outer_projection(
                 call.kept.append(out)
             return
 
+    if isinstance(module, nn.MultiheadAttention) or "norm" in _inner_kinds(module):
+        return  # these apply their own projection, and more
     inside = set(module.modules())
     scope = record.model
     parts = name.split(".")
@@ -318,6 +334,11 @@ def _hook_outer_projection(
     for leaf in _linears(scope):
         if leaf not in inside:
             stack.callback(leaf.register_forward_hook(look).remove)
+
+
+def _inner_kinds(module: nn.Module) -> str:
+    """Class names of a module's direct children, for example of a norm after the sum."""
+    return " ".join(type(child).__name__.lower() for child in module.children())
 
 
 def _hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> None:
