@@ -718,7 +718,11 @@ def test_a_layer_that_overflows_is_a_row_among_good_ones(tmp_path):
             assert row.output_norm is None and row.input_norm is not None
             assert "null" in row.to_json()
         else:
-            assert columns(row) == columns(other)
+            # the broken model is another model: its rows have names of their own
+            own = {"id", "revision"}
+            assert {k: v for k, v in columns(row).items() if k not in own} == {
+                k: v for k, v in columns(other).items() if k not in own
+            }
     assert "non_finite" in rows.text() + rows[1].to_json()
     assert len((tmp_path / "run" / "rows.jsonl").read_text().splitlines()) == 6
 

@@ -441,9 +441,8 @@ def test_control_c_ends_in_status_130_and_a_readable_folder(tmp_path, uninterrup
     whole = lines(tmp_path / "run" / "rows.jsonl")
     frame = polars.read_parquet(tmp_path / "run" / "rows.parquet")
     assert frame.to_dicts() == whole
-    assert duckdb.sql(f"select count(*) from '{tmp_path}/run/rows.parquet'").fetchone() == (
-        len(whole),
-    )
+    counted = duckdb.sql(f"select count(*) from '{tmp_path}/run/rows.parquet'").fetchall()
+    assert counted == [(len(whole),)]
     rows = finish(tmp_path)
     for one, other in zip(without_seconds(rows), without_seconds(uninterrupted), strict=True):
         _same(one, other)

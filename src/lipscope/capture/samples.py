@@ -133,7 +133,7 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
         )
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
-        raise InputError("`data` should hold a batch with at least one entry. Found none.")
+        raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
     axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
     count = tensors[0].shape[axis]
     inputs = []
