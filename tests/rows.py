@@ -1,9 +1,54 @@
-"""Rows made by hand, for what reads rows and never sees a tensor."""
+"""Rows made by hand, for what reads rows and never sees a tensor, and rows on the disk."""
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lipscope.record import Measurement, TokenShare
+
+# As the issue lists them, in its order.
+KEYS = [
+    "id",
+    "model",
+    "revision",
+    "weights",
+    "layer",
+    "head",
+    "map",
+    "metric",
+    "move",
+    "read",
+    "input",
+    "num_tokens",
+    "sample",
+    "start",
+    "sigma",
+    "upper",
+    "delta",
+    "status",
+    "solver_residual",
+    "products",
+    "relative",
+    "top_token",
+    "top_share",
+    "sigma_rest",
+    "frobenius",
+    "radius_max",
+    "radius_rms",
+    "input_norm",
+    "output_norm",
+    "seconds",
+    "dtype",
+    "device",
+    "seed",
+    "tokens_sha256",
+    "version",
+    "note",
+    "error",
+]
+TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
+SPEC = {"model": "minilm", "layers": [0, 1], "tol": 1e-3}
 
 VALUES: dict[str, Any] = {
     "model": "minilm",
@@ -75,3 +120,8 @@ def tokens_of(measured: Measurement, texts: Sequence[str]) -> list[TokenShare]:
         )
         for k, text in enumerate(texts)
     ]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -221,7 +221,7 @@ def test_files_and_the_default_folder(lipscope):
     assert re.fullmatch(r"[\w.-]+", folders[0].name)
     names = {f.name for f in folders[0].iterdir()}
     assert names == {
-        "manifest.json", "rows.jsonl", "tokens.jsonl", "rows.parquet", "tokens.parquet",
+        ".lock", "manifest.json", "rows.jsonl", "tokens.jsonl", "rows.parquet", "tokens.parquet",
         "growth.svg", "growth.png", "growth.html",
     }  # fmt: skip
     assert folders[0].joinpath("growth.png").read_bytes().startswith(b"\x89PNG")

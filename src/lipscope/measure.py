@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +30,9 @@ from lipscope.capture import (
 )
 from lipscope.capture.windows import WindowKind
 from lipscope.errors import InputError
+from lipscope.folder import RunFolder
 from lipscope.ranges import parse_bytes, parse_tokens
-from lipscope.record import (
-    Measurement,
-    RunFolder,
-    TokenShare,
-    provenance,
-    stable_id,
-    version,
-)
+from lipscope.record import Measurement, TokenShare, provenance, stable_id, version
 from lipscope.report import Rows
 from lipscope.sensitivity import Answer, Question, answer
 
@@ -197,6 +192,16 @@ def _loaded(
     return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
 
 
+def _on_padding(item: Sample, move: str, num_tokens: int) -> list[str]:
+    """A remark where padding, which the mask keeps from being read, is free to move."""
+    mask = item.arguments.get("attention_mask") if isinstance(item.arguments, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.shape != (1, num_tokens):
+        return []
+    chosen = parse_tokens(move, num_tokens, "move")
+    count = sum(not bool(mask[0, i]) for i in (range(num_tokens) if chosen is None else chosen))
+    return [f"{count} of the tokens that may move are padding: leave them out"] if count else []
+
+
 class _Run:
     """All measurements of one call: probe the model, plan the rows, answer them."""
 
@@ -210,15 +215,18 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.loaded, self.inputs, self.question = loaded, inputs, question
+        self.named: dict[str, Any] = {
+            "model": loaded.name,
+            "revision": loaded.revision,
+            "weights": loaded.weights,
+        }
         self.device, self.modules, self.progress = device, modules, progress
         self.sites = attention_sites(loaded.model, modules)
+        self.probed: dict[int | None, LayerMap] = {}  # the maps of the first input
         closed = all(reader_of(m) for m in self.sites.values())
         # Fused attention keeps the forward pass small; the generic path replays modules and
         # needs the attention whose derivatives all exist.
         self.implementation = "sdpa" if closed and question.map in _CLOSED_MAPS else "eager"
-
-    def _reads_bytes(self) -> bool:
-        return self.loaded.tokenizer is None and self.inputs[0].kind == "text"
 
     def carry_out(
         self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: WindowKind
@@ -230,7 +238,8 @@ class _Run:
             implementation=self.implementation,
         ) as (model, notes):
             self.sites = attention_sites(model, self.modules)
-            self.notes = notes + ([_BYTES] if self._reads_bytes() else [])
+            reads_bytes = self.loaded.tokenizer is None and self.inputs[0].kind == "text"
+            self.notes = notes + [_BYTES] * reads_bytes
             first = self._trace(model, self.inputs[0])
             chosen = self._layers(first, layers)
             longest = max(i.num_tokens or first.calls[0].num_tokens for i in self.inputs)
@@ -242,15 +251,12 @@ class _Run:
             folder = self._folder(out, chosen, windows)
             finished: dict[str, Measurement] = dict(folder.done) if folder else {}
             kept: list[TokenShare] = folder.tokens() if folder else []
-            try:
+            with folder or contextlib.nullcontext():
                 for row, tokens in self._rows(model, chosen, heads, finished, first):
                     if folder is not None:
                         folder.append(row, tokens)
                     finished[row.id] = row
                     kept.extend(tokens)
-            finally:
-                if folder is not None:
-                    folder.compact()
         order = [i for item in self.inputs for i in self._ids(item, chosen, heads)]
         return Rows([finished[i] for i in order], tokens=kept, windows=windows)
 
@@ -290,7 +296,7 @@ class _Run:
         Building the map here also finds a map that the model does not have, and one that the
         memory does not allow, before anything is written.
         """
-        built = self._build(record, layer)
+        built = self.probed[layer] = self._build(record, layer)
         return built.num_heads if self.question.per_head else None
 
     def _ids(
@@ -303,9 +309,7 @@ class _Run:
     def _id(self, item: Sample, layer: int | None, head: int | None) -> str:
         return stable_id(
             {
-                "model": self.loaded.name,
-                "revision": self.loaded.revision,
-                "weights": self.loaded.weights,
+                **self.named,
                 "modules": self.modules,
                 "layer": layer,
                 "head": head,
@@ -349,16 +353,15 @@ class _Run:
 
     def _answers(self, record: Trace, item: Sample, layer: int | None) -> list[Answer]:
         key = f"{self.loaded.name}|{layer}|{item.num_tokens or ''}|{item.sample}"
-        return answer(self._build(record, layer), self.question, key)
+        built = self.probed.pop(layer, None) if item is self.inputs[0] else None
+        return answer(built or self._build(record, layer), self.question, key)
 
     def _row(self, key: str, item: Sample, layer: int | None, reply: Answer) -> Measurement:
         q = self.question
-        notes = [*self.notes, *reply.notes]
+        notes = [*self.notes, *_on_padding(item, q.move, reply.num_tokens), *reply.notes]
         return Measurement(
             id=key,
-            model=self.loaded.name,
-            revision=self.loaded.revision,
-            weights=self.loaded.weights,
+            **self.named,
             layer=layer,
             head=reply.head,
             map=q.map,
@@ -385,9 +388,7 @@ class _Run:
         if out is None:
             return None
         spec = {
-            "model": self.loaded.name,
-            "revision": self.loaded.revision,
-            "weights": self.loaded.weights,
+            **self.named,
             "modules": self.modules,
             "layers": list(layers),
             "windows": windows,

@@ -1,8 +1,7 @@
-"""Measurement rows with their provenance, and the run folder that keeps them.
+"""Measurement rows with their provenance.
 
 A `Measurement` is one flat row; everything after it (tables, figures, pages) reads rows
-and never sees a tensor. A `RunFolder` appends rows as they come, survives a kill, and
-compacts to Parquet when a run ends.
+and never sees a tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +15,9 @@ import math
 import os
 import platform
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from lipscope.errors import InputError
 
 if TYPE_CHECKING:
     import polars
@@ -173,118 +169,6 @@ def provenance(**more: str) -> dict[str, Any]:
     }
 
 
-class RunFolder:
-    """A folder of rows: append-only while it runs, Parquet when it ends.
-
-    Files: ``manifest.json`` (the specification and where it ran), ``rows.jsonl`` and
-    ``tokens.jsonl`` (appended and flushed row by row; a row's tokens are written before
-    the row itself, so that a row on disk is complete), and their Parquet copies.
-
-    Args:
-        path: Folder, made if it does not exist.
-        spec: Everything that determines the rows.
-        origin: Machine and versions (`provenance`).
-
-    Raises:
-        InputError: If the folder cannot be written or holds another specification.
-    """
-
-    def __init__(
-        self, path: Path, spec: Mapping[str, Any], origin: Mapping[str, Any] | None = None
-    ) -> None:
-        self.path = Path(path)
-        self.spec = json.loads(json.dumps(spec, default=str))
-        manifest = self.path / "manifest.json"
-        if self._exists(manifest):
-            self._check_same(manifest)
-        elif self.path.exists() and not self._is_free():
-            raise InputError(
-                f"`--out` should be a new folder or one of an earlier run. Found "
-                f"`{self.path}`, which holds something else; choose another `--out`."
-            )
-        else:
-            self._create(manifest, origin or {})
-        self.done: dict[str, Measurement] = {}
-        for values in _read_lines(self.path / "rows.jsonl"):
-            row = Measurement(**{k: v for k, v in values.items() if k in COLUMNS})
-            self.done[row.id] = row
-
-    def _exists(self, manifest: Path) -> bool:
-        try:
-            return manifest.exists()
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-
-    def _is_free(self) -> bool:
-        """Whether nothing is there but what a kill during the first write left behind."""
-        try:
-            return self.path.is_dir() and all(p.suffix == ".part" for p in self.path.iterdir())
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-
-    def _unwritable(self, problem: OSError) -> InputError:
-        return InputError(
-            f"`--out {self.path}` cannot be written ({problem.strerror}); choose another folder."
-        )
-
-    def _check_same(self, manifest: Path) -> None:
-        try:
-            held = dict(json.loads(manifest.read_text(encoding="utf-8"))["spec"])
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise InputError(
-                f"`{manifest}` should be a readable manifest. Found {problem}; "
-                "choose another `--out` or remove the folder."
-            ) from problem
-        if held != self.spec:
-            other = sorted(k for k in {*held, *self.spec} if held.get(k) != self.spec.get(k))
-            raise InputError(
-                f"`--out {self.path}` holds the run of another specification (it differs in "
-                f"{', '.join(other)}); choose another `--out` or repeat the same command."
-            )
-        if not os.access(self.path, os.W_OK):
-            raise InputError(f"`--out {self.path}` cannot be written; choose another folder.")
-
-    def _create(self, manifest: Path, origin: Mapping[str, Any]) -> None:
-        text = json.dumps(
-            {"spec": self.spec, "provenance": dict(origin)},
-            indent=2,
-            ensure_ascii=False,
-            default=str,
-        )
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            part = manifest.with_suffix(".part")
-            part.write_text(text + "\n", encoding="utf-8")
-            part.replace(manifest)
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-
-    def append(self, row: Measurement, tokens: Iterable[TokenShare] = ()) -> None:
-        """Write one finished row, its tokens first, and flush both to the disk."""
-        _append_lines(
-            self.path / "tokens.jsonl",
-            [json.dumps(vars(t), ensure_ascii=False) for t in tokens],
-        )
-        _append_lines(self.path / "rows.jsonl", [row.to_json()])
-        self.done[row.id] = row
-
-    def tokens(self) -> list[TokenShare]:
-        """The tokens of all finished rows, each once."""
-        seen: dict[tuple[str, int], TokenShare] = {}
-        for values in _read_lines(self.path / "tokens.jsonl"):
-            token = TokenShare(**values)
-            if token.id in self.done:
-                seen[token.id, token.index] = token
-        return list(seen.values())
-
-    def compact(self) -> None:
-        """Write ``rows.parquet`` and ``tokens.parquet`` from the rows on disk."""
-        rows = typed_frame(Measurement, (vars(row) for row in self.done.values()))
-        write_parquet(rows, self.path / "rows.parquet")
-        tokens = typed_frame(TokenShare, (vars(token) for token in self.tokens()))
-        write_parquet(tokens, self.path / "tokens.parquet")
-
-
 def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFrame:
     """A frame whose types come from the record's annotations, never from the values.
 
@@ -306,39 +190,5 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     return pl.DataFrame(finite, schema=schema, orient="row")
 
 
-def write_parquet(frame: polars.DataFrame, path: Path) -> None:
-    """Write a Parquet file in one move: never a half-written file."""
-    part = path.with_suffix(".part")
-    frame.write_parquet(part)
-    part.replace(path)
-
-
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _append_lines(path: Path, lines: list[str]) -> None:
-    if not lines:
-        return
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(line + "\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a JSON-lines file; a torn last line is cut off the file."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    for line in whole.decode("utf-8", errors="replace").split("\n"):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            yield values

@@ -1,0 +1,317 @@
+"""Rows on the disk: complete after any interruption, refused where they do not belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars
+import pytest
+
+from lipscope import folder as folder_module
+from lipscope.errors import InputError
+from lipscope.folder import RunFolder
+from lipscope.record import Measurement
+from rows import SPEC, lines, row, tokens_of
+
+
+def filled(path: Path, count: int = 3) -> list[Measurement]:
+    rows = [row(layer=i, sigma=2.0 + i) for i in range(count)]
+    with RunFolder(path, SPEC) as folder:
+        for one in rows:
+            folder.append(one, tokens_of(one, ["a", "b\n", "é"]))
+    return rows
+
+
+def test_rows_are_on_the_disk_as_they_come(tmp_path):
+    folder = RunFolder(tmp_path / "run", SPEC, {"machine": "here"})
+    for i in range(3):
+        one = row(layer=i)
+        folder.append(one, tokens_of(one, ["a", "b"]))
+        # read through the file system, not through the object
+        assert [r["layer"] for r in lines(tmp_path / "run" / "rows.jsonl")] == list(range(i + 1))
+        assert len(lines(tmp_path / "run" / "tokens.jsonl")) == 2 * (i + 1)
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest == {"spec": SPEC, "provenance": {"machine": "here"}}
+
+
+def test_a_folder_gives_its_rows_back(tmp_path):
+    rows = filled(tmp_path / "run")
+    again = RunFolder(tmp_path / "run", SPEC)
+    assert again.done == {r.id: r for r in rows}
+    assert [t.text for t in again.tokens()] == ["a", "b\n", "é"] * 3
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "tokens.jsonl"])
+def test_a_torn_last_line_is_cut_off(tmp_path, file):
+    """A kill in the middle of a write, at every byte of the last line."""
+    path = tmp_path / "run"
+    filled(path)
+    before = {f: (path / f).read_bytes() for f in ("rows.jsonl", "tokens.jsonl")}
+    data = before[file]
+    last = data[:-1].rfind(b"\n") + 1
+    cuts = sorted({last + 1, *range(last + 2, len(data) - 1, 97), len(data) - 1})
+    for cut in cuts:
+        (path / file).write_bytes(data[:cut])
+        with RunFolder(path, SPEC) as folder:
+            if file == "rows.jsonl":
+                assert [r.layer for r in folder.done.values()] == [0, 1]
+                one = row(layer=2, sigma=4.0)
+                folder.append(one, tokens_of(one, ["a", "b\n", "é"]))
+                assert (path / file).read_bytes() == data  # the same row stands where it stood
+            else:
+                assert len(folder.tokens()) == 8
+                assert len(lines(path / file)) == 8
+            assert len(folder.tokens()) == (9 if file == "rows.jsonl" else 8)
+        for name, content in before.items():
+            (path / name).write_bytes(content)
+
+
+LONG = "x" * 200
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a column is missing": (lambda row: row.pop("sigma"), "no `sigma`"),
+    "all columns are": (lambda row: row.clear(), "no `error`|no `id`|no `version`"),
+    "no identity": (lambda row: row.update(id=None), "`id` = null"),
+    "a list": (lambda row: row.update(id=["a"]), r'`id` = \["a"\]'),
+    "words for a number": (lambda row: row.update(sigma=LONG), '`sigma` = "xxx'),
+    "half a token": (lambda row: row.update(num_tokens=1.5), "`num_tokens` = 1.5"),
+    "yes for a number": (lambda row: row.update(seed=True), "`seed` = true"),
+    "an unknown status": (lambda row: row.update(status="fine"), '`status` = "fine"'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_row_that_this_version_cannot_read_is_an_error_of_one_line(tmp_path, damage):
+    path = tmp_path / "run"
+    filled(path)
+    change, found = DAMAGES[damage]
+    _rewrite(path / "rows.jsonl", change)
+    before = (path / "rows.jsonl").read_bytes()
+    with pytest.raises(InputError, match=rf"rows\.jsonl`, line 2.*Found ({found})") as caught:
+        RunFolder(path, SPEC)
+    assert "\n" not in str(caught.value) and "choose another `--out`" in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(path))
+    assert (path / "rows.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["id", "index", "text", "share_in", "share_out", "norm"])
+def test_a_token_that_this_version_cannot_read_is_one_too(tmp_path, name):
+    path = tmp_path / "run"
+    filled(path)
+    before = (path / "tokens.jsonl").read_bytes()
+    for change in (lambda token: token.pop(name), lambda token: token.update({name: [1]})):
+        (path / "tokens.jsonl").write_bytes(before)
+        _rewrite(path / "tokens.jsonl", change)
+        with pytest.raises(InputError, match=rf"tokens\.jsonl`, line 2.*`{name}`"):
+            RunFolder(path, SPEC)
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the second line of a file."""
+    values = lines(file)
+    change(values[1])
+    file.write_text("".join(json.dumps(v) + "\n" for v in values))
+
+
+def test_what_another_version_writes_is_read_where_nothing_is_missing(tmp_path):
+    """Columns that are new, that are not there but have a default, and whole numbers."""
+    path = tmp_path / "run"
+    rows = filled(path)
+
+    def change(values: dict[str, Any]) -> None:
+        values["colour"] = "blue"
+        if "sigma" in values:
+            values["seconds"] = 1
+            del values["sigma_rest"], values["note"]
+
+    for file in ("rows.jsonl", "tokens.jsonl"):
+        _rewrite(path / file, change)
+    with RunFolder(path, SPEC) as folder:
+        expected = [rows[0], dataclasses.replace(rows[1], seconds=1.0), rows[2]]
+        assert list(folder.done.values()) == expected
+        assert len(folder.tokens()) == 9
+    assert polars.read_parquet(path / "rows.parquet")["seconds"].to_list() == [0.1, 1.0, 0.1]
+
+
+@pytest.mark.parametrize("torn", ['{"id": "a", "sig', '{"id": "a', "12", "null", '"text"', "\0\0"])
+@pytest.mark.parametrize("file", ["rows.jsonl", "tokens.jsonl"])
+def test_a_line_torn_in_the_middle_of_a_file_is_as_good_as_not_written(tmp_path, file, torn):
+    """Two lines that ran into each other, or a block that the disk lost in a power cut."""
+    path = tmp_path / "run"
+    rows = filled(path)
+    whole = (path / file).read_text().splitlines()
+    (path / file).write_text("\n".join([whole[0], torn + whole[1], torn, *whole[2:]]) + "\n")
+    with RunFolder(path, SPEC) as folder:
+        kept = [rows[0], rows[2]] if file == "rows.jsonl" else rows
+        assert list(folder.done.values()) == kept
+        assert len(folder.tokens()) == (6 if file == "rows.jsonl" else 8)
+
+
+@pytest.mark.parametrize("file", ["rows.jsonl", "tokens.jsonl"])
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path, file):
+    path = tmp_path / "run"
+    filled(path)
+    (path / file).unlink()
+    (path / file).mkdir()
+    with pytest.raises(InputError, match=f"{file}.*choose another `--out`") as caught:
+        RunFolder(path, SPEC)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize("file", ["rows.jsonl", "tokens.jsonl", "rows.part"])
+def test_a_full_disk_is_an_error_of_one_line(tmp_path, file):
+    path = tmp_path / "run"
+    filled(path)
+    folder, one = RunFolder(path, SPEC), row(layer=9)
+    (path / file).unlink(missing_ok=True)
+    (path / file).symlink_to("/dev/full")
+
+    def write() -> None:
+        folder.append(one, tokens_of(one, ["a"]))
+        folder.compact()
+
+    with pytest.raises(InputError, match="cannot be written"):
+        write()
+
+
+# --- one process at a time
+
+
+def test_a_second_writer_is_refused_until_the_first_has_ended(tmp_path):
+    path = tmp_path / "run"
+    with RunFolder(path, SPEC):
+        with pytest.raises(InputError, match="in use by another process") as caught:
+            RunFolder(path, SPEC)
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    with RunFolder(path, SPEC) as folder:
+        assert folder.done == {}
+
+
+def test_a_refusal_and_an_error_give_the_folder_free(tmp_path):
+    path = tmp_path / "run"
+    filled(path)
+    whole = (path / "rows.jsonl").read_bytes()
+    (path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match="line 1") as caught:
+        RunFolder(path, SPEC)
+    assert caught.tb is not None  # holds on to the folder, as an interactive session does
+    (path / "rows.jsonl").write_bytes(whole)
+    with pytest.raises(KeyboardInterrupt), RunFolder(path, SPEC):
+        raise KeyboardInterrupt
+    assert len(RunFolder(path, SPEC).done) == 3
+
+
+def test_without_locks_in_the_file_system_a_run_goes_on(tmp_path, monkeypatch):
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folder_module, "_lock", unsupported)
+    assert len(filled(tmp_path / "run")) == 3
+
+
+# --- what is refused
+
+
+def test_tokens_of_a_row_that_was_never_finished_do_not_count(tmp_path):
+    path = tmp_path / "run"
+    rows = filled(path, 2)
+    lost = row(layer=9)
+    with (path / "tokens.jsonl").open("a") as file:
+        file.writelines(json.dumps(vars(t)) + "\n" for t in tokens_of(lost, ["x", "y"]))
+    folder = RunFolder(path, SPEC)
+    assert {t.id for t in folder.tokens()} == {r.id for r in rows}
+    folder.append(lost, tokens_of(lost, ["x", "y"]))  # measured again, written again
+    assert len([t for t in folder.tokens() if t.id == lost.id]) == 2
+
+
+@pytest.mark.parametrize("left", [[], ["manifest.part"]])
+def test_a_kill_before_the_first_row_leaves_a_folder_that_can_be_used(tmp_path, left):
+    """The folder is made first, its manifest written beside and then moved into place."""
+    path = tmp_path / "run"
+    path.mkdir()
+    for name in left:
+        (path / name).write_text('{"spec": {"mod')
+    assert RunFolder(path, SPEC).done == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tol": 1e-4}, ["tol"]),
+        ({"layers": [0]}, ["layers"]),
+        ({"tol": 1e-4, "model": "smollm2"}, ["model", "tol"]),
+        ({"seed": 1}, ["seed"]),  # not there before
+    ],
+)
+def test_another_specification_is_refused_and_what_differs_is_named(tmp_path, change, named):
+    path = tmp_path / "run"
+    filled(path)
+    before = {f.name: f.read_bytes() for f in path.iterdir()}
+    with pytest.raises(InputError, match="another specification") as caught:
+        RunFolder(path, SPEC | change)
+    message = str(caught.value)
+    assert f"it differs in {', '.join(named)})" in message
+    assert str(path) in message and "--out" in message and "\n" not in message
+    assert {f.name: f.read_bytes() for f in path.iterdir()} == before
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="holds something else"):
+        RunFolder(tmp_path, SPEC)
+    with pytest.raises(InputError, match="holds something else"):
+        RunFolder(tmp_path / "thesis.txt", SPEC)
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"other": 1}', "null"])
+def test_a_manifest_that_cannot_be_read_is_an_error_of_one_line(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(InputError, match="manifest") as caught:
+        RunFolder(tmp_path, SPEC)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file / "run", Path("/proc/run"), tmp_path / ("x" * 300)):
+        with pytest.raises(InputError, match="cannot be written"):
+            RunFolder(path, SPEC)
+
+
+@pytest.mark.parametrize("closed", ["the folder", "its parent"])
+def test_permission_denied(closed):
+    """As a user without privileges: root may write anywhere."""
+    with tempfile.TemporaryDirectory() as root:  # the folders of pytest are closed to others
+        Path(root).chmod(0o755)
+        _denied(Path(root) / "parent" / "run", closed)
+
+
+def _denied(path: Path, closed: str) -> None:
+    filled(path)
+    code = (
+        "import os, sys, pathlib\n"
+        # imported before the user changes: the environment may be readable for root alone
+        "from lipscope.folder import InputError, RunFolder\n"
+        "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
+        "try: RunFolder(pathlib.Path(sys.argv[1]), {'model': 'minilm', 'layers': [0, 1], "
+        "'tol': 1e-3})\n"
+        "except InputError as problem: print(problem)\n"
+    )
+    shut = path if closed == "the folder" else path.parent
+    shut.chmod(0o555 if closed == "the folder" else 0o600)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    shut.chmod(0o755)
+    assert "cannot be written" in done.stdout, done.stderr

@@ -1,0 +1,143 @@
+"""Runs of the command whose processes are really stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars
+import pytest
+
+import lipscope as ls
+from rows import lines
+
+MODEL = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=4,intermediate_size=64"
+TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 40
+SAMPLES = 16
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> ls.Rows:
+    return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True)
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    (folder / "text.txt").write_text(TEXT)
+    command = [sys.executable, "-m", "lipscope.cli", "measure", MODEL, "--text", "text.txt"]
+    command += ["--lengths", "16,32", "--samples", str(SAMPLES), "--rest"]
+    return subprocess.Popen(
+        [*command, "--out", "run"],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """The command, with some rows on the disk."""
+    process, file = start(folder), folder / "run" / "rows.jsonl"
+    limit = time.monotonic() + 120
+    while not (file.exists() and file.read_bytes().count(b"\n") >= 5):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    return process
+
+
+def stop_in_the_middle(
+    folder: Path, how: Callable[[subprocess.Popen[str]], None]
+) -> tuple[int, str]:
+    """Start the command and stop it once some rows are on the disk; its status and its words."""
+    process, file = started(folder), folder / "run" / "rows.jsonl"
+    how(process)
+    _, said = process.communicate(timeout=60)
+    count = file.read_bytes().count(b"\n")
+    assert 5 <= count < 2 * 4 * SAMPLES, "not in the middle"
+    return process.returncode, said
+
+
+def without_seconds(rows: ls.Rows) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.to_dict().items() if k != "seconds"} for r in rows]
+
+
+def finish(folder: Path) -> ls.Rows:
+    """The same request, from Python."""
+    return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True, out=folder / "run")
+
+
+def test_a_killed_process_loses_no_row_that_it_had_finished(tmp_path, uninterrupted):
+    """SIGKILL in mid-run, then the same command: the rows of a run without interruption."""
+    status, _ = stop_in_the_middle(tmp_path, lambda process: process.kill())
+    assert status == -signal.SIGKILL
+    kept = (tmp_path / "run" / "rows.jsonl").read_text().split("\n")[:-1]
+    again = start(tmp_path)
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    after = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
+    assert after[: len(kept)] == kept  # kept as they were, not measured again
+    assert len(after) == len(uninterrupted) == len({json.loads(line)["id"] for line in after})
+    expected = {r["id"]: r for r in without_seconds(uninterrupted)}
+    found = polars.read_parquet(tmp_path / "run" / "rows.parquet").drop("seconds").to_dicts()
+    for one in found:
+        _same(one, expected[one["id"]])
+    assert {f.name for f in (tmp_path / "run").iterdir()} >= {
+        "growth.svg", "growth.png", "growth.html", "rows.jsonl", "rows.parquet", "manifest.json",
+    }  # fmt: skip
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Equal but for rounding in the last digits between two processes."""
+    assert list(one) == list(other)
+    for name, value in one.items():
+        if isinstance(value, float) and name != "solver_residual":
+            assert math.isclose(value, other[name], rel_tol=1e-9), name
+        elif name != "solver_residual":
+            assert value == other[name], name
+
+
+def test_control_c_ends_in_status_130_and_a_readable_folder(tmp_path, uninterrupted):
+    status, said = stop_in_the_middle(tmp_path, lambda process: process.send_signal(signal.SIGINT))
+    assert status == 130, said
+    assert "Traceback" not in said
+    assert "goes on" in said  # how to go on
+    whole = lines(tmp_path / "run" / "rows.jsonl")
+    frame = polars.read_parquet(tmp_path / "run" / "rows.parquet")
+    assert frame.to_dicts() == whole
+    counted = duckdb.sql(f"select count(*) from '{tmp_path}/run/rows.parquet'").fetchall()
+    assert counted == [(len(whole),)]
+    rows = finish(tmp_path)
+    for one, other in zip(without_seconds(rows), without_seconds(uninterrupted), strict=True):
+        _same(one, other)
+    assert lines(tmp_path / "run" / "rows.jsonl")[: len(whole)] == whole
+
+
+def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path):
+    """Also while that one stands still; once it is killed the same command goes on."""
+    first, run = started(tmp_path), tmp_path / "run"
+    first.send_signal(signal.SIGSTOP)
+    try:
+        before = {f.name: f.read_bytes() for f in run.iterdir()}
+        second = start(tmp_path)
+        out, said = second.communicate(timeout=120)
+        assert (second.returncode, out) == (2, "")
+        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", said)
+        assert {f.name: f.read_bytes() for f in run.iterdir()} == before
+    finally:
+        first.kill()  # no process can catch it: the lock is the system's to give back
+        first.communicate(timeout=60)
+    kept = (run / "rows.jsonl").read_text().split("\n")[:-1]
+    rows = finish(tmp_path)
+    assert (run / "rows.jsonl").read_text().splitlines()[: len(kept)] == kept
+    assert len(rows) == 2 * 4 * SAMPLES > len(kept) >= 5
