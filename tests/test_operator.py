@@ -1,5 +1,7 @@
 """Operators: adjoint identity, chain rule, restriction, refusal of what is not one map."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -83,15 +85,16 @@ class DetachedSoftmax(torch.autograd.Function):
     """Saves a probability that is not differentiable: its second derivatives are wrong."""
 
     @staticmethod
-    def forward(ctx, s):  # type: ignore[override]
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        (s,) = args
         p = s.softmax(-1)
         ctx.save_for_backward(p.detach())
         return p
 
     @staticmethod
-    def backward(ctx, *grad):  # type: ignore[override]
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (p,) = ctx.saved_tensors
-        (g,) = grad
+        (g,) = grad_outputs
         return p * (g - (p * g).sum(-1, keepdim=True))
 
 

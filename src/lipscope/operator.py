@@ -47,7 +47,7 @@ class Operator:
     device: torch.device = torch.device("cpu")
 
     @property
-    def T(self) -> Operator:  # noqa: N802  (the field's name for the transpose)
+    def T(self) -> Operator:
         """The transpose: the same two products, swapped."""
         return Operator(self.rmv, self.mv, self.out_shape, self.in_shape, self.dtype, self.device)
 

@@ -27,9 +27,8 @@ def parse_integers(text: str, option: str) -> list[int]:
                 f"`--{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
             )
         start, stop, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        _check_upwards(start, stop, text, option)
         values.extend(range(start, stop + 1, step))
-    if not values:
-        raise InputError(f"`--{option}` should name at least one number. Found `{text}`.")
     return list(dict.fromkeys(values))
 
 
@@ -53,13 +52,23 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
             raise InputError(
                 f"`--{option}` should be all, first, last, not-first or a:b. Found `{text}`."
             )
-        chosen = list(range(int(match[1]), int(match[2] or match[1]) + 1))
+        start, stop = int(match[1]), int(match[2] or match[1])
+        _check_upwards(start, stop, text, option)
+        # Not all of them where the last one is beyond: it may be any number.
+        chosen = list(range(start, stop + 1)) if stop < num_tokens else [stop]
     if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
         raise InputError(
             f"`--{option} {text}` should name tokens between 0 and {num_tokens - 1} at every "
             f"length. Found none, or one beyond, at {num_tokens} tokens."
         )
     return chosen
+
+
+def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
+    if stop < start:
+        raise InputError(
+            f"`--{option}` should count upwards, such as {stop}:{start}. Found `{text}`."
+        )
 
 
 def parse_bytes(text: str | int) -> int:

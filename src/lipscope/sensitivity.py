@@ -20,6 +20,7 @@ from lipscope.record import TokenShare
 from lipscope.singular import SMALLEST_TOL, TopSingular, top_singular_batch
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
+_WIDE = 1.5  # upper / sigma from which on a row says so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +181,10 @@ class _Solve:
         norms = layer.x.norm(dim=1)
         self.norms = norms
         rms = norms.square().mean().sqrt()
-        relative = question.metric == "token-relative" and bool(rms > 0)
-        self.scale = norms / rms if relative else None
+        # Where the input is zero, D is too: no token may move in proportion to its norm.
+        unit = norms / rms if rms != 0 else norms
+        self.scale = unit if question.metric == "token-relative" else None
+        self.still = self.scale is not None and bool(rms == 0)
         self.move = self._index("move", question.move, self.n)
         self.read = self._index("read", question.read, jacobian.out_shape[-2])
         self.operator = restrict(jacobian, move=self.move, read=self.read, scale=self.scale)
@@ -194,7 +197,7 @@ class _Solve:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
-        rest = self._rest(shares, tops) if self.q.rest else [None] * len(tops)
+        rest = self._rest(shares, tops) if self.q.rest else [(None, None)] * len(tops)
         average = self._averages(tops) if self.q.average else [None] * len(tops)
         outputs = self._output_norms()
         return [
@@ -207,10 +210,10 @@ class _Solve:
                 share_in=shares[i],
                 share_out=self._spread(_shares(top.u), self.read, self.jacobian.out_shape[-2]),
                 norms=[_finite(float(x)) for x in self.norms],
-                sigma_rest=rest[i],
+                sigma_rest=rest[i][0],
                 frobenius=_value(average[i]),
                 seconds=seconds,
-                notes=tuple(_notes(top, self.layer.note, average[i])),
+                notes=tuple(self._notes(top, rest[i][1], average[i])),
             )
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
@@ -231,15 +234,31 @@ class _Solve:
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
         return torch.Generator().manual_seed(number)
 
+    def _notes(
+        self, top: TopSingular, on_rest: str | None, average: tuple[float, str] | None
+    ) -> list[str]:
+        wide = top.status == "converged" and top.upper > _WIDE * top.sigma
+        words = [
+            top.note,
+            "the interval is wide: use `--tight`" if wide else None,
+            "the map's input is zero, so that no token moves in this metric"
+            if self.still
+            else None,
+            self.layer.note,
+            on_rest,
+            average[1] if average is not None else None,
+        ]
+        return [w for w in words if w]
+
     def _rest(
         self, shares: list[list[float | None]], tops: list[TopSingular]
-    ) -> list[float | None]:
-        """Sigma with each head's own top token held fixed, from a fresh start."""
+    ) -> list[tuple[float | None, str | None]]:
+        """Sigma with each head's own top token held fixed, from a fresh start; a remark."""
         if all(top.status == "non_finite" for top in tops):
-            return [None] * len(tops)
+            return [(None, None)] * len(tops)
         allowed = range(self.n) if self.move is None else [int(i) for i in self.move]
         if len(allowed) == 1:
-            return [0.0] * len(tops)
+            return [(0.0, None)] * len(tops)
         kept = []
         for share in shares:
             top_token = max(allowed, key=lambda i: share[i] or 0.0)
@@ -248,7 +267,15 @@ class _Solve:
         if len(kept) == 1:
             index = index[0]
         held = restrict(self.jacobian, move=index, read=self.read, scale=self.scale)
-        return [_finite(top.sigma) for top in self._top(held, "rest")]
+        return [
+            (
+                _finite(top.sigma),
+                "sigma_rest may be too low: its steps ran out before the tolerance was met"
+                if top.status == "max_steps"
+                else None,
+            )
+            for top in self._top(held, "rest")
+        ]
 
     def _averages(self, tops: list[TopSingular]) -> list[tuple[float, str] | None]:
         """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
@@ -266,11 +293,10 @@ class _Solve:
 
     def _in_words(self, value: float, top: TopSingular) -> tuple[float, str]:
         low, high = frobenius_interval(value, top.upper, _PROBES, self.q.delta)
-        rank = (value / top.sigma) ** 2 if top.sigma > 0 else math.nan
-        return value, (
-            f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta, "
-            f"stable rank {rank:.3g}"
-        )
+        words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
+        if top.sigma > 0:  # the zero map has none
+            words += f", stable rank {(value / top.sigma) ** 2:.3g}"
+        return value, words
 
     def _output_norms(self) -> list[float | None]:
         if not self.q.per_head:
@@ -334,11 +360,6 @@ def _as_batch_of_one(op: Operator) -> Operator:
 def _shares(vector: Tensor) -> list[float | None]:
     squared = vector.double().square().sum(dim=-1)
     return [_finite(float(x)) for x in squared]
-
-
-def _notes(top: TopSingular, remark: str | None, average: tuple[float, str] | None) -> list[str]:
-    words = [top.note, remark, average[1] if average is not None else None]
-    return [w for w in words if w]
 
 
 def _value(average: tuple[float, str] | None) -> float | None:
