@@ -51,56 +51,74 @@ def closed_form_factor(steps: int, threshold: float) -> float:
     return math.cosh(math.acosh(1 / threshold) / (2 * steps - 1))
 
 
-def upper_factor(
-    alpha: np.ndarray,
-    beta: np.ndarray,
-    cycles: Sequence[Cycle],
-    theta: float,
-    threshold: float,
-    floor: float = 0.0,
-) -> float:
-    """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
+class Evidence:
+    """What a run has shown about singular values beyond its top Ritz value.
 
-    Solves ``sum_j p_j(lam)^2 prod_c q_c(lam)^2 = 1 / t^2`` for ``lam = x^2`` in units of
+    The function ``sum_j p_j(lam)^2 prod_c q_c(lam)^2`` of ``lam = x^2`` in units of
     ``theta^2``, with the Lanczos polynomials ``p_0..p_k`` of ``B^T B`` and one factor ``q_c``
-    per earlier cycle. The left side increases beyond the top Ritz value.
+    per earlier cycle; it increases beyond the top Ritz value. If ``sigma_1 = x theta``, the
+    start had a part of at most its inverse square root on the top direction.
 
     Args:
         alpha: ``alpha_1..alpha_k`` of the last cycle.
         beta: ``beta_2..beta_{k+1}`` of the last cycle.
         cycles: Earlier cycles.
         theta: Top Ritz value of the last cycle.
-        threshold: Value of `start_threshold`.
         floor: Rounding level relative to ``theta^2``: a coupling below it is not known to be
             smaller, so an invariant subspace is trusted to this level only.
 
-    Returns:
-        The factor ``x``.
-
     Source: derived here (``docs/theory/interval.md``, a-posteriori bound and restarts).
     """
-    goal = -2 * math.log(threshold)
 
-    def log_left(excess: np.ndarray) -> np.ndarray:
+    def __init__(
+        self,
+        alpha: np.ndarray,
+        beta: np.ndarray,
+        cycles: Sequence[Cycle],
+        theta: float,
+        floor: float = 0.0,
+    ) -> None:
+        self.last = _Lanczos(alpha / theta, beta / theta, floor)
+        self.earlier = [
+            (_Lanczos(c.alpha / theta, c.beta / theta, floor), c.weights) for c in cycles
+        ]
+
+    def excludes(self, factor: float, threshold: float) -> bool:
+        """Whether ``sigma_1 > factor theta`` would need a start below the threshold."""
+        excess = np.array([(factor - 1) * (factor + 1)])
+        return bool(self._log(excess)[0] >= -2 * math.log(threshold))
+
+    def upper_factor(self, threshold: float) -> float:
+        """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
+
+        Solves ``sum_j p_j(lam)^2 prod_c q_c(lam)^2 = 1 / t^2``.
+
+        Args:
+            threshold: Value ``t`` of `start_threshold`.
+
+        Returns:
+            The factor ``x``.
+        """
+        goal = -2 * math.log(threshold)
+        if goal <= 0:
+            return 1.0
+        low, high = 1e-17, max(1 / threshold**2, 2.0)
+        for _ in range(6):  # each round narrows the bracket by 64 on a logarithmic grid
+            grid = np.geomspace(low, high, 65)
+            above = self._log(grid) >= goal
+            first = int(np.argmax(above)) if above.any() else len(grid) - 1
+            low, high = grid[max(first - 1, 0)], grid[first]
+        factor = math.sqrt(1 + high)
+        if not self.earlier:
+            factor = min(factor, closed_form_factor(len(self.last.alpha), threshold))
+        return factor
+
+    def _log(self, excess: np.ndarray) -> np.ndarray:
         lam = 1 + excess
-        total = _log_christoffel(_Lanczos(alpha / theta, beta / theta, floor), lam)
-        for cycle in cycles:
-            lanczos = _Lanczos(cycle.alpha / theta, cycle.beta / theta, floor)
-            total += 2 * _log_growth(lanczos, cycle.weights, lam)
+        total = _log_christoffel(self.last, lam)
+        for lanczos, weights in self.earlier:
+            total += 2 * _log_growth(lanczos, weights, lam)
         return total
-
-    if goal <= 0:
-        return 1.0
-    low, high = 1e-17, max(1 / threshold**2, 2.0)
-    for _ in range(6):  # each round narrows the bracket by 64 on a logarithmic grid
-        grid = np.geomspace(low, high, 65)
-        above = log_left(grid) >= goal
-        first = int(np.argmax(above)) if above.any() else len(grid) - 1
-        low, high = grid[max(first - 1, 0)], grid[first]
-    factor = math.sqrt(1 + high)
-    if not cycles:
-        factor = min(factor, closed_form_factor(len(alpha), threshold))
-    return factor
 
 
 @dataclass(frozen=True)
