@@ -1,0 +1,177 @@
+"""One head of dot-product attention as the theorems see it, in float64 and in factors.
+
+``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j>``, where
+``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention import DotProductAttention, Rotary
+from lipscope.bounds.theorem import NotApplicable
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head, with its part of the output projection folded into ``V`` where asked for.
+
+    Attributes:
+        query: ``Q`` with the scale in it, ``(k, d)``.
+        key: ``K``, ``(k, d)``.
+        value: ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal
+            columns, so that every norm of ``W_h V …`` is kept.
+        query_bias: ``b_Q`` with the scale in it, ``(k,)``; zeros if there is none. Biases of
+            keys cancel in the softmax (without rotary embedding), those of values shift.
+        key_bias: ``b_K``, ``(k,)``; matters with a rotary embedding only.
+        causal: Whether token i reads tokens j <= i only.
+        mask: ``(n, n)``, True where i may read j, or None.
+        rotary: Rotary embedding, or None.
+    """
+
+    query: Float[Tensor, "k d"]
+    key: Float[Tensor, "k d"]
+    value: Float[Tensor, "kv d"]
+    query_bias: Float[Tensor, " k"]
+    key_bias: Float[Tensor, " k"]
+    causal: bool = False
+    mask: Bool[Tensor, "n n"] | None = None
+    rotary: Rotary | None = None
+
+    @cached_property
+    def norm_a(self) -> float:
+        """``‖A‖``, from a ``k x k`` matrix."""
+        return _product_norm(self.key.T, self.query.T)
+
+    @cached_property
+    def norm_b(self) -> float:
+        """``|b|``, ``b = K^T b_Q``."""
+        return float((self.key.T @ self.query_bias).norm())
+
+    @cached_property
+    def norm_v(self) -> float:
+        """``‖V‖``."""
+        return float(torch.linalg.matrix_norm(_small(self.value), 2))
+
+    def matrix_a(self) -> Float[Tensor, "d d"]:
+        """``A`` itself, for constructions on small layers."""
+        return self.key.T @ self.query
+
+    def visible(self, num_tokens: int) -> Tensor:
+        """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
+        n = num_tokens
+        if self.mask is not None:
+            return self.allowed(n).sum(-1)
+        return torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
+
+    def allowed(self, num_tokens: int) -> Bool[Tensor, "n n"]:
+        """True where row i may read key j.
+
+        Raises:
+            NotApplicable: If the layer's mask was made for another number of tokens.
+        """
+        n = num_tokens
+        allowed = torch.ones(n, n, dtype=torch.bool)
+        if self.causal:
+            allowed = allowed.tril()
+        if self.mask is not None:
+            if self.mask.shape[-1] != n:
+                raise NotApplicable(
+                    f"its mask was captured for {self.mask.shape[-1]} tokens, not for {n}"
+                )
+            allowed = allowed & self.mask
+        return allowed
+
+    def without_rotary(self) -> None:
+        """Raise if logits depend on positions beyond the mask."""
+        if self.rotary is not None:
+            raise NotApplicable("its logits depend on positions (rotary embedding)")
+
+    def without_bias(self) -> None:
+        """Raise if the query has a bias that reaches the logits."""
+        if self.norm_b > 0:
+            raise NotApplicable("its queries have a bias")
+
+    def unmasked(self) -> None:
+        """Raise if any row cannot read every token."""
+        if self.causal or (self.mask is not None and not bool(self.mask.all())):
+            raise NotApplicable("it is masked")
+
+    def causal_or_unmasked(self) -> None:
+        """Raise for masks other than none and the causal one."""
+        if self.mask is not None and not bool(self.mask.all()):
+            raise NotApplicable("its mask is neither empty nor causal")
+
+
+def heads_of(layer: DotProductAttention, *, fold: bool = True) -> list[Head]:
+    """The query heads of a layer, on the CPU in float64.
+
+    Args:
+        layer: The layer; grouped keys and values are repeated.
+        fold: Whether the head's part of the output projection is part of ``V``
+            (map ``attention``) or not (map ``heads``).
+
+    Returns:
+        One `Head` per query head.
+    """
+
+    def double(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach().to("cpu", torch.float64)
+
+    times = layer.num_heads // layer.num_groups
+    query = _by_head(double(layer.query), layer.num_heads) * layer.scale
+    key, value = (
+        _by_head(double(w), layer.num_groups).repeat_interleave(times, 0)
+        for w in (layer.key, layer.value)
+    )
+    zeros = query.new_zeros(query.shape[:2])
+    query_bias = zeros
+    if layer.query_bias is not None:
+        query_bias = _by_head(double(layer.query_bias), layer.num_heads) * layer.scale
+    key_bias = zeros
+    if layer.key_bias is not None:
+        key_bias = _by_head(double(layer.key_bias), layer.num_groups).repeat_interleave(times, 0)
+    if fold and layer.output is not None:
+        output = double(layer.output)
+        assert output is not None
+        parts = output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)  # (h, d_out, k_v)
+        value = torch.linalg.qr(parts, mode="r").R @ value
+    mask = None if layer.mask is None else layer.mask.cpu()
+    rotary = None
+    if layer.rotary is not None:
+        cos, sin = (x.to("cpu", torch.float64) for x in (layer.rotary.cos, layer.rotary.sin))
+        rotary = Rotary(cos, sin)
+    return [
+        Head(
+            query[h],
+            key[h],
+            value[h],
+            query_bias[h],
+            key_bias[h],
+            layer.causal,
+            mask if mask is None or mask.ndim == 2 else mask[h],
+            rotary,
+        )
+        for h in range(layer.num_heads)
+    ]
+
+
+def _by_head(w: Tensor | None, heads: int) -> Tensor:
+    assert w is not None
+    return w.unflatten(0, (heads, -1))
+
+
+def _small(w: Tensor) -> Tensor:
+    """A matrix with the singular values of ``w`` and its smaller dimension twice."""
+    return torch.linalg.qr(w.T if w.shape[0] < w.shape[1] else w, mode="r").R
+
+
+def _product_norm(left: Tensor, right: Tensor) -> float:
+    """``‖L R^T‖`` for tall ``L`` and ``R`` with the same number of columns."""
+    small = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right, mode="r").R.T
+    return float(torch.linalg.matrix_norm(small, 2))
