@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention import DotProductAttention, Rotary
-from lipscope.bounds.theorem import NotApplicable
+from lipscope.bounds.theorem import NotApplicableError
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Head:
         """True where row i may read key j.
 
         Raises:
-            NotApplicable: If the layer's mask was made for another number of tokens.
+            NotApplicableError: If the layer's mask was made for another number of tokens.
         """
         n = num_tokens
         allowed = torch.ones(n, n, dtype=torch.bool)
@@ -81,7 +81,7 @@ class Head:
             allowed = allowed.tril()
         if self.mask is not None:
             if self.mask.shape[-1] != n:
-                raise NotApplicable(
+                raise NotApplicableError(
                     f"its mask was captured for {self.mask.shape[-1]} tokens, not for {n}"
                 )
             allowed = allowed & self.mask
@@ -90,22 +90,22 @@ class Head:
     def without_rotary(self) -> None:
         """Raise if logits depend on positions beyond the mask."""
         if self.rotary is not None:
-            raise NotApplicable("its logits depend on positions (rotary embedding)")
+            raise NotApplicableError("its logits depend on positions (rotary embedding)")
 
     def without_bias(self) -> None:
         """Raise if the query has a bias that reaches the logits."""
         if self.norm_b > 0:
-            raise NotApplicable("its queries have a bias")
+            raise NotApplicableError("its queries have a bias")
 
     def unmasked(self) -> None:
         """Raise if any row cannot read every token."""
         if self.causal or (self.mask is not None and not bool(self.mask.all())):
-            raise NotApplicable("it is masked")
+            raise NotApplicableError("it is masked")
 
     def causal_or_unmasked(self) -> None:
         """Raise for masks other than none and the causal one."""
         if self.mask is not None and not bool(self.mask.all()):
-            raise NotApplicable("its mask is neither empty nor causal")
+            raise NotApplicableError("its mask is neither empty nor causal")
 
 
 def heads_of(layer: DotProductAttention, *, fold: bool = True) -> list[Head]:

@@ -4,7 +4,7 @@ The first parameter says for what it holds (`Head`: one head of dot-product atte
 subclass of `Attention`: a whole layer of that variant), the others what it needs to know:
 ``x`` (a bound at this input), ``eps`` (in a ball around it), ``num_tokens`` and ``radius``
 (for all inputs of that length with tokens of at most that norm). What a signature cannot
-say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicable`.
+say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Metric = Literal["frobenius", "max-token", "infinity"]
 DERIVED = "derived here"
 
 
-class NotApplicable(Exception):
+class NotApplicableError(Exception):
     """A hypothesis of a theorem does not hold; the message says which one and why."""
 
 
