@@ -7,8 +7,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import io
+import sys
+from pathlib import Path
+
 import hypothesis
+import pytest
 import torch
+
+from command import TEXT, Command, Result
 
 # A matrix product takes milliseconds cold and microseconds warm: no deadline per example.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -17,3 +24,29 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Threads on matrices of 72 columns cost ten times what they compute.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def lipscope(tmp_path, monkeypatch, capsys) -> Command:
+    """The command in this process, in an empty folder with one text in it."""
+    # Not above: whatever is imported before the tests goes without checks of its types.
+    from lipscope import cli
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str | Path, stdin: bytes | None = None) -> Result:
+        Path("text.txt").write_text(TEXT, encoding="utf-8")
+        words = [str(a) for a in arguments]
+        monkeypatch.setattr(sys, "argv", ["lipscope", "measure", *words])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        Path("text.txt").unlink()
+        assert isinstance(end.value.code, int)
+        return Result(end.value.code, said.out, said.err)
+
+    return run

@@ -105,3 +105,16 @@ def test_bytes(text, expected):
 def test_bytes_that_are_none_or_too_few(text):
     with pytest.raises(InputError, match="memory"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["3:1", "999999999:0"])
+def test_a_range_that_counts_down_comes_with_the_one_that_was_meant(text):
+    meant = ":".join(reversed(text.split(":")))
+    for parse in (lambda: parse_tokens(text, 5, "move"), lambda: parse_integers(text, "move")):
+        with pytest.raises(InputError, match=f"upwards, such as {meant}. Found `{text}`"):
+            parse()
+
+
+def test_tokens_far_beyond_the_last_are_refused_without_counting_them():
+    with pytest.raises(InputError, match="at 5 tokens"):
+        parse_tokens(f"0:{10**15}", 5, "move")

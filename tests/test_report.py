@@ -203,6 +203,15 @@ def test_summary_does_not_call_noise_growth():
     text = Rows(curve(lambda n, s: 2 * n ** (noise[s] - 1.06))).summary()
     assert "no growth can be told from none" in text
     assert "falls like n^-0.50" in Rows(curve(lambda n, s: n**-0.5)).summary()
+    for tiny in (0.003, -0.003):
+        single = Rows(curve(lambda n, s, tiny=tiny: n**tiny, samples=1)).summary()
+        exact = Rows(curve(lambda n, s, tiny=tiny: n**tiny)).summary()
+        assert "it hardly changes, with no interval" in single
+        assert "it hardly changes (95 % interval" in exact
+        assert "-0.00" not in single + exact
+    assert "falls like n^-0.50, with no interval" in (
+        Rows(curve(lambda n, s: n**-0.5, samples=1)).summary()
+    )
 
 
 def test_rows_without_a_number_are_named_and_counted():

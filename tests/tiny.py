@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from lipscope.capture import LoadedModel, load_model
 
 TINY = {
@@ -33,3 +36,15 @@ def tiny(family: str, seed: int = 0, scale: float = 8.0) -> LoadedModel:
         if p.ndim == 2 and "embed" not in name and "wte" not in name and "wpe" not in name:
             p.data *= scale
     return loaded
+
+
+def encoder(*, batch_first: bool = True, dropout: float = 0.0) -> nn.TransformerEncoder:
+    """Torch's own layers: a model that transformers does not know."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=dropout, batch_first=batch_first)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        for p in model.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.8)
+    return model

@@ -281,11 +281,19 @@ def _course(line: Line) -> str:
     span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
     if fit.fits is False:
         return f"{span} its growth is {fit.verdict}, the slopes from length to length."
-    slope = round(fit.slope, 2) + 0.0  # no minus in front of a zero
-    verb = f"{'grows' if slope > 0 else 'falls'} like n^{slope:.2f}" if slope else "hardly changes"
+    slope = _exponent(fit.slope)
+    verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
+    if float(slope) == 0:
+        verb = "hardly changes"
     if fit.low is None or fit.high is None:
         return f"{span} it {verb}, with no interval: {fit.note}."
-    interval = f"95 % interval {fit.low:.2f} to {fit.high:.2f} for the sampling of text"
+    ends = f"{_exponent(fit.low)} to {_exponent(fit.high)}"
+    interval = f"95 % interval {ends} for the sampling of text"
     if fit.low <= 0 <= fit.high:
-        return f"{span} no growth can be told from none (exponent {slope:.2f}, {interval})."
+        return f"{span} no growth can be told from none (exponent {slope}, {interval})."
     return f"{span} it {verb} ({interval})."
+
+
+def _exponent(value: float) -> str:
+    """Two decimals, and no minus in front of a zero."""
+    return f"{round(value, 2) + 0.0:.2f}"

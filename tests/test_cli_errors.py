@@ -1,0 +1,175 @@
+"""The command: how every mistake ends, in one line that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import BERT, GPT2, NEOX, SHORT, TEXT, refused
+
+
+def test_unknown_model(lipscope):
+    """The test has no network: any other name is one that the hub would have to know."""
+    refused(
+        lipscope("no-such-model", "--text", "text.txt", *SHORT),
+        "`no-such-model`",
+        "local folder in Hugging Face format",  # what to do without a network
+    )
+    refused(lipscope("minlm", "--text", "text.txt"), "Did you mean `minilm`")
+    refused(lipscope("someone/some-model@v2", "--text", "text.txt"), "local folder")
+
+
+def test_a_folder_without_a_config(lipscope):
+    Path("model").mkdir()
+    for name in ("model", "./model", str(Path("model").resolve())):
+        refused(lipscope(name, "--text", "text.txt"), "config.json", left=["model"])
+    refused(lipscope("./nothing-here", "--text", "text.txt"), "nothing-here", left=["model"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([BERT, "--layers", "0,2"], ["between 0 and 1", "Found 2"]),
+        ([BERT, "--layers", "two"], ["--layers", "two"]),
+        ([NEOX, "--map", "residual"], ["`residual`", "`block`"]),
+        ([BERT, "--map", "nothing"], ["heads, attention, normed", "nothing"]),
+        ([BERT, "--map", "block", "--per-head"], ["per_head", "heads, attention, normed"]),
+        ([BERT, "--lengths", "16,513"], ["at most 512", "Found 513"]),
+        ([GPT2, "--lengths", "2049"], ["at most 2048", "Found 2049"]),
+        ([BERT, "--lengths", "0"], ["lengths", "positive"]),
+        ([BERT, "--lengths", "2:8:0"], ["--lengths", "2:8:0"]),
+        ([BERT, "--lengths", "many"], ["--lengths", "many"]),
+        ([BERT, "--samples", "0"], ["samples", "Found 0"]),
+        ([BERT, "--samples", "-3"], ["samples", "Found -3"]),
+        ([BERT, "--tol", "0"], ["tol", "positive"]),
+        ([BERT, "--tol", "-0.001"], ["tol", "positive"]),
+        ([BERT, "--tol", "nan"], ["tol"]),
+        ([BERT, "--tol", "2"], ["tol", "Found `tol = 2.0`"]),
+        ([BERT, "--tol", "1e-9"], ["tol", "float32"]),
+        ([BERT, "--delta", "0"], ["delta", "between 0 and 1"]),
+        ([BERT, "--delta", "1"], ["delta", "between 0 and 1"]),
+        ([BERT, "--delta", "-0.5"], ["delta", "between 0 and 1"]),
+        ([BERT, "--move", "5:9"], ["--move 5:9", "at 6 tokens"]),
+        ([BERT, "--read", "middle"], ["--read", "middle"]),
+        ([BERT, "--memory", "much"], ["memory", "much"]),
+        ([BERT, "--device", "abacus"], ["device", "abacus"]),
+        ([GPT2, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
+        ([GPT2, "--lengths", "6,1024", "--memory", "2MiB"], ["at 1024 tokens", "shorter lengths"]),
+        ([BERT, "--map", "model", "--lengths", "512", "--memory", "1MiB"], ["--memory"]),
+        ([BERT, "--tight", "--dtype", "float32"], ["float64"]),
+        (["random:brt"], ["random:brt", "bert"]),
+        (["random:"], ["model type"]),
+        (["random:bert:hiden_size=12"], ["hiden_size", "hidden_size"]),
+        (["random:bert:hidden_size"], ["key=value", "hidden_size"]),
+        (["random:bert:hidden_size=13,num_attention_heads=3"], ["random:bert"]),
+        (["random:gpt2:n_embd=65536,n_head=64,n_layer=12"], ["GiB", "smaller"]),
+    ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, list) else str(value),
+)
+def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
+    lengths = [] if "--lengths" in arguments else ["--lengths", "6"]
+    refused(lipscope(*arguments, *lengths, "--text", "text.txt"), *expected)
+
+
+def test_words_that_are_no_choice(tmp_path):
+    """In a process of its own: under pytest, types are checked before the command can."""
+    commands = {
+        "--metric": ("infinity", "`metric` should be one of frobenius, token-relative"),
+        "--windows": ("random", "`windows` should be one of spread, consecutive"),
+        "--dtype": ("float16", "`dtype` should be float32 or float64"),
+    }
+    code = (
+        "import sys; from lipscope import cli\n"
+        "given = sys.argv[1:]\n"
+        "for name, word in zip(given[::2], given[1::2]):\n"
+        "    sys.argv[1:] = ['measure', 'MODEL', '--lengths', '6', name, word]\n"
+        "    try: cli.main()\n"
+        "    except SystemExit as end: print(end.code)\n"
+    )
+    words = [word for name, (value, _) in commands.items() for word in (name, value)]
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("MODEL", BERT), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["2", "2", "2"]
+    said = done.stderr.splitlines()
+    assert len(said) == 3, done.stderr
+    for line, (value, expected) in zip(said, commands.values(), strict=True):
+        assert expected in line and value in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", ["empty"]),
+        (b" \n\t ", ["empty"]),
+        (b"too short", ["at least 64 tokens", "Found 9"]),
+        (bytes(range(256)) * 9, ["UTF-8", "binary"]),
+        (b"PK\x03\x04 looks like text but for \x00 here " * 9, ["UTF-8", "binary"]),
+    ],
+    ids=["empty", "blank", "short", "bytes", "zero"],
+)
+@pytest.mark.parametrize("where", ["file", "stdin"])
+def test_texts_that_cannot_be_measured(lipscope, content, expected, where):
+    expected = [w for w in expected if w != "binary"]
+    Path("binary").write_bytes(content)
+    if where == "file":
+        result = lipscope(BERT, "--text", "binary", "--lengths", "16,64")
+        expected = [*expected, "binary"] if "UTF-8" in expected else expected
+    else:
+        result = lipscope(BERT, "--text", "-", "--lengths", "16,64", stdin=content)
+    refused(result, *expected, left=["binary"])
+
+
+def test_too_short_a_text_says_how_many_tokens_it_takes(lipscope):
+    arguments = ["--lengths", "8,16", "--samples", "300", "--windows", "consecutive"]
+    refused(
+        lipscope(BERT, "--text", "text.txt", *arguments),
+        f"at least {300 * 16} tokens",
+        f"Found {len(TEXT)}",
+    )
+    options = ["minilm", "--text", "-", "--samples", "1", "--layers", "0", "--lengths", "6"]
+    refused(lipscope(*options, stdin=b"the quick brown fox jumps"), "at least 6 tokens", "Found 5")
+    fits = lipscope(*options, "--out", "run", stdin=b"the quick brown fox jumps over")
+    assert fits.status == 0, fits.err
+
+
+def test_a_text_that_is_not_there(lipscope):
+    refused(lipscope(BERT, "--text", "nowhere.txt"), "nowhere.txt", "No such file")
+    Path("folder").mkdir()
+    refused(lipscope(BERT, "--text", "folder"), "folder", "directory", left=["folder"])
+
+
+def test_an_output_folder_that_cannot_be_used(lipscope):
+    Path("file").write_text("mine")
+    refused(
+        lipscope(BERT, "--text", "text.txt", *SHORT, "--out", "file/run"),
+        "cannot be written",
+        left=["file"],
+    )
+    refused(lipscope(BERT, "--text", "text.txt", *SHORT, "--out", "file"), "--out", left=["file"])
+    assert Path("file").read_text() == "mine"
+
+
+def test_a_folder_that_holds_another_specification(lipscope):
+    assert lipscope(BERT, "--text", "text.txt", *SHORT, "--out", "run").status == 0
+    before = {f.name: f.read_bytes() for f in Path("run").iterdir()}
+    for change, named in (
+        (["--tol", "1e-2"], "tol"),
+        (["--seed", "1"], "seed"),
+        (["--layers", "0"], "layers"),
+        (["--samples", "1"], "samples"),
+        (["--lengths", "7"], "lengths"),
+        (["--map", "heads"], "map"),
+        (["--rest"], "rest"),
+    ):
+        result = lipscope(BERT, "--text", "text.txt", *SHORT, "--out", "run", *change)
+        refused(result, "another specification", rf"\b{named}\b", left=["run"])
+    assert {f.name: f.read_bytes() for f in Path("run").iterdir()} == before
