@@ -1,0 +1,188 @@
+"""The worst inputs of a layer: every construction for every head, and gradient ascent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope import inputs
+from lipscope.ascent import check_size
+from lipscope.attention import Attention
+from lipscope.bounds import DERIVED
+from lipscope.errors import InputError
+from lipscope.singular import top_singular
+
+# One construction is one function; those that place tokens by a head take its index.
+PER_HEAD: dict[str, Callable[..., inputs.Construction]] = {
+    "two_cluster": inputs.two_cluster,
+    "gamma_star": inputs.gamma_star,
+    "unbalanced": inputs.unbalanced,
+    "dominant_token": inputs.dominant_token,
+    "quadratic": inputs.quadratic,
+    "large_radius": inputs.large_radius,
+}
+PER_LAYER: dict[str, Callable[..., inputs.Construction]] = {"constant": inputs.constant}
+_BEST_AS_STARTS = 4
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One input and sigma of the whole layer there, or why it is not available.
+
+    Attributes:
+        name: Of the construction, or ``ascent``.
+        statement: Where it comes from.
+        cite: Key of the bibliography, or "derived here".
+        head: Head that placed the tokens, or None.
+        sigma: Lower end of the interval; None if not available.
+        upper: Upper end, valid with probability ``1 - 1e-6``.
+        radius_max: Largest token norm.
+        predicted: As in `Construction`: about the head's contribution, or the whole layer.
+        x: The input, or None.
+        v: Top right singular vector, for `inputs.confirm`, or None.
+        reason: Why it is not available, or None.
+    """
+
+    name: str
+    statement: str
+    cite: str
+    head: int | None
+    sigma: float | None
+    upper: float | None
+    radius_max: float | None
+    predicted: float | None
+    x: Float[Tensor, "n d"] | None
+    v: Float[Tensor, "n d"] | None
+    reason: str | None = None
+
+
+def worst(
+    layer: Attention,
+    *,
+    num_tokens: int,
+    radius: float,
+    heads: Sequence[int] | None = None,
+    restarts: int = 4,
+    steps: int = 60,
+    tol: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> list[Attack]:
+    """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
+
+    Holds for every layer; what cannot be built for it follows last, with the reason. The
+    ascent starts at the best constructions and at random inputs.
+
+    Args:
+        layer: The layer; the map is ``attention``, all heads with the projection.
+        num_tokens: Number of tokens.
+        radius: Largest token norm.
+        heads: Heads that place tokens; all if None.
+        restarts: Random starts of the ascent; with ``steps=0`` there is no ascent.
+        steps: Its iterations.
+        tol: Tolerance of the measurements.
+        generator: Source of random starts; torch's global one if None.
+
+    Returns:
+        One row per construction and head, and one for the ascent.
+
+    Raises:
+        InputError: For sizes or heads out of range.
+    """
+    check_size(num_tokens, radius)
+    chosen = range(layer.num_heads) if heads is None else heads
+    for head in chosen:
+        if not 0 <= head < layer.num_heads:
+            raise InputError(
+                f"`heads` should be between 0 and {layer.num_heads - 1}. Found {head}."
+            )
+    rows = [
+        _measured(layer, built, tol, generator) if isinstance(built, inputs.Construction) else built
+        for built in _all(layer, num_tokens, radius, chosen)
+    ]
+    rows.sort(key=_order)
+    if steps:
+        starts = [row.x for row in rows[:_BEST_AS_STARTS] if row.x is not None]
+        found = inputs.ascend(
+            layer,
+            num_tokens=num_tokens,
+            radius=radius,
+            restarts=restarts,
+            steps=steps,
+            start=starts,
+            generator=generator,
+        )
+        rows.append(_ascent(found))
+    return sorted(rows, key=_order)
+
+
+def _all(
+    layer: Attention, num_tokens: int, radius: float, heads: Sequence[int]
+) -> Iterator[inputs.Construction | Attack]:
+    for name, build in PER_LAYER.items():
+        yield _try(name, None, build, layer, num_tokens=num_tokens, radius=radius)
+    for name, build in PER_HEAD.items():
+        for head in heads:
+            yield _try(name, head, build, layer, head=head, num_tokens=num_tokens, radius=radius)
+
+
+def _try(
+    name: str,
+    head: int | None,
+    build: Callable[..., inputs.Construction],
+    layer: Attention,
+    **options: float,
+) -> inputs.Construction | Attack:
+    try:
+        return build(layer, **options)
+    except InputError as why:
+        none = (None,) * 6
+        return Attack(name, "", "", head, *none, str(why).removeprefix("not available: "))
+
+
+def _measured(
+    layer: Attention, built: inputs.Construction, tol: float, generator: torch.Generator | None
+) -> Attack:
+    top = top_singular(layer.linearise(built.x), tol=tol, generator=generator)
+    return Attack(
+        built.name,
+        built.statement,
+        built.cite,
+        built.head,
+        top.sigma,
+        top.upper,
+        _radius(built.x),
+        built.predicted,
+        built.x,
+        top.v,
+        top.note,
+    )
+
+
+def _ascent(found: inputs.Ascent) -> Attack:
+    top = found.top
+    return Attack(
+        "ascent",
+        "gradient ascent",
+        DERIVED,
+        None,
+        top.sigma,
+        top.upper,
+        _radius(found.x),
+        None,
+        found.x,
+        top.v,
+        top.note,
+    )
+
+
+def _radius(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dim=-1).max())
+
+
+def _order(row: Attack) -> float:
+    # NaN and "not available" go last.
+    return -row.sigma if row.sigma is not None and row.sigma == row.sigma else float("inf")

@@ -1,0 +1,28 @@
+"""Inputs on which attention is far from smooth, each built from one head's ``A`` and ``V``.
+
+``A = K^T Q / sqrt(k)``, logits ``<A x_i, x_j>``, tokens of norm at most ``R``. The head decides
+where the tokens go; what is measured is the layer with its biases, heads and projection.
+One kind of input is one function that returns a `Construction`; `ascend` searches.
+"""
+
+from lipscope.ascent import Ascent, ascend, confirm
+from lipscope.atoms import Repeated
+from lipscope.inputs.clusters import gamma_star, two_cluster, unbalanced, weighted_two_atoms
+from lipscope.inputs.construction import Construction
+from lipscope.inputs.tokens import constant, dominant_token, large_radius, quadratic
+
+__all__ = [
+    "Ascent",
+    "Construction",
+    "Repeated",
+    "ascend",
+    "confirm",
+    "constant",
+    "dominant_token",
+    "gamma_star",
+    "large_radius",
+    "quadratic",
+    "two_cluster",
+    "unbalanced",
+    "weighted_two_atoms",
+]
