@@ -108,6 +108,27 @@ class Head:
             raise NotApplicableError("its mask is neither empty nor causal")
 
 
+@dataclass(frozen=True)
+class Heads:
+    """All heads of a layer, unfolded, with the output projection that adds them up.
+
+    Attributes:
+        heads: The heads, each with its own ``V``.
+        output: ``W = [W_1 … W_H]``, ``(d_out, H k_v)``, or None for concatenated heads.
+    """
+
+    heads: tuple[Head, ...]
+    output: Float[Tensor, "d_out hkv"] | None
+
+
+def all_heads_of(layer: DotProductAttention, *, fold: bool = True) -> Heads:
+    """The heads of a layer with its output projection (map ``attention``) or without it."""
+    output = layer.output if fold else None
+    if output is not None:
+        output = output.detach().to("cpu", torch.float64)
+    return Heads(tuple(heads_of(layer, fold=False)), output)
+
+
 def heads_of(layer: DotProductAttention, *, fold: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64.
 
