@@ -183,3 +183,13 @@ def test_special_tokens_are_counted():
     bare = ls.measure("minilm", TEXT, special_tokens=False, **options)
     assert not {"[CLS]", "[SEP]"} & {t.text for t in bare.tokens}
     assert {r.num_tokens for r in bare} == {8, 16}
+
+
+@pytest.mark.slow
+def test_a_model_from_a_quantised_file_is_measured_in_both_dtypes():
+    """Transformers refuses `.float()` on it, so that only `.to` may be called."""
+    options: dict[str, Any] = {"layers": [1], "lengths": [4], "samples": 1}
+    single, double = (ls.measure("smollm2", dtype=d, **options)[0] for d in ("float32", "float64"))
+    assert (single.dtype, double.dtype) == ("float32", "float64")
+    assert single.weights == double.weights == "dequantised Q4_1"
+    assert math.isclose(single.sigma or 0, double.sigma or 0, rel_tol=1e-3)
