@@ -25,7 +25,7 @@ from lipscope.capture import (
     trace,
     windows_of_text,
 )
-from lipscope.capture.trace import exact_maths
+from lipscope.capture.prepare import exact_maths
 from lipscope.errors import InputError
 from lipscope.operator import materialise
 from tiny import TEXT, TINY, tiny
@@ -235,17 +235,30 @@ def test_a_cache_is_not_carried_into_the_replay():
 
 
 def test_a_layer_that_is_not_what_it_seems_is_an_error():
-    """A class with a known name and a forward of its own: the rebuilt output differs."""
+    """A known class whose module goes its own way: the rebuilt output differs."""
     loaded = tiny("bert")
-
-    class BertSelfAttention(type(loaded.model.encoder.layer[1].attention.self)):  # pyright: ignore
-        def forward(self, hidden_states, attention_mask=None, **kwargs):
-            out, weights = super().forward(hidden_states, attention_mask, **kwargs)
-            return 2 * out, weights
-
-    loaded.model.encoder.layer[1].attention.self.__class__ = BertSelfAttention  # pyright: ignore
+    site = loaded.model.encoder.layer[1].attention.self  # pyright: ignore
+    site.value.register_forward_hook(lambda _, __, out: 2 * out)
     with pytest.raises(InputError, match="should equal the model's own output"):
         captured(loaded, ids(loaded), "attention")
+
+
+def test_a_class_of_a_known_name_from_elsewhere_is_run_not_read():
+    loaded = tiny("bert")
+    site = loaded.model.encoder.layer[1].attention.self  # pyright: ignore
+    plain = captured(loaded, ids(loaded), "heads")
+
+    class BertSelfAttention(type(site)):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            out, weights = super().forward(hidden_states, attention_mask, **kwargs)
+            return 2 * out + 1, weights
+
+    site.__class__ = BertSelfAttention
+    layer = captured(loaded, ids(loaded), "heads")
+    assert layer.attention is None and plain.attention is not None
+    assert torch.allclose(layer.output, 2 * plain.output + 1, atol=1e-12)
+    ours, twice = (materialise(a.linearise(a.x)) for a in (layer, plain))
+    assert torch.allclose(ours, 2 * twice, atol=1e-11)
 
 
 # --- torch's own attention, and user modules

@@ -1,11 +1,13 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.capture import bert, llama  # noqa: F401  (registers the families)
+from lipscope.capture import bert, llama
+from lipscope.capture.calls import Trace
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
+from lipscope.capture.prepare import prepared
 from lipscope.capture.samples import Sample, moved, samples_of
 from lipscope.capture.sites import attention_sites, reader_of
-from lipscope.capture.trace import Trace, prepared, trace
+from lipscope.capture.trace import trace
 from lipscope.capture.windows import Window, default_text, windows_of_text
 
 __all__ = [
@@ -17,9 +19,11 @@ __all__ = [
     "Window",
     "adopt_model",
     "attention_sites",
+    "bert",
     "build_map",
     "check_request",
     "default_text",
+    "llama",
     "load_model",
     "moved",
     "prepared",

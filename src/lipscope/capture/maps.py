@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.capture.calls import Trace, as_tokens, first_tensor
+from lipscope.capture.masks import check_visible
+from lipscope.capture.prepare import exact_maths
 from lipscope.capture.replay import (
     ClosedForm,
     Replayed,
@@ -18,10 +21,12 @@ from lipscope.capture.replay import (
     projection_by_head,
     replay_block,
 )
+from lipscope.capture.residual import norm_before, residual
 from lipscope.capture.sites import AttentionCall, reader_of
-from lipscope.capture.trace import NormCall, Trace, as_tokens, exact_maths, first_tensor, run
+from lipscope.capture.sums import close, distance
+from lipscope.capture.trace import run
 from lipscope.errors import InputError
-from lipscope.operator import Operator, compose, linearise, plus_identity
+from lipscope.operator import Operator, compose, linearise
 
 MapName = Literal["heads", "attention", "normed", "residual", "block", "model"]
 MAPS: tuple[str, ...] = get_args(MapName)
@@ -31,7 +36,7 @@ PER_HEAD_MAPS = ("heads", "attention", "normed")
 # largest output entry.
 _AGREEMENT = {torch.float32: 1e-5, torch.float64: 1e-10}
 # Matrices of scores per head and layer that the generic path holds at its peak: scores,
-# probabilities, their cotangents and the graph of the second pullback (5.4 to 6.2 measured).
+# probabilities, their cotangents and the graph of the second pullback.
 _GENERIC_COPIES = 7
 
 
@@ -125,9 +130,11 @@ def _call(record: Trace, layer: int | None) -> AttentionCall:
 def _layer_map(
     record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
 ) -> LayerMap:
-    _check_visible(call)
+    check_visible(call)
     if name == "block":
         return _block_map(record, call, layer)
+    if call.refusal:
+        raise InputError(call.refusal)
     reader = reader_of(call.module)
     core: ClosedForm | Replayed
     core = ClosedForm(call, reader(call)) if reader is not None else Replayed(call, per_head)
@@ -149,19 +156,14 @@ def _layer_map(
             build,
             attention,
             heads,
-            lambda: _head_outputs(call, name, heads),
+            lambda: _head_outputs(call, core, name, heads),
         )
 
     if name == "heads":
-        if call.heads is None:
-            raise InputError(
-                f"The map `heads` needs an output projection of its own. Found none after "
-                f"`{call.name}`; use the map `attention`."
-            )
-        return finished(call.x, call.heads, core.heads, core.linearise_heads)
+        return finished(call.x, _own_heads(call, core), core.heads, core.linearise_heads)
     if name == "attention":
         return finished(call.x, call.output, core.attend, core.linearise_attention)
-    norm = _norm_before(record, call)
+    norm = norm_before(record, call)
     if name == "normed":
         if norm is None:
             raise InputError(
@@ -177,103 +179,39 @@ def _layer_map(
                 core.linearise_attention(before(x), m, h), linearise(before, x)
             ),
         )
-    return _residual_map(record, call, norm, core, finished)
+    return finished(*residual(record, call, norm, core))
 
 
-def _head_outputs(call: AttentionCall, name: str, count: int | None) -> Tensor:
-    assert call.heads is not None and count is not None
-    heads = call.heads.unflatten(1, (count, -1)).transpose(0, 1)
+def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
+    """The heads that the model computed, or those that its projection takes to its output."""
+    if call.projection is None:
+        raise InputError(
+            f"The map `heads` needs an output projection of its own. Found none after "
+            f"`{call.name}`; use the map `attention`."
+        )
+    if call.heads is not None:
+        return call.heads
+    with torch.no_grad():
+        heads = core.heads(call.x)
+        agree = close(call.projection(heads), call.output)
+    if not agree:
+        raise InputError(
+            f"The heads of `{call.name}` should give its output through its output projection. "
+            "Found another output; use the map `attention`."
+        )
+    return heads
+
+
+def _head_outputs(
+    call: AttentionCall, core: ClosedForm | Replayed, name: str, count: int | None
+) -> Tensor:
+    assert count is not None
+    heads = _own_heads(call, core).unflatten(1, (count, -1)).transpose(0, 1)
     return heads if name == "heads" else heads @ projection_by_head(call).mT
 
 
 def _no_heads() -> Tensor:
     raise InputError("Blocks and models have no single heads; leave out `per_head`.")
-
-
-def _norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
-    """The norm whose output is the layer's input, found by where the tensor lies."""
-    for norm in record.norms:
-        if norm.y.data_ptr() == call.kept[0].data_ptr() and norm.y.numel() == call.x.numel():
-            return norm
-    return None
-
-
-def _residual_map(
-    record: Trace,
-    call: AttentionCall,
-    norm: NormCall | None,
-    core: ClosedForm | Replayed,
-    finished: Callable[..., LayerMap],
-) -> LayerMap:
-    """``x + f(N(x))`` (pre-norm) or ``N(u + f(u))`` (post-norm), with further norms.
-
-    Which of them the model computes is read off the trace: its sum must be the input of a
-    later norm.
-    """
-    after = next((m for m in record.norms if m.x.data_ptr() == call.kept[-1].data_ptr()), None)
-    added = call.output if after is None else as_tokens(after.y, call.token_axis)
-    second = TokenModule(after.module, after.x) if after is not None else None
-
-    def branch(u: Tensor) -> Tensor:
-        return core.attend(u) if second is None else second(core.attend(u))
-
-    def branch_operator(u: Tensor, memory: int, per_head: bool) -> Operator:
-        op = core.linearise_attention(u, memory, per_head)
-        return op if second is None else compose(linearise(second, core.attend(u)), op)
-
-    if norm is not None:
-        total = _close_sum(record, as_tokens(norm.x, call.token_axis), added, call)
-        if total is not None:
-            before = TokenModule(norm.module, norm.x)
-            return finished(
-                as_tokens(norm.x, call.token_axis),
-                as_tokens(total.x, call.token_axis),
-                lambda x: x + branch(before(x)),
-                lambda x, m, h: plus_identity(
-                    compose(branch_operator(before(x), m, h), linearise(before, x))
-                ),
-            )
-    total = _close_sum(record, call.x, added, call)
-    if total is None:
-        raise InputError(
-            f"The map `residual` needs a sum of the layer's input and output that enters a norm. "
-            f"Found none after `{call.name}`; use the map `block`."
-        )
-    if second is not None:  # x + N f(x): the sum itself is the stream
-        return finished(
-            call.x,
-            as_tokens(total.x, call.token_axis),
-            lambda u: u + branch(u),
-            lambda u, m, h: plus_identity(branch_operator(u, m, h)),
-        )
-    outer = TokenModule(total.module, total.x)
-    return finished(
-        call.x,
-        as_tokens(total.y, call.token_axis),
-        lambda u: outer(u + branch(u)),
-        lambda u, m, h: compose(
-            linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
-        ),
-    )
-
-
-def _close_sum(record: Trace, x: Tensor, added: Tensor, call: AttentionCall) -> NormCall | None:
-    """The norm call whose input is ``x + added`` up to rounding."""
-    if x.shape != added.shape:
-        return None
-    total = x + added
-    for norm in record.norms[call.norms_before :]:
-        if norm.x.numel() == total.numel():
-            seen = as_tokens(norm.x, call.token_axis)
-            if seen.shape == total.shape and _close(seen, total):
-                return norm
-    return None
-
-
-def _close(seen: Tensor, total: Tensor) -> bool:
-    if bool(total.isfinite().all()):
-        return _distance(seen, total) <= 1e-5
-    return torch.allclose(seen, total, rtol=1e-5, equal_nan=True)
 
 
 def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMap:
@@ -301,19 +239,25 @@ def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMa
 
 
 def _model_map(record: Trace) -> LayerMap:
-    width = record.blocks[0].x.shape[-1] if record.blocks else None
-    if record.output is None or record.output.shape[-1] != width:
+    if record.first is None:
+        raise InputError(
+            "The map `model` needs blocks in a list, from the first of which it starts. "
+            f"Found none around `{record.calls[0].name}`."
+        )
+    first, hidden, start = record.first
+    if record.output is None or record.output.shape[-1] != start.shape[-1]:
         raise InputError("The map `model` ends at the last hidden state; leave out the head.")
-    first, axis = record.blocks[0], record.calls[0].token_axis
+    axis = record.calls[0].token_axis
 
     def function(x: Tensor) -> Tensor:
         def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            shaped = x.unsqueeze(1 - axis)
+            handle.remove()  # a block with shared weights is called again for later layers
+            shaped = x.unsqueeze(1 - axis).clone()
             if args:
                 return (shaped, *args[1:]), kwargs
-            return args, {**kwargs, first.hidden: shaped}
+            return args, {**kwargs, hidden: shaped}
 
-        handle = first.module.register_forward_pre_hook(replace, with_kwargs=True)
+        handle = first.register_forward_pre_hook(replace, with_kwargs=True)
         try:
             with exact_maths(x.dtype):
                 return as_tokens(first_tensor(run(record.model, record.inputs)), axis)
@@ -323,7 +267,7 @@ def _model_map(record: Trace) -> LayerMap:
     return LayerMap(
         None,
         "model",
-        as_tokens(first.x, axis),
+        as_tokens(start, axis),
         as_tokens(record.output, axis),
         function,
         lambda x, m, h: linearise(function, x),
@@ -362,32 +306,12 @@ def check_request(
         )
 
 
-def _check_visible(call: AttentionCall) -> None:
-    """Refuse a row that may read no token: its softmax is undefined."""
-    mask = call.arguments.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 4:
-        return
-    hidden = ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
-    rows = hidden.all(-1).flatten().nonzero()
-    if len(rows):
-        row = int(rows[0]) % mask.shape[-2]
-        raise InputError(
-            f"Every token should read at least one token. Found that token {row} of "
-            f"`{call.name}` reads none (left padding?); pad on the right or drop the padding."
-        )
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference relative to the largest entry of ``b``."""
-    return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))
-
-
 def _check_agreement(built: LayerMap, record: Trace) -> None:
     """The rebuilt map must give the model's own output at the captured input."""
     if not bool(built.output.isfinite().all()):
         return  # reported as non-finite by the solver
     with torch.no_grad():
-        error = _distance(built(built.x), built.output)
+        error = distance(built(built.x), built.output)
     limit = _AGREEMENT.get(built.x.dtype, 1e-2)
     if not error <= limit:
         where = record.calls[built.layer].name if built.layer is not None else "the model"

@@ -54,3 +54,30 @@ def _visible(mask: Tensor, call: AttentionCall) -> Tensor:
             "(a score bias), which its closed form does not cover."
         )
     return ~hidden
+
+
+def check_visible(call: AttentionCall) -> None:
+    """Refuse a row that may read no token: its softmax is undefined.
+
+    Raises:
+        InputError: If a row of the mask hides every token.
+    """
+    mask = call.arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        return
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+    else:
+        hidden = mask if _hides(call) else ~mask
+    rows = hidden.all(-1).flatten().nonzero()
+    if len(rows):
+        row = int(rows[0]) % mask.shape[-2]
+        raise InputError(
+            f"Every token should read at least one token. Found that token {row} of "
+            f"`{call.name}` reads none (left padding?); pad on the right or drop the padding."
+        )
+
+
+def _hides(call: AttentionCall) -> bool:
+    """Whether True in a boolean mask means hidden; MPT's means so, all others' visible."""
+    return type(call.module).__module__.startswith("transformers.models.mpt.")

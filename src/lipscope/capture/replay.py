@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lipscope.attention import Attention
+from lipscope.capture.calls import BlockCall, as_tokens, first_tensor
+from lipscope.capture.prepare import exact_maths
 from lipscope.capture.sites import AttentionCall
-from lipscope.capture.trace import BlockCall, as_tokens, exact_maths, first_tensor
 from lipscope.errors import InputError
 from lipscope.operator import Operator, compose, linearise, over_leading
 
@@ -65,40 +67,63 @@ class Replayed:
 
     def __init__(self, call: AttentionCall, per_head: bool) -> None:
         self.call = call
-        if per_head and (call.heads is None or count_heads(call.module) is None):
+        if per_head and (call.projection is None or count_heads(call.module) is None):
             raise InputError(
                 f"Single heads need a known head count and output projection. Found "
                 f"neither in `{call.name}`; leave out `per_head`."
             )
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         call = self.call
-        shaped = x.unsqueeze(1 - call.token_axis)
+        # A copy: a module may write into its input.
+        shaped = x.unsqueeze(1 - call.token_axis).clone()
         arguments = {**call.arguments, **dict.fromkeys(call.hidden, shaped)}
         with exact_maths(x.dtype):
-            return as_tokens(first_tensor(_apply(call.module, arguments)), call.token_axis)
+            if weights is None:
+                out = _apply(call.module, arguments)
+            else:
+                out = functional_call(call.module, dict(weights), kwargs=arguments)
+            return as_tokens(first_tensor(out), call.token_axis)
 
     def attend(self, x: Tensor) -> Tensor:
         """The map ``attention``."""
+        projection = self.call.projection
+        if projection is None:
+            return self._run(x)
+        if self.call.goes_on:
+            return self._seen_at(projection, x)[1]
         out = self._run(x)
-        if self.call.projection is not None and not self.call.projection_inside:
-            out = self.call.projection(out)
-        return out
+        return out if self.call.projection_inside else projection(out)
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
+        if isinstance(self.call.module, nn.MultiheadAttention):
+            # It never calls its projection: an identity in its place leaves the heads.
+            weight = self.call.module.out_proj.weight
+            identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+            bare: dict[str, Tensor] = {"out_proj.weight": identity}
+            if self.call.module.out_proj.bias is not None:
+                bare["out_proj.bias"] = torch.zeros_like(self.call.module.out_proj.bias)
+            return self._run(x, bare)
         if not self.call.projection_inside:
             return self._run(x)
         assert self.call.projection is not None
-        seen: list[Tensor] = []
-        handle = self.call.projection.register_forward_pre_hook(
-            lambda _, args: seen.append(args[0])
-        )
+        return self._seen_at(self.call.projection, x)[0]
+
+    def _seen_at(self, leaf: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output of a module inside, when the attention runs at ``x``."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def look(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            seen.append((args[0], out))
+
+        handle = leaf.register_forward_hook(look)
         try:
             self._run(x)
         finally:
             handle.remove()
-        return as_tokens(seen[0], self.call.token_axis)
+        source, result = seen[-1]
+        return as_tokens(source, self.call.token_axis), as_tokens(result, self.call.token_axis)
 
     def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         """The Jacobian of `attend`."""
@@ -155,14 +180,14 @@ class TokenModule:
     def __call__(self, x: Tensor) -> Tensor:
         """The module's output at ``x``, as a token matrix."""
         with exact_maths(x.dtype):
-            return first_tensor(self.module(x.reshape(self.shape))).reshape(x.shape[0], -1)
+            return first_tensor(self.module(x.reshape(self.shape).clone())).reshape(x.shape[0], -1)
 
 
 def replay_block(block: BlockCall, axis: int) -> Callable[[Tensor], Tensor]:
     """A block as a function of its input, all other arguments as the model passed them."""
 
     def function(x: Tensor) -> Tensor:
-        arguments = {**block.arguments, block.hidden: x.unsqueeze(1 - axis)}
+        arguments = {**block.arguments, block.hidden: x.unsqueeze(1 - axis).clone()}
         with exact_maths(x.dtype):
             return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
 

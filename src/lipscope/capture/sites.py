@@ -27,9 +27,11 @@ class AttentionCall:
         output: Output with the output projection, ``(n, d_out)``.
         projection: The output projection, where a module of its own.
         projection_inside: Whether the module applies the projection itself.
+        goes_on: Whether the module does more after its projection (adds the residual).
         heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
         implementation: Attention implementation under which the call was made.
-        norms_before: Number of norms that the model had called before.
+        sums_before: Number of sums that the model had formed before.
+        refusal: Why the call is no attention map of its input; empty if it is one.
     """
 
     name: str
@@ -41,9 +43,11 @@ class AttentionCall:
     output: Tensor
     projection: nn.Module | None = None
     projection_inside: bool = True
+    goes_on: bool = False
     heads: Tensor | None = None
     implementation: str | None = None
-    norms_before: int = 0
+    sums_before: int = 0
+    refusal: str = ""
     kept: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -57,7 +61,7 @@ _FAMILIES: dict[str, Reader] = {}
 
 
 def family(*class_names: str) -> Callable[[Reader], Reader]:
-    """Register how to read the weights of attention modules with these class names."""
+    """Register how to read the weights of transformers' attention modules with these names."""
 
     def register(reader: Reader) -> Reader:
         _FAMILIES.update(dict.fromkeys(class_names, reader))
@@ -67,13 +71,13 @@ def family(*class_names: str) -> Callable[[Reader], Reader]:
 
 
 def reader_of(module: nn.Module) -> Reader | None:
-    """The reader for a module's class, or None for an unknown family."""
-    return _FAMILIES.get(type(module).__name__)
+    """The reader for a module's class, or None for an unknown family.
 
-
-def families() -> dict[str, Reader]:
-    """All registered class names and their readers."""
-    return dict(_FAMILIES)
+    A class of the same name from elsewhere may compute something else.
+    """
+    kind = type(module)
+    known = kind.__module__.startswith("transformers.")
+    return _FAMILIES.get(kind.__name__) if known else None
 
 
 def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, nn.Module]:
@@ -132,6 +136,43 @@ def _is_cross(name: str, module: nn.Module) -> bool:
         or bool(getattr(module, "is_cross_attention", False))
         or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
     )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Linear`` or the transposed ``Conv1D`` of GPT-2."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def linears(module: nn.Module) -> list[nn.Module]:
+    """The linear maps inside a module."""
+    return [m for m in module.modules() if is_linear(m)]
+
+
+def block_of(model: nn.Module, site: str) -> str | None:
+    """Path of the Transformer block around a site, or None.
+
+    The innermost element of a module list that has weight matrices (an MLP, experts) besides
+    the site's own and its output projection's.
+    """
+    parts = site.split(".")
+    own = _matrices(model.get_submodule(site))
+    for depth in range(len(parts) - 1, 0, -1):
+        path = ".".join(parts[:depth])
+        if parts[depth - 1].isdigit() and _matrices(model.get_submodule(path)) > own + 1:
+            return path
+    return None
+
+
+def first_block_of(block: str) -> str:
+    """Path of the first element of the outermost list that holds a block."""
+    parts = block.split(".")
+    depth = next(i for i, part in enumerate(parts) if part.isdigit())
+    return ".".join([*parts[:depth], "0"])
+
+
+def _matrices(module: nn.Module) -> int:
+    """Number of weights with two axes or more: experts keep theirs without linear layers."""
+    return sum(p.ndim > 1 for p in module.parameters())
 
 
 def _some(named: dict[str, nn.Module]) -> str:
