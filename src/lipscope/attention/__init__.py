@@ -1,7 +1,17 @@
 """Attention layers with their Jacobian in closed form; one variant is one file."""
 
 from lipscope.attention.core import Attention
+from lipscope.attention.cosine import ScaledCosineAttention
 from lipscope.attention.dot_product import DotProductAttention
+from lipscope.attention.l2 import L2Attention
+from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.projections import Rotary
 
-__all__ = ["Attention", "DotProductAttention", "Rotary"]
+__all__ = [
+    "Attention",
+    "DotProductAttention",
+    "L2Attention",
+    "LipschitzNormAttention",
+    "Rotary",
+    "ScaledCosineAttention",
+]

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lipscope.attention.projections import AllHeads, Part, PerHead, Rotary
+from lipscope.attention.projections import AllHeads, Frame, Part, PerHead, Rotary
 from lipscope.errors import InputError
 from lipscope.operator import Operator, over_leading
 
@@ -186,6 +186,11 @@ class Attention(nn.Module, ABC):
         times = self.num_heads // self.num_groups
         return g if times == 1 else g.unflatten(-3, (self.num_groups, times)).sum(-3)
 
+    def frame(self, x: Tensor, part: Part, *, per_head: bool) -> Frame:
+        """The linear maps around the core at ``x``; a variant may add to them."""
+        del x
+        return PerHead(self, part) if per_head else AllHeads(self, part)
+
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
@@ -220,7 +225,7 @@ class Attention(nn.Module, ABC):
         """
         with torch.no_grad():
             core = _Core(self, x, memory)
-            frame = PerHead(self, part) if per_head else AllHeads(self, part)
+            frame = self.frame(x, part, per_head=per_head)
         n, d = x.shape
 
         def mv(e: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -43,6 +43,30 @@ class Rotary:
         a, b = (turned * self.sin).chunk(2, dim=-1)
         turned = turned * self.cos + torch.cat([b, -a], dim=-1)
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """What stands around the core: linear maps into queries, keys and values, and out."""
+
+    axes: int
+    width_out: int
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
+        ...
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        ...
+
+    def leave(self, o: Tensor) -> Tensor:
+        """From the heads' outputs to the map's output."""
+        ...
+
+    def leave_t(self, g: Tensor) -> Tensor:
+        """The transpose of `leave`."""
+        ...
 
 
 class AllHeads:

@@ -1,0 +1,93 @@
+"""L2 attention with tied weights: the score ``-|x_i W - x_j W|²`` of Kim et al."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention.core import Attention
+from lipscope.errors import InputError
+
+
+class L2Attention(Attention):
+    """Attention by distance, Lipschitz on all inputs of one length.
+
+    ``f^h(X) = P^h X A_h`` with ``P^h_ij ∝ exp(-|x_i W_h - x_j W_h|² / √k)`` and
+    ``A_h = W_h W_h^T / √k``; ``F(X) = [f^1 W^{V,1}, …, f^H W^{V,H}] W^O``. Queries and keys
+    share their weights: untied, it is not Lipschitz either.
+
+    Holds for encoders and causal decoders.
+
+    Args:
+        query: ``W_h^T`` of all heads, ``(num_heads * k, d)``: queries and keys alike.
+        value: ``(W^{V,h})^T`` of all heads, ``(num_heads * d_v, d)``.
+        output: ``(W^O)^T``, ``(d_out, num_heads * d_v)``, or None for concatenated heads.
+        num_heads: Number of heads.
+        causal: Token i reads tokens j <= i only.
+        mask: ``(n, n)`` or ``(num_heads, n, n)``: True where i may read j.
+
+    Raises:
+        InputError: If the shapes do not fit together.
+
+    Source: L2 self-attention of [kim2021].
+
+    >>> layer = L2Attention(torch.eye(2), torch.eye(2))
+    >>> layer(torch.tensor([[1.0, 0.0], [1.0, 0.0]])) * 2**0.5
+    tensor([[1., 0.],
+            [1., 0.]])
+    """
+
+    tied: Tensor
+    inner: Tensor
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        num_heads: int = 1,
+        causal: bool = False,
+        mask: Bool[Tensor, "*h n n"] | None = None,
+    ) -> None:
+        if query.shape[0] % num_heads or value.shape[0] % num_heads:
+            raise InputError(
+                f"`query` and `value` should have a multiple of {num_heads} rows. "
+                f"Found {query.shape[0]} and {value.shape[0]}."
+            )
+        # The factor 1/√k of the squared distance, shared by queries and keys: no scale left.
+        scaled = query * (query.shape[0] // num_heads) ** -0.25
+        by_head = scaled.unflatten(0, (num_heads, -1))
+        folded = value.unflatten(0, (num_heads, -1)) @ by_head.mT @ by_head
+        super().__init__(
+            scaled,
+            scaled,
+            folded.flatten(0, 1),
+            output,
+            num_heads=num_heads,
+            scale=1.0,
+            causal=causal,
+            mask=mask,
+        )
+        self.register_buffer("tied", query)
+        self.register_buffer("inner", value)
+
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``-|q_i - k_j|²``."""
+        s = torch.matmul(2 * q, k.mT, out=out)
+        return s - q.square().sum(-1, keepdim=True) - k.square().sum(-1)[..., None, :]
+
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``-2 <q_i - k_j, dq_i - dk_j>``."""
+        s = torch.matmul(torch.cat([dq, q], -1), torch.cat([2 * k, 2 * dk], -1).mT, out=out)
+        own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
+        return s - 2 * own - 2 * other
+
+    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
+        """``2 (gs k - rowsum(gs) q)`` and ``2 (gs^T q - colsum(gs) k)``."""
+        gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q
+        gk = torch.matmul(gs.mT, q) - gs.sum(-2)[..., None] * k
+        return 2 * gq, 2 * gk

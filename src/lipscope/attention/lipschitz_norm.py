@@ -1,0 +1,96 @@
+"""Dot-product attention whose scores are divided by the size of queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention.core import Attention
+from lipscope.errors import InputError
+from lipscope.operator import Operator, linearise
+
+
+class LipschitzNormAttention(Attention):
+    """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, one head, every token visible.
+
+    ``u = ‖Q‖_F``, ``v = max_j |k_j|``, ``w = max_j |v_j|`` over all tokens.
+
+    Holds for one head without mask. The divisor depends on all tokens, so the Jacobian is
+    that of automatic differentiation, valid where both maxima are attained once.
+
+    Args:
+        query: ``(k, d)``.
+        key: ``(k, d)``.
+        value: ``(d_v, d)``.
+        output: ``(d_out, d_v)``, or None.
+
+    Raises:
+        InputError: If the shapes do not fit together.
+
+    Source: the quadratic form of LipschitzNorm in [dasoulas2021], as in the authors' code.
+
+    >>> eye = torch.eye(2)
+    >>> layer = LipschitzNormAttention(eye, eye, eye)
+    >>> bool(torch.allclose(layer(torch.eye(2)), layer(10 * torch.eye(2)) / 10))
+    True
+    """
+
+    def __init__(
+        self,
+        query: Float[Tensor, "k d"],
+        key: Float[Tensor, "k d"],
+        value: Float[Tensor, "dv d"],
+        output: Float[Tensor, "d_out dv"] | None = None,
+    ) -> None:
+        super().__init__(query, key, value, output, scale=1.0)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries over the divisor, keys and values, each ``(..., 1, n, width)``."""
+        q, k, v = super().project(x)
+        size_q = q.square().sum((-2, -1), keepdim=True).sqrt()
+        size_k, size_v = (z.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v))
+        sizes = torch.stack([size_q * size_k, size_q * size_v, size_k * size_v])
+        return q / sizes.amax(0).clamp_min(torch.finfo(x.dtype).tiny), k, v
+
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``<q_i, k_j>``; the divisor is in ``q`` already."""
+        return torch.matmul(q, k.mT, out=out)
+
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``<dq_i, k_j> + <q_i, dk_j>``."""
+        return torch.matmul(torch.cat([dq, q], dim=-1), torch.cat([k, dk], dim=-1).mT, out=out)
+
+    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
+        """``gs k`` and ``gs^T q``."""
+        return torch.bmm(gs, k), torch.bmm(gs.mT, q)
+
+    def linearise(
+        self,
+        x: Float[Tensor, "n d"],
+        *,
+        memory: int = 2**30,
+        part: str = "attention",
+        per_head: bool = False,
+    ) -> Operator:
+        """The Jacobian at ``x`` by automatic differentiation.
+
+        Args:
+            x: The point, ``(n, d)``.
+            memory: Not used.
+            part: ``attention``, or ``heads`` for what enters the output projection.
+            per_head: Not available: there is one head.
+
+        Returns:
+            Operator ``(n, d) -> (n, d_out)``.
+
+        Raises:
+            InputError: If heads are asked for one by one.
+        """
+        del memory
+        if per_head:
+            raise InputError("`per_head` should be False for LipschitzNorm. Found one head.")
+        whole = part == "attention"
+        return linearise(lambda z: self(z) if whole else self.heads(z), x)

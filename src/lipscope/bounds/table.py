@@ -1,0 +1,190 @@
+"""Every bound for a layer, with its value or the reason why it has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.attention.projections import Part
+from lipscope.bounds.several import Layer, evaluate
+from lipscope.bounds.theorem import (
+    Kind,
+    Metric,
+    NotApplicableError,
+    Scope,
+    Theorem,
+    catalogue,
+)
+from lipscope.errors import InputError
+
+# An a-priori radius is computed in float64, the tokens it must cover often in float32.
+_ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One theorem, asked about one layer.
+
+    Attributes:
+        theorem: Name in the catalogue.
+        statement: Where it is stated.
+        cite: Key of the bibliography, or "derived here".
+        kind: ``upper`` or ``lower``.
+        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field``, ``limit``.
+        metric: How input and output are measured.
+        map: ``attention`` or ``heads``.
+        value: The bound of sigma, or None.
+        applicable: Whether there is a value.
+        reason: Why there is none, or "".
+        head: The query head it speaks of, or None for the whole layer.
+        note: What a reader must know, or "".
+    """
+
+    theorem: str
+    statement: str
+    cite: str
+    kind: Kind
+    scope: Scope
+    metric: Metric
+    map: Part
+    value: float | None
+    applicable: bool
+    reason: str
+    head: int | None
+    note: str
+
+
+def bounds(
+    layer: Attention,
+    x: Float[Tensor, "n d"] | None = None,
+    *,
+    num_tokens: int | None = None,
+    radius: float | None = None,
+    part: Part = "attention",
+    head: int | None = None,
+    metric: Metric | None = None,
+    sharp: bool = False,
+) -> list[Bound]:
+    """Ask every theorem of the catalogue about a layer.
+
+    Theorems at an input read ``x``; those for all inputs read ``num_tokens`` and ``radius``,
+    which are those of ``x`` if not given.
+
+    Args:
+        layer: An attention layer, captured or built from weights.
+        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
+        num_tokens: Number of tokens; that of ``x`` if None.
+        radius: Largest token norm; that of ``x`` if None.
+        part: ``attention``, or ``heads`` for the concatenation before the projection.
+        head: One query head alone; all together if None.
+        metric: Only bounds in this metric; all if None.
+        sharp: Also the forms that take seconds a head.
+
+    Returns:
+        One entry per theorem: what does not apply says why.
+
+    Raises:
+        InputError: If an argument makes no sense for any theorem.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProductAttention
+    >>> layer = DotProductAttention(*3 * [torch.eye(2, dtype=torch.float64)])
+    >>> for bound in bounds(layer, num_tokens=4, radius=1.0):
+    ...     if bound.theorem in ("castin_thm_3_3", "global_g2", "yudin_thm_3"):
+    ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
+    castin_thm_3_3 6.12
+    global_g2 2.56
+    yudin_thm_3 it asks for `x`
+    """
+    x, num_tokens, radius = _checked(layer, x, num_tokens, radius, part, head)
+    asked = Layer(layer, part, head)
+    found = []
+    for theorem in catalogue():
+        if metric is not None and theorem.metric != metric:
+            continue
+        value, reason = None, ""
+        try:
+            if "eps" in theorem.needs:
+                raise NotApplicableError("it holds in a ball; ask `certify`")
+            if theorem.slow and not sharp:
+                raise NotApplicableError("it takes seconds a head; ask for sharper forms")
+            value = evaluate(theorem, asked, x=x, num_tokens=num_tokens, radius=radius)
+        except NotApplicableError as error:
+            reason = str(error)
+        found.append(_bound(theorem, part, head, value, reason))
+    return found
+
+
+def _bound(
+    theorem: Theorem, part: Part, head: int | None, value: float | None, reason: str
+) -> Bound:
+    return Bound(
+        theorem.name,
+        theorem.statement,
+        theorem.cite,
+        theorem.kind,
+        theorem.scope,
+        theorem.metric,
+        part,
+        value,
+        value is not None,
+        reason,
+        head,
+        theorem.note,
+    )
+
+
+def _checked(
+    layer: Attention,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    part: str,
+    head: int | None,
+) -> tuple[Tensor | None, int | None, float | None]:
+    """The arguments, completed from ``x``; one line for what makes no sense."""
+    if not isinstance(layer, Attention):
+        raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+    if part not in ("attention", "heads"):
+        raise InputError(f"`part` should be 'attention' or 'heads'. Found `part = {part!r}`.")
+    if head is not None and not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+    for name, weight in layer.state_dict().items():
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
+    if x is not None:
+        x = _checked_tokens(x, layer.query.shape[1])
+        if num_tokens not in (None, len(x)):
+            raise InputError(
+                f"`num_tokens` should be that of `x`, {len(x)}. Found `num_tokens = {num_tokens}`."
+            )
+        num_tokens = len(x)
+        largest = float(x.norm(dim=1).max())
+        radius = largest if radius is None else radius
+        if 0 < radius < (1 - _ROUNDING) * largest:
+            raise InputError(
+                f"`radius` should be at least the largest token norm of `x`, {largest:.6g}. "
+                f"Found `radius = {radius:g}`."
+            )
+    if num_tokens is not None and num_tokens < 1:
+        raise InputError(f"`num_tokens` should be at least 1. Found `num_tokens = {num_tokens}`.")
+    zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
+    if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
+        raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
+    return x, num_tokens, radius
+
+
+def _checked_tokens(x: Tensor, width: int) -> Tensor:
+    x = x.detach().to("cpu", torch.float64)
+    if x.ndim != 2 or x.shape[1] != width or not len(x):
+        raise InputError(f"`x` should have shape (n, {width}), n ≥ 1. Found {tuple(x.shape)}.")
+    if not bool(x.isfinite().all()):
+        bad = int((~x.isfinite()).any(1).nonzero()[0])
+        raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")
+    return x
