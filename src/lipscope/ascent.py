@@ -24,8 +24,9 @@ from lipscope.singular import TopSingular, top_singular
 _KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
 _FIRST_STEP, _SMALLEST_STEP = 0.2, 1e-4  # in units of the radius
 _GROW, _SHRINK = 1.5, 0.4
+_RATE = 0.1
 _COPIES = 24  # score-sized tensors that are alive during one gradient, roughly
-_SMALLEST_SCALE = 0.03  # random starts have norms between this share of the radius and all of it
+_SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radius and all of it
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def ascend(
     *,
     num_tokens: int,
     radius: float,
-    restarts: int = 8,
+    restarts: int = 16,
     steps: int = 60,
     start: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
@@ -60,10 +61,11 @@ def ascend(
 ) -> Ascent:
     """Maximise sigma over inputs whose tokens have norm at most ``radius``.
 
-    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>``: each restart takes normalised
-    steps (over the whole input, or token by token; the other kind once it gets stuck), longer
-    after a success, shorter and back after a failure. Every iterate, the starts too, is
-    projected onto the ball, and the best value over all iterates is kept.
+    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>``. Every second restart takes steps
+    of one length for all tokens (for the whole input once it gets stuck), longer after a
+    success, shorter and back after a failure; the others go on with momentum whether or not
+    sigma falls. Every iterate, the starts too, is projected onto the ball, and the best value
+    over all iterates is kept.
 
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
@@ -209,32 +211,55 @@ def _climb(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values at the start, best values, and where they were found."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=2 * _KRYLOV_STEPS)
-    first = value.clone()
+    first, best, points = value.clone(), value.clone(), x
+    # Even restarts go uphill only, odd ones go on with momentum: neither wins everywhere.
+    hill = torch.arange(len(x), device=x.device) % 2 == 0
     length = torch.full_like(value, _FIRST_STEP)
-    # Even restarts begin with steps over the whole input, odd ones token by token.
-    by_token = torch.arange(len(x), device=x.device) % 2 == 1
-    for _ in range(steps):
-        step = radius * _shape(length) * _normalised(gradient, by_token)
-        trial = clamp(x + step, radius)
+    whole = torch.zeros_like(hill)
+    momentum = _Momentum(x, radius)
+    for i in range(steps):
+        step = radius * _shape(length) * _normalised(gradient, whole)
+        roll = momentum.step(gradient / _shape(value), 1 - i / steps)
+        trial = clamp(x + torch.where(_shape(hill), step, roll), radius)
         found, slope, right = sigma_gradient(layer, trial, v, steps=_KRYLOV_STEPS)
-        better = found > value  # False for NaN
-        value = torch.where(better, found, value)
+        record, better = found > best, found > value  # False for NaN
+        best = torch.where(record, found, best)
+        points = torch.where(_shape(record), trial, points)
+        taken = better | (~hill & found.isfinite())
+        value = torch.where(taken, found, value)
         x, gradient, v = (
-            torch.where(_shape(better), new, old)
+            torch.where(_shape(taken), new, old)
             for new, old in ((trial, x), (slope, gradient), (right, v))
         )
         length = torch.where(better, (length * _GROW).clamp_max(1.0), length * _SHRINK)
         stuck = length < _SMALLEST_STEP
-        by_token = by_token ^ stuck
+        whole = whole ^ stuck
         length = torch.where(stuck, _FIRST_STEP, length)
-    return first, value, x
+    return first, best, points
 
 
-def _normalised(gradient: Tensor, by_token: Tensor) -> Tensor:
-    """Unit root mean square over the tokens, or unit norm for every token."""
+class _Momentum:
+    """Adam (Kingma and Ba, 2015) on the logarithm of sigma, with a step that falls to zero."""
+
+    def __init__(self, x: Tensor, radius: float) -> None:
+        self.mean, self.square, self.count = torch.zeros_like(x), torch.zeros_like(x), 0
+        self.rate = _RATE * radius / math.sqrt(x.shape[-1])
+
+    def step(self, gradient: Tensor, share: float) -> Tensor:
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.count += 1
+        self.mean = self.mean * 0.9 + gradient * 0.1
+        self.square = self.square * 0.99 + gradient.square() * 0.01
+        mean = self.mean / (1 - 0.9**self.count)
+        square = self.square / (1 - 0.99**self.count)
+        return self.rate * share * mean / (square.sqrt() + 1e-30)
+
+
+def _normalised(gradient: Tensor, whole: Tensor) -> Tensor:
+    """Unit norm for every token; or, for the inputs in ``whole``, in the root mean square."""
     norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
     mean = norm.square().mean(dim=-2, keepdim=True).sqrt()
-    return gradient / torch.where(_shape(by_token), norm, mean).clamp_min(1e-30)
+    return gradient / torch.where(_shape(whole), mean, norm).clamp_min(1e-30)
 
 
 def _shape(flags: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -14,7 +15,7 @@ from lipscope.ascent import check_size
 from lipscope.attention import Attention
 from lipscope.bounds import DERIVED
 from lipscope.errors import InputError
-from lipscope.singular import top_singular
+from lipscope.singular import TopSingular, top_singular
 
 # One construction is one function; those that place tokens by a head take its index.
 PER_HEAD: dict[str, Callable[..., inputs.Construction]] = {
@@ -24,6 +25,7 @@ PER_HEAD: dict[str, Callable[..., inputs.Construction]] = {
     "dominant_token": inputs.dominant_token,
     "quadratic": inputs.quadratic,
     "large_radius": inputs.large_radius,
+    "l2_extremal": inputs.l2_extremal,
 }
 PER_LAYER: dict[str, Callable[..., inputs.Construction]] = {"constant": inputs.constant}
 _BEST_AS_STARTS = 4
@@ -66,7 +68,7 @@ def worst(
     num_tokens: int,
     radius: float,
     heads: Sequence[int] | None = None,
-    restarts: int = 4,
+    restarts: int = 12,
     steps: int = 60,
     tol: float = 1e-3,
     generator: torch.Generator | None = None,
@@ -115,7 +117,7 @@ def worst(
             start=starts,
             generator=generator,
         )
-        rows.append(_ascent(found))
+        rows.append(_row(("ascent", "gradient ascent", DERIVED, None), found.x, found.top, None))
     return sorted(rows, key=_order)
 
 
@@ -123,64 +125,42 @@ def _all(
     layer: Attention, num_tokens: int, radius: float, heads: Sequence[int]
 ) -> Iterator[inputs.Construction | Attack]:
     for name, build in PER_LAYER.items():
-        yield _try(name, None, build, layer, num_tokens=num_tokens, radius=radius)
+        yield _try(name, None, partial(build, layer, num_tokens=num_tokens, radius=radius))
     for name, build in PER_HEAD.items():
-        for head in heads:
-            yield _try(name, head, build, layer, head=head, num_tokens=num_tokens, radius=radius)
+        made = [
+            _try(name, h, partial(build, layer, head=h, num_tokens=num_tokens, radius=radius))
+            for h in heads
+        ]
+        # What fails for the layer as such is said once.
+        reasons = {one.reason if isinstance(one, Attack) else None for one in made}
+        if len(made) > 1 and len(reasons) == 1 and isinstance(made[0], Attack):
+            made = [replace(made[0], head=None)]
+        yield from made
 
 
 def _try(
-    name: str,
-    head: int | None,
-    build: Callable[..., inputs.Construction],
-    layer: Attention,
-    **options: float,
+    name: str, head: int | None, build: Callable[[], inputs.Construction]
 ) -> inputs.Construction | Attack:
     try:
-        return build(layer, **options)
+        return build()
     except InputError as why:
-        none = (None,) * 6
-        return Attack(name, "", "", head, *none, str(why).removeprefix("not available: "))
+        reason = str(why).removeprefix("not available: ")
+        return Attack(name, "", "", head, None, None, None, None, None, None, reason)
 
 
 def _measured(
     layer: Attention, built: inputs.Construction, tol: float, generator: torch.Generator | None
 ) -> Attack:
     top = top_singular(layer.linearise(built.x), tol=tol, generator=generator)
-    return Attack(
-        built.name,
-        built.statement,
-        built.cite,
-        built.head,
-        top.sigma,
-        top.upper,
-        _radius(built.x),
-        built.predicted,
-        built.x,
-        top.v,
-        top.note,
-    )
+    about = (built.name, built.statement, built.cite, built.head)
+    return _row(about, built.x, top, built.predicted)
 
 
-def _ascent(found: inputs.Ascent) -> Attack:
-    top = found.top
-    return Attack(
-        "ascent",
-        "gradient ascent",
-        DERIVED,
-        None,
-        top.sigma,
-        top.upper,
-        _radius(found.x),
-        None,
-        found.x,
-        top.v,
-        top.note,
-    )
-
-
-def _radius(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dim=-1).max())
+def _row(
+    about: tuple[str, str, str, int | None], x: Tensor, top: TopSingular, predicted: float | None
+) -> Attack:
+    radius = float(torch.linalg.vector_norm(x, dim=-1).max())
+    return Attack(*about, top.sigma, top.upper, radius, predicted, x, top.v, top.note)
 
 
 def _order(row: Attack) -> float:

@@ -16,6 +16,8 @@ from torch import Tensor
 from lipscope.bounds.head import Head
 
 _ITERATIONS = 500
+_SETTLED = 1e-8
+_SCREENING, _KEPT = 40, 6  # after so many iterations only the best go on
 _RANDOM_STARTS = 32
 # Eigenvalues below this share of ‖A‖ are zeros of a matrix of low rank, up to rounding.
 _ZERO = 1e-10
@@ -82,16 +84,25 @@ def star_direction(head: Head) -> Direction | None:
     symmetric = (a + a.T) / 2
     top = max(float(torch.linalg.eigvalsh(symmetric)[-1]), 0.0) + 1e-12 * head.norm_a
     v = _starts(head, basis, a)
-    for _ in range(_ITERATIONS):
-        av = v @ a.T
+    for i in range(_ITERATIONS):
+        before, av = v, v @ a.T
+        if i == _SCREENING:
+            before = v = v[_half_gap(v, av).topk(min(_KEPT, len(v))).indices]
+            av = v @ a.T
         s = av / av.norm(dim=1, keepdim=True).clamp_min(1e-300)
         v = (s @ a + 2 * (top * v - v @ symmetric)) / (2 * top)
         v = v / v.norm(dim=1, keepdim=True).clamp_min(1.0)
+        if float((v - before).abs().max()) < _SETTLED:
+            break
     av = v @ a.T
-    gain = (av.norm(dim=1) - (v * av).sum(1)) / 2
+    gain = _half_gap(v, av)
     best = int(gain.argmax())
     first = basis @ av[best]
     return Direction(float(gain[best]), first / first.norm(), basis @ v[best], "star")
+
+
+def _half_gap(v: Tensor, av: Tensor) -> Tensor:
+    return (av.norm(dim=1) - (v * av).sum(1)) / 2
 
 
 def real_eigenpairs(head: Head) -> tuple[Float[Tensor, " m"], Float[Tensor, "m d"]]:

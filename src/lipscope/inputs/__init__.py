@@ -9,6 +9,7 @@ from lipscope.ascent import Ascent, ascend, confirm
 from lipscope.atoms import Repeated
 from lipscope.inputs.clusters import gamma_star, two_cluster, unbalanced, weighted_two_atoms
 from lipscope.inputs.construction import Construction
+from lipscope.inputs.distances import l2_extremal
 from lipscope.inputs.tokens import constant, dominant_token, large_radius, quadratic
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "constant",
     "dominant_token",
     "gamma_star",
+    "l2_extremal",
     "large_radius",
     "quadratic",
     "two_cluster",

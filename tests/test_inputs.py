@@ -1,0 +1,462 @@
+"""Constructions and ascent: what they promise against dense singular values."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import lipscope as ls
+from lipscope import attack, inputs, singular
+from lipscope.ascent import clamp, sigma_gradient
+from lipscope.atoms import repeated_tokens
+from lipscope.attention.l2 import L2Attention
+from lipscope.bounds import heads_of
+from lipscope.bounds.directions import eigen_directions, star_direction
+from lipscope.bounds.kim2021 import phi_inverse
+from lipscope.operator import Operator
+
+BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]
+ONE = torch.eye(1).double()
+
+
+def dense(layer: ls.Attention, x: Tensor) -> Tensor:
+    return ls.materialise(layer.linearise(x))
+
+
+def sigma(layer: ls.Attention, x: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(dense(layer, x), 2))
+
+
+def drawn(seed: int, *, d: int = 4, k: int = 3, causal: bool = False, bias: bool = False):
+    """One head with Gaussian weights, and its generator."""
+    gen = torch.Generator().manual_seed(seed)
+    q, key, v = (torch.randn(r, d, generator=gen).double() for r in (k, k, d))
+    b = torch.randn(k, generator=gen).double() if bias else None
+    return ls.DotProductAttention(q, key, v, query_bias=b, causal=causal)
+
+
+def line(gamma: float = 1.0, **options) -> ls.DotProductAttention:
+    """One dimension, ``A = -gamma``, ``V = 1``."""
+    return ls.DotProductAttention(ONE, -gamma * ONE, ONE, **options)
+
+
+# --- what theory predicts of one head
+
+
+@pytest.mark.parametrize("build", BY_HEAD)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_prediction_is_below_sigma(build, causal: bool, bias: bool) -> None:
+    made = 0
+    for seed in range(12):
+        layer = drawn(seed, d=2 + seed % 3, k=1 + seed % 4, causal=causal, bias=bias)
+        for n, radius in ((2, 0.4), (7, 1.1), (8, 2.0)):
+            if build is inputs.two_cluster and not eigen_directions(heads_of(layer)[0]):
+                continue
+            built = build(layer, num_tokens=n, radius=radius)
+            made += 1
+            assert built.x.shape == (n, layer.query.shape[1])
+            assert float(built.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
+            assert built.predicted is not None
+            if built.kind == "lower":
+                assert sigma(layer, built.x) >= built.predicted * (1 - 1e-10)
+    assert made >= 12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize("radius", [0.3, 1.0, 2.0])
+def test_two_cluster_has_the_strengthened_value(causal: bool, positive: bool, radius: float):
+    """Proposition 3.4 with V = I, and the factor derived here, row by row."""
+    a = torch.diag(torch.tensor([3.0, 2.0, 0.5]).double() * (1 if positive else -1))
+    eye = torch.eye(3).double()
+    layer = ls.DotProductAttention(a, eye, eye, scale=1.0, causal=causal)
+    gamma, n = (3 / 8 if positive else 3.0), 9
+    built = inputs.two_cluster(layer, num_tokens=n, radius=radius)
+    readable = torch.arange(2, n + 1) if causal else torch.full((n - 1,), n)
+    p = 1 / (1 + (readable.double() - 1) * math.exp(-2 * gamma * radius**2))
+    expected = (p * (1 + 2 * gamma * radius**2 * (1 - p))).norm()
+    assert built.predicted == pytest.approx(float(expected), rel=1e-12)
+    stated = math.sqrt(n - 1) / (1 + (n - 1) * math.exp(-2 * gamma * radius**2))
+    assert sigma(layer, built.x) >= stated
+    assert ("positive" if positive else "negative") in built.name
+
+
+def test_first_token_is_the_one_that_every_row_reads() -> None:
+    """With x_1 anywhere else a causal mask hides it from earlier rows."""
+    layer = line(causal=True)
+    x = inputs.two_cluster(layer, num_tokens=12, radius=1.0).x
+    assert sigma(layer, x) > 1.2 * sigma(layer, x.flip(0))
+
+
+def test_star_is_never_below_the_eigenvalues() -> None:
+    for seed in range(40):
+        (head,) = heads_of(drawn(seed, d=3 + seed % 4, k=1 + seed % 3))
+        star, found = star_direction(head), eigen_directions(head)
+        assert star is not None
+        assert star.gamma <= head.norm_a * (1 + 1e-12)
+        gap = (head.query @ star.rest) @ head.key @ (star.first - star.rest)
+        assert float(gap) == pytest.approx(2 * star.gamma, rel=1e-9)
+        assert float(star.rest.norm()) <= 1 + 1e-12
+        for way in found:
+            assert star.gamma >= way.gamma * (1 - 1e-12)
+            gap = (head.query @ way.rest) @ head.key @ (way.first - way.rest)
+            assert float(gap) == pytest.approx(2 * way.gamma, rel=1e-8)
+
+
+def test_star_is_the_maximum_of_a_fine_grid() -> None:
+    for seed in range(5):
+        (head,) = heads_of(drawn(seed, d=2, k=2))
+        angle = torch.linspace(0, 2 * math.pi, 2001).double()
+        circle = torch.stack([angle.cos(), angle.sin()], 1)
+        v = (torch.linspace(0, 1, 201).double()[:, None, None] * circle).flatten(0, 1)
+        av = v @ head.query.T @ head.key
+        grid = float(((av.norm(dim=1) - (v * av).sum(1)) / 2).max())
+        star = star_direction(head)
+        assert star is not None
+        assert grid <= star.gamma * (1 + 1e-12) <= grid * 1.001
+
+
+def test_rotation_has_a_star_but_no_eigenvalue() -> None:
+    turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
+    layer = ls.DotProductAttention(turn, torch.eye(2).double(), torch.eye(2).double())
+    with pytest.raises(ls.InputError, match="no nonzero real eigenvalue"):
+        inputs.two_cluster(layer, num_tokens=4, radius=1.0)
+    built = inputs.gamma_star(layer, num_tokens=4, radius=1.0)
+    assert sigma(layer, built.x) >= (built.predicted or math.inf)
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(3, 0.6670), (9, 0.8890), (33, 0.9697), (10, 0.890)])
+def test_quadratic_growth(n: int, ratio: float) -> None:
+    layer = ls.DotProductAttention(ONE, ONE, ONE)
+    built = inputs.quadratic(layer, num_tokens=n, radius=30.0)
+    found = sigma(layer, built.x) / 900
+    assert found == pytest.approx(ratio, abs=6e-5)
+    assert found * 900 == pytest.approx(built.predicted, rel=1e-6)
+
+
+def test_dot_product_attention_is_not_lipschitz() -> None:
+    layer = ls.DotProductAttention(ONE, ONE, ONE)
+    at = [
+        sigma(layer, inputs.quadratic(layer, num_tokens=3, radius=r).x) for r in (1.0, 10.0, 100.0)
+    ]
+    assert at[2] == pytest.approx(6667, rel=1e-3)
+    assert at[1] == pytest.approx(67, rel=1e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_radius_reaches_its_limit(causal: bool) -> None:
+    for seed in range(4):
+        layer = drawn(seed, causal=causal)
+        built = inputs.large_radius(layer, num_tokens=6, radius=500.0)
+        assert sigma(layer, built.x) == pytest.approx(built.predicted, rel=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("l2", [False, True])
+def test_constant_is_exact_for_all_heads_together(causal: bool, l2: bool) -> None:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
+    out = torch.randn(5, 4, generator=gen).double()
+    if l2:
+        layer: ls.Attention = L2Attention(q, v, out, num_heads=2, causal=causal)
+    else:
+        layer = ls.DotProductAttention(q, k, v, out, num_heads=2, causal=causal, query_bias=q[:, 0])
+    built = inputs.constant(layer, num_tokens=6, radius=2.0)
+    assert sigma(layer, built.x) == pytest.approx(built.predicted, rel=1e-10)
+
+
+def test_causal_mean_of_two_is_the_cesaro_value() -> None:
+    built = inputs.constant(line(causal=True), num_tokens=2, radius=1.0)
+    assert built.predicted == pytest.approx(1.1441, abs=5e-5)
+
+
+def test_unbalanced_is_the_best_radius() -> None:
+    layer = line()
+    whole = inputs.two_cluster(layer, num_tokens=100, radius=5.0)
+    best = inputs.unbalanced(layer, num_tokens=100, radius=5.0)
+    assert sigma(layer, best.x) > 1.8 * sigma(layer, whole.x)
+    assert float(best.x.norm(dim=1).max()) == pytest.approx(math.sqrt(math.log(99) / 2), rel=0.12)
+
+
+# --- repeated tokens
+
+
+@pytest.mark.parametrize(("radius", "ratio"), [(2.0, 1.25), (2.5, 1.16), (3.0, 1.111)])
+def test_unbalanced_clusters_of_any_size(radius: float, ratio: float) -> None:
+    found = inputs.weighted_two_atoms(line(), radius=radius)
+    reference = 0.5 * radius**2 * math.exp(radius**2)
+    assert found.sigma / reference == pytest.approx(ratio, abs=1.5e-3)
+    tripled = inputs.weighted_two_atoms(line(), radius=radius, factor=3.0)
+    assert tripled.sigma > 1.15 * found.sigma
+
+
+@pytest.mark.parametrize("n", [2, 3, 11, 40])
+def test_repeated_tokens_against_dense(n: int) -> None:
+    gen = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
+    out, bias = torch.randn(5, 4, generator=gen).double(), torch.randn(4, generator=gen).double()
+    two_heads = ls.DotProductAttention(q, k, v, out, num_heads=2, query_bias=bias)
+    for layer in (two_heads, L2Attention(q, v, out, num_heads=2)):
+        for scale in (0.5, 3.0):
+            atoms = scale * torch.randn(3, 3, generator=gen).double()
+            counts = (1, n - 1, 2)
+            x = atoms.repeat_interleave(torch.tensor(counts), dim=0)
+            assert repeated_tokens(layer, atoms, counts).sigma == pytest.approx(
+                sigma(layer, x), rel=1e-10
+            )
+
+
+def test_splitting_can_be_what_counts() -> None:
+    """One token alone moves less than its two halves against each other (A = -1)."""
+    atoms = torch.tensor([[-3.0], [-0.3]]).double()
+    alone, twice = (repeated_tokens(line(), atoms, c) for c in ((1, 1), (2, 2)))
+    assert twice.splitting > twice.moving
+    assert twice.moving == pytest.approx(alone.sigma, rel=1e-12)
+    double = atoms.repeat_interleave(2, dim=0)
+    assert twice.sigma == pytest.approx(sigma(line(), double), rel=1e-12)
+
+
+def test_ten_million_tokens() -> None:
+    """Both values that THEORY gives for the balance of two clusters, from their formula."""
+    n = 10**7
+    radius = math.sqrt(math.log(n - 1) / 2)
+    found = inputs.weighted_two_atoms(line(), radius=radius, num_tokens=n)
+    assert found.num_tokens == n
+    assert found.sigma == pytest.approx(math.sqrt(n - 1) / 2 * (1 + radius**2), rel=1e-3)
+
+
+# --- L2 attention
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(3, 1.285), (11, 1.235), (101, 1.144), (1001, 1.096)])
+def test_l2_extremal_comes_close_to_the_bound(n: int, ratio: float) -> None:
+    layer = L2Attention(ONE, ONE)
+    built = inputs.l2_extremal(layer, num_tokens=n, radius=10.0)
+    inverse = phi_inverse(float(n - 1))
+    value = 4 * inverse
+    expected = value - 1 + 2 / (1 + inverse)
+    # Row 1 holds the largest row sum; one product gives it.
+    first = torch.zeros(n, 1).double()
+    first[0] = 1.0
+    row = layer.linearise(built.x).rmv(first)
+    assert float(row.abs().sum()) == pytest.approx(expected, rel=1e-9)
+    assert (value + 1) / expected == pytest.approx(ratio, abs=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_l2_prediction_is_below_sigma(causal: bool) -> None:
+    for seed in range(10):
+        gen = torch.Generator().manual_seed(seed)
+        layer = L2Attention(*torch.randn(2, 3, 4, generator=gen).double(), causal=causal)
+        for radius in (0.2, 5.0):
+            built = inputs.l2_extremal(layer, num_tokens=7, radius=radius)
+            assert sigma(layer, built.x) >= (built.predicted or math.inf) * (1 - 1e-10)
+            assert float(built.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
+
+
+# --- ascent
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradient_of_sigma(causal: bool) -> None:
+    gen = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
+    layer = ls.DotProductAttention(q, k, v, num_heads=2, causal=causal, query_bias=q[:, 0])
+    x, start, e = torch.randn(3, 3, 5, 3, generator=gen).double()
+    value, gradient, _ = sigma_gradient(layer, x, start, steps=15)
+    for i in range(3):
+        assert float(value[i]) == pytest.approx(sigma(layer, x[i]), rel=1e-10)
+        h = 1e-5
+        ahead, behind = (sigma(layer, x[i] + s * h * e[i]) for s in (1, -1))
+        slope = float((gradient[i] * e[i]).sum())
+        assert slope == pytest.approx((ahead - behind) / (2 * h), rel=1e-6, abs=1e-7)
+
+
+def test_ascent_stays_in_the_ball_and_improves(monkeypatch) -> None:
+    layer, radius = drawn(3, d=4, k=4), 1.3
+    seen: list[float] = []
+
+    def spy(layer, x, v, *, steps):
+        seen.append(float(x.norm(dim=-1).max()))
+        return sigma_gradient(layer, x, v, steps=steps)
+
+    monkeypatch.setattr("lipscope.ascent.sigma_gradient", spy)
+    far = 50 * torch.ones(6, 4)  # a start outside of the ball
+    found = inputs.ascend(
+        layer, num_tokens=6, radius=radius, restarts=5, steps=25, start=far,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert len(seen) == 26
+    assert max(seen) <= radius * (1 + 1e-12)
+    assert float(found.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
+    assert found.start_values.shape == (6,)
+    assert (found.best_values >= found.start_values).all()
+    assert float(found.best_values.max()) > 1.5 * float(found.start_values[0])
+    assert found.found == float(found.best_values.max())
+    assert sigma(layer, found.x) == pytest.approx(found.top.sigma, rel=2e-3)
+    assert found.found <= sigma(layer, found.x) * (1 + 1e-12) <= found.top.upper
+
+
+def test_ascent_is_never_below_the_constructions() -> None:
+    layer = drawn(0, d=4, k=4)
+    built = [make(layer, num_tokens=6, radius=1.0).x for make in BY_HEAD]
+    found = inputs.ascend(
+        layer, num_tokens=6, radius=1.0, restarts=0, steps=5, start=built,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    # The ascent sees a Ritz value of a few steps: all but a thousandth of sigma.
+    assert sigma(layer, found.x) >= 0.99 * max(sigma(layer, x) for x in built)
+
+
+def test_batches_change_nothing() -> None:
+    layer = drawn(5)
+    a, b = (
+        inputs.ascend(
+            layer, num_tokens=4, radius=1.0, restarts=4, steps=6, memory=memory,
+            generator=torch.Generator().manual_seed(7),
+        )
+        for memory in (2**30, 2 * 24 * 8 * (16 + 8 * 16))
+    )  # fmt: skip
+    torch.testing.assert_close(a.best_values, b.best_values)
+
+
+def test_clamp_leaves_what_is_inside() -> None:
+    x = torch.tensor([[0.3, 0.4], [30.0, 40.0], [0.0, 0.0]])
+    expected = torch.tensor([[0.3, 0.4], [0.6, 0.8], [0.0, 0.0]])
+    torch.testing.assert_close(clamp(x, 1.0), expected)
+
+
+def test_reused_start_voids_upper(monkeypatch) -> None:
+    """A start that depends on J can miss the top vector; a fresh one cannot, but by chance.
+
+    An ascent follows one singular vector. Where two of them cross, it holds the second: a
+    run from there never leaves its direction, and calls the smaller value converged.
+    """
+    scale = torch.tensor([5.0, 4.0, 1.0, 1.0, 0.5]).double()
+    op = Operator(lambda e: scale * e, lambda g: scale * g, (5,), (5,), torch.float64)
+    followed = torch.eye(5).double()[1]
+    fresh = ls.top_singular(op, generator=torch.Generator().manual_seed(0))
+    assert fresh.sigma == pytest.approx(5.0, rel=1e-3)
+    assert fresh.upper >= 5.0
+    monkeypatch.setattr(singular, "_starts", lambda op, generators: followed[None])
+    reused = ls.top_singular(op)
+    assert reused.status == "converged"
+    assert reused.upper < 4.1  # "with probability 1 - 1e-6", yet the truth is 5
+
+
+def test_choosing_the_run_voids_upper() -> None:
+    """The best of many inputs for one fixed start: its interval fails far more often than delta."""
+    delta, n, missed = 0.05, 12, 0
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0)).double()
+    for trial in range(20):
+        gen = torch.Generator().manual_seed(100 + trial)
+        tops = torch.randn(300, n, generator=gen).double()
+        tops = tops / tops.norm(dim=1, keepdim=True)
+        top = tops[int((tops @ start).abs().argmin())]  # chosen with the start in sight
+        op = Operator(
+            lambda e, u=top: e + 9 * (e @ u)[..., None] * u,
+            lambda g, u=top: g + 9 * (g @ u)[..., None] * u,
+            (n,), (n,), torch.float64,
+        )  # fmt: skip
+        options = {"delta": delta, "max_steps": 1}
+        same = ls.top_singular(op, generator=torch.Generator().manual_seed(0), **options)
+        missed += same.upper < 10.0
+    assert missed / 20 > 5 * delta
+
+
+def test_finite_steps_tend_to_sigma() -> None:
+    layer = drawn(2, causal=True, bias=True)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
+    top = ls.top_singular(layer.linearise(x), tol=1e-10, tight=True)
+    ratios = [ratio for _, ratio in inputs.confirm(layer, x, top.v)]
+    truth = sigma(layer, x)
+    errors = [abs(r / truth - 1) for r in ratios]
+    assert errors[-1] < 1e-4
+    assert errors[-1] < errors[1] < 0.5
+    with pytest.raises(ls.InputError, match="nonzero"):
+        inputs.confirm(layer, x, torch.zeros(6, 4).double())
+
+
+# --- the driver
+
+
+def test_worst_measures_everything_and_sorts() -> None:
+    gen = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(4, 4, generator=gen) for _ in range(3))
+    layer = ls.DotProductAttention(q, k, v, torch.randn(4, 4, generator=gen), num_heads=2)
+    rows = attack.worst(layer, num_tokens=5, radius=1.0, restarts=2, steps=8, generator=gen)
+    values = [row.sigma for row in rows if row.sigma is not None]
+    assert values == sorted(values, reverse=True)
+    assert {"ascent", "constant", "gamma_star", "quadratic"} <= {row.name for row in rows}
+    for row in rows:
+        if row.x is not None:
+            assert row.upper is not None and row.radius_max is not None
+            truth = sigma(layer.double(), row.x.double())
+            assert row.sigma * (1 - 1e-4) <= truth <= row.upper
+            layer.float()
+        else:
+            assert row.reason
+    (missing,) = [row for row in rows if row.name == "l2_extremal"]
+    assert missing.reason == "made for L2 attention. Found `DotProductAttention`."
+    assert missing.head is None
+
+
+def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
+    angle = torch.arange(4.0)[:, None] * torch.ones(2)
+    eye = torch.eye(2)
+    layer = ls.DotProductAttention(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
+    with pytest.raises(ls.InputError, match="logits depend on position; use ascent"):
+        inputs.two_cluster(layer, num_tokens=4, radius=1.0)
+    rows = attack.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)
+    assert rows[0].name == "ascent"
+    assert "logits depend on position; use ascent." in {row.reason for row in rows}
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"radius": -1.0}, "`radius` should be positive and finite. Found `radius = -1.0`."),
+        ({"radius": math.nan}, "`radius` should be positive and finite. Found `radius = nan`."),
+        ({"num_tokens": 0}, "`num_tokens` should be at least"),
+        ({"head": 1}, "`head` should be between 0 and 0. Found `head = 1`."),
+    ],
+)
+@pytest.mark.parametrize("build", [*attack.PER_HEAD.values(), inputs.ascend, attack.worst])
+def test_bad_input_is_one_line(build, options: dict, message: str) -> None:
+    layer = L2Attention(ONE, ONE) if build is inputs.l2_extremal else line()
+    if build in (inputs.ascend, attack.worst) and "head" in options:
+        pytest.skip("takes no head")
+    with pytest.raises(ls.InputError) as error:
+        build(layer, **{"num_tokens": 4, "radius": 1.0, **options})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_wrong_variant_or_mask_is_one_line() -> None:
+    with pytest.raises(
+        ls.InputError, match=r"made for dot-product attention\. Found `L2Attention`"
+    ):
+        inputs.two_cluster(L2Attention(ONE, ONE), num_tokens=4, radius=1.0)
+    band = torch.eye(4).bool()
+    with pytest.raises(ls.InputError, match="neither empty nor causal"):
+        inputs.gamma_star(line(mask=band), num_tokens=4, radius=1.0)
+    with pytest.raises(ls.InputError, match="captured for 4 tokens, not for 5"):
+        inputs.gamma_star(line(mask=band), num_tokens=5, radius=1.0)
+    with pytest.raises(ls.InputError, match="masked"):
+        inputs.weighted_two_atoms(line(causal=True), radius=1.0)
+    with pytest.raises(ls.InputError, match="beyond float64"):
+        inputs.weighted_two_atoms(line(), radius=100.0)
+    with pytest.raises(ls.InputError, match="`start` should have shape"):
+        inputs.ascend(line(), num_tokens=3, radius=1.0, start=torch.zeros(2, 1))
+
+
+def test_construction_is_frozen() -> None:
+    built = inputs.constant(line(), num_tokens=2, radius=1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        built.x = torch.zeros(1, 1)
