@@ -40,13 +40,13 @@ class Attack:
         statement: Where it comes from.
         cite: Key of the bibliography, or "derived here".
         head: Head that placed the tokens, or None.
-        sigma: Lower end of the interval; None if not available.
+        sigma: Lower end of the interval; None if not available or not finite.
         upper: Upper end, valid with probability ``1 - 1e-6``.
         radius_max: Largest token norm.
         predicted: As in `Construction`: about the head's contribution, or the whole layer.
         x: The input, or None.
         v: Top right singular vector, for `inputs.confirm`, or None.
-        reason: Why it is not available, or None.
+        reason: Why it is not available, the solver's note if it has one, or None.
     """
 
     name: str
@@ -76,7 +76,8 @@ def worst(
     """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
 
     Holds for every layer; what cannot be built for it follows last, with the reason. The
-    ascent starts at the best constructions and at random inputs.
+    ascent starts at the best constructions and at random inputs. Twelve heads of width 32 at
+    n = 64 take 20 seconds on one core, the ascent one second a step.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
@@ -160,9 +161,10 @@ def _row(
     about: tuple[str, str, str, int | None], x: Tensor, top: TopSingular, predicted: float | None
 ) -> Attack:
     radius = float(torch.linalg.vector_norm(x, dim=-1).max())
+    if top.status == "non_finite":
+        return Attack(*about, None, None, radius, predicted, x, None, top.note)
     return Attack(*about, top.sigma, top.upper, radius, predicted, x, top.v, top.note)
 
 
 def _order(row: Attack) -> float:
-    # NaN and "not available" go last.
-    return -row.sigma if row.sigma is not None and row.sigma == row.sigma else float("inf")
+    return float("inf") if row.sigma is None else -row.sigma
