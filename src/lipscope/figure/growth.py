@@ -1,29 +1,17 @@
-"""Rows to charts: growth of sigma with the number of tokens, and text shaded by sensitivity.
-
-The only module that imports altair. A chart is saved as SVG, PNG or one HTML page that
-needs no network.
-"""
+"""Growth of sigma with the number of tokens, one colour for each layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import altair as alt
 
 from lipscope import marks
 from lipscope.errors import InputError
-from lipscope.page import chart_page
-from lipscope.pieces import lay_out
+from lipscope.figure.look import QUIET, dressed, tooltip
 from lipscope.record import Measurement, TokenShare
-
-Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart
-
-SHADES = ("#ffffff", "#fee6ce", "#fdae6b", "#e6550d", "#8c2d04")
-QUIET = "#6b6b6b"
-FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 FADED = 0.06
 """Opacity of the layers that are not in focus."""
@@ -82,105 +70,7 @@ def growth_chart(
     ]
     chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
     title, lines = marks.heading(rows, drawn, list(settings))
-    return _dressed(chart.properties(title=alt.TitleParams(title, subtitle=lines)))
-
-
-def shaded_text(
-    tokens: Sequence[TokenShare],
-    *,
-    title: str = "Text shaded by sensitivity",
-    columns: int = 84,
-    max_lines: int = 24,
-) -> alt.LayerChart:
-    """A window of text, every token shaded by its share of the most sensitive direction.
-
-    The shade follows the cube root of `share_in`, so that a token with a thousandth of
-    what the top one has can still be told from none. Word pieces are joined to their
-    predecessors; long windows are cut, with a remark.
-
-    Args:
-        tokens: The tokens of one row, in any order.
-        title: Title above the text.
-        columns: Characters in a line.
-        max_lines: Lines after which the text is cut.
-
-    Returns:
-        The chart.
-
-    Raises:
-        InputError: If there are no tokens, or none has a share.
-    """
-    ordered = sorted(tokens, key=lambda t: t.index)
-    shares = [marks.share_of(t) for t in ordered]
-    if not any(shares):
-        raise InputError(
-            "`tokens` should hold the tokens of one row, with `share_in`. Found "
-            f"{len(ordered)} tokens without a share."
-        )
-    placed = lay_out(ordered, columns=columns, max_lines=max_lines)
-    subtitle = []
-    if len(placed) < len(ordered):
-        held = sum(marks.share_of(p.token) for p in placed) / sum(shares)
-        subtitle.append(
-            f"Cut: the first {len(placed)} of {len(ordered)} tokens, which hold {held:.0%}"
-            " of the direction."
-        )
-    width, height = math.ceil(marks.CELL * columns) + 8, marks.LINE * (1 + placed[-1].line)
-    cells = [marks.cell_of(p, max(shares)) for p in placed]
-    base = alt.Chart(alt.InlineData(values=cells), width=width, height=height)
-    shade = base.mark_rect(cornerRadius=2).encode(
-        x=_across("x", width),
-        y=_down("y", height),
-        x2="x2:Q",
-        y2="y2:Q",
-        color=_shade_colour(max(shares)),
-        tooltip=_tooltip("token", "index", "share in", "share out", "norm"),
-    )
-    text = base.mark_text(align="left", baseline="middle", font=MONO, fontSize=14).encode(
-        x=_across("left", width),
-        y=_down("middle", height),
-        text="text:N",
-        color=alt.Color("ink:N", scale=None),
-    )
-    heads = alt.TitleParams(title, subtitle=subtitle)
-    return _dressed(alt.layer(shade, text).properties(title=heads))
-
-
-def save(chart: Chart, path: str | Path) -> Path:
-    """Write a chart as ``.svg``, ``.png`` (two pixels per point) or one ``.html`` page.
-
-    The page carries its scripts and data inside, asks no network for anything, and its
-    content policy forbids it to.
-
-    Args:
-        chart: A chart of this module.
-        path: File to write; the ending chooses the format.
-
-    Returns:
-        The path.
-
-    Raises:
-        InputError: If the ending is another one.
-    """
-    path = Path(path)
-    if path.suffix == ".html":
-        spec = chart.to_dict()
-        remark = marks.HINT if "params" in spec else ""
-        version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-        page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
-        path.write_text(page, encoding="utf-8")
-    elif path.suffix == ".svg":
-        chart.save(str(path), format="svg")
-    elif path.suffix == ".png":
-        chart.save(str(path), format="png", scale_factor=2)
-    else:
-        raise InputError(
-            f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
-        )
-    return path
-
-
-# --- growth chart ---------------------------------------------------------------------------
+    return dressed(chart.properties(title=alt.TitleParams(title, subtitle=lines)))
 
 
 def _panels(
@@ -303,9 +193,9 @@ def _panel(
     told = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
     circles = dots.mark_circle(size=20 if few else 12).encode(
         opacity=alt.when(focus).then(alt.value(0.65 if few else 0.3)).otherwise(fade),
-        tooltip=_tooltip(*told, "top token", "its share")
+        tooltip=tooltip(*told, "top token", "its share")
         if shown is points
-        else _tooltip("layer", "n"),
+        else tooltip("layer", "n"),
     )
     layers.append(circles)
     return alt.LayerChart(layer=layers).resolve_legend(color="independent")
@@ -328,68 +218,3 @@ def _references(
         align="left", dx=5, color=QUIET, fontSize=11, clip=True
     )
     return [dashes.encode(x=x, y=y, detail="law:N"), words.encode(x=x, y=y, text="law:N")]
-
-
-def _tooltip(*names: str) -> list[alt.Tooltip]:
-    """Tooltip lines of fields that are already words, or short numbers."""
-    return [
-        alt.Tooltip("value:Q", title="sigma", format=".4g")
-        if name == "sigma"
-        else alt.Tooltip(f"{name}:N", title=name)
-        for name in names
-    ]
-
-
-def _dressed(chart: Any) -> Any:
-    """The one look of all charts; on white, so that it also prints."""
-    quiet = {"labelColor": QUIET, "titleColor": marks.INK, "labelFontSize": 11, "titleFontSize": 12}
-    return chart.configure(
-        font=FONT,
-        background="#ffffff",
-        padding=12,
-        view=alt.ViewConfig(stroke=None),
-        axis=alt.AxisConfig(
-            **quiet,
-            gridColor="#ececec",
-            domainColor="#bbbbbb",
-            tickColor="#bbbbbb",
-            titleFontWeight="normal",
-        ),
-        legend=alt.LegendConfig(**quiet),
-        title=alt.TitleConfig(
-            anchor="start",
-            color=marks.INK,
-            fontSize=15,
-            subtitleColor=QUIET,
-            subtitleFontSize=11,
-            offset=12,
-        ),
-    )
-
-
-# --- shaded text ----------------------------------------------------------------------------
-
-
-def _across(field: str, width: int) -> alt.X:
-    return alt.X(f"{field}:Q", scale=alt.Scale(domain=[0, width], nice=False), axis=None)
-
-
-def _down(field: str, height: int) -> alt.Y:
-    scale = alt.Scale(domain=[0, height], nice=False, reverse=True)
-    return alt.Y(f"{field}:Q", scale=scale, axis=None)
-
-
-def _shade_colour(top: float) -> alt.Color:
-    scale = alt.Scale(type="pow", exponent=1 / 3, domain=[0, top], range=SHADES, interpolate="rgb")
-    return alt.Color(
-        "share:Q",
-        scale=scale,
-        legend=alt.Legend(
-            title="share of the most sensitive direction (cube-root scale)",
-            format=".0%" if top > 0.2 else ".1%",
-            orient="bottom",
-            gradientLength=240,
-            titleLimit=0,
-            values=[top * part**3 for part in (0, 0.5, 0.75, 1)],
-        ),
-    )

@@ -1,0 +1,11 @@
+"""Rows to charts; one kind of chart is one file.
+
+The only package that imports altair. A chart is saved as SVG, PNG or one HTML page that
+needs no network.
+"""
+
+from lipscope.figure.growth import growth_chart
+from lipscope.figure.look import Chart, save
+from lipscope.figure.text import shaded_text
+
+__all__ = ["Chart", "growth_chart", "save", "shaded_text"]
