@@ -147,6 +147,23 @@ def test_channels_before_tokens_are_refused():
         build("attention")
 
 
+def test_a_convolution_over_a_transpose_is_no_such_layout():
+    entries = COMMON.replace("heads=3", "heads=6") + ",embedding_size=12"
+    model = model_of("convbert", entries)
+    site = model.encoder.layer[1].attention
+    with maps_of(model) as build:
+        agrees(build("attention", 1), lambda u: site.output.dense(site.self(u[None])[0])[0])
+
+
+def test_a_bottleneck_before_the_queries_alone_is_refused():
+    """MobileBERT makes queries and keys from another tensor than its values."""
+    entries = f"{COMMON},embedding_size=12,intra_bottleneck_size=12"
+    with maps_of(model_of("mobilebert", entries)) as build:
+        with pytest.raises(InputError, match="from one tensor"):
+            build("attention")
+        assert build("block").x.shape == (6, 12)
+
+
 class Normed(nn.Module):
     """Weights computed from others, by either of torch's two ways."""
 

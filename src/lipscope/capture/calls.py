@@ -17,7 +17,8 @@ from lipscope.errors import InputError
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 # Names under which models hand the keys' source to an attention module.
-_SOURCES = ("key", "key_value_states", "encoder_hidden_states", "kv", "context")
+_SOURCES = ("key", "key_tensor", "key_value_states", "encoder_hidden_states", "kv", "context")
+_VALUES = ("value", "value_tensor")
 
 
 @dataclass
@@ -152,10 +153,11 @@ def _begin(
     hidden = tuple(k for k, v in arguments.items() if v is x)
     seen = as_tokens(record.kept.keep(x), axis)
     call = AttentionCall(name, module, arguments, hidden, axis, seen, seen)
-    if isinstance(module, nn.MultiheadAttention) and "value" not in hidden:
+    if any(isinstance(arguments.get(k), Tensor) and k not in hidden for k in _VALUES):
         call.refusal = (
             f"`{name}` should take queries, keys and values from one tensor. Found values of "
-            "another one (positions added to the queries?); use the map `block` or `model`."
+            "another one (positions or a bottleneck before the queries?); use the map `block` or "
+            "`model`."
         )
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)
@@ -193,7 +195,8 @@ def _finish(
     call.kept.append(out)
     call.output = as_tokens(record.kept.keep(out), call.token_axis)
     for leaf, source, _ in leaves:
-        if isinstance(leaf, nn.Conv1d) and source.data_ptr() == x.data_ptr():
+        as_it_is = _same(source, x) and source.shape == x.shape  # not a transpose of it
+        if isinstance(leaf, nn.Conv1d) and as_it_is:
             raise InputError(
                 f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
                 "convolution runs over its input as it is; this layout is not covered."

@@ -246,7 +246,10 @@ def _model_map(record: Trace) -> LayerMap:
         )
     first, hidden, start = record.first
     if record.output is None or record.output.shape[-1] != start.shape[-1]:
-        raise InputError("The map `model` ends at the last hidden state; leave out the head.")
+        raise InputError(
+            "The map `model` goes from the first block to a last hidden state of the same width. "
+            "Found another output; leave out the head, or take one part of a composite model."
+        )
     axis = record.calls[0].token_axis
 
     def function(x: Tensor) -> Tensor:
