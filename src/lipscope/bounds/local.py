@@ -68,8 +68,7 @@ def f3_blocks(head: Head, x: Tensor) -> float:
 
     ``‖[β_ij]‖`` with ``β_ii = ‖J_ii‖`` and, else,
     ``β_ij = P_ij min(‖V‖ ‖I + y a^T‖, ‖V‖ + |V y| |a|)``, where
-    ``‖I + y a^T‖ = (sqrt(s + 2|c|) + sqrt(s - 2|c|)) / 2``, ``c = 1 + <y, a>``,
-    ``s = 2 + 2 <y, a> + |y|^2 |a|^2``.
+    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``.
 
     Holds for any mask and bias, at ``x``; not for rotary embeddings.
     """
@@ -80,8 +79,8 @@ def f3_blocks(head: Head, x: Tensor) -> float:
     y = torch.cdist(mean, at.x, compute_mode="donot_use_mm_for_euclid_dist")
     keys = at.x @ head.key.T  # <y_ij, a_i> = <K y_ij, q_i>
     inner = at.q[0] @ keys.T - (at.q[0] * (p @ keys)).sum(-1, keepdim=True)
-    c, s = (1 + inner).abs(), 2 + 2 * inner + (y * a) ** 2
-    norm = ((s + 2 * c).clamp_min(0).sqrt() + (s - 2 * c).clamp_min(0).sqrt()) / 2
+    g = y * a
+    norm = (g + (g * g + 4 + 4 * inner).clamp_min(0).sqrt()) / 2
     beta = p * torch.minimum(head.norm_v * norm, head.norm_v + at.spread[0] * a)
     beta.diagonal().copy_(_diagonal_norms(at))
     return _norm(beta)

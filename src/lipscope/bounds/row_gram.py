@@ -24,6 +24,7 @@ from lipscope.bounds.theorem import DERIVED, theorem
 _ROUNDS = 6  # of the search for weights; measured on MiniLM: later ones gain less than 1 %
 _PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**26  # bytes of Gram matrices at a time
+_FLOOR, _TINY = 1e-6, 1e-150  # smallest weight beside the largest one, and at all
 _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
 
@@ -108,9 +109,9 @@ class _Rows:
     def weights(self, seen: Tensor) -> Tensor:
         """Weights that equalise the columns if blocks were numbers ``sqrt(seen)``."""
         size = seen.sqrt()
-        # A block that no probe saw still needs a positive weight.
-        size = (size + 1e-3 * self.at.p.mean(0) * size.max()).masked_fill(~self.support, 0.0)
-        size.diagonal().add_(1e-6 * size.max() + 1e-300)
+        # A block that no probe saw still needs a positive weight, and one that no number
+        # can tell from zero beside the others.
+        size = size.clamp_min(_FLOOR * float(size.max()) + _TINY).masked_fill(~self.support, 0.0)
         perron = torch.ones(len(size), dtype=size.dtype)
         for _ in range(100):
             perron = size.T @ (size @ perron)

@@ -1,0 +1,128 @@
+"""Local certificates: sound at any input, equal to their definitions, sharp where proved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lipscope import DotProductAttention, Rotary, materialise
+from lipscope.bounds.head import all_heads_of, heads_of
+from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.bounds.point import at_point
+from lipscope.bounds.row_gram import _Rows, row_gram, row_gram_joint
+from lipscope.bounds.theorem import NotApplicableError
+
+
+def rotation(n, width, generator):
+    angle = torch.outer(torch.arange(n).double(), torch.rand(width // 2, generator=generator))
+    angle = torch.cat([angle, angle], -1).double()
+    return Rotary(angle.cos(), angle.sin())
+
+
+def draw(seed, *, heads=1, rotary=False, n=6, d=8, k=4):
+    """A layer and an input; mask, bias, projection and sharpness vary with the seed."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    sharp = 3 * float(torch.rand(1, generator=g))
+    mask = None
+    if seed % 5 == 0:  # some rows may not even read themselves
+        mask = torch.rand(n, n, generator=g) < 0.6
+        mask[:, 0] = True
+    layer = DotProductAttention(
+        sharp * normal(heads * k, d),
+        sharp * normal(heads * k, d),
+        normal(heads * k, d),
+        normal(d, heads * k) if seed % 3 else None,
+        num_heads=heads,
+        query_bias=normal(heads * k) if seed % 4 else None,
+        key_bias=normal(heads * k),
+        value_bias=normal(heads * k),
+        causal=seed % 2 == 0,
+        mask=mask,
+        rotary=rotation(n, k, g) if rotary else None,
+    )
+    return layer, normal(n, d) * (0.2 + 2 * float(torch.rand(1, generator=g)))
+
+
+def truth(layer, x):
+    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x)), 2))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_no_certificate_of_one_head_is_below_sigma(rotary):
+    forms = [f1, f2, row_gram] + ([] if rotary else [f2_scalar, f3_blocks])
+    for seed in range(100):
+        layer, x = draw(seed, rotary=rotary)
+        sigma, head = truth(layer, x), heads_of(layer)[0]
+        for form in forms:
+            assert form(head, x) >= sigma * (1 - 1e-12), (form.__name__, seed)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_no_joint_certificate_is_below_sigma(rotary):
+    for seed in range(40):
+        layer, x = draw(seed, heads=3, rotary=rotary)
+        assert row_gram_joint(all_heads_of(layer), x) >= truth(layer, x), seed
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 3, 5, 8])
+def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
+    layer, x = draw(seed, heads=3, rotary=rotary)
+    n = len(x)
+    jacobian = materialise(layer.linearise(x)).view(n, -1, n, x.shape[1])
+    weights = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+    dense = torch.einsum("iajb,icjb,ij->iac", jacobian, jacobian, 1 / weights)
+    together = all_heads_of(layer)
+    rows = _Rows(at_point(together.heads, x), together.output)
+    expected = torch.linalg.eigvalsh(dense)[:, -1]
+    assert torch.allclose(rows.eigenvalues(weights), expected, rtol=1e-9)
+    probes = torch.randn(n, rows.width, 3, generator=torch.Generator().manual_seed(1)).double()
+    if rows.factor is not None:  # directions of W's own space, rotated as its factor is
+        basis = torch.linalg.qr(together.output).Q
+        probes_out = basis @ probes
+    else:
+        probes_out = probes
+    seen = torch.einsum("iajb,iam->ijbm", jacobian, probes_out).square().sum((2, 3))
+    assert torch.allclose(rows.seen(probes), seen, rtol=1e-9, atol=1e-12)
+
+
+def test_f2_is_exact_for_one_hot_attention():
+    # A large radius: every row reads one token, J has the blocks V there (Theorem 3.7).
+    layer, x = draw(1)
+    layer = DotProductAttention(layer.query, layer.key, layer.value, layer.output)
+    assert math.isclose(f2(heads_of(layer)[0], 300 * x), truth(layer, 300 * x), rel_tol=1e-9)
+
+
+def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
+    # C_i = 0 and y_ij = 0: J = P (x) V with P = 1/n, whose norm is |V|.
+    layer, x = draw(7)
+    x = x[:1].expand(6, -1)
+    head = heads_of(layer)[0]
+    for form in (f1, f2, f2_scalar, row_gram, f3_blocks):
+        assert math.isclose(form(head, x), truth(layer, x), rel_tol=1e-6), form.__name__
+
+
+def test_scalar_form_is_above_f2():
+    for seed in range(40):
+        layer, x = draw(seed)
+        head = heads_of(layer)[0]
+        assert f2_scalar(head, x) >= f2(head, x) * (1 - 1e-12)
+
+
+def test_rotary_embeddings_are_refused_where_nothing_is_derived():
+    layer, x = draw(2, rotary=True)
+    for form in (f2_scalar, f3_blocks):
+        with pytest.raises(NotApplicableError, match="positions"):
+            form(heads_of(layer)[0], x)
+
+
+def test_the_whole_layer_is_sharper_than_its_heads_added():
+    layer, x = draw(4, heads=3)
+    added = sum(row_gram(head, x) for head in heads_of(layer))
+    assert row_gram_joint(all_heads_of(layer), x) <= added
