@@ -27,6 +27,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 
 def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Section]]:
     """The sections by name, in the order of the page."""
+    import certificates
     import memory
     import products
     import speed
@@ -39,6 +40,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "memory": lambda: memory.memory_section(quick=quick),
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
+        "certificates": lambda: certificates.section(quick=quick),
     }
 
 
@@ -79,16 +81,18 @@ def main() -> None:
         parser.error(f"unknown sections {unknown}; choose from {', '.join(every)}")
     began, done = time.perf_counter(), []
     print(description, flush=True)
+    whole = not options.quick and chosen == list(every)
+    out = options.out or (PAGE if whole else None)
+    minutes = 0.0
     for name in chosen:
         done.append(every[name]())
         print("\n" + done[-1].text(), flush=True)
-    whole = not options.quick and chosen == list(every)
-    out = options.out or (PAGE if whole else None)
-    minutes = (time.perf_counter() - began) / 60
+        minutes = (time.perf_counter() - began) / 60
+        if out is not None:  # after every section: a run that is cut short has its page too
+            out.write_text(page(done, description, minutes), encoding="utf-8")
     if out is None:
         say(f"{minutes:.1f} minutes; no page written, because this was not the whole run")
     else:
-        out.write_text(page(done, description, minutes), encoding="utf-8")
         say(f"{minutes:.1f} minutes; wrote {out}")
 
 

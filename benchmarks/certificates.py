@@ -1,0 +1,120 @@
+"""How loose are the certificates beside sigma, and what do they cost?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from cases import BERT_BASE, Case, source
+from tables import Section, Target, say, table
+
+import lipscope as ls
+from lipscope.bounds.derived import global_g1, global_g2
+from lipscope.bounds.head import Head, all_heads_of, heads_of
+from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.bounds.row_gram import row_gram, row_gram_joint
+
+LOCAL = {"F1": f1, "F2": f2, "F2s": f2_scalar, "F3c": f3_blocks, "row-Gram": row_gram}
+
+
+def section(*, quick: bool) -> Section:
+    """Looseness on real text, then the time at the size of BERT-base."""
+    torch.set_num_threads(2)
+    out = Section("Certificates beside sigma")
+    n, layers = (32, (0, 5)) if quick else (128, tuple(range(6)))
+    cases = source("minilm").cases(source("minilm").windows([n], 1)[0], layers)
+    out.add(
+        f"""MiniLM, all layers, the first {n}-token window of the default text, map `attention`,
+float64. Bound over sigma: 1 is exact. *One head*: its contribution through its part of the output
+projection; median over the heads, in brackets the largest. *All heads*: the whole layer; *added*:
+the best certificate of each head, summed (Lemma 3.8); *joint*: the row-Gram certificate with all
+heads in one matrix per row."""
+    )
+    one: dict[str, list[float]] = {name: [] for name in LOCAL}
+    together, rows_one, rows_all = [], [], []
+    for case in cases:
+        ratios, added, joint, seconds = _case(case)
+        for name, values in ratios.items():
+            one[name] += values
+        together.append(joint)
+        rows_one.append(
+            [case.name, *(f"{np.median(v):.2f} ({max(v):.2f})" for v in ratios.values())]
+        )
+        rows_all.append([case.name, f"{added:.2f}", f"{joint:.2f}", f"{seconds:.1f}"])
+        say(f"certificates: {case.name} done, joint {joint:.2f}")
+    out.add(table(["one head", *LOCAL], rows_one))
+    out.add(table(["all heads", "added", "joint", "joint, s"], rows_all))
+    best = np.minimum.reduce([np.array(v) for v in one.values()])
+    out.targets = [
+        _at_most("certificate of one head over sigma, median", float(np.median(best)), 2.5),
+        _at_most("certificate of all heads over sigma, median", float(np.median(together)), 4.0),
+    ]
+    _times(out, quick=quick)
+    return out
+
+
+def _case(case: Case) -> tuple[dict[str, list[float]], float, float, float]:
+    layer, x = case.exact_map.attention, case.x.double()
+    assert isinstance(layer, ls.DotProductAttention)
+    heads = heads_of(layer)
+    sigma = ls.top_singular(layer.linearise(x), tol=1e-6, generator=_seeded(0)).sigma
+    sources = [_seeded(h) for h in range(len(heads))]
+    tops = ls.top_singular_batch(layer.linearise(x, per_head=True), sources, tol=1e-6)
+    values = {name: [form(head, x) for head in heads] for name, form in LOCAL.items()}
+    ratios = {
+        name: [v / top.sigma for v, top in zip(vs, tops, strict=True)]
+        for name, vs in values.items()
+    }
+    added = sum(min(vs) for vs in zip(*values.values(), strict=True)) / sigma
+    began = time.perf_counter()
+    joint = row_gram_joint(all_heads_of(layer), x) / sigma
+    return ratios, added, joint, time.perf_counter() - began
+
+
+def _times(out: Section, *, quick: bool) -> None:
+    n = 64 if quick else 512
+    case = source(BERT_BASE).cases(source(BERT_BASE).windows([n], 1)[0], (0,))[0]
+    layer, x = case.exact_map.attention, case.x.double()
+    assert isinstance(layer, ls.DotProductAttention)
+    heads = heads_of(layer)
+    radius = float(x.norm(dim=-1).max())
+    scalar: dict[str, Callable[[Head], float]] = {
+        "G1": lambda h: global_g1(h, n, radius),
+        "G2": lambda h: global_g2(h, n, radius),
+        "F2s": lambda h: f2_scalar(h, x),
+    }
+    rows = [[name, "all", f"{_seconds(form, heads):.2f}"] for name, form in scalar.items()]
+    whole = sum(float(row[2]) for row in rows)
+    slow = []
+    for name in ("F1", "F2", "F3c", "row-Gram"):
+        seconds = _seconds(lambda h, form=LOCAL[name]: form(h, x), heads[:2]) / 2
+        rows.append([name, "one", f"{seconds:.2f}"])
+        if name in ("F1", "F2"):
+            slow.append(seconds)
+    out.add(
+        f"Seconds at n = {n}, d = {x.shape[1]} (a random layer of BERT-base size), two threads:"
+    )
+    out.add(table(["form", "heads", "seconds"], rows))
+    if not quick:
+        out.targets += [
+            _at_most("seconds of G1, G2 and F2s for all heads, n = 512, d = 768", whole, 2.0),
+            _at_most("seconds of F1 or F2 for one head, n = 512, d = 768", max(slow), 2.0),
+        ]
+
+
+def _seconds(form: Callable[[Head], float], heads: Sequence[Head]) -> float:
+    fresh = [Head(**{k: getattr(h, k) for k in h.__dataclass_fields__}) for h in heads]
+    began = time.perf_counter()
+    for head in fresh:
+        form(head)
+    return time.perf_counter() - began
+
+
+def _at_most(name: str, value: float, goal: float) -> Target:
+    return Target(f"{name}: at most {goal:g}", f"{value:.2f}", value <= goal)
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
