@@ -312,5 +312,6 @@ def _reach(head: Head, x: Tensor) -> tuple[float, float, float]:
     at: Point = at_point([head], x)
     small = torch.linalg.qr(head.query.T, mode="r").R
     back = (at.x @ head.key.T) @ small.T  # |A^T x| = |Q^T (K x)|
-    r = torch.cdist(at.x, at.x, compute_mode="donot_use_mm_for_euclid_dist").max()
+    centred = at.x - at.x.mean(0)  # of the size of the diameter: products lose nothing
+    r = torch.cdist(centred, centred, compute_mode="use_mm_for_euclid_dist").max()
     return float(at.norms_a[0].max()), float(back.norm(dim=1).max()), float(r)

@@ -1,0 +1,451 @@
+"""Every theorem of the catalogue: sound, ordered as proved, tight where it is said to be."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from layers import all_cases, draw
+from lipscope.attention import DotProductAttention, L2Attention
+from lipscope.bounds import (
+    DERIVED,
+    NotApplicableError,
+    absorb,
+    bounds,
+    catalogue,
+    evaluate,
+    heads_of,
+    infinity_norm,
+    max_token_norm,
+    norm_of,
+    radius_of_norm,
+    segment,
+)
+from lipscope.bounds.derived import kappa
+from lipscope.bounds.directions import eigen_directions, star_direction
+from lipscope.bounds.kim2021 import phi_inverse, tight_input, tight_value
+from lipscope.bounds.softmax import balanced_mass, g1, softmax_norm
+from lipscope.bounds.yudin2025 import norm_of_rows
+from lipscope.errors import InputError
+from lipscope.operator import materialise
+
+ROUNDING = 1e-9
+THEOREMS = {theorem.name: theorem for theorem in catalogue()}
+# A second on the smallest layer: asked on a few cases only.
+COSTLY = {"row_gram", "row_gram_joint"}
+
+
+def eye(d: int) -> torch.Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> DotProductAttention:
+    """One head with ``A = a``."""
+    a = a.to(torch.float64)
+    value = eye(len(a)) if value is None else value
+    return DotProductAttention(a, eye(len(a)), value, scale=1.0, **options)
+
+
+def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
+    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x, part=part)), 2))
+
+
+def value(name: str, layer, **given) -> float:
+    return evaluate(THEOREMS[name], layer, **given)
+
+
+# --- soundness, over the registry
+
+
+def test_no_upper_bound_is_violated() -> None:
+    """At least 2,000 comparisons with dense singular values, in the theorem's own metric."""
+    checked: Counter[str] = Counter()
+    asked = [t for t in catalogue() if t.kind == "upper" and t.sound and t.scope != "limit"]
+    asked = [t for t in asked if "eps" not in t.needs]
+    cases = enumerate(itertools.product(all_cases(8), ("attention", "heads")))
+    for index, ((regime, layer, x), part) in cases:
+        if part == "heads" and "heads" not in regime:
+            continue  # one head without projection: the same map
+        op = layer.linearise(x, part=part)
+        dense = materialise(op)
+        truth = {
+            "frobenius": float(torch.linalg.matrix_norm(dense, 2)),
+            "infinity": float(dense.abs().sum(1).max()),
+            "max-token": max_token_norm(op, dense=0).lower,
+        }
+        radius = float(x.norm(dim=1).max())
+        for theorem in asked:
+            if theorem.name in COSTLY and index >= 60:
+                continue
+            try:
+                bound = evaluate(theorem, layer, x=x, num_tokens=len(x), radius=radius, part=part)
+            except NotApplicableError:
+                continue
+            checked[theorem.name] += 1
+            assert bound >= truth[theorem.metric] * (1 - ROUNDING), (theorem.name, regime, part)
+    assert sum(checked.values()) >= 2000
+    assert set(checked) == {t.name for t in asked}, "a theorem that no case can test"
+
+
+@pytest.mark.parametrize("name", ["castin_thm_4_4", "castin_thm_c_3_coded"])
+def test_what_is_called_unsound_fails(name: str) -> None:
+    if name == "castin_thm_4_4":
+        layer, x = single(1e-9 * eye(1), causal=True), torch.ones(2, 1, dtype=torch.float64)
+    else:
+        layer, x = counterexample()
+    assert not THEOREMS[name].sound
+    assert value(name, layer, x=x, num_tokens=len(x), radius=1.0) < 0.9 * sigma(layer, x)
+
+
+def test_every_unsound_statement_is_shown_to_fail() -> None:
+    unsound = {t.name for t in catalogue() if not t.sound}
+    assert unsound == {"castin_thm_4_4", "castin_thm_c_3_coded"}
+
+
+def counterexample() -> tuple[DotProductAttention, torch.Tensor]:
+    """Theorem C.3 as coded: A = 3 e1 e2^T sends x to nothing, but not A^T."""
+    a = torch.zeros(2, 2)
+    a[0, 1] = 3
+    x = torch.zeros(8, 2, dtype=torch.float64)
+    x[:, 0] = 3.0 * (-1.0) ** torch.arange(8)
+    return single(a), x
+
+
+# --- orderings that are proved
+
+
+def test_orderings() -> None:
+    chains = (
+        ("f2", "global_g2", "global_g1", "castin_thm_3_3"),
+        ("global_g2", "mean_field", "geshkovski_mean_field"),
+        ("global_g1", "castin_thm_e_3"),
+        ("f2", "castin_thm_c_3_tightened", "castin_thm_c_3"),
+        ("f2", "f2_scalar"),
+        ("max_token_local", "max_token_scalar"),
+        ("max_token_local", "max_token"),
+        ("yudin_centred", "yudin_thm_3"),
+        ("castin_prop_3_6", "castin_prop_3_6_strengthened"),
+        ("castin_prop_3_6_strengthened", "mean_field"),
+        ("kim_thm_3_2_improved", "kim_thm_3_2"),
+        ("lipsformer_cosine_improved", "lipsformer_cosine"),
+    )
+    seen = set()
+    for _, layer, x in all_cases(4):
+        if layer.num_heads > 1 and isinstance(layer, DotProductAttention):
+            continue
+        given = {"x": x, "num_tokens": len(x), "radius": float(x.norm(dim=1).max())}
+        for low, high in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
+            try:
+                pair = value(low, layer, **given), value(high, layer, **given)
+            except NotApplicableError:
+                continue
+            seen.add((low, high))
+            slack = 1e-3 if "yudin" in low else ROUNDING  # ‖P‖ to a thousandth
+            assert pair[0] <= pair[1] * (1 + slack), (low, high, pair)
+    assert len(seen) == sum(len(chain) - 1 for chain in chains)
+
+
+# --- lower bounds are reached by their constructions
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lower_bounds_are_reached(causal: bool) -> None:
+    gen = torch.Generator().manual_seed(0)
+    for trial in range(20):
+        a = torch.randn(3, 3, generator=gen, dtype=torch.float64)
+        v = eye(3) if trial % 2 else torch.randn(2, 3, generator=gen, dtype=torch.float64)
+        layer = single(a, v, causal=causal)
+        (head,) = heads_of(layer)
+        n, radius = 3 + trial, 0.5 + trial % 4
+        star = star_direction(head)
+        directions = [("two_cluster_star", star)]
+        for eigen in eigen_directions(head)[:1]:
+            directions.append(("castin_prop_3_4_strengthened", eigen))
+            assert star is not None and star.gamma >= eigen.gamma * (1 - 1e-9)
+            if trial % 2:
+                stated = value("castin_prop_3_4", layer, num_tokens=n, radius=radius)
+                x = radius * eigen.rest.expand(n, -1).clone()
+                x[0] = radius * eigen.first
+                assert sigma(layer, x) >= stated * (1 - ROUNDING)
+                strong = "castin_prop_3_4_strengthened"
+                if not causal:
+                    assert value(strong, layer, num_tokens=n, radius=radius) >= stated
+        for name, direction in directions:
+            assert direction is not None
+            x = radius * direction.rest.expand(n, -1).clone()
+            x[0] = radius * direction.first
+            bound = value(name, layer, num_tokens=n, radius=radius)
+            assert sigma(layer, x) >= bound * (1 - ROUNDING)
+            assert value("global_g2", layer, num_tokens=n, radius=radius) >= bound
+
+
+def test_unmasked_p_would_fail_under_a_causal_mask() -> None:
+    layer, n, t = single(-eye(2), causal=True), 30, 2.0
+    p = 1 / (1 + (n - 1) * math.exp(-2 * t))
+    x = -torch.tensor([[t**0.5, 0.0]], dtype=torch.float64).expand(n, -1).clone()
+    x[0] *= -1
+    assert math.sqrt(n - 1) * p * (1 + 2 * t * (1 - p)) > 1.01 * sigma(layer, x)
+
+
+def test_not_lipschitz_witness() -> None:
+    """One token at the origin, the others at ±R u: growth with R²."""
+    for causal in (False, True):
+        layer, n = single(eye(1), causal=causal), 9
+        for radius in (1.0, 10.0, 30.0):
+            x = torch.full((n, 1), radius, dtype=torch.float64)
+            x[::2] *= -1
+            x[-1] = 0.0
+            bound = value("kim_thm_3_1", layer, num_tokens=n, radius=radius)
+            assert sigma(layer, x) >= bound * (1 - ROUNDING)
+            assert bound == pytest.approx(1 / n + radius**2 * (n - 1) / n)
+
+
+def test_mean_field_lower_bound_is_a_number_of_tokens_away() -> None:
+    """n - 1 = e^(2 gamma R²), rounded: Proposition 3.6 within its integer."""
+    layer, radius = single(-eye(1)), 1.5
+    n = 1 + math.ceil(math.exp(2 * radius**2))
+    x = torch.full((n, 1), -radius, dtype=torch.float64)
+    x[0] *= -1
+    assert sigma(layer, x) >= value("castin_prop_3_6", layer, radius=radius)
+
+
+# --- golden values of the theory, in one table
+
+GOLDEN = {
+    "running mean of two tokens": (
+        lambda: sigma(single(0 * eye(1), causal=True), torch.ones(2, 1, dtype=torch.float64)),
+        1.1441,
+    ),
+    "running mean of ten tokens": (
+        lambda: sigma(single(0 * eye(1), causal=True), torch.ones(10, 1, dtype=torch.float64)),
+        1.4101,
+    ),
+    "C.3, truth": (lambda: sigma(*counterexample()), 27.04),
+    "C.3, as coded": (
+        lambda: value("castin_thm_c_3_coded", counterexample()[0], x=counterexample()[1]),
+        2.828,
+    ),
+    "Kim, truth": (lambda: kim_one_dimensional()[0], 900.0),
+    "Kim, power 4": (lambda: kim_one_dimensional()[1], 2690.5),
+    "tightness, N = 3": (lambda: kim_ratio(3), 1.285),
+    "tightness, N = 11": (lambda: kim_ratio(11), 1.235),
+    "tightness, N = 101": (lambda: kim_ratio(101), 1.144),
+    "tightness, N = 1,001": (lambda: kim_ratio(1001), 1.096),
+    "tightness, N = 10,001": (lambda: kim_ratio(10001), 1.070),
+    "tightness, N = 100,001": (lambda: kim_ratio(100001), 1.055),
+    "quadratic growth, n = 3": (lambda: quadratic(3), 0.6670),
+    "quadratic growth, n = 9": (lambda: quadratic(9), 0.8890),
+    "mean-field, A = -1, R = 2: bound over 2-Dirac": (lambda: mean_field_ratio(2.0), 1.38),
+}
+
+
+@pytest.mark.parametrize(("compute", "expected"), GOLDEN.values(), ids=GOLDEN.keys())
+def test_golden_values(compute, expected: float) -> None:
+    assert compute() == pytest.approx(expected, rel=6e-3 if expected == 1.38 else 5e-4)
+
+
+def kim_one_dimensional() -> tuple[float, float]:
+    layer = L2Attention(30 * eye(1), eye(1))
+    return sigma(layer, torch.zeros(2, 1).double()), value("kim_thm_3_2", layer, num_tokens=2)
+
+
+def kim_ratio(n: int) -> float:
+    return value("kim_thm_3_2_infinity", L2Attention(eye(1), eye(1)), num_tokens=n) / tight_value(n)
+
+
+def quadratic(n: int) -> float:
+    x = torch.full((n, 1), 30.0, dtype=torch.float64)
+    x[::2] *= -1
+    x[0] = 0.0
+    return sigma(single(eye(1)), x) / 900
+
+
+def mean_field_ratio(radius: float) -> float:
+    """MF over the supremum of measures on R and -R, by mass."""
+    t, best = radius**2, 0.0
+    for log_ratio in torch.linspace(0.0, 2 * t + 3, 400).tolist():
+        w = torch.tensor([1.0, math.exp(log_ratio)], dtype=torch.float64)
+        w = w / w.sum()
+        x = radius * torch.tensor([1.0, -1.0], dtype=torch.float64)
+        p = torch.softmax(torch.outer(-x, x) + w.log(), 1)
+        m = p @ x
+        jac = p * (1 + (x - m[:, None]) * -x[:, None]) - torch.diag(p @ x**2 - m**2)
+        root = w.sqrt()
+        norm = torch.linalg.matrix_norm(jac * root[:, None] / root, 2)
+        best = max(best, float(norm), float((p @ x**2 - m**2).max()))
+    return value("mean_field", single(-eye(1)), radius=radius) / best
+
+
+# --- mistakes easily made
+
+
+def test_row_token_is_the_query() -> None:
+    """A and its transpose differ: <A x_i, x_j> with A = K^T Q."""
+    (head,) = heads_of(single(torch.tensor([[0.0, 3.0], [0.0, 0.0]])))
+    assert torch.equal(head.matrix_a(), torch.tensor([[0.0, 3.0], [0.0, 0.0]]).double())
+
+
+def test_scale_is_inside_a() -> None:
+    (head,) = heads_of(DotProductAttention(2 * eye(4), eye(4), eye(4)))
+    assert head.norm_a == pytest.approx(2 / math.sqrt(4))
+
+
+def test_masked_g2_counts_visible_keys() -> None:
+    """The first rows see few keys, so their attention can be large."""
+    given = {"num_tokens": 50, "radius": 0.1}
+    layers = single(eye(2), causal=True), single(eye(2))
+    assert value("global_g2", layers[0], **given) > 1.3 * value("global_g2", layers[1], **given)
+    x = torch.zeros(50, 2, dtype=torch.float64)
+    assert sigma(layers[0], x) > value("global_g2", layers[1], num_tokens=50, radius=1e-6)
+
+
+def test_second_power_of_kim_fails() -> None:
+    truth, bound = kim_one_dimensional()
+    assert bound / 30 < truth < bound  # 30 = ‖W‖ = ‖W‖⁴ under the root over ‖W‖²
+
+
+def test_tight_input_attains_the_tight_value() -> None:
+    layer = L2Attention(eye(1), eye(1))
+    for n in (3, 11, 101):
+        op = layer.linearise(tight_input(n))
+        assert infinity_norm(op).lower == pytest.approx(tight_value(n))
+    assert phi_inverse(2.0) * math.exp(phi_inverse(2.0) + 1) == pytest.approx(2.0)
+
+
+def test_large_tokens_reach_the_limit() -> None:
+    for regime in ("medium", "causal", "masked"):
+        layer, x = draw(regime, 1)
+        limit = value("castin_thm_3_7_limit", layer, x=x)
+        assert sigma(layer, 40 * x) == pytest.approx(limit, rel=1e-3)
+        assert limit <= value("castin_thm_3_7", layer, num_tokens=len(x)) * (1 + ROUNDING)
+
+
+def test_kappa_is_the_maximum() -> None:
+    p = torch.linspace(0, 1, 100001, dtype=torch.float64)
+    for t in (0.0, 0.2, 0.3, 1.0, 30.0):
+        grid = float((p * (1 + t * (4 * p * (1 - p)).clamp_max(1) * 1.0)).max())
+        grid = max(grid, 0.5 * (1 + t))
+        assert kappa(t) == pytest.approx(grid, rel=1e-6)
+
+
+# --- parts
+
+
+def test_softmax_norms() -> None:
+    gen = torch.Generator().manual_seed(0)
+    p = torch.softmax(3 * torch.randn(50, 6, generator=gen, dtype=torch.float64), 1)
+    p = torch.cat([p, torch.full((1, 6), 1 / 6, dtype=p.dtype), eye(6)[:1]])
+    jac = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    exact = torch.linalg.matrix_norm(jac, 2)
+    assert torch.allclose(softmax_norm(p), exact, atol=1e-12)
+    assert bool((g1(p) >= exact - 1e-12).all())
+    signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=6))).double()
+    to_sum = (jac @ signs.T).abs().sum(1).amax(1)
+    assert bool((balanced_mass(p) >= to_sum - 1e-12).all())
+
+
+def test_norm_of_rows_is_never_below() -> None:
+    for regime, seed in itertools.product(("sharp", "causal", "masked"), range(10)):
+        layer, x = draw(regime, seed)
+        p = layer.probabilities(*layer.project(x)[:2])[0]
+        exact = float(torch.linalg.matrix_norm(p, 2))
+        assert exact * (1 - 1e-12) <= norm_of_rows(p) <= 1.01 * exact
+
+
+def test_other_norms_agree_with_brute_force() -> None:
+    layer, x = draw("medium", 3)
+    op = layer.linearise(x)
+    dense = materialise(op)
+    assert infinity_norm(op).exact
+    assert infinity_norm(op).lower == pytest.approx(float(dense.abs().sum(1).max()))
+    estimate = infinity_norm(op, dense=0)
+    assert not estimate.exact and estimate.lower <= infinity_norm(op).lower * (1 + ROUNDING)
+    both = max_token_norm(op)
+    assert both.upper is not None and both.lower <= both.upper <= 1.6 * both.lower
+    assert max_token_norm(op, dense=0).lower <= both.lower * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_absorbed_norms(kind: type) -> None:
+    for width in (5, 6):
+        torch.manual_seed(0)
+        module = kind(width, eps=1e-12, dtype=torch.float64)
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter).requires_grad_(False)
+        norm = norm_of(module, width)
+        assert torch.allclose(norm.gain, module.weight)
+        x = torch.randn(7, width, dtype=torch.float64)
+        layer = DotProductAttention(*torch.randn(3, 4, width, dtype=torch.float64))
+        absorbed = absorb(layer, norm)
+        assert torch.allclose(absorbed(norm.direction(x)), layer(module(x)))
+        assert float(module(x).norm(dim=1).max()) <= radius_of_norm(norm)
+        jac = torch.func.jacrev(lambda z, f=layer, m=module: f(m(z)))(x).reshape(-1, x.numel())
+        bound = value("global_g2", absorbed, num_tokens=7, radius=1.0) * float(norm.slope(x).max())
+        assert float(torch.linalg.matrix_norm(jac, 2)) <= bound
+
+
+def test_finite_differences_stay_below_sigma_on_the_segment() -> None:
+    for seed in range(5):
+        layer, x = draw("medium", seed)
+        assert segment(layer, x, x.flip(0) + 0.5).holds
+
+
+# --- the table
+
+
+def test_table_has_every_theorem_with_value_or_reason() -> None:
+    layer, x = draw("heads, grouped, biased, causal", 0)
+    rows = bounds(layer, x)
+    assert [row.theorem for row in rows] == list(THEOREMS)
+    for row in rows:
+        assert row.applicable == (row.value is not None) == (not row.reason)
+        assert row.value is None or math.isfinite(row.value)
+    one = {row.theorem: row for row in bounds(layer, x, head=2)}
+    assert one["global_g2"].head == 2
+    assert one["global_g2"].value is not None
+    op = layer.linearise(x, per_head=True)
+    dense = torch.stack([op.mv(e.expand(4, *x.shape))[2].flatten() for e in units(x)], 1)
+    assert one["global_g2"].value >= float(torch.linalg.matrix_norm(dense, 2))
+
+
+def units(x: torch.Tensor) -> torch.Tensor:
+    return eye(x.numel()).reshape(-1, *x.shape)
+
+
+def test_values_beyond_float64_are_not_given() -> None:
+    rows = {row.theorem: row for row in bounds(single(eye(2)), num_tokens=4, radius=100.0)}
+    assert rows["mean_field"].value is None
+    assert rows["mean_field"].reason == "its value exceeds the float64 range"
+    assert rows["global_g2"].applicable
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"radius": -1.0, "num_tokens": 4}, r"`radius` should be positive. Found `radius = -1.0`."),
+        ({"radius": 1.0, "num_tokens": 0}, r"`num_tokens` should be at least 1. Found"),
+        ({"radius": math.nan}, r"`radius` should be positive. Found `radius = nan`."),
+        ({"x": torch.full((3, 2), math.nan)}, r"`x` should be finite. Found NaN .* token 0."),
+        ({"x": torch.ones(3, 4)}, r"`x` should have shape \(n, 2\)"),
+        ({"x": torch.ones(3, 2), "num_tokens": 4}, r"`num_tokens` should be that of `x`, 3."),
+        ({"x": torch.ones(3, 2), "radius": 0.5}, r"`radius` should be at least the largest"),
+        ({"head": 1}, r"`head` should be between 0 and 0. Found `head = 1`."),
+    ],
+)
+def test_bad_input_says_what_to_change(given, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        bounds(single(eye(2)), **given)
+
+
+def test_wrong_weights_say_which() -> None:
+    with pytest.raises(InputError, match=r"`layer.value` should be finite"):
+        bounds(single(eye(2), math.nan * eye(2)), num_tokens=3, radius=1.0)
+
+
+def test_every_theorem_says_what_it_is() -> None:
+    for theorem in catalogue():
+        text = theorem.function.__doc__ or ""
+        assert (theorem.summary.endswith((".", ":")) and "Holds " in text) or not theorem.sound
+        assert theorem.cite == DERIVED or theorem.cite.isidentifier()
