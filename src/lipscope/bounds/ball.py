@@ -14,11 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.bounds.centre import BallName, Centre, Softmax, eigenvalue, softmax_over, top
+from lipscope.bounds.centre import BallName, Centre, Softmax, eigenvalue, softmax_over
 from lipscope.bounds.head import Head
 from lipscope.bounds.theorem import DERIVED, NotApplicableError, theorem
 from lipscope.errors import InputError
 
+_SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 _EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
 
 
@@ -37,7 +38,8 @@ class Ball:
     def __init__(
         self, centre: Centre, eps: float | Float[Tensor, " n"], ball: BallName = "token"
     ) -> None:
-        self.c, self.ball = centre, ball
+        self.c = centre
+        self.ball: BallName = ball
         self.eps = per_token(eps, centre.x.shape[0], ball)
 
     @cached_property
@@ -158,6 +160,33 @@ class Ball:
     # --- the forms
 
     @cached_property
+    def by_weights(self) -> float:
+        """The row-Gram certificate at the centre, blocks stretched by ``U_ij / P_ij``.
+
+        ``sqrt(max_j sum_i p_ij ω'_i)``; the weights ``p`` are those found at the centre.
+        """
+        c, p = self.c, self.p
+        stretch = torch.where(c.p > 0, p.upper / c.p, 1.0)
+        unseen = (c.p == 0) & (p.upper > 0)
+        if bool(unseen.any()) or not bool(torch.isfinite(stretch).all()):
+            return math.inf
+        rows, weights = c.weighted.rows, c.weighted.weights
+        sizes = torch.where(weights > 0, p.upper.square() / weights, 0.0)
+        mean = self.mean_moved + c.norm_v * self.shift
+        moved = (c.norm_v * self.eps + mean[:, None]) * self.rho
+        query = c.norm_a * self.eps
+        if c.rotary is None:
+            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks()]
+            turned = query * torch.cat(parts).sqrt()
+        else:
+            turned = query * (sizes * c.nu.square()).sum(-1).sqrt()
+        loose = torch.where(c.p > 0, p.change / c.p, 0.0).diagonal()
+        own = (self.own_change + loose * c.drift) / weights.diagonal().sqrt()
+        root = rows.eigenvalues(weights / stretch.square()).sqrt()
+        root = root + (sizes * moved.square()).sum(-1).sqrt() + turned + own
+        return float(_column(weights, root.square()) * (1 + _SLACK))
+
+    @cached_property
     def by_rows(self) -> float:
         """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``."""
         return float(_column(self.p.upper, self.row) + self.own.max())
@@ -198,25 +227,32 @@ class Ball:
         norms = self.c.x.norm(dim=-1) + self.eps
         return _global(self.c.head, float(norms.max()), self.c.allowed.sum(-1))
 
-    def forms(self) -> dict[str, float]:
-        """Every form that is finite, by name."""
-        centre = Ball(self.c, 0.0)
+    def forms(self, local: float | None = None, *, sharp: bool = False) -> dict[str, float]:
+        """Every form that is finite, by name.
+
+        Args:
+            local: A certificate at the centre; the lesser of F1 and F2 if None.
+            sharp: Also `by_weights`.
+        """
+        if local is None:
+            at = Ball(self.c, 0.0)
+            local = min(at.by_rows, at.by_blocks)
         found = {
             "rows": self.by_rows,
             "blocks": self.by_blocks,
-            "change": min(centre.by_rows, centre.by_blocks) + self.change,
+            "change": local + self.change,
+            "weights": self.by_weights if sharp else math.inf,
             "radius": self.by_radius,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
     @property
     def outputs(self) -> Tensor:
-        """``>= sup |df_i(E)|`` over moves ``E`` in the unit ball, ``(n,)``."""
+        """``>= sup |df_i(E)|`` for ``E`` of unit size in the ball's own norm, ``(n,)``."""
         row = self.row.sqrt()
-        if self.ball == "frobenius":
+        if self.ball == "frobenius":  # sum_j P'_ij |e_j|^2 <= max_j U_ij ‖E‖^2
             row = row * self.p.upper.amax(-1).sqrt()
-            return row + self.own
-        return row * self.visible_eps + self.own * self.eps
+        return row + self.own
 
 
 @theorem(cite=DERIVED, statement="ball certificate")

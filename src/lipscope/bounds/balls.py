@@ -1,0 +1,238 @@
+"""Several heads over a ball, and a linear read-out of what they give.
+
+Derived here; proofs: ``docs/theory/ball-certificate.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import Attention, DotProductAttention, Rotary
+from lipscope.attention.projections import Part
+from lipscope.bounds.ball import Ball, least
+from lipscope.bounds.centre import BallName, Centre
+from lipscope.bounds.head import all_heads_of, heads_of
+from lipscope.bounds.row_gram import row_gram_joint
+from lipscope.errors import InputError
+
+Pool = Literal["mean", "first"]
+_BISECTIONS = 12
+
+
+@dataclass(frozen=True)
+class BallValue:
+    """A bound of sigma over a ball.
+
+    Attributes:
+        total: Of all heads together.
+        form: How they were put together.
+        heads: Value and smallest form of each.
+    """
+
+    total: float
+    form: str
+    heads: list[tuple[float, str]]
+
+
+class BallLayer:
+    """All heads of a layer at one centre.
+
+    Args:
+        layer: The layer.
+        x: Centre of the ball.
+        part: ``attention``: heads add up; ``heads``: they stand side by side.
+        sharp: Also use the row-Gram certificate at the centre.
+    """
+
+    def __init__(self, layer: DotProductAttention, x: Tensor, part: Part, sharp: bool) -> None:
+        self.part: Part = part
+        self.sharp = sharp
+        heads = heads_of(layer, fold=part == "attention")
+        self.centres = [Centre(head, x) for head in heads]
+        self.local = [_local(c, sharp) for c in self.centres]
+        self.bare: list[Centre] = []
+        self.norm_out, self.joint = 0.0, math.inf
+        if len(heads) > 1:
+            if part == "attention" and layer.output is not None:
+                self.norm_out = float(torch.linalg.matrix_norm(layer.output, 2))
+                self.bare = [Centre(head, x) for head in heads_of(layer, fold=False)]
+            self.bare_local = [_local(c, False) for c in self.bare]
+            if sharp:
+                self.joint = row_gram_joint(all_heads_of(layer, fold=part == "attention"), x)
+
+    def at(self, radii: Tensor, ball: BallName) -> BallValue:
+        """Bounds of sigma over the ball of these radii."""
+        if ball == "frobenius":
+            radii = radii[0]  # one number by definition
+        balls = [Ball(c, radii, ball) for c in self.centres]
+        forms = [
+            b.forms(local, sharp=self.sharp) for b, local in zip(balls, self.local, strict=True)
+        ]
+        heads = [(least(f), min(f, key=lambda name: f[name])) for f in forms]
+        values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
+        if len(heads) == 1:
+            return BallValue(heads[0][0], "one head", heads)
+        change = torch.tensor([b.change for b in balls], dtype=torch.float64)
+        apart = self.part == "heads" or self.norm_out == 0.0  # outputs side by side
+        together = {
+            "sum": float(values.norm() if apart else values.sum()),
+            "joint": self.joint + float(change.norm() if apart else change.sum()),
+        }
+        if self.bare:
+            each = [
+                least(Ball(c, radii, ball).forms(local))
+                for c, local in zip(self.bare, self.bare_local, strict=True)
+            ]
+            together["projection"] = self.norm_out * math.hypot(*each)
+        form = min(together, key=lambda name: together[name])
+        return BallValue(together[form], form, heads)
+
+
+def _local(centre: Centre, sharp: bool) -> float:
+    """The best certificate at the centre."""
+    at = Ball(centre, 0.0)
+    value = min(at.by_rows, at.by_blocks)
+    return min(value, centre.weighted.value) if sharp else value
+
+
+class ReadOut:
+    """How far one score ``<w, pool(f(X))>`` can move.
+
+    Args:
+        layer: The layer.
+        x: Centre of the ball.
+        w: Read-out of the pooled output, ``(d_out,)``.
+        pool: ``mean`` over tokens, or the ``first``.
+        ball: Which ball.
+        m: Number of radii in the mean along the way.
+    """
+
+    def __init__(
+        self, layer: DotProductAttention, x: Tensor, w: Tensor, pool: Pool, ball: BallName, m: int
+    ) -> None:
+        parts = w if layer.output is None else w @ layer.output
+        self.centres = [
+            Centre(dataclasses.replace(head, value=u[None] @ head.value), x)
+            for head, u in zip(
+                heads_of(layer, fold=False), parts.view(layer.num_heads, -1), strict=True
+            )
+        ]
+        self.pool: Pool = pool
+        self.ball: BallName = ball
+        self.m = m
+
+    def rate(self, eps: float) -> float:
+        """``>= |<w, pool(f(X') - f(X))>| / eps`` within ``eps``."""
+        radii = [eps * s / self.m for s in range(1, self.m + 1)]
+        return sum(self._at(r) for r in radii) / self.m
+
+    def _at(self, eps: float) -> float:
+        total = 0.0
+        for centre in self.centres:
+            ball = Ball(centre, eps, self.ball)
+            rows = ball.outputs
+            if self.pool == "first":
+                total += float(rows[0])
+                continue
+            value = float(rows.mean())
+            if self.ball == "frobenius":  # |mean of rows| <= ‖f(X') - f(X)‖ / sqrt(n)
+                value = min(value, min(ball.by_rows, ball.by_blocks) / math.sqrt(len(rows)))
+            total += value
+        return total
+
+    def largest(self, margin: float, cap: float) -> float:
+        """The largest radius up to ``cap`` that keeps the margin, by bisection."""
+        slope = self.rate(0.0)
+        high = min(cap, margin / slope) if slope > 0 else cap
+        if margin <= 0 or not math.isfinite(high):
+            return 0.0 if margin <= 0 else high
+        if self._keeps(high, margin):
+            return high
+        low = 0.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._keeps(middle, margin) else (low, middle)
+        return low
+
+    def _keeps(self, eps: float, margin: float) -> bool:
+        return eps * self.rate(eps) < margin
+
+
+def in_double(layer: Attention, head: int | None) -> DotProductAttention:
+    """The layer, or one head of it, in float64 on the CPU.
+
+    Raises:
+        InputError: For other variants, or a head that it does not have.
+    """
+    if not isinstance(layer, DotProductAttention):
+        raise InputError(
+            f"No certificate: the proof is for dot-product attention. Found "
+            f"`{type(layer).__name__}`."
+        )
+    if head is not None and not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+
+    def rows(w: Tensor | None, heads: int) -> Tensor | None:
+        if w is None:
+            return None
+        w = w.detach().to("cpu", torch.float64)
+        if head is None:
+            return w
+        return w.unflatten(0, (heads, -1))[head * heads // layer.num_heads]
+
+    def needed(w: Tensor, heads: int) -> Tensor:
+        found = rows(w, heads)
+        assert found is not None
+        return found
+
+    output, mask = layer.output, layer.mask
+    if output is not None:
+        output = output.detach().to("cpu", torch.float64)
+        output = output if head is None else output.chunk(layer.num_heads, 1)[head]
+    if mask is not None:
+        mask = mask.cpu() if head is None or mask.ndim == 2 else mask[head].cpu()
+    rotary = layer.rotary
+    if rotary is not None:
+        rotary = Rotary(*(w.to("cpu", torch.float64) for w in (rotary.cos, rotary.sin)))
+    h, g = layer.num_heads, layer.num_groups
+    bias = layer.output_bias
+    return DotProductAttention(
+        needed(layer.query, h),
+        needed(layer.key, g),
+        needed(layer.value, g),
+        output,
+        num_heads=h if head is None else 1,
+        num_groups=g if head is None else 1,
+        query_bias=rows(layer.query_bias, h),
+        key_bias=rows(layer.key_bias, g),
+        value_bias=rows(layer.value_bias, g),
+        output_bias=None if bias is None else bias.detach().to("cpu", torch.float64),
+        scale=layer.scale,
+        causal=layer.causal,
+        mask=mask,
+        rotary=rotary,
+    )
+
+
+def tokens_of(layer: DotProductAttention, x: Tensor) -> Tensor:
+    """Tokens in float64 on the CPU, checked.
+
+    Raises:
+        InputError: If they do not fit the layer or are not finite.
+    """
+    width = layer.query.shape[1]
+    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
+        raise InputError(
+            f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise InputError("`x` should be finite. Found NaN or infinite tokens.")
+    return x.detach().to("cpu", torch.float64)

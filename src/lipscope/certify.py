@@ -1,0 +1,348 @@
+"""Certificates over a ball around X: how far outputs can move, and when a decision cannot.
+
+Deterministic up to float64 rounding, unlike the interval of a measurement. Proofs:
+``docs/theory/ball-certificate.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.attention.projections import Part
+from lipscope.bounds.ball import per_token
+from lipscope.bounds.balls import BallLayer, Pool, ReadOut, in_double, tokens_of
+from lipscope.bounds.centre import BallName
+from lipscope.bounds.search import Search, sigma_of
+from lipscope.bounds.theorem import NotApplicableError
+from lipscope.errors import InputError
+
+_WIDE = 100.0  # times sigma at X, from which on a certificate says so
+
+
+@dataclass(frozen=True)
+class HeadCertificate:
+    """One head's part.
+
+    Attributes:
+        head: Query head.
+        value: Its certificate, a mean over radii as in `BallCertificate`.
+        form: The form that is the smallest at the full radius.
+    """
+
+    head: int
+    value: float
+    form: str
+
+
+@dataclass(frozen=True)
+class BallCertificate:
+    """How far a layer's output can move while its input stays in a ball.
+
+    Attributes:
+        value: ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
+        sigma_bound: ``>= sigma(X')`` for every X' in the ball; hence also a bound of
+            ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two of its points.
+        eps: Radius (the largest one if per token).
+        ball: ``token`` or ``frobenius``.
+        relative_eps: ``eps / max_i |x_i|``.
+        heads: Per head.
+        form: How heads were put together: ``one head``, ``sum``, ``projection`` or ``joint``.
+        sigma: Sigma at X, from below; ``upper``: from above, with probability 1 - 1e-6.
+        ratio: ``value / sigma``.
+        note: What to know, or None.
+    """
+
+    value: float
+    sigma_bound: float
+    eps: float
+    ball: BallName
+    relative_eps: float
+    heads: tuple[HeadCertificate, ...]
+    form: str
+    sigma: float
+    upper: float
+    ratio: float
+    note: str | None = None
+
+
+def certify(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    *,
+    eps: float | Tensor,
+    ball: BallName = "token",
+    head: int | None = None,
+    part: Part = "attention",
+    steps: int = 4,
+    sharp: bool = True,
+    seed: int = 0,
+) -> BallCertificate:
+    """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
+
+    ``L = (1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of radius
+    ``r``: per head the least of four forms; heads together by their sum, by the norm of the
+    projection, or as a bound of the whole layer at X plus every head's change.
+
+    Holds for dot-product attention with any mask, biases, grouped heads and rotary
+    embedding; up to float64 rounding.
+
+    Args:
+        layer: The layer.
+        x: Centre of the ball.
+        eps: Radius; one per token if wanted (ball ``token``).
+        ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
+        head: One query head alone, or None for all.
+        part: ``attention``, or ``heads`` for the map before the output projection.
+        steps: Radii ``m`` of the mean; the cost grows with it.
+        sharp: Also use the row-Gram certificate at X; all heads together take long.
+        seed: Of the measurement of sigma.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate.
+
+    Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
+
+    >>> import torch
+    >>> from lipscope import DotProductAttention
+    >>> layer = DotProductAttention(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> round(certify(layer, torch.zeros(3, 2), eps=0.0).value, 6)
+    1.0
+    """
+    if steps < 1:
+        raise InputError(f"`steps` should be at least 1. Found `steps = {steps}`.")
+    own = in_double(layer, head)
+    x = tokens_of(own, x)
+    radii = per_token(eps, len(x), ball)
+    try:
+        bound = BallLayer(own, x, part, sharp)
+        found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
+    except NotApplicableError as error:
+        raise InputError(f"No certificate: {error}.") from error
+    if not all(math.isfinite(each.total) for each in found):
+        raise InputError("No certificate: every form overflows; choose a smaller `eps`.")
+    value, last = sum(each.total for each in found) / steps, found[-1]
+    top = sigma_of(own, x, part, seed)
+    norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
+    ratio = value / top.sigma if top.sigma > 0 else (1.0 if value == 0 else math.inf)
+    note = None
+    if ratio > _WIDE:
+        note = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
+    return BallCertificate(
+        value=value,
+        sigma_bound=last.total,
+        eps=largest,
+        ball=ball,
+        relative_eps=largest / norm if norm > 0 else math.inf,
+        heads=tuple(
+            HeadCertificate(
+                h if head is None else head,
+                sum(each.heads[h][0] for each in found) / steps,
+                last.heads[h][1],
+            )
+            for h in range(own.num_heads)
+        ),
+        form=last.form,
+        sigma=top.sigma,
+        upper=top.upper,
+        ratio=ratio,
+        note=note,
+    )
+
+
+@dataclass(frozen=True)
+class CertifiedRadius:
+    """The radius within which a decision cannot change.
+
+    Attributes:
+        radius: No X' in the ball of this radius changes the decision.
+        ball: Which ball.
+        decision: Class at X.
+        rival: The class that limits the radius.
+        margin: Difference of their scores at X.
+        nearest: Distance from a token to the nearest other token's vector.
+        fraction: ``radius / nearest``: well below 1, no word can be exchanged within it.
+        note: What to know, or None.
+    """
+
+    radius: float
+    ball: BallName
+    decision: int
+    rival: int
+    margin: float
+    nearest: float
+    fraction: float
+    note: str | None = None
+
+
+def certified_radius(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    weight: Float[Tensor, "c d_out"],
+    *,
+    bias: Float[Tensor, " c"] | None = None,
+    pool: Pool = "mean",
+    ball: BallName = "token",
+    table: Float[Tensor, "vocab d"] | None = None,
+    steps: int = 4,
+) -> CertifiedRadius:
+    """The largest radius found within which ``argmax(W pool(f(X)) + b)`` cannot change.
+
+    For each rival class the read-out ``w = W_k - W_l`` is folded into the values, ``V`` with
+    ``w^T W_h V_h``, and rows are bounded one by one:
+    ``|<w, pool(f(X') - f(X))>| <= eps sum_h mean_s pool(row_h(s eps / m)) < margin``.
+
+    Holds as `certify` does. It speaks of moves of the map's input, not of exchanged words:
+    read ``fraction`` first.
+
+    Args:
+        layer: The layer; the map is ``attention``.
+        x: Its input.
+        weight: Read-out on the pooled output.
+        bias: Of the read-out.
+        pool: ``mean`` over tokens, or the ``first`` token.
+        ball: ``token`` or ``frobenius``.
+        table: Vectors of other tokens, for the nearest distance; the rows of ``x`` if None.
+        steps: As in `certify`.
+
+    Returns:
+        The radius; 0 where two classes tie.
+
+    Raises:
+        InputError: If shapes do not fit or there is no certificate.
+    """
+    own = in_double(layer, None)
+    x = tokens_of(own, x)
+    weight = weight.detach().to("cpu", torch.float64)
+    with torch.no_grad():
+        pooled = own(x)
+        pooled = pooled.mean(0) if pool == "mean" else pooled[0]
+    if weight.ndim != 2 or weight.shape[0] < 2 or weight.shape[1] != len(pooled):
+        raise InputError(
+            f"`weight` should have shape (classes, {len(pooled)}), two classes at least. "
+            f"Found {tuple(weight.shape)}."
+        )
+    scores = weight @ pooled
+    if bias is not None:
+        scores = scores + bias.detach().to("cpu", torch.float64)
+    if not bool(torch.isfinite(scores).all()):
+        raise InputError("The read-out should give finite scores. Found NaN or infinite ones.")
+    decision = int(scores.argmax())
+    rivals = [i for i in scores.argsort(descending=True).tolist() if i != decision]
+    best, limit = math.inf, rivals[0]
+    for rival in rivals:
+        margin = float(scores[decision] - scores[rival])
+        try:
+            move = ReadOut(own, x, weight[decision] - weight[rival], pool, ball, steps)
+            radius = move.largest(margin, best)
+        except NotApplicableError as error:
+            raise InputError(f"No certificate: {error}.") from error
+        if radius < best:
+            best, limit = radius, rival
+    nearest = _nearest(x, table)
+    fraction = best / nearest if nearest > 0 else math.inf
+    note = None
+    if math.isinf(best):
+        note = "infinite: the scores do not depend on the input"
+    elif fraction < 0.1:
+        note = "far from any other token's vector: no exchange of words is covered"
+    return CertifiedRadius(
+        radius=best,
+        ball=ball,
+        decision=decision,
+        rival=limit,
+        margin=float(scores[decision] - scores[limit]),
+        nearest=nearest,
+        fraction=fraction,
+        note=note,
+    )
+
+
+def _nearest(x: Tensor, table: Tensor | None) -> float:
+    """Smallest distance between a token and another vector; equal vectors do not count."""
+    others = x if table is None else table.detach().to("cpu", torch.float64)
+    apart = torch.cdist(x, others, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = apart[apart > 1e-9 * x.norm(dim=-1).max()]
+    return float(apart.min()) if apart.numel() else math.inf
+
+
+@dataclass(frozen=True)
+class Attack:
+    """The worst that was found inside a ball; what a certificate must exceed.
+
+    Attributes:
+        ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found.
+        sigma: Largest sigma found inside the ball.
+        worst: The X' of ``ratio``.
+        attempts: Random points and ascents tried.
+    """
+
+    ratio: float
+    sigma: float
+    worst: Tensor
+    attempts: int
+
+
+def attack_in_ball(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    eps: float | Tensor,
+    *,
+    ball: BallName = "token",
+    head: int | None = None,
+    part: Part = "attention",
+    random: int = 20,
+    ascents: int = 4,
+    steps: int = 30,
+    seed: int = 0,
+) -> Attack:
+    """Random and gradient-ascent attempts to exceed a certificate inside its ball.
+
+    Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
+    singular vectors at the current point; every iterate is put back into the ball.
+
+    Holds for any layer; its values are lower ones, found and not proved largest.
+
+    Args:
+        layer: The layer.
+        x: Centre.
+        eps: Radius, as in `certify`.
+        ball: ``token`` or ``frobenius``.
+        head: One head alone, or None.
+        part: ``attention`` or ``heads``.
+        random: Random points.
+        ascents: Ascents of each kind; the first starts along the top singular vector.
+        steps: Steps of each.
+        seed: Of the random points.
+
+    Returns:
+        The largest values found.
+
+    Raises:
+        InputError: As `certify` does.
+    """
+    own = in_double(layer, head)
+    x = tokens_of(own, x)
+    radii = per_token(eps, len(x), ball)
+    search = Search(own, x, radii, ball, part, seed)
+    top = sigma_of(own, x, part, seed)
+    search.sigma = top.sigma
+    if not bool((radii > 0).any()):
+        return Attack(top.sigma, top.sigma, x, 0)
+    search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
+    for start in (top.v, -top.v):
+        search.see(search.to_edge(start))
+    for _ in range(random):
+        search.see(search.to_edge(search.draw()))
+    for i in range(ascents):
+        search.climb_ratio(top.v if i == 0 else search.draw(), steps)
+        search.climbsigma_of(top.v if i == 0 else search.draw(), steps)
+    return Attack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)

@@ -1,0 +1,225 @@
+"""Ball certificates: never violated, equal to the local ones at radius 0, honest when wide."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+from lipscope import DotProductAttention, InputError
+from lipscope.attention import Rotary
+from lipscope.bounds import heads_of
+from lipscope.bounds.ball import Ball, ball_certificate
+from lipscope.bounds.centre import Centre, softmax_over
+from lipscope.bounds.local import f1, f2
+from lipscope.certify import attack_in_ball, certified_radius, certify
+
+KINDS = ("plain", "causal", "biased", "masked", "rotary", "heads", "sharp")
+
+
+def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProductAttention, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+
+    def t(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    heads = 2 if kind == "heads" else 1
+    scale = 0.7 if kind == "sharp" else 0.3
+    angles = torch.arange(n)[:, None] * torch.tensor([1.0, 0.3]).repeat(2)
+    mask = (torch.rand(n, n, generator=g) < 0.6) | torch.eye(n, dtype=torch.bool)
+    layer = DotProductAttention(
+        t(heads * 4, d),
+        t(heads * 4, d),
+        t(heads * 3, d),
+        t(d, heads * 3),
+        num_heads=heads,
+        query_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
+        key_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
+        causal=kind in ("causal", "rotary", "heads"),
+        mask=mask if kind == "masked" else None,
+        rotary=Rotary(angles.cos().double(), angles.sin().double()) if kind == "rotary" else None,
+    )
+    return layer, scale * t(n, d)
+
+
+def sigmas(layer: DotProductAttention, points: torch.Tensor) -> torch.Tensor:
+    """Of autograd's dense Jacobians, not of the library's own."""
+    jacobians = torch.func.vmap(torch.func.jacrev(layer))(points)
+    return torch.linalg.matrix_norm(jacobians.flatten(3).flatten(1, 2), 2)
+
+
+def move(x: torch.Tensor, eps: float, ball: str, g: torch.Generator) -> torch.Tensor:
+    e = torch.randn(x.shape, generator=g, dtype=x.dtype)
+    return e * (eps / (e.norm() if ball == "frobenius" else e.norm(dim=-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "heads"])
+def test_every_form_and_interval_holds(kind: str, ball: str) -> None:
+    """6 kinds x 2 balls x 5 inputs x 6 radii x 12 points: 4,320 attempts."""
+    g = torch.Generator().manual_seed(1)
+    for seed in range(5):
+        layer, x = case(kind, seed)
+        head = heads_of(layer)[0]
+        centre = Centre(head, x)
+        for relative in (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0):
+            eps = relative * float(x.norm(dim=1).max())
+            inside = Ball(centre, eps, ball)
+            forms = inside.forms(sharp=True)
+            points = torch.stack([x + move(x, eps, ball, g) for _ in range(12)])
+            found = float(sigmas(layer, points).max())
+            assert all(value >= found * (1 - 1e-10) for value in forms.values()), forms
+            for other in points[:3]:
+                there = Centre(head, other)
+                assert (there.p <= inside.p.upper * (1 + 1e-9) + 1e-12).all()
+                assert (there.p >= inside.p.lower * (1 - 1e-9) - 1e-12).all()
+                assert (there.drift <= inside.own * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_no_ascent_exceeds_the_certificate(kind: str, ball: str) -> None:
+    for seed, relative in ((0, 1e-2), (1, 0.1)):
+        layer, x = case(kind, seed)
+        eps = relative * float(x.norm(dim=1).max())
+        found = attack_in_ball(layer, x, eps, ball=ball, random=5, ascents=2, steps=6)
+        proved = certify(layer, x, eps=eps, ball=ball)
+        assert found.ratio <= proved.value
+        assert found.sigma <= proved.sigma_bound
+        assert found.attempts == 12
+        moved = (found.worst - x).norm(dim=-1)
+        assert (moved.norm() if ball == "frobenius" else moved.max()) <= eps * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_radius_zero_is_the_local_certificate(kind: str) -> None:
+    layer, x = case(kind, 3)
+    for head in heads_of(layer):
+        at = Ball(Centre(head, x), 0.0)
+        assert at.by_blocks == pytest.approx(f1(head, x), rel=1e-12)
+        assert at.by_rows == pytest.approx(f2(head, x), rel=1e-12)
+        assert at.change == 0.0
+        assert ball_certificate(head, x, 0.0) <= min(f1(head, x), f2(head, x)) * (1 + 1e-12)
+
+
+def test_interval_survives_probabilities_that_underflow() -> None:
+    """``exp(eta) P`` would be inf * 0: the pitfall of intervals outside the log domain."""
+    eye = torch.eye(1, dtype=torch.float64)
+    head = heads_of(DotProductAttention(eye, eye, eye))[0]
+    x = torch.tensor([[40.0], [-40.0], [39.0]], dtype=torch.float64)
+    centre = Centre(head, x)
+    assert centre.p.min() == 0.0
+    eps = torch.full((3,), 40.0, dtype=torch.float64)
+    interval = softmax_over(centre, eps, "token")
+    assert (interval.upper > 0.4).all()  # at zero tokens every weight is 1/3
+    assert torch.isfinite(interval.change).all()
+    assert math.isfinite(ball_certificate(head, x, 40.0))
+
+
+def test_one_head_of_random_layers_is_within_three_of_the_attack() -> None:
+    ratios = []
+    for kind in ("plain", "causal", "biased"):
+        for seed in range(4):
+            layer, x = case(kind, seed, n=12, d=8)
+            eps = 1e-2 * float(x.norm(dim=1).max())
+            found = attack_in_ball(layer, x, eps, random=2, ascents=1, steps=9)
+            ratios.append(certify(layer, x, eps=eps).value / found.ratio)
+    assert min(ratios) >= 1.0, ratios
+    assert max(ratios) < 3.0, ratios
+
+
+def test_head_alone_and_both_parts() -> None:
+    layer, x = case("heads", 0)
+    for part in ("attention", "heads"):
+        whole = certify(layer, x, eps=1e-3, part=part)
+        alone = [certify(layer, x, eps=1e-3, head=h, part=part) for h in (0, 1)]
+        assert [h.head for h in whole.heads] == [0, 1]
+        assert [a.value for a in alone] == pytest.approx([h.value for h in whole.heads])
+        assert whole.value <= sum(a.value for a in alone) * (1 + 1e-12)
+        assert whole.sigma <= whole.value <= whole.sigma_bound
+        assert attack_in_ball(layer, x, 1e-3, part=part, random=2).ratio <= whole.value
+
+
+def test_radius_per_token() -> None:
+    layer, x = case("causal", 0)
+    eps = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.0, 0.02])
+    some = certify(layer, x, eps=eps)
+    assert some.value < certify(layer, x, eps=0.1).value
+    assert attack_in_ball(layer, x, eps, random=20).ratio <= some.value
+
+
+def decision(layer, weight: torch.Tensor, pool: str, x: torch.Tensor) -> int:
+    y = layer(x)
+    return int((weight @ (y.mean(0) if pool == "mean" else y[0])).argmax())
+
+
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+@pytest.mark.parametrize("pool", ["mean", "first"])
+def test_decision_stands_within_the_certified_radius(pool: str, ball: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    for seed in range(3):
+        layer, x = case("heads", seed)
+        weight = torch.randn(3, 5, generator=g, dtype=torch.float64)
+        answer = certified_radius(layer, x, weight, pool=pool, ball=ball)
+        assert answer.radius > 0 and answer.fraction == answer.radius / answer.nearest
+
+        decide = functools.partial(decision, layer, weight, pool)
+        assert decide(x) == answer.decision
+        for _ in range(100):
+            assert decide(x + move(x, answer.radius, ball, g)) == answer.decision
+        gap = weight[answer.decision] - weight[answer.rival]
+        e = torch.zeros_like(x)
+        for _ in range(20):  # descend on the margin, inside the ball
+            point = (x + e).requires_grad_(True)
+            y = layer(point)
+            margin = gap @ (y.mean(0) if pool == "mean" else y[0])
+            (slope,) = torch.autograd.grad(margin, point)
+            norm = slope.norm() if ball == "frobenius" else slope.norm(dim=-1, keepdim=True)
+            e = -slope * answer.radius / norm.clamp_min(1e-300)
+            assert decide(x + e) == answer.decision
+
+
+def test_a_tie_has_no_radius_and_a_blind_read_out_every_one() -> None:
+    layer, x = case("plain", 0)
+    assert certified_radius(layer, x, torch.ones(2, 5)).radius == 0.0
+    answer = certified_radius(layer, x, torch.ones(2, 5), bias=torch.tensor([1.0, 0.0]))
+    assert answer.radius == math.inf and answer.note is not None
+
+
+def test_nearest_vector_of_a_table() -> None:
+    layer, x = case("plain", 0)
+    table = x[:1] + torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.0]])
+    answer = certified_radius(layer, x, torch.eye(5), table=table)
+    assert answer.nearest == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
+def test_bad_radius(eps: float) -> None:
+    layer, x = case("plain", 0)
+    with pytest.raises(InputError, match="`eps` should be finite and not negative"):
+        certify(layer, x, eps=eps)
+
+
+def test_bad_input() -> None:
+    layer, x = case("plain", 0)
+    with pytest.raises(InputError, match="NaN"):
+        certify(layer, x * math.nan, eps=0.1)
+    with pytest.raises(InputError, match="shape"):
+        certify(layer, x[:, :2], eps=0.1)
+    with pytest.raises(InputError, match="one number"):
+        certify(layer, x, eps=torch.ones(6), ball="frobenius")
+    with pytest.raises(InputError, match="No certificate"):
+        certify(layer, x, eps=1e200)
+    with pytest.raises(InputError, match="`head` should"):
+        certify(layer, x, eps=0.1, head=5)
+    with pytest.raises(InputError, match="`weight` should"):
+        certified_radius(layer, x, torch.ones(1, 5))
+    masked, x = case("masked", 0)
+    with pytest.raises(InputError, match="No certificate: its mask"):
+        certify(masked, x[:3], eps=0.1)
+
+
+def test_a_wide_certificate_says_so() -> None:
+    layer, x = case("rotary", 0)
+    answer = certify(layer, x, eps=1.0)
+    assert answer.note is not None and "smaller `eps`" in answer.note
