@@ -14,6 +14,10 @@ from lipscope.attention import (
     Rotary,
     ScaledCosineAttention,
 )
+from lipscope.bounds import catalogue, evaluate
+from lipscope.operator import materialise
+
+THEOREMS = {theorem.name: theorem for theorem in catalogue()}
 
 REGIMES = (
     "soft",
@@ -115,3 +119,31 @@ def all_cases(per_regime: int) -> Iterator[tuple[str, Attention, Tensor]]:
             yield regime, *draw(regime, seed)
         for name in ("L2", "cosine", "LipschitzNorm"):
             yield name, *draw_variant(name, seed)
+
+
+def eye(d: int) -> torch.Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> DotProductAttention:
+    """One head with ``A = a``."""
+    a = a.to(torch.float64)
+    value = eye(len(a)) if value is None else value
+    return DotProductAttention(a, eye(len(a)), value, scale=1.0, **options)
+
+
+def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
+    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x, part=part)), 2))
+
+
+def value(name: str, layer, **given) -> float:
+    return evaluate(THEOREMS[name], layer, **given)
+
+
+def counterexample() -> tuple[DotProductAttention, torch.Tensor]:
+    """Theorem C.3 as coded: A = 3 e1 e2^T sends x to nothing, but not A^T."""
+    a = torch.zeros(2, 2)
+    a[0, 1] = 3
+    x = torch.zeros(8, 2, dtype=torch.float64)
+    x[:, 0] = 3.0 * (-1.0) ** torch.arange(8)
+    return single(a), x

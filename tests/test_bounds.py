@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from layers import all_cases, draw
-from lipscope.attention import DotProductAttention, L2Attention
+from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single, value
+from lipscope.attention import DotProductAttention
 from lipscope.bounds import (
     DERIVED,
     NotApplicableError,
@@ -23,37 +23,15 @@ from lipscope.bounds import (
     radius_of_norm,
     segment,
 )
-from lipscope.bounds.derived import kappa
 from lipscope.bounds.directions import eigen_directions, star_direction
-from lipscope.bounds.kim2021 import phi_inverse, tight_input, tight_value
 from lipscope.bounds.softmax import balanced_mass, g1, softmax_norm
 from lipscope.bounds.yudin2025 import norm_of_rows
 from lipscope.errors import InputError
 from lipscope.operator import materialise
 
 ROUNDING = 1e-9
-THEOREMS = {theorem.name: theorem for theorem in catalogue()}
 # A second on the smallest layer: asked on a few cases only.
 COSTLY = {"row_gram", "row_gram_joint"}
-
-
-def eye(d: int) -> torch.Tensor:
-    return torch.eye(d, dtype=torch.float64)
-
-
-def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> DotProductAttention:
-    """One head with ``A = a``."""
-    a = a.to(torch.float64)
-    value = eye(len(a)) if value is None else value
-    return DotProductAttention(a, eye(len(a)), value, scale=1.0, **options)
-
-
-def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
-    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x, part=part)), 2))
-
-
-def value(name: str, layer, **given) -> float:
-    return evaluate(THEOREMS[name], layer, **given)
 
 
 # --- soundness, over the registry
@@ -102,15 +80,6 @@ def test_what_is_called_unsound_fails(name: str) -> None:
 def test_every_unsound_statement_is_shown_to_fail() -> None:
     unsound = {t.name for t in catalogue() if not t.sound}
     assert unsound == {"castin_thm_4_4", "castin_thm_c_3_coded"}
-
-
-def counterexample() -> tuple[DotProductAttention, torch.Tensor]:
-    """Theorem C.3 as coded: A = 3 e1 e2^T sends x to nothing, but not A^T."""
-    a = torch.zeros(2, 2)
-    a[0, 1] = 3
-    x = torch.zeros(8, 2, dtype=torch.float64)
-    x[:, 0] = 3.0 * (-1.0) ** torch.arange(8)
-    return single(a), x
 
 
 # --- orderings that are proved
@@ -211,125 +180,6 @@ def test_mean_field_lower_bound_is_a_number_of_tokens_away() -> None:
     assert sigma(layer, x) >= value("castin_prop_3_6", layer, radius=radius)
 
 
-# --- golden values of the theory, in one table
-
-GOLDEN = {
-    "running mean of two tokens": (
-        lambda: sigma(single(0 * eye(1), causal=True), torch.ones(2, 1, dtype=torch.float64)),
-        1.1441,
-    ),
-    "running mean of ten tokens": (
-        lambda: sigma(single(0 * eye(1), causal=True), torch.ones(10, 1, dtype=torch.float64)),
-        1.4101,
-    ),
-    "C.3, truth": (lambda: sigma(*counterexample()), 27.04),
-    "C.3, as coded": (
-        lambda: value("castin_thm_c_3_coded", counterexample()[0], x=counterexample()[1]),
-        2.828,
-    ),
-    "Kim, truth": (lambda: kim_one_dimensional()[0], 900.0),
-    "Kim, power 4": (lambda: kim_one_dimensional()[1], 2690.5),
-    "tightness, N = 3": (lambda: kim_ratio(3), 1.285),
-    "tightness, N = 11": (lambda: kim_ratio(11), 1.235),
-    "tightness, N = 101": (lambda: kim_ratio(101), 1.144),
-    "tightness, N = 1,001": (lambda: kim_ratio(1001), 1.096),
-    "tightness, N = 10,001": (lambda: kim_ratio(10001), 1.070),
-    "tightness, N = 100,001": (lambda: kim_ratio(100001), 1.055),
-    "quadratic growth, n = 3": (lambda: quadratic(3), 0.6670),
-    "quadratic growth, n = 9": (lambda: quadratic(9), 0.8890),
-    "mean-field, A = -1, R = 2: bound over 2-Dirac": (lambda: mean_field_ratio(2.0), 1.38),
-}
-
-
-@pytest.mark.parametrize(("compute", "expected"), GOLDEN.values(), ids=GOLDEN.keys())
-def test_golden_values(compute, expected: float) -> None:
-    assert compute() == pytest.approx(expected, rel=6e-3 if expected == 1.38 else 5e-4)
-
-
-def kim_one_dimensional() -> tuple[float, float]:
-    layer = L2Attention(30 * eye(1), eye(1))
-    return sigma(layer, torch.zeros(2, 1).double()), value("kim_thm_3_2", layer, num_tokens=2)
-
-
-def kim_ratio(n: int) -> float:
-    return value("kim_thm_3_2_infinity", L2Attention(eye(1), eye(1)), num_tokens=n) / tight_value(n)
-
-
-def quadratic(n: int) -> float:
-    x = torch.full((n, 1), 30.0, dtype=torch.float64)
-    x[::2] *= -1
-    x[0] = 0.0
-    return sigma(single(eye(1)), x) / 900
-
-
-def mean_field_ratio(radius: float) -> float:
-    """MF over the supremum of measures on R and -R, by mass."""
-    t, best = radius**2, 0.0
-    for log_ratio in torch.linspace(0.0, 2 * t + 3, 400).tolist():
-        w = torch.tensor([1.0, math.exp(log_ratio)], dtype=torch.float64)
-        w = w / w.sum()
-        x = radius * torch.tensor([1.0, -1.0], dtype=torch.float64)
-        p = torch.softmax(torch.outer(-x, x) + w.log(), 1)
-        m = p @ x
-        jac = p * (1 + (x - m[:, None]) * -x[:, None]) - torch.diag(p @ x**2 - m**2)
-        root = w.sqrt()
-        norm = torch.linalg.matrix_norm(jac * root[:, None] / root, 2)
-        best = max(best, float(norm), float((p @ x**2 - m**2).max()))
-    return value("mean_field", single(-eye(1)), radius=radius) / best
-
-
-# --- mistakes easily made
-
-
-def test_row_token_is_the_query() -> None:
-    """A and its transpose differ: <A x_i, x_j> with A = K^T Q."""
-    (head,) = heads_of(single(torch.tensor([[0.0, 3.0], [0.0, 0.0]])))
-    assert torch.equal(head.matrix_a(), torch.tensor([[0.0, 3.0], [0.0, 0.0]]).double())
-
-
-def test_scale_is_inside_a() -> None:
-    (head,) = heads_of(DotProductAttention(2 * eye(4), eye(4), eye(4)))
-    assert head.norm_a == pytest.approx(2 / math.sqrt(4))
-
-
-def test_masked_g2_counts_visible_keys() -> None:
-    """The first rows see few keys, so their attention can be large."""
-    given = {"num_tokens": 50, "radius": 0.1}
-    layers = single(eye(2), causal=True), single(eye(2))
-    assert value("global_g2", layers[0], **given) > 1.3 * value("global_g2", layers[1], **given)
-    x = torch.zeros(50, 2, dtype=torch.float64)
-    assert sigma(layers[0], x) > value("global_g2", layers[1], num_tokens=50, radius=1e-6)
-
-
-def test_second_power_of_kim_fails() -> None:
-    truth, bound = kim_one_dimensional()
-    assert bound / 30 < truth < bound  # 30 = ‖W‖ = ‖W‖⁴ under the root over ‖W‖²
-
-
-def test_tight_input_attains_the_tight_value() -> None:
-    layer = L2Attention(eye(1), eye(1))
-    for n in (3, 11, 101):
-        op = layer.linearise(tight_input(n))
-        assert infinity_norm(op).lower == pytest.approx(tight_value(n))
-    assert phi_inverse(2.0) * math.exp(phi_inverse(2.0) + 1) == pytest.approx(2.0)
-
-
-def test_large_tokens_reach_the_limit() -> None:
-    for regime in ("medium", "causal", "masked"):
-        layer, x = draw(regime, 1)
-        limit = value("castin_thm_3_7_limit", layer, x=x)
-        assert sigma(layer, 40 * x) == pytest.approx(limit, rel=1e-3)
-        assert limit <= value("castin_thm_3_7", layer, num_tokens=len(x)) * (1 + ROUNDING)
-
-
-def test_kappa_is_the_maximum() -> None:
-    p = torch.linspace(0, 1, 100001, dtype=torch.float64)
-    for t in (0.0, 0.2, 0.3, 1.0, 30.0):
-        grid = float((p * (1 + t * (4 * p * (1 - p)).clamp_max(1) * 1.0)).max())
-        grid = max(grid, 0.5 * (1 + t))
-        assert kappa(t) == pytest.approx(grid, rel=1e-6)
-
-
 # --- parts
 
 
@@ -398,7 +248,7 @@ def test_finite_differences_stay_below_sigma_on_the_segment() -> None:
 def test_table_has_every_theorem_with_value_or_reason() -> None:
     layer, x = draw("heads, grouped, biased, causal", 0)
     rows = bounds(layer, x)
-    assert [row.theorem for row in rows] == list(THEOREMS)
+    assert [row.theorem for row in rows] == [theorem.name for theorem in catalogue()]
     for row in rows:
         assert row.applicable == (row.value is not None) == (not row.reason)
         assert row.value is None or math.isfinite(row.value)

@@ -1,6 +1,7 @@
 """Every bound of the literature and those derived here: one paper, one file."""
 
 from lipscope.bounds import (
+    ball,
     castin2024,
     dasoulas2021,
     derived,
@@ -32,6 +33,7 @@ PAPERS = (
     derived,
     local,
     row_gram,
+    ball,
 )
 
 __all__ = [
