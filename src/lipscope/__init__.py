@@ -1,11 +1,19 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
+from lipscope import inputs
 from lipscope.attention import Attention, DotProductAttention, Rotary
+
+# Three functions bear the names of modules: they are imported from where those modules are
+# loaded already, so that no later import can put a module in their place.
+from lipscope.bounds import bounds
+from lipscope.captured import capture
+from lipscope.certify import certified_radius, certify
 from lipscope.errors import InputError
 from lipscope.measure import measure
 from lipscope.operator import Operator, linearise, materialise, restrict
 from lipscope.record import Measurement
 from lipscope.report import Rows
+from lipscope.sandwich import Sandwich, sandwich
 from lipscope.singular import TopSingular, top_singular, top_singular_batch
 
 __all__ = [
@@ -16,11 +24,18 @@ __all__ = [
     "Operator",
     "Rotary",
     "Rows",
+    "Sandwich",
     "TopSingular",
+    "bounds",
+    "capture",
+    "certified_radius",
+    "certify",
+    "inputs",
     "linearise",
     "materialise",
     "measure",
     "restrict",
+    "sandwich",
     "top_singular",
     "top_singular_batch",
 ]

@@ -6,6 +6,7 @@ needs no network.
 
 from lipscope.figure.growth import growth_chart
 from lipscope.figure.look import Chart, save
+from lipscope.figure.sandwich import sandwich_chart
 from lipscope.figure.text import shaded_text
 
-__all__ = ["Chart", "growth_chart", "save", "shaded_text"]
+__all__ = ["Chart", "growth_chart", "sandwich_chart", "save", "shaded_text"]

@@ -1,55 +1,23 @@
-"""The command line: one screen per command.
-
-Results go to standard output, everything else to standard error. A mistake that the user
-can mend is one line and exit status 2; an interrupted run says how to go on.
-"""
+"""`lipscope measure`: sigma of a model's layers on a text."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
-from lipscope.errors import InputError
+from lipscope.cli.terminal import Bar, default_folder, errors, read_text
 from lipscope.ranges import parse_integers
 
 if TYPE_CHECKING:
-    from lipscope.record import Measurement
     from lipscope.report import Rows
 
-app = typer.Typer(
-    help="How much can the output of attention move when its input moves?",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 
-_errors = Console(stderr=True, highlight=False)
-
-
-@app.callback()
-def _commands() -> None:
-    """How much can the output of attention move when its input moves?"""
-
-
-@app.command()
 def measure(
     model: Annotated[
         str,
@@ -117,13 +85,13 @@ def measure(
     sigma says how far a layer's output moves for a small move of its input. Every row has
     an interval [sigma, upper] that holds with probability 1 - delta.
     """
-    folder = out if out is not None else _default_folder(model)
+    folder = out if out is not None else default_folder(model)
     chosen = "all" if layers == "all" else parse_integers(layers, "layers")
     wanted = parse_integers(lengths, "lengths")
-    content = _read_text(text)
+    content = read_text(text)
     from lipscope import measure as run
 
-    with _resumable(), _Bar() as bar:
+    with _resumable(), Bar() as bar:
         rows = run(
             model,
             content,
@@ -159,7 +127,7 @@ def _resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
+        errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
         raise typer.Exit(130) from None
 
 
@@ -169,13 +137,13 @@ def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
     if jsonl:
         for row in rows:
             sys.stdout.write(row.to_json() + "\n")
-    console = _errors if jsonl else Console(highlight=False)
+    console = errors if jsonl else Console(highlight=False)
     console.print(rows.table(), crop=False)
     console.print()
     console.print(rows.summary(), markup=False, soft_wrap=True)
     for remark in _remarks(rows):
-        _errors.print(remark, markup=False, soft_wrap=True)
-    _errors.print(f"Rows and figures: {folder}", markup=False, soft_wrap=True)
+        errors.print(remark, markup=False, soft_wrap=True)
+    errors.print(f"Rows and figures: {folder}", markup=False, soft_wrap=True)
 
 
 def _remarks(rows: Rows) -> list[str]:
@@ -183,82 +151,3 @@ def _remarks(rows: Rows) -> list[str]:
     notes = {row.note for row in rows if row.note is not None}
     parts = {part for note in notes for part in note.split("; ") if "frobenius" not in part}
     return sorted(f"Note: {part}." for part in parts)
-
-
-def _read_text(path: str | None) -> str | None:
-    if path is None:
-        return None
-    where = "standard input" if path == "-" else f"`{path}`"
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as problem:
-        raise InputError(
-            f"`--text` should be a readable file. Found {where}: {problem.strerror}."
-        ) from None
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        content = "\0"
-    if "\0" in content:
-        raise InputError(f"`--text` should be UTF-8 text. Found {where}, which is not.")
-    return content
-
-
-def _default_folder(model: str) -> Path:
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
-    return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}"
-
-
-class _Bar:
-    """A progress bar on standard error, silent where that is no terminal."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("measuring"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=_errors,
-                transient=True,
-            )
-        self._task: Any = None
-
-    def __enter__(self) -> _Bar:
-        self._context().__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._context().__exit__(*error)  # pyright: ignore[reportArgumentType]
-
-    def _context(self) -> AbstractContextManager[Any]:
-        return self._bar if self._bar is not None else nullcontext()
-
-    def update(self, done: int, total: int, row: Measurement | None) -> None:
-        """Move the bar; rows that an earlier run left count as done."""
-        del row
-        if self._bar is None:
-            return
-        if self._task is None:
-            self._task = self._bar.add_task("", total=total)
-        self._bar.update(self._task, completed=done)
-
-
-def main() -> NoReturn:
-    """Entry point: run the command and turn foreseeable ends into exit statuses."""
-    try:
-        app(standalone_mode=True)
-    except InputError as problem:
-        _errors.print(f"lipscope: {problem}", markup=False, soft_wrap=True)
-        raise SystemExit(2) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
-    raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,243 @@
+"""One attention layer of a model as an object of its own, with the input that it saw."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.bounds import norm_of, radius_of_norm
+from lipscope.capture import (
+    LoadedModel,
+    Sample,
+    Trace,
+    adopt_model,
+    attention_sites,
+    build_map,
+    load_model,
+    moved,
+    prepared,
+    reader_of,
+    samples_of,
+    trace,
+)
+from lipscope.capture.residual import norm_before
+from lipscope.errors import InputError
+
+DType = Literal["float32", "float64"]
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A layer and its input on one window of text or one entry of a batch.
+
+    Attributes:
+        model: Name of the model.
+        layer: Index of the layer from 0.
+        sample: Index of the window or entry.
+        attention: The layer, with weights of its own.
+        x: Its input, ``(n, d)``.
+        norm: The normalisation that feeds it, or None.
+    """
+
+    model: str
+    layer: int
+    sample: int
+    attention: Attention
+    x: Float[Tensor, "n d"]
+    norm: nn.Module | None
+
+    @property
+    def radius(self) -> float:
+        """Largest token norm of the input."""
+        return float(torch.linalg.vector_norm(self.x, dim=-1).max())
+
+    def radius_of_norm(self) -> float:
+        """Largest norm that a token can have after the norm that feeds the layer.
+
+        Raises:
+            InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
+        """
+        if self.norm is None:
+            raise InputError(
+                "`radius = norm` needs a norm that feeds the layer. Found none before layer "
+                f"{self.layer}; give a number."
+            )
+        return radius_of_norm(norm_of(self.norm, self.x.shape[1]))
+
+
+def capture(
+    model: str | nn.Module = "minilm",
+    data: str | Tensor | Mapping[str, Any] | None = None,
+    *,
+    layer: int,
+    length: int | None = None,
+    sample: int = 0,
+    samples: int | None = None,
+    special_tokens: bool = True,
+    dtype: DType = "float64",
+    seed: int = 0,
+    modules: str | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    allow_pickle: bool = False,
+) -> tuple[Attention, Float[Tensor, "n d"]]:
+    """One attention layer of a model and its input, for bounds, attacks and certificates.
+
+    The layer is rebuilt from the model's weights and agrees with the model's own output;
+    it has weights of its own, on the CPU.
+
+    Holds for families whose weights are read in closed form (BERT, Llama and their kind).
+
+    Args:
+        model: A name for `load_model`, or a torch module.
+        data: Text or a batch, as for `measure`; the default text if None.
+        layer: Index of the layer from 0.
+        length: Number of tokens of the text window; 64 if None.
+        sample: Index of the window, or of the entry of a batch.
+        samples: Number of windows that the text is cut into; 10 if None, as for `measure`.
+        special_tokens: Put the model's own special tokens around the window.
+        dtype: Floating type of the layer and its input.
+        seed: Seed of the weights of a random model.
+        modules: Regular expression for the attention modules.
+        tokenizer: Tokenizer for a module of your own that reads text.
+        revision: Revision of a hub id.
+        allow_pickle: Accept a checkpoint that exists only as a pickle.
+
+    Returns:
+        The layer and its input ``(n, d)``.
+
+    Raises:
+        InputError: If the layer does not exist or its weights are not read in closed form.
+    """
+    is_text = data is None or isinstance(data, str)
+    if not is_text and (length is not None or samples is not None):
+        raise InputError(
+            "`length` and `samples` cut a text into windows. Found them with a batch; leave them "
+            "out."
+        )
+    count = samples or (max(10, sample + 1) if is_text else None)
+    found = captures(
+        _loaded(model, tokenizer, revision, seed, allow_pickle),
+        data,
+        layers=[layer],
+        lengths=[64 if length is None else length] if is_text else None,
+        samples=count,
+        chosen=[sample],
+        special_tokens=special_tokens,
+        dtype=dtype,
+        modules=modules,
+    )
+    one = next(found)
+    return one.attention, one.x
+
+
+def captures(
+    model: str | LoadedModel,
+    data: str | Tensor | Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[int] | Literal["all"],
+    lengths: Sequence[int] | None,
+    samples: int | None = 1,
+    chosen: Sequence[int] | None = None,
+    special_tokens: bool = True,
+    dtype: DType = "float64",
+    seed: int = 0,
+    modules: str | None = None,
+    allow_pickle: bool = False,
+) -> Iterator[Captured]:
+    """Layers of a model and their inputs: for every length and sample, layer by layer.
+
+    Args:
+        model: A name for `load_model`, or a loaded model.
+        data: Text or a batch; the default text if None.
+        layers: Indices from 0, or "all".
+        lengths: Numbers of tokens of text windows; None for a batch.
+        samples: Windows per length.
+        chosen: Only these samples; all if None.
+        special_tokens: Put the model's own special tokens around every window.
+        dtype: Floating type of layers and inputs.
+        seed: Seed of the weights of a random model.
+        modules: Regular expression for the attention modules.
+        allow_pickle: Accept a checkpoint that exists only as a pickle.
+
+    Yields:
+        One `Captured` per length, sample and layer.
+
+    Raises:
+        InputError: As `capture` does.
+    """
+    if dtype not in _DTYPES:
+        raise InputError(f"`dtype` should be float32 or float64. Found `{dtype}`.")
+    loaded = model
+    if not isinstance(loaded, LoadedModel):
+        loaded = _loaded(loaded, None, None, seed, allow_pickle)
+    inputs = samples_of(loaded, data, lengths, samples, "spread", special_tokens)
+    count = 1 + max(item.sample for item in inputs)
+    for index in chosen or ():
+        if not 0 <= index < count:
+            raise InputError(
+                f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
+            )
+    options = {"dtype": _DTYPES[dtype], "device": _CPU, "implementation": "sdpa"}
+    with prepared(loaded.model, **options) as (module, _):
+        sites = attention_sites(module, modules)
+        for item in inputs:
+            if chosen is not None and item.sample not in chosen:
+                continue
+            record = _traced(module, item, sites, _DTYPES[dtype])
+            total = range(len(record.calls))
+            for layer in total if isinstance(layers, str) else layers:
+                yield _captured(loaded.name, record, item, layer)
+
+
+def _traced(
+    model: nn.Module, item: Sample, sites: Mapping[str, nn.Module], dtype: torch.dtype
+) -> Trace:
+    return trace(model, moved(item.arguments, _CPU, dtype), sites, norms=True, dtype=dtype)
+
+
+def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
+    if not 0 <= layer < len(record.calls):
+        raise InputError(
+            f"`layer` should be between 0 and {len(record.calls) - 1} for `{name}`. Found {layer}."
+        )
+    call = record.calls[layer]
+    if reader_of(call.module) is None:
+        raise InputError(
+            "Weight-based bounds are not available for this layer, because "
+            f"{_why_unknown(call.module)}. `lipscope measure` measures it."
+        )
+    built = build_map(record, layer, "attention")
+    assert built.attention is not None
+    norm = norm_before(record, call)
+    # Copies: the model is put back as it was, and may be changed or freed by its owner.
+    attention = copy.deepcopy(built.attention).requires_grad_(False)
+    x = built.x.detach().clone()
+    return Captured(name, layer, item.sample, attention, x, None if norm is None else norm.module)
+
+
+def _why_unknown(module: nn.Module) -> str:
+    """What stands between a module and the closed form, where it can be seen."""
+    kind = type(module).__name__
+    if getattr(module, "attn_logit_softcapping", None):
+        return f"`{kind}` soft-caps its scores"
+    if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
+        return f"`{kind}` normalises its queries and keys"
+    return f"no closed form is known for `{kind}`"
+
+
+def _loaded(
+    model: str | nn.Module, tokenizer: Any, revision: str | None, seed: int, allow_pickle: bool
+) -> LoadedModel:
+    if isinstance(model, nn.Module):
+        return adopt_model(model, tokenizer)
+    return load_model(model, revision=revision, seed=seed, allow_pickle=allow_pickle)

@@ -1,0 +1,91 @@
+"""What commands share: where they write, how they read text, a progress bar, errors."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from lipscope.errors import InputError
+
+if TYPE_CHECKING:
+    from lipscope.record import Measurement
+
+errors = Console(stderr=True, highlight=False)
+
+
+def read_text(path: str | None) -> str | None:
+    """The text of a file or of standard input, which must be UTF-8."""
+    if path is None:
+        return None
+    where = "standard input" if path == "-" else f"`{path}`"
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as problem:
+        raise InputError(
+            f"`--text` should be a readable file. Found {where}: {problem.strerror}."
+        ) from None
+    try:
+        content = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        content = "\0"
+    if "\0" in content:
+        raise InputError(f"`--text` should be UTF-8 text. Found {where}, which is not.")
+    return content
+
+
+def default_folder(model: str, suffix: str = "") -> Path:
+    """Where a run goes if nobody says: a folder named after the day and the model."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
+    return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}{suffix}"
+
+
+class Bar:
+    """A progress bar on standard error, silent where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("measuring"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=errors,
+                transient=True,
+            )
+        self._task: Any = None
+
+    def __enter__(self) -> Bar:
+        self._context().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return self._bar if self._bar is not None else nullcontext()
+
+    def update(self, done: int, total: int, row: Measurement | None) -> None:
+        """Move the bar; rows that an earlier run left count as done."""
+        del row
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task("", total=total)
+        self._bar.update(self._task, completed=done)

@@ -1,0 +1,125 @@
+"""The sandwich against the number of tokens: real and adversarial sigma between their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from lipscope import marks
+from lipscope.bound_rows import ADVERSARIAL, CERTIFICATE, MEASURED, BoundRow, Curve, curves, spread
+from lipscope.errors import InputError
+from lipscope.figure.look import QUIET, dressed, tooltip
+
+# Blue, orange and green that stay apart for every kind of colour vision; bounds in grey.
+COLOURS = {MEASURED: "#0072b2", ADVERSARIAL: "#d55e00", CERTIFICATE: "#009e73", "bound": QUIET}
+_LABEL_PIXELS = 13
+
+
+def sandwich_chart(
+    rows: Sequence[BoundRow], *, width: int = 420, height: int = 340
+) -> alt.VConcatChart | alt.LayerChart:
+    """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
+
+    Both axes are logarithmic, one chart for each layer; only rows of one map and metric, all
+    heads together. Bounds that would flatten the others are named under the title instead.
+
+    Args:
+        rows: Rows of a sandwich in one metric.
+        width: Width in pixels.
+        height: Height in pixels.
+
+    Returns:
+        The chart.
+
+    Raises:
+        InputError: If there is no measured, positive value.
+    """
+    measured = [r for r in rows if r.theorem == MEASURED and marks.positive(r.value)]
+    if not measured:
+        raise InputError("`rows` should hold a measured, positive sigma to draw. Found none.")
+    first = measured[0]
+    kept = [r for r in rows if (r.metric, r.map) == (first.metric, first.map)]
+    charts = []
+    for layer, head in dict.fromkeys((r.layer, r.head) for r in measured):
+        some = [r for r in kept if (r.layer, r.head) == (layer, head)]
+        charts.append(_layer_chart(some, width, height))
+    chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
+    return dressed(chart)
+
+
+def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.LayerChart:
+    lines, left_out = curves(rows)
+    lengths = sorted({n for line in lines for n, *_ in line.points})
+    every = [v for line in lines for _, *values in line.points for v in values]
+    domain = [min(every) / 1.3, max(every) * 1.3]
+    points = [p for line in lines for p in _points(line)]
+    left = lengths[0] / 1.1
+    reach = max(lengths[-1] / lengths[0], 2.0)
+    right = lengths[-1] * reach**0.85  # room for the names
+    x = alt.X(
+        "n:Q",
+        title="number of tokens n",
+        scale=alt.Scale(type="log", domain=[left, right], nice=False),
+        axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
+    )
+    ticks = marks.tick_values(*domain)
+    y = alt.Y(
+        "value:Q",
+        title="sigma and its bounds",
+        scale=alt.Scale(type="log", domain=domain, nice=False),
+        axis=alt.Axis(format="~g" if domain[1] < 1e5 else "~e", values=ticks),
+    )
+    colour = alt.Color(
+        "group:N", legend=None, scale=alt.Scale(domain=[*COLOURS], range=[*COLOURS.values()])
+    )
+    base = alt.Chart(alt.InlineData(values=points)).encode(x=x, y=y, color=colour)
+    drawn = base.mark_line(strokeWidth=2).encode(
+        detail="name:N",
+        strokeDash=alt.StrokeDash(
+            "group:N", legend=None, scale=alt.Scale(domain=[*COLOURS], range=_DASHES)
+        ),
+    )
+    bars = base.mark_rule(strokeWidth=1.5).encode(y2="upper:Q")
+    dots = base.mark_circle(size=34, opacity=1).encode(tooltip=tooltip("name", "n", "value"))
+    gap = (domain[1] / domain[0]) ** (_LABEL_PIXELS / height)
+    places = spread([line.points[-1][1] for line in lines], gap)
+    words = [
+        {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
+        for line, place in zip(lines, places, strict=True)
+    ]
+    names = (
+        alt.Chart(alt.InlineData(values=words))
+        .mark_text(align="left", dx=8, fontSize=11)
+        .encode(x=x, y=y, text="name:N", color=colour)
+    )
+    title = alt.TitleParams(_title(rows[0]), subtitle=_subtitle(rows, left_out))
+    chart = alt.LayerChart(layer=[drawn, bars, dots, names])
+    return chart.properties(width=width, height=height, title=title)
+
+
+_DASHES = [[1, 0], [1, 0], [1, 0], [5, 4]]
+
+
+def _points(line: Curve) -> list[dict[str, Any]]:
+    return [
+        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
+        for n, value, upper in line.points
+    ]
+
+
+def _title(row: BoundRow) -> str:
+    head = "" if row.head is None else f", head {row.head}"
+    return f"Bounds of sigma: {row.model}, layer {row.layer}{head}"
+
+
+def _subtitle(rows: Sequence[BoundRow], left_out: Sequence[str]) -> list[str]:
+    row = rows[0]
+    lines = [
+        f"map {row.map}, metric {row.metric}; bounds on all inputs (dashed): tokens of norm up to "
+        f"{row.radius:.4g}"
+    ]
+    if left_out:
+        lines.append(f"Off the scale: {', '.join(left_out)}.")
+    return lines
