@@ -339,11 +339,14 @@ def _norm(m: Tensor) -> float:
     Exact up to rounding where it is small; else Collatz and Wielandt's bound
     ``lam_max(M) <= max_j (M w)_j / w_j`` for ``M = m^T m`` and any ``w > 0``.
     """
+    gram = m.T @ m
+    if not bool(torch.isfinite(gram).all()):
+        return math.inf
     if m.shape[0] <= _EXACT_NORM:
-        return float(torch.linalg.eigvalsh(m.T @ m)[-1].clamp_min(0.0).sqrt())
+        return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt())
     w, best = m.new_ones(m.shape[1]), math.inf
     for _ in range(100):
-        moved = m.T @ (m @ w)
+        moved = gram @ w
         best = min(best, float((moved / w).max()))
         w = (moved / moved.max().clamp_min(1e-300)).clamp_min(1e-12)
     return math.sqrt(best)

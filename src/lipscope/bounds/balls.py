@@ -68,9 +68,9 @@ class BallLayer:
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
         """Bounds of sigma over the ball of these radii."""
-        if ball == "frobenius":
-            radii = radii[0]  # one number by definition
-        balls = [Ball(c, radii, ball) for c in self.centres]
+        # a Frobenius ball has one radius by definition
+        eps = float(radii[0]) if ball == "frobenius" else radii
+        balls = [Ball(c, eps, ball) for c in self.centres]
         forms = [
             b.forms(local, sharp=self.sharp) for b, local in zip(balls, self.local, strict=True)
         ]
@@ -86,7 +86,7 @@ class BallLayer:
         }
         if self.bare:
             each = [
-                least(Ball(c, radii, ball).forms(local))
+                least(Ball(c, eps, ball).forms(local))
                 for c, local in zip(self.bare, self.bare_local, strict=True)
             ]
             together["projection"] = self.norm_out * math.hypot(*each)

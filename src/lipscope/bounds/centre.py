@@ -104,8 +104,9 @@ class Centre:
         """``A^T y_ij`` in the basis of ``Q``'s factor, ``(rows, n, k)``."""
         difference = self.k[None] - self.kbar[rows, None]
         if self.rotary is not None:
-            own = Rotary(self.rotary.cos[rows, None], self.rotary.sin[rows, None])
-            difference = own.transpose(difference)
+            # row i is turned back by its own position: rows take the axis of tokens
+            own = Rotary(self.rotary.cos[rows], self.rotary.sin[rows])
+            difference = own.transpose(difference.transpose(0, 1)).transpose(0, 1)
         return difference @ self.factor_q.T
 
     def h(self, rows: slice) -> Tensor:
@@ -197,7 +198,9 @@ def top(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
 
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
-    """Largest eigenvalues of positive semidefinite matrices."""
+    """Largest eigenvalues of positive semidefinite matrices; inf where they overflow."""
+    if not bool(torch.isfinite(m).all()):
+        return torch.full(m.shape[:-2], torch.inf, dtype=m.dtype)
     if m.shape[-1] == 1:
         return m[..., 0, 0].clamp_min(0.0)
     return torch.linalg.eigvalsh(m)[..., -1].clamp_min(0.0)
