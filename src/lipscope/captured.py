@@ -187,7 +187,12 @@ def captures(
             raise InputError(
                 f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
             )
-    options = {"dtype": _DTYPES[dtype], "device": _CPU, "implementation": "sdpa"}
+    found = [*attention_sites(loaded.model, modules).values()]
+    known = [reader_of(site) is not None for site in found]
+    if not any(known):
+        raise InputError(_refusal(found[0]))
+    implementation = "sdpa" if all(known) else "eager"
+    options = {"dtype": _DTYPES[dtype], "device": _CPU, "implementation": implementation}
     with prepared(loaded.model, **options) as (module, _):
         sites = attention_sites(module, modules)
         for item in inputs:
@@ -212,10 +217,7 @@ def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
         )
     call = record.calls[layer]
     if reader_of(call.module) is None:
-        raise InputError(
-            "Weight-based bounds are not available for this layer, because "
-            f"{_why_unknown(call.module)}. `lipscope measure` measures it."
-        )
+        raise InputError(_refusal(call.module))
     built = build_map(record, layer, "attention")
     assert built.attention is not None
     norm = norm_before(record, call)
@@ -225,14 +227,18 @@ def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
     return Captured(name, layer, item.sample, attention, x, None if norm is None else norm.module)
 
 
-def _why_unknown(module: nn.Module) -> str:
+def _refusal(module: nn.Module) -> str:
     """What stands between a module and the closed form, where it can be seen."""
     kind = type(module).__name__
+    why = f"no closed form is known for `{kind}`"
     if getattr(module, "attn_logit_softcapping", None):
-        return f"`{kind}` soft-caps its scores"
-    if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
-        return f"`{kind}` normalises its queries and keys"
-    return f"no closed form is known for `{kind}`"
+        why = f"`{kind}` soft-caps its scores"
+    elif any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
+        why = f"`{kind}` normalises its queries and keys"
+    return (
+        f"Weight-based bounds are not available for this layer, because {why}. "
+        "`lipscope measure` measures it."
+    )
 
 
 def _loaded(

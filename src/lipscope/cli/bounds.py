@@ -191,9 +191,9 @@ def _where(row: BoundRow) -> str:
 def _remarks(rows: list[BoundRow]) -> Iterator[str]:
     """How to read the table, and what is not in it."""
     yield (
-        "× sigma: an upper bound divided by the measured sigma of its own metric (Frobenius if none "
-        "is named). Local bounds hold at this input, global ones for all inputs of this length and "
-        "radius, mean-field ones for every length; a limit is that of large radii."
+        "× sigma: an upper bound divided by the measured sigma of its own metric (Frobenius if "
+        "none is named). Local bounds hold at this input, global ones for all inputs of this "
+        "length and radius, mean-field ones for every length; a limit is that of large radii."
     )
     for row in rows:
         if row.applicable and row.note:

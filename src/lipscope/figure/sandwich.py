@@ -45,8 +45,10 @@ def sandwich_chart(
     for layer, head in dict.fromkeys((r.layer, r.head) for r in measured):
         some = [r for r in kept if (r.layer, r.head) == (layer, head)]
         charts.append(_layer_chart(some, width, height))
-    chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
-    return dressed(chart)
+    if len(charts) == 1:
+        return dressed(charts[0])
+    title = f"Bounds of sigma: {first.model}, {len(charts)} layers or heads"
+    return dressed(alt.vconcat(*charts, spacing=30).properties(title=alt.TitleParams(title)))
 
 
 def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.LayerChart:

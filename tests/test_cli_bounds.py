@@ -1,0 +1,169 @@
+"""The commands about bounds: what they print, and how mistakes end."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from command import BERT, GPT2, NEOX, TEXT, Result
+from lipscope.bounds import catalogue
+
+PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
+KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
+KEYS += ["applicable", "reason"]
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Any command in this process, in a folder with one text in it."""
+    from lipscope import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["lipscope", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return Result(end.value.code, said.out, said.err)
+
+    return run
+
+
+def test_bounds_as_json(command):
+    result = command("bounds", BERT, "--text", "text.txt", "--length", "6", "--jsonl")
+    assert result.status == 0, result.err
+    first, *rest = result.rows
+    assert set(KEYS) <= set(first)
+    assert first["theorem"] == "measured"
+    assert 0 < first["sigma"] <= first["upper"]
+    assert [row["theorem"] for row in rest] == [one.name for one in catalogue()]
+    assert all(row["applicable"] == (row["value"] is not None) for row in rest)
+    assert all(row["reason"] for row in rest if not row["applicable"])
+
+
+def test_bounds_as_a_table(command):
+    result = command("bounds", BERT, "--text", "text.txt", "--length", "6", "--layer", "1")
+    assert result.status == 0, result.err
+    assert "measured" in result.out and "global_g2" in result.out and "castin2024" in result.out
+    assert "Not applicable:" in result.out and "it is not causal" in result.out
+    assert not Path("runs").exists()
+
+
+def test_bounds_of_single_heads(command):
+    options = ["--text", "text.txt", "--length", "6", "--per-head"]
+    result = command("bounds", BERT, *options)
+    assert result.status == 0, result.err
+    assert len(re.findall(r"^ [012]  ", result.out, flags=re.MULTILINE)) == 3
+    rows = command("bounds", BERT, *options, "--jsonl").rows
+    assert {row["head"] for row in rows} == {0, 1, 2}
+    lower = [r for r in rows if r["theorem"] == "two_cluster_star"]
+    assert all(r["applicable"] for r in lower)
+
+
+def test_bounds_with_a_figure(command):
+    options = ["--text", "text.txt", "--lengths", "4,6", "--attack", "--out", "out"]
+    result = command("bounds", BERT, *options)
+    assert result.status == 0, result.err
+    assert sorted(p.suffix for p in Path("out").iterdir()) == [".html", ".jsonl", ".png", ".svg"]
+    assert "adversarial" in result.out
+
+
+def test_attack_keeps_the_worst_input(command):
+    options = ["--text", "text.txt", "--length", "6", "--steps", "2", "--out", "out"]
+    result = command("attack", BERT, *options)
+    assert result.status == 0, result.err
+    assert "real text" in result.out and "ascent" in result.out and "two_cluster" in result.out
+    about = json.loads(Path("out/worst.json").read_text())
+    with np.load("out/worst.npz") as kept:
+        assert kept["x"].shape == kept["v"].shape == (6, 12)
+        norms = np.linalg.norm(kept["x"], axis=1)
+    assert norms.max() <= about["radius"] * (1 + 1e-5)
+    assert about["sigma"] >= about["sigma_text"] * (1 - 1e-3)
+    rows = command("attack", BERT, *options, "--jsonl", "--radius", "2").rows
+    assert all(row["radius"] == 2.0 for row in rows)
+    values = [row["sigma"] for row in rows if row["sigma"] is not None]
+    assert values == sorted(values, reverse=True)
+
+
+def test_certify_is_above_its_attack(command):
+    options = ["--text", "text.txt", "--length", "6", "--eps", "0.05", "--ascents", "1"]
+    result = command("certify", BERT, *options)
+    assert result.status == 0, result.err
+    assert "The certificate holds" in result.out
+    for more in (["--ball", "frobenius"], ["--head", "1"], ["--map", "heads"], ["--no-sharp"]):
+        (row,) = command("certify", BERT, *options, "--jsonl", *more).rows
+        assert row["largest_ratio"] <= row["certificate"]
+        assert row["sigma"] <= row["certificate"] * (1 + 1e-9)
+        assert row["violated"] is False
+
+
+def test_theorems(command):
+    result = command("theorems")
+    assert result.status == 0 and "castin_thm_3_3" in result.out
+    rows = command("theorems", "--jsonl").rows
+    assert [row["theorem"] for row in rows] == [one.name for one in catalogue()]
+    some = command("theorems", "--jsonl", "--kind", "lower", "--scope", "global").rows
+    assert some and {(r["kind"], r["scope"]) for r in some} == {("lower", "global")}
+
+
+def test_the_page_of_theorems_is_up_to_date(command):
+    """`lipscope theorems --markdown > docs/theorems.md`."""
+    assert command("theorems", "--markdown").out == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["bounds", BERT, "--layer", "9"], ["between 0 and 1", "Found 9"]),
+        (["bounds", BERT, "--layer", "one"], ["--layer", "one"]),
+        (["bounds", GPT2], ["Weight-based bounds are not available for this layer, because"]),
+        (["attack", NEOX], ["not available for this layer", "GPTNeoXAttention"]),
+        (["certify", GPT2], ["not available for this layer"]),
+        (["bounds", BERT, "--radius", "-1"], ["radius = -1"]),
+        (["bounds", BERT, "--radius", "0.01"], ["at least the largest token norm"]),
+        (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),
+        (["bounds", BERT, "--length", "0"], ["lengths", "positive"]),
+        (["bounds", BERT, "--metric", "other"], ["metric", "other"]),
+        (["bounds", BERT, "--map", "block"], ["attention or heads"]),
+        (["bounds", BERT, "--per-head", "--out", "x"], ["--out", "--per-head"]),
+        (["attack", BERT, "--radius", "-1"], ["radius", "positive"]),
+        (["attack", BERT, "--radius", "1", "--like-text"], ["exclude each other"]),
+        (["attack", BERT, "--layer", "2"], ["between 0 and 1"]),
+        (["certify", BERT, "--eps", "-1"], ["eps"]),
+        (["certify", BERT, "--eps", "nan"], ["eps"]),
+        (["certify", BERT, "--eps", "1e300"], ["No certificate: "]),
+        (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
+        (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
+        (["certify", BERT, "--random", "-1"], ["random"]),
+        (["theorems", "--kind", "upward"], ["upper, lower"]),
+    ],
+)
+def test_mistakes_are_one_line(command, arguments, expected):
+    more = [] if arguments[0] == "theorems" else ["--text", "text.txt"]
+    if arguments[0] != "theorems" and "--length" not in arguments:
+        more += ["--length", "6"]
+    result = command(*arguments, *more)
+    assert result.status == 2, result.out + result.err
+    assert result.out == ""
+    assert len(result.err.strip("\n").split("\n")) == 1, result.err
+    for words in expected:
+        assert words in result.err
+    assert [p.name for p in Path().iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("name", ["bounds", "attack", "certify", "theorems"])
+def test_help_is_one_screen_with_an_example(command, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "100")
+    result = command(name, "--help")
+    assert result.status == 0
+    assert len(result.out.splitlines()) <= 50
+    assert f"Example: lipscope {name}" in result.out

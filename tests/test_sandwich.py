@@ -1,0 +1,229 @@
+"""Capture, the sandwich and its figure: one layer, one map, between its bounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+import lipscope as ls
+from command import TEXT
+from lipscope.bound_rows import BoundRow, best_of, curves, spread
+from lipscope.figure import sandwich_chart
+from tiny import TINY, tiny
+
+BERT = f"random:bert:{TINY['bert']}"
+IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
+
+
+def row(**values) -> BoundRow:
+    about = {"metric": "frobenius", "map": "attention", "model": "m", "layer": 0, "sample": 0}
+    about |= {"statement": "", "cite": "", "scope": "local", "num_tokens": 8, "radius": 1.0}
+    return BoundRow(**{**about, "theorem": "t", "kind": "upper", "value": 1.0, **values})
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_captured_layer_is_the_one_that_is_measured(family):
+    loaded = tiny(family)
+    layer, x = ls.capture(loaded.model, IDS, layer=1)
+    measured = ls.measure(loaded.model, IDS, layers=[1], dtype="float64", tol=1e-9)[0]
+    top = ls.top_singular(layer.linearise(x), tol=1e-9)
+    assert x.dtype == torch.float64
+    assert top.sigma == pytest.approx(measured.sigma, rel=1e-7)
+
+
+def test_a_captured_layer_has_weights_of_its_own():
+    loaded = tiny("bert")
+    layer, x = ls.capture(loaded.model, IDS, layer=1)
+    before = layer(x).clone()
+    for p in loaded.model.parameters():
+        p.data.zero_()
+    assert torch.equal(layer(x), before)
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
+def test_the_window_is_that_of_measure():
+    layer, x = ls.capture(BERT, TEXT, layer=1, length=6, sample=3, dtype="float32")
+    rows = ls.measure(BERT, TEXT, layers=[1], lengths=[6])
+    norms = [t.norm for t in rows.tokens if t.id == rows[3].id]
+    assert x.norm(dim=1).tolist() == pytest.approx(norms, rel=1e-5)
+    assert layer.num_heads == 3
+
+
+def test_functions_keep_their_names_beside_the_modules():
+    code = (
+        "import lipscope as ls, lipscope.capture.llama, lipscope.bounds.table, importlib\n"
+        "importlib.import_module('lipscope.capture'), importlib.import_module('lipscope.certify')\n"
+        "from lipscope.capture import load_model\n"
+        "from lipscope.bounds import catalogue\n"
+        "import lipscope\n"
+        "names = ('capture', 'bounds', 'certify', 'measure', 'sandwich')\n"
+        "assert all(callable(getattr(lipscope, n)) for n in names), names\n"
+        "assert callable(ls.inputs.two_cluster) and callable(ls.inputs.ascend)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt2", "no closed form is known for `GPT2Attention`"),
+        ("qwen3", "normalises its queries and keys"),
+        ("gemma2", "soft-caps its scores"),
+    ],
+)
+def test_other_families_say_why_there_are_no_bounds(family, words):
+    with pytest.raises(ls.InputError, match="not available for this layer") as found:
+        ls.capture(tiny(family).model, IDS, layer=0)
+    assert words in str(found.value)
+
+
+def test_what_cannot_be_captured():
+    with pytest.raises(ls.InputError, match="between 0 and 1"):
+        ls.capture(BERT, TEXT, layer=2, length=6)
+    with pytest.raises(ls.InputError, match="sample"):
+        ls.capture(BERT, TEXT, layer=0, length=6, sample=-1)
+    with pytest.raises(ls.InputError, match="leave them out"):
+        ls.capture(tiny("bert").model, IDS, layer=0, length=6)
+
+
+@pytest.mark.parametrize("part", ["attention", "heads"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_every_sound_bound_is_above_what_was_measured(part, per_head):
+    found = ls.sandwich(
+        BERT, TEXT, layers="all", lengths=[6], map=part, per_head=per_head, sharp=True
+    )
+    parts = found.parts()
+    assert len(parts) == 2 * (3 if per_head else 1)
+    for rows in parts:
+        measured = rows[0]
+        assert measured.theorem == "measured" and measured.sigma == measured.value
+        compared = [r for r in rows if r.looseness is not None]
+        assert len(compared) >= 5
+        assert all(r.metric == "frobenius" and r.map == part for r in compared)
+        assert all(r.looseness == pytest.approx(r.value / measured.sigma) for r in compared)
+        assert all(r.looseness >= 1 - 1e-9 for r in compared)
+        assert all(bool(r.reason) != r.applicable for r in rows)
+
+
+def test_sigma_of_a_head_is_that_of_measure():
+    found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], per_head=True)
+    expected = ls.measure(
+        BERT, TEXT, layers=[1], lengths=[6], samples=1, per_head=True, dtype="float64"
+    )
+    sigmas = [r.sigma for r in found if r.theorem == "measured"]
+    assert sigmas == pytest.approx([r.sigma for r in expected], rel=1e-2)
+
+
+@pytest.mark.parametrize("metric", ["max-token", "infinity"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_other_metrics_are_measured_in_themselves(metric, per_head):
+    found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6], metric=metric, per_head=per_head)
+    assert {r.metric for r in found} == {metric}
+    assert all(r.looseness >= 1 - 1e-9 for r in found if r.looseness is not None)
+    layer, x = ls.capture(BERT, TEXT, layer=0, length=6, sample=0)
+    op = layer.linearise(x)
+    dense = ls.materialise(op).reshape(6, 12, 6, 12)
+    if metric == "infinity" and not per_head:
+        assert found[0].sigma == pytest.approx(float(dense.abs().sum((2, 3)).max()))
+
+
+def test_the_adversarial_value_is_between_real_text_and_global_bounds():
+    found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
+    values = {r.theorem: r.value for r in found}
+    assert values["adversarial"] <= values["global_g2"] * (1 + 1e-6)
+    assert values["global_g2"] <= values["global_g1"] * (1 + 1e-9)
+
+
+def test_the_radius_of_the_norm_is_above_that_of_the_text():
+    text = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6])
+    norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
+    assert norm[0].radius >= text[0].radius * (1 - 1e-5)
+    assert norm[0].radius == pytest.approx(12**0.5)
+    values = [{r.theorem: r.value for r in some} for some in (text, norm)]
+    assert values[0]["global_g1"] <= values[1]["global_g1"] * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"radius": -1.0}, "radius = -1.0"),
+        ({"radius": float("nan")}, "radius = nan"),
+        ({"map": "block"}, "attention or heads"),
+        ({"metric": "other"}, "frobenius, max-token, infinity"),
+        ({"attack": True, "per_head": True}, "all heads together"),
+        ({"attack": True, "map": "heads"}, "map = heads"),
+        ({"lengths": [0]}, "positive"),
+    ],
+)
+def test_requests_that_make_no_sense(options, words):
+    with pytest.raises(ls.InputError, match=words):
+        ls.sandwich(BERT, TEXT, **{"layers": [0], "lengths": [6], **options})
+
+
+def test_rows_are_json_without_nan():
+    found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6])
+    for one in found:
+        assert json.loads(one.to_json())["theorem"] == one.theorem
+    assert isinstance(found[:2], ls.Sandwich) and len(found[:2]) == 2
+    assert repr(found) == f"<Sandwich: {len(found)} rows>"
+
+
+def test_files(tmp_path):
+    found = ls.sandwich(BERT, TEXT, layers="all", lengths=[4, 6], attack=True)
+    found.save(tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "bounds.jsonl",
+        "sandwich.html",
+        "sandwich.png",
+        "sandwich.svg",
+    ]
+    assert (tmp_path / "out" / "bounds.jsonl").read_text().count("\n") == len(found)
+    svg = (tmp_path / "out" / "sandwich.svg").read_text()
+    assert "layer 0" in svg and "layer 1" in svg and "sigma, adversarial" in svg
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ls.InputError, match="folder that can be written"):
+        found.save(tmp_path / "file")
+
+
+def test_lines_of_the_figure():
+    rows = [
+        row(theorem="measured", kind="measured", value=2.0, upper=2.2, sample=0),
+        row(theorem="measured", kind="measured", value=8.0, upper=8.2, sample=1),
+        row(theorem="a", value=20.0, sample=0),
+        row(theorem="b", value=10.0, sample=0),
+        row(theorem="c", value=40.0, sample=1),
+        row(theorem="wrong", value=1.0, sound=False),
+        row(theorem="g", value=100.0, scope="global"),
+        row(theorem="h", value=100.1, scope="global"),
+        row(theorem="far", value=1e30, scope="mean-field"),
+        row(theorem="limit", value=1.0, scope="limit"),
+        row(theorem="none", value=None, applicable=False, reason="it is not"),
+    ]
+    lines, left_out = curves(rows)
+    assert [(line.name, line.points[0][1]) for line in lines] == [
+        ("sigma, real text", pytest.approx(4.0)),
+        ("local certificate, real text", pytest.approx(20.0)),
+        ("g = h", pytest.approx(100.0)),
+    ]
+    assert left_out == ["far (1.0e+30)"]
+    assert best_of(rows, "local").theorem == "b"
+    assert best_of(rows, "ball") is None
+
+
+def test_labels_keep_their_distance_and_order():
+    values = [3.0, 1.0, 1.01, 1.02, 50.0]
+    places = spread(values, 1.5)
+    ordered = sorted(places)
+    assert all(b / a >= 1.5 * (1 - 1e-9) for a, b in pairwise(ordered))
+    assert [places.index(p) for p in ordered] == [1, 2, 3, 0, 4]
+    assert places[4] == pytest.approx(50.0)
+
+
+def test_nothing_to_draw():
+    with pytest.raises(ls.InputError, match="positive sigma"):
+        sandwich_chart([row()])
