@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from command import BERT, GPT2, NEOX, TEXT, Result
+from command import BERT, TEXT, Result
 from lipscope.bounds import catalogue
+from tiny import TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
+MPNET, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("mpnet", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
 
@@ -125,9 +127,9 @@ def test_the_page_of_theorems_is_up_to_date(command):
     [
         (["bounds", BERT, "--layer", "9"], ["between 0 and 1", "Found 9"]),
         (["bounds", BERT, "--layer", "one"], ["--layer", "one"]),
-        (["bounds", GPT2], ["Weight-based bounds are not available for this layer, because"]),
-        (["attack", NEOX], ["not available for this layer", "GPTNeoXAttention"]),
-        (["certify", GPT2], ["not available for this layer"]),
+        (["bounds", MPNET], ["Weight-based bounds are not available for this layer, because"]),
+        (["attack", GEMMA], ["not available for this layer", "soft-caps"]),
+        (["certify", MPNET], ["not available for this layer"]),
         (["bounds", BERT, "--radius", "-1"], ["radius = -1"]),
         (["bounds", BERT, "--radius", "0.01"], ["at least the largest token norm"]),
         (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),

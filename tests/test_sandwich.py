@@ -71,7 +71,7 @@ def test_functions_keep_their_names_beside_the_modules():
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("gpt2", "no closed form is known for `GPT2Attention`"),
+        ("mpnet", "no closed form is known for `MPNetSelfAttention`"),
         ("qwen3", "normalises its queries and keys"),
         ("gemma2", "soft-caps its scores"),
     ],
@@ -106,7 +106,7 @@ def test_every_sound_bound_is_above_what_was_measured(part, per_head):
         assert len(compared) >= 5
         assert all(r.metric == "frobenius" and r.map == part for r in compared)
         assert all(r.looseness == pytest.approx(r.value / measured.sigma) for r in compared)
-        assert all(r.looseness >= 1 - 1e-9 for r in compared)
+        assert min(r.looseness or 0.0 for r in compared) >= 1 - 1e-9
         assert all(bool(r.reason) != r.applicable for r in rows)
 
 
@@ -124,7 +124,7 @@ def test_sigma_of_a_head_is_that_of_measure():
 def test_other_metrics_are_measured_in_themselves(metric, per_head):
     found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6], metric=metric, per_head=per_head)
     assert {r.metric for r in found} == {metric}
-    assert all(r.looseness >= 1 - 1e-9 for r in found if r.looseness is not None)
+    assert min(r.looseness or 1.0 for r in found) >= 1 - 1e-9
     layer, x = ls.capture(BERT, TEXT, layer=0, length=6, sample=0)
     op = layer.linearise(x)
     dense = ls.materialise(op).reshape(6, 12, 6, 12)
@@ -134,7 +134,7 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
 
 def test_the_adversarial_value_is_between_real_text_and_global_bounds():
     found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
-    values = {r.theorem: r.value for r in found}
+    values = {r.theorem: r.value or 0.0 for r in found}
     assert values["adversarial"] <= values["global_g2"] * (1 + 1e-6)
     assert values["global_g2"] <= values["global_g1"] * (1 + 1e-9)
 
@@ -144,7 +144,7 @@ def test_the_radius_of_the_norm_is_above_that_of_the_text():
     norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
     assert norm[0].radius >= text[0].radius * (1 - 1e-5)
     assert norm[0].radius == pytest.approx(12**0.5)
-    values = [{r.theorem: r.value for r in some} for some in (text, norm)]
+    values = [{r.theorem: r.value or 0.0 for r in some} for some in (text, norm)]
     assert values[0]["global_g1"] <= values[1]["global_g1"] * (1 + 1e-4)
 
 

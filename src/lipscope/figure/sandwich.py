@@ -71,7 +71,7 @@ def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.Layer
         "value:Q",
         title="sigma and its bounds",
         scale=alt.Scale(type="log", domain=domain, nice=False),
-        axis=alt.Axis(format="~g" if domain[1] < 1e5 else "~e", values=ticks),
+        axis=alt.Axis(format=",~g" if domain[1] < 1e6 else "~e", values=ticks),
     )
     colour = alt.Color(
         "group:N", legend=None, scale=alt.Scale(domain=[*COLOURS], range=[*COLOURS.values()])
