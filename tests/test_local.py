@@ -11,7 +11,7 @@ from lipscope import DotProductAttention, Rotary, materialise
 from lipscope.bounds.head import all_heads_of, heads_of
 from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
 from lipscope.bounds.point import at_point
-from lipscope.bounds.row_gram import _Rows, row_gram, row_gram_joint
+from lipscope.bounds.row_gram import Rows, row_gram, row_gram_joint
 from lipscope.bounds.theorem import NotApplicableError
 
 
@@ -79,7 +79,7 @@ def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
     weights = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)).double() + 0.1
     dense = torch.einsum("iajb,icjb,ij->iac", jacobian, jacobian, 1 / weights)
     together = all_heads_of(layer)
-    rows = _Rows(at_point(together.heads, x), together.output)
+    rows = Rows(at_point(together.heads, x), together.output)
     expected = torch.linalg.eigvalsh(dense)[:, -1]
     assert torch.allclose(rows.eigenvalues(weights), expected, rtol=1e-9)
     probes = torch.randn(n, rows.width, 3, generator=torch.Generator().manual_seed(1)).double()

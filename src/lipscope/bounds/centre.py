@@ -17,9 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Rotary
-from lipscope.bounds import row_gram
 from lipscope.bounds.head import Head
 from lipscope.bounds.point import at_point
+from lipscope.bounds.row_gram import Rows, Weighted, weighted_rows
 from lipscope.bounds.theorem import NotApplicableError
 from lipscope.errors import InputError
 
@@ -86,9 +86,7 @@ class Centre:
     @cached_property
     def weighted(self) -> Weighted:
         """The row-Gram certificate at the centre, with its rows and weights."""
-        rows = _Keeping(at_point([self.head], self.x), None)
-        value = row_gram._certificate(rows)
-        return Weighted(value, rows, rows.kept)
+        return weighted_rows(Rows(at_point([self.head], self.x), None))
 
     def chunks(self) -> Iterator[slice]:
         """Rows whose tensors ``(rows, n, k)`` fit the cache of one pass."""
@@ -115,26 +113,6 @@ class Centre:
         if self.rotary is None:
             return q
         return self.rotary.transpose(q.expand(-1, self.k.shape[0], -1))
-
-
-class _Keeping(row_gram._Rows):
-    """Rows that keep the weights for which the certificate was evaluated last."""
-
-    kept: Tensor
-
-    def eigenvalues(self, weights: Tensor) -> Tensor:
-        """``ω_i`` for these weights."""
-        self.kept = weights
-        return super().eigenvalues(weights)
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A row-Gram certificate: its value, and what it was computed from."""
-
-    value: float
-    rows: row_gram._Rows
-    weights: Tensor
 
 
 @dataclass(frozen=True)

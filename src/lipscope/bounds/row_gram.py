@@ -37,7 +37,7 @@ def row_gram(head: Head, x: Tensor) -> float:
 
     Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights.
     """
-    return _certificate(_Rows(at_point([head], x), None))
+    return weighted_rows(Rows(at_point([head], x), None)).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", slow=True)
@@ -50,11 +50,20 @@ def row_gram_joint(heads: Heads, x: Tensor) -> float:
     Holds for any mask, bias and rotary embedding, at ``x``. Cost: ``n`` matrices of the
     width of the concatenated heads in each of seven rounds.
     """
-    return _certificate(_Rows(at_point(heads.heads, x), heads.output))
+    return weighted_rows(Rows(at_point(heads.heads, x), heads.output)).value
 
 
-def _certificate(rows: _Rows) -> float:
-    """The bound with the best weights found."""
+@dataclass(frozen=True)
+class Weighted:
+    """A row-Gram certificate: its value, and what it was computed from."""
+
+    value: float
+    rows: Rows
+    weights: Tensor
+
+
+def weighted_rows(rows: Rows) -> Weighted:
+    """The certificate with the best weights found."""
     best, weights = math.inf, None
     probes = _random_probes(rows)
     seen = rows.seen(probes)  # squared: what the probes see of every block
@@ -68,14 +77,15 @@ def _certificate(rows: _Rows) -> float:
         seen = (1 - share) * seen + share * fresh
     assert weights is not None
     # The probes bound each eigenvalue from below; what is reported uses the exact ones.
-    return _bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
+    value = _bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
+    return Weighted(value, rows, weights)
 
 
 def _bound(weights: Tensor, omega: Tensor) -> float:
     return float((weights * omega[:, None]).sum(0).max().sqrt())
 
 
-def _random_probes(rows: _Rows) -> Tensor:
+def _random_probes(rows: Rows) -> Tensor:
     """The same Gaussian directions at every call: their mean square is a Frobenius norm."""
     generator = torch.Generator().manual_seed(0)
     n, size = len(rows.at.x), rows.width
@@ -84,7 +94,7 @@ def _random_probes(rows: _Rows) -> Tensor:
 
 
 @dataclass
-class _Rows:
+class Rows:
     """The rows of the Jacobian of several heads, ``J_ij = W Y_ij``."""
 
     at: Point
@@ -163,16 +173,23 @@ class _Rows:
         z = probes if self.factor is None else self.factor.T @ probes
         parts = z.view(heads, kv, -1)
         c = at.p[:, i]
-        through_v = (at.value.mT @ parts).permute(0, 2, 1)  # (H, m, d)
+        through = (at.value.mT @ parts).permute(0, 2, 1)  # V_h^T z_h, (H, m, d)
         heights = c[:, :, None] * ((at.v - at.o[:, i, None]) @ parts)  # (H, n, m)
-        pulled = torch.einsum("hj,hmd->jmd", c, through_v)
+        own = ((at.covariance(i).mT @ parts).mT @ at.query).sum(0)  # (m, d)
         if at.rotary:
+            pulled = torch.einsum("hj,hmd->jmd", c, through)
             pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, at.pulled(i), at.key)
-        else:
-            a = torch.einsum("hk,hkd->hd", at.q[:, i], at.key)
-            pulled += torch.einsum("hjm,hd->jmd", heights, a)
-        pulled[i] += torch.einsum("hvm,hvk,hkd->md", parts, at.covariance(i), at.query)
-        return pulled.square().sum((1, 2))
+            pulled[i] += own
+            return pulled.square().sum((1, 2))
+        # Sums of squares from inner products of heads: no vector of d numbers per token.
+        a = torch.einsum("hk,hkd->hd", at.q[:, i], at.key)
+        products = torch.einsum("hmd,gmd->hg", through, through)
+        mixed = torch.einsum("gjm,hmg->hj", heights, through @ a.T)
+        seen = (c * (products @ c + 2 * mixed)).sum(0)
+        seen += (heights * torch.einsum("hg,gjm->hjm", a @ a.T, heights)).sum((0, 2))
+        here = torch.einsum("h,hmd->md", c[:, i], through) + heights[:, i].T @ a + own
+        seen[i] = here.square().sum()
+        return seen.clamp_min(0)
 
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
         """``sum_j J_ij J_ij^T / p_ij`` for some rows, ``(r, width, width)``."""
