@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from cases import BERT_BASE, Case, source
 from tables import Section, Target, say, table
+from torch import Tensor
 
 import lipscope as ls
 from lipscope.bounds.derived import global_g1, global_g2
 from lipscope.bounds.head import Head, all_heads_of, heads_of
 from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
 from lipscope.bounds.row_gram import row_gram, row_gram_joint
+from lipscope.certify import attack_in_ball
 
 LOCAL = {"F1": f1, "F2": f2, "F2s": f2_scalar, "F3c": f3_blocks, "row-Gram": row_gram}
 
@@ -51,8 +53,45 @@ heads in one matrix per row."""
         _at_most("certificate of one head over sigma, median", float(np.median(best)), 2.5),
         _at_most("certificate of all heads over sigma, median", float(np.median(together)), 4.0),
     ]
+    _balls(out, quick=quick)
     _times(out, quick=quick)
     return out
+
+
+def _balls(out: Section, *, quick: bool) -> None:
+    """The ball certificate over the largest ratio that an attack finds."""
+    n, chosen = 32, ((0,) if quick else (0, 2, 5))
+    cases = source("minilm").cases(source("minilm").windows([n], 1)[0], chosen)
+    rows, worst = [], {"one head": 0.0, "all heads": 0.0}
+    for case in cases:
+        layer, x = case.exact_map.attention, case.x.double()
+        assert isinstance(layer, ls.DotProductAttention)
+        radius = float(x.norm(dim=-1).max())
+        for share in (1e-3, 1e-2):
+            ratios = [_over_attack(layer, x, share * radius, head) for head in (0, 4, 8)]
+            whole = _over_attack(layer, x, share * radius, None)
+            worst["one head"] = max(worst["one head"], *ratios)
+            worst["all heads"] = max(worst["all heads"], whole)
+            rows.append([case.name, f"{share:g}", f"{np.median(ratios):.2f}", f"{whole:.2f}"])
+        say(f"certificates: balls of {case.name} done")
+    out.add(
+        f"""Certificate over a ball, n = {n}: every token moves by at most eps. Bound of
+‖f(X′) − f(X)‖ / ‖X′ − X‖ over the largest ratio that 10 random points and 2 ascents found;
+median of heads 0, 4 and 8, and all heads together."""
+    )
+    out.add(table(["layer", "eps / R", "one head", "all heads"], rows))
+    out.targets += [
+        _at_most(f"ball certificate over the best attack, eps / R up to 1e-2, {name}, worst", v, 3)
+        for name, v in worst.items()
+    ]
+
+
+def _over_attack(layer: ls.DotProductAttention, x: Tensor, eps: float, head: int | None) -> float:
+    bound = ls.certify(layer, x, eps=eps, head=head, steps=2).value
+    found = attack_in_ball(layer, x, eps, head=head, random=10, ascents=2, seed=0).ratio
+    if found > bound:
+        raise AssertionError(f"the certificate {bound} is violated: {found}")
+    return bound / found
 
 
 def _case(case: Case) -> tuple[dict[str, list[float]], float, float, float]:
