@@ -5,42 +5,17 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 import lipscope as ls
-from lipscope import attack, inputs, singular
-from lipscope.ascent import clamp, sigma_gradient
+from lipscope import attack, inputs
 from lipscope.atoms import repeated_tokens
 from lipscope.attention.l2 import L2Attention
 from lipscope.bounds import heads_of
 from lipscope.bounds.directions import eigen_directions, star_direction
 from lipscope.bounds.kim2021 import phi_inverse
-from lipscope.operator import Operator
+from small import ONE, drawn, line, sigma
 
 BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]
-ONE = torch.eye(1).double()
-
-
-def dense(layer: ls.Attention, x: Tensor) -> Tensor:
-    return ls.materialise(layer.linearise(x))
-
-
-def sigma(layer: ls.Attention, x: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(dense(layer, x), 2))
-
-
-def drawn(seed: int, *, d: int = 4, k: int = 3, causal: bool = False, bias: bool = False):
-    """One head with Gaussian weights, and its generator."""
-    gen = torch.Generator().manual_seed(seed)
-    q, key, v = (torch.randn(r, d, generator=gen).double() for r in (k, k, d))
-    b = torch.randn(k, generator=gen).double() if bias else None
-    return ls.DotProductAttention(q, key, v, query_bias=b, causal=causal)
-
-
-def line(gamma: float = 1.0, **options) -> ls.DotProductAttention:
-    """One dimension, ``A = -gamma``, ``V = 1``."""
-    return ls.DotProductAttention(ONE, -gamma * ONE, ONE, **options)
-
 
 # --- what theory predicts of one head
 
@@ -257,171 +232,6 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
             assert float(built.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
 
 
-# --- ascent
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradient_of_sigma(causal: bool) -> None:
-    gen = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
-    layer = ls.DotProductAttention(q, k, v, num_heads=2, causal=causal, query_bias=q[:, 0])
-    x, start, e = torch.randn(3, 3, 5, 3, generator=gen).double()
-    value, gradient, _ = sigma_gradient(layer, x, start, steps=15)
-    for i in range(3):
-        assert float(value[i]) == pytest.approx(sigma(layer, x[i]), rel=1e-10)
-        h = 1e-5
-        ahead, behind = (sigma(layer, x[i] + s * h * e[i]) for s in (1, -1))
-        slope = float((gradient[i] * e[i]).sum())
-        assert slope == pytest.approx((ahead - behind) / (2 * h), rel=1e-6, abs=1e-7)
-
-
-def test_ascent_stays_in_the_ball_and_improves(monkeypatch) -> None:
-    layer, radius = drawn(3, d=4, k=4), 1.3
-    seen: list[float] = []
-
-    def spy(layer, x, v, *, steps):
-        seen.append(float(x.norm(dim=-1).max()))
-        return sigma_gradient(layer, x, v, steps=steps)
-
-    monkeypatch.setattr("lipscope.ascent.sigma_gradient", spy)
-    far = 50 * torch.ones(6, 4)  # a start outside of the ball
-    found = inputs.ascend(
-        layer, num_tokens=6, radius=radius, restarts=5, steps=25, start=far,
-        generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
-    assert len(seen) == 26
-    assert max(seen) <= radius * (1 + 1e-12)
-    assert float(found.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
-    assert found.start_values.shape == (6,)
-    assert (found.best_values >= found.start_values).all()
-    assert float(found.best_values.max()) > 1.5 * float(found.start_values[0])
-    assert found.found == float(found.best_values.max())
-    assert sigma(layer, found.x) == pytest.approx(found.top.sigma, rel=2e-3)
-    assert found.found <= sigma(layer, found.x) * (1 + 1e-12) <= found.top.upper
-
-
-def test_ascent_is_never_below_the_constructions() -> None:
-    layer = drawn(0, d=4, k=4)
-    built = [make(layer, num_tokens=6, radius=1.0).x for make in BY_HEAD]
-    found = inputs.ascend(
-        layer, num_tokens=6, radius=1.0, restarts=0, steps=5, start=built,
-        generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
-    # The ascent sees a Ritz value of a few steps: all but a thousandth of sigma.
-    assert sigma(layer, found.x) >= 0.99 * max(sigma(layer, x) for x in built)
-
-
-def test_batches_change_nothing() -> None:
-    layer = drawn(5)
-    a, b = (
-        inputs.ascend(
-            layer, num_tokens=4, radius=1.0, restarts=4, steps=6, memory=memory,
-            generator=torch.Generator().manual_seed(7),
-        )
-        for memory in (2**30, 2 * 24 * 8 * (16 + 8 * 16))
-    )  # fmt: skip
-    torch.testing.assert_close(a.best_values, b.best_values)
-
-
-def test_clamp_leaves_what_is_inside() -> None:
-    x = torch.tensor([[0.3, 0.4], [30.0, 40.0], [0.0, 0.0]])
-    expected = torch.tensor([[0.3, 0.4], [0.6, 0.8], [0.0, 0.0]])
-    torch.testing.assert_close(clamp(x, 1.0), expected)
-
-
-def test_reused_start_voids_upper(monkeypatch) -> None:
-    """A start that depends on J can miss the top vector; a fresh one cannot, but by chance.
-
-    An ascent follows one singular vector. Where two of them cross, it holds the second: a
-    run from there never leaves its direction, and calls the smaller value converged.
-    """
-    scale = torch.tensor([5.0, 4.0, 1.0, 1.0, 0.5]).double()
-    op = Operator(lambda e: scale * e, lambda g: scale * g, (5,), (5,), torch.float64)
-    followed = torch.eye(5).double()[1]
-    fresh = ls.top_singular(op, generator=torch.Generator().manual_seed(0))
-    assert fresh.sigma == pytest.approx(5.0, rel=1e-3)
-    assert fresh.upper >= 5.0
-    monkeypatch.setattr(singular, "_starts", lambda op, generators: followed[None])
-    reused = ls.top_singular(op)
-    assert reused.status == "converged"
-    assert reused.upper < 4.1  # "with probability 1 - 1e-6", yet the truth is 5
-
-
-def test_choosing_the_run_voids_upper() -> None:
-    """The best of many inputs for one fixed start: its interval fails far more often than delta."""
-    delta, n, missed = 0.05, 12, 0
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0)).double()
-    for trial in range(20):
-        gen = torch.Generator().manual_seed(100 + trial)
-        tops = torch.randn(300, n, generator=gen).double()
-        tops = tops / tops.norm(dim=1, keepdim=True)
-        top = tops[int((tops @ start).abs().argmin())]  # chosen with the start in sight
-        op = Operator(
-            lambda e, u=top: e + 9 * (e @ u)[..., None] * u,
-            lambda g, u=top: g + 9 * (g @ u)[..., None] * u,
-            (n,), (n,), torch.float64,
-        )  # fmt: skip
-        options = {"delta": delta, "max_steps": 1}
-        same = ls.top_singular(op, generator=torch.Generator().manual_seed(0), **options)
-        missed += same.upper < 10.0
-    assert missed / 20 > 5 * delta
-
-
-def test_finite_steps_tend_to_sigma() -> None:
-    layer = drawn(2, causal=True, bias=True)
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
-    top = ls.top_singular(layer.linearise(x), tol=1e-10, tight=True)
-    ratios = [ratio for _, ratio in inputs.confirm(layer, x, top.v)]
-    truth = sigma(layer, x)
-    errors = [abs(r / truth - 1) for r in ratios]
-    assert errors[-1] < 1e-4
-    assert errors[-1] < errors[1] < 0.5
-    with pytest.raises(ls.InputError, match="nonzero"):
-        inputs.confirm(layer, x, torch.zeros(6, 4).double())
-
-
-# --- the driver
-
-
-def test_worst_measures_everything_and_sorts() -> None:
-    gen = torch.Generator().manual_seed(4)
-    q, k, v = (torch.randn(4, 4, generator=gen) for _ in range(3))
-    layer = ls.DotProductAttention(q, k, v, torch.randn(4, 4, generator=gen), num_heads=2)
-    rows = attack.worst(layer, num_tokens=5, radius=1.0, restarts=2, steps=8, generator=gen)
-    values = [row.sigma for row in rows if row.sigma is not None]
-    assert values == sorted(values, reverse=True)
-    assert {"ascent", "constant", "gamma_star", "quadratic"} <= {row.name for row in rows}
-    for row in rows:
-        if row.x is not None:
-            assert row.sigma is not None and row.upper is not None
-            truth = sigma(layer.double(), row.x.double())
-            assert row.sigma * (1 - 1e-4) <= truth <= row.upper
-            layer.float()
-        else:
-            assert row.reason
-    (missing,) = [row for row in rows if row.name == "l2_extremal"]
-    assert missing.reason == "made for L2 attention. Found `DotProductAttention`."
-    assert missing.head is None
-
-
-def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
-    angle = torch.arange(4.0)[:, None] * torch.ones(2)
-    eye = torch.eye(2)
-    layer = ls.DotProductAttention(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
-    with pytest.raises(ls.InputError, match="logits depend on position; use ascent"):
-        inputs.two_cluster(layer, num_tokens=4, radius=1.0)
-    rows = attack.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)
-    assert rows[0].name == "ascent"
-    assert "logits depend on position; use ascent." in {row.reason for row in rows}
-
-
-def test_overflow_is_a_reason_and_not_a_number() -> None:
-    layer = ls.DotProductAttention(*(1e25 * torch.ones(3, 1, 1)))
-    rows = attack.worst(layer, num_tokens=3, radius=1.0, restarts=1, steps=2)
-    assert all(row.reason for row in rows if row.sigma is None)
-    assert all(math.isfinite(row.sigma) for row in rows if row.sigma is not None)
-
-
 # --- bad input
 
 
@@ -431,18 +241,22 @@ def test_overflow_is_a_reason_and_not_a_number() -> None:
         ({"radius": -1.0}, "`radius` should be positive and finite. Found `radius = -1.0`."),
         ({"radius": math.nan}, "`radius` should be positive and finite. Found `radius = nan`."),
         ({"num_tokens": 0}, "`num_tokens` should be at least"),
-        ({"head": 1}, "`head` should be between 0 and 0. Found `head = 1`."),
     ],
 )
 @pytest.mark.parametrize("build", [*attack.PER_HEAD.values(), inputs.ascend, attack.worst])
 def test_bad_input_is_one_line(build, options: dict, message: str) -> None:
     layer = L2Attention(ONE, ONE) if build is inputs.l2_extremal else line()
-    if build in (inputs.ascend, attack.worst) and "head" in options:
-        pytest.skip("takes no head")
     with pytest.raises(ls.InputError) as error:
         build(layer, **{"num_tokens": 4, "radius": 1.0, **options})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("build", attack.PER_HEAD.values())
+def test_head_out_of_range_is_one_line(build) -> None:
+    layer = L2Attention(ONE, ONE) if build is inputs.l2_extremal else line()
+    with pytest.raises(ls.InputError, match="`head` should be between 0 and 0"):
+        build(layer, num_tokens=4, radius=1.0, head=1)
 
 
 def test_wrong_variant_or_mask_is_one_line() -> None:
