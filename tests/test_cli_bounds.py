@@ -60,6 +60,12 @@ def test_bounds_as_a_table(command):
     assert not Path("runs").exists()
 
 
+def test_names_are_printed_as_they_are(command):
+    llama = f"random:llama:{TINY['llama']}"
+    result = command("bounds", llama, "--text", "text.txt", "--length", "6")
+    assert result.status == 0 and result.out.startswith("random:llama:hidden_size")
+
+
 def test_bounds_of_single_heads(command):
     options = ["--text", "text.txt", "--length", "6", "--per-head"]
     result = command("bounds", BERT, *options)

@@ -125,7 +125,8 @@ def parse_radius(text: str | None) -> float | Literal["norm"] | None:
 
 def table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:
     """An empty table: columns of words, then columns of numbers."""
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    # Text, not markup: rich would read `:llama:` in a model's name as a picture.
+    made = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in left:
         made.add_column(name, justify="left")
     for name in right:
