@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from lipscope.errors import InputError
 from lipscope.record import Measurement
@@ -298,8 +298,8 @@ def _interval(
     slopes = means @ _weights(columns, lengths)
     # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
     # too small for k samples: the tail is chosen so as to make up for both.
-    student = stats.t.ppf((1 + CONFIDENCE) / 2, free)
-    tail = float(stats.norm.sf(student * math.sqrt(smallest / (smallest - 1))))
+    student = special.stdtrit(free, (1 + CONFIDENCE) / 2)
+    tail = float(special.ndtr(-student * math.sqrt(smallest / (smallest - 1))))
     low, high = np.quantile(slopes, [tail, 1 - tail])
     return float(low), float(high)
 
@@ -324,7 +324,7 @@ def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarra
         return 1.0
     if rest <= rounding:
         return 0.0
-    return float(stats.f.sf((lof / lof_free) / (rest / free), lof_free, free))
+    return float(special.fdtrc(lof_free, free, (lof / lof_free) / (rest / free)))
 
 
 def _note(columns: list[np.ndarray], dropped: int, *, complete: bool, paired: bool) -> str | None:
