@@ -31,7 +31,7 @@ from lipscope.operator import materialise
 from tiny import TEXT, TINY, tiny
 
 CPU = torch.device("cpu")
-CLOSED = ("bert", "roberta", "llama")
+CLOSED = ("bert", "gpt2", "llama", "mistral", "roberta", "distilbert")
 
 
 def captured(

@@ -1,6 +1,15 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.capture import bert, llama
+from lipscope.capture import (
+    bert,
+    distilbert,
+    gpt2,
+    gpt_neox,
+    llama,
+    multihead,
+    phi3,
+    vit,
+)
 from lipscope.capture.calls import Trace
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
@@ -23,12 +32,18 @@ __all__ = [
     "build_map",
     "check_request",
     "default_text",
+    "distilbert",
+    "gpt2",
+    "gpt_neox",
     "llama",
     "load_model",
     "moved",
+    "multihead",
+    "phi3",
     "prepared",
     "reader_of",
     "samples_of",
     "trace",
+    "vit",
     "windows_of_text",
 ]

@@ -5,32 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from lipscope.attention import DotProductAttention
-from lipscope.capture.masks import read_mask
+from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
 @family(
     "BertSelfAttention",
+    "BertGenerationSelfAttention",
+    "BridgeTowerSelfAttention",
+    "CamembertSelfAttention",
+    "Data2VecTextSelfAttention",
+    "ElectraSelfAttention",
+    "ErnieSelfAttention",
+    "RoCBertSelfAttention",
+    "RobertaPreLayerNormSelfAttention",
     "RobertaSelfAttention",
     "XLMRobertaSelfAttention",
-    "ElectraSelfAttention",
+    "XLMRobertaXLSelfAttention",
+    "XmodSelfAttention",
 )
 def bert(call: AttentionCall) -> DotProductAttention:
     """Read ``query``, ``key``, ``value`` and the traced output projection."""
     module: Any = call.module
-    causal, mask = read_mask(call)
-    projection: Any = call.projection
-    return DotProductAttention(
-        module.query.weight,
-        module.key.weight,
-        module.value.weight,
-        projection.weight if projection is not None else None,
+    return dot_product(
+        call,
+        affine(module.query),
+        affine(module.key),
+        affine(module.value),
+        None if call.projection is None else affine(call.projection),
         num_heads=module.num_attention_heads,
-        query_bias=module.query.bias,
-        key_bias=module.key.bias,
-        value_bias=module.value.bias,
-        output_bias=projection.bias if projection is not None else None,
         scale=module.scaling,
-        causal=causal,
-        mask=mask,
     )

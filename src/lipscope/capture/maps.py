@@ -22,7 +22,7 @@ from lipscope.capture.replay import (
     replay_block,
 )
 from lipscope.capture.residual import norm_before, residual
-from lipscope.capture.sites import AttentionCall, reader_of
+from lipscope.capture.sites import AttentionCall, closed_form
 from lipscope.capture.sums import close, distance
 from lipscope.capture.trace import run
 from lipscope.errors import InputError
@@ -135,10 +135,9 @@ def _layer_map(
         return _block_map(record, call, layer)
     if call.refusal:
         raise InputError(call.refusal)
-    reader = reader_of(call.module)
+    attention = closed_form(call)
     core: ClosedForm | Replayed
-    core = ClosedForm(call, reader(call)) if reader is not None else Replayed(call, per_head)
-    attention = core.attention if isinstance(core, ClosedForm) else None
+    core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
 
     def finished(
@@ -296,7 +295,7 @@ def check_request(
         InputError: If the request exceeds the memory.
     """
     call = record.calls[layer or 0]
-    if name not in ("block", "model") and reader_of(call.module) is not None:
+    if name not in ("block", "model") and closed_form(call) is not None:
         return
     layers = len(record.calls) if name == "model" else 1
     pairs = (count_heads(call.module) or 1) * num_tokens**2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lipscope.capture.sites import AttentionCall
+from lipscope.capture.sites import AttentionCall, NotCoveredError
 from lipscope.errors import InputError
 
 
@@ -17,25 +17,30 @@ def read_mask(call: AttentionCall) -> tuple[bool, Tensor | None]:
 
     Args:
         call: A call with ``attention_mask`` of shape ``(1, 1 or h, n, n)``, boolean (True is
-            visible) or additive (0 or very negative), or None.
+            visible) or additive (0 or very negative), or None; or one of torch's own attention.
 
     Returns:
         Whether the mask is the causal one, and any other mask as ``(n, n)`` or ``(h, n, n)``
         booleans, True where visible.
 
     Raises:
-        InputError: For an additive mask with other values.
+        NotCoveredError: For an additive mask with other values, a score bias.
     """
-    mask = call.arguments.get("attention_mask")
     n = call.num_tokens
-    if mask is None:
-        fused = call.implementation not in (None, "eager")
-        causal = call.arguments.get("is_causal")
-        if causal is None:
-            causal = getattr(call.module, "is_causal", False)
-        return bool(fused and causal and n > 1), None
-    visible = _visible(mask, call)[0]
-    visible = visible.expand(*visible.shape[:-2], n, n)
+    if isinstance(call.module, nn.MultiheadAttention):
+        visible = _visible_in_torch(call)
+    else:
+        mask = call.arguments.get("attention_mask")
+        if mask is None:
+            fused = call.implementation not in (None, "eager")
+            causal = call.arguments.get("is_causal")
+            if causal is None:
+                causal = getattr(call.module, "is_causal", False)
+            return bool(fused and causal and n > 1), None
+        visible = mask if mask.dtype == torch.bool else ~_hidden(mask)
+    if visible is None:
+        return False, None
+    visible = visible[0].expand(*visible.shape[1:-2], n, n)
     visible = visible[0] if visible.shape[0] == 1 else visible
     if bool(visible.all()):
         return False, None
@@ -44,16 +49,27 @@ def read_mask(call: AttentionCall) -> tuple[bool, Tensor | None]:
     return False, visible
 
 
-def _visible(mask: Tensor, call: AttentionCall) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask
+def _visible_in_torch(call: AttentionCall) -> Tensor | None:
+    """What ``attn_mask`` and ``key_padding_mask`` leave visible, ``(1, 1 or h, 1 or n, n)``.
+
+    In a boolean mask of torch's attention, True means hidden. Its flag ``is_causal`` only
+    says what the mask is.
+    """
+    n, hidden = call.num_tokens, None
+    for name, shape in (("attn_mask", (1, -1, n, n)), ("key_padding_mask", (1, 1, 1, n))):
+        mask = call.arguments.get(name)
+        if mask is not None:
+            part = (mask if mask.dtype == torch.bool else _hidden(mask)).reshape(shape)
+            hidden = part if hidden is None else hidden | part
+    return None if hidden is None else ~hidden
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """Where an additive mask hides."""
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     if bool((mask.masked_fill(hidden, 0.0) != 0).any()):
-        raise InputError(
-            f"The mask of `{call.name}` should hold 0 and minus infinity. Found other values "
-            "(a score bias), which its closed form does not cover."
-        )
-    return ~hidden
+        raise NotCoveredError
+    return hidden
 
 
 def check_visible(call: AttentionCall) -> None:

@@ -56,15 +56,20 @@ class AttentionCall:
         return self.x.shape[0]
 
 
+class NotCoveredError(Exception):
+    """A call of a known family with something that its closed form does not cover."""
+
+
 Reader = Callable[[AttentionCall], Attention]
-_FAMILIES: dict[str, Reader] = {}
+_FAMILIES: dict[str, tuple[str, Reader]] = {}
+_PLAIN = ("torch.nn.", "transformers.pytorch_utils")
 
 
-def family(*class_names: str) -> Callable[[Reader], Reader]:
-    """Register how to read the weights of transformers' attention modules with these names."""
+def family(*class_names: str, package: str = "transformers") -> Callable[[Reader], Reader]:
+    """Register how to read the weights of a package's attention modules with these names."""
 
     def register(reader: Reader) -> Reader:
-        _FAMILIES.update(dict.fromkeys(class_names, reader))
+        _FAMILIES.update(dict.fromkeys(class_names, (package, reader)))
         return reader
 
     return register
@@ -73,11 +78,26 @@ def family(*class_names: str) -> Callable[[Reader], Reader]:
 def reader_of(module: nn.Module) -> Reader | None:
     """The reader for a module's class, or None for an unknown family.
 
-    A class of the same name from elsewhere may compute something else.
+    A class of the same name from elsewhere may compute something else, and so may a linear
+    layer of another kind in it: an adapter or packed weights are run, not read.
     """
     kind = type(module)
-    known = kind.__module__.startswith("transformers.")
-    return _FAMILIES.get(kind.__name__) if known else None
+    package, reader = _FAMILIES.get(kind.__name__, ("", None))
+    known = kind.__module__.startswith(package + ".")
+    plain = all(type(leaf).__module__.startswith(_PLAIN) for leaf in linears(module))
+    plain = plain and all(is_linear(c) for c in module.children() if hasattr(c, "weight"))
+    return reader if known and plain else None
+
+
+def closed_form(call: AttentionCall) -> Attention | None:
+    """The layer of a call from its weights, or None where it has to be run instead."""
+    reader = reader_of(call.module)
+    if reader is None:
+        return None
+    try:
+        return reader(call)
+    except NotCoveredError:
+        return None
 
 
 def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, nn.Module]:

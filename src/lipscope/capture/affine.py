@@ -1,0 +1,81 @@
+"""Affine maps out of modules, and the layer that four of them make with a call's own mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lipscope.attention import DotProductAttention, Rotary
+from lipscope.capture.masks import read_mask
+from lipscope.capture.sites import AttentionCall
+
+
+class Affine(NamedTuple):
+    """``x -> x W^T + b``.
+
+    Attributes:
+        weight: W, ``(out, in)``.
+        bias: b, ``(out,)``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def rows(self, sizes: Sequence[int]) -> list[Affine]:
+        """The maps to consecutive parts of the output, of the given widths."""
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(list(sizes))
+        return [Affine(*both) for both in zip(self.weight.split(list(sizes)), biases, strict=True)]
+
+
+def affine(module: Any) -> Affine:
+    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed."""
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    return Affine(weight, module.bias)
+
+
+def dot_product(
+    call: AttentionCall,
+    query: Affine,
+    key: Affine,
+    value: Affine,
+    output: Affine | None,
+    *,
+    num_heads: int,
+    num_groups: int | None = None,
+    scale: float | None = None,
+) -> DotProductAttention:
+    """The layer of these maps, with the mask and the rotary angles that the model passed in.
+
+    Args:
+        call: The call.
+        query: To all queries, head after head.
+        key: To all keys.
+        value: To all values.
+        output: From the concatenated heads; None where there is no projection.
+        num_heads: Number of query heads.
+        num_groups: Number of key/value heads; ``num_heads`` if None.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+
+    Returns:
+        The layer.
+    """
+    causal, mask = read_mask(call)
+    angles = call.arguments.get("position_embeddings")
+    return DotProductAttention(
+        query.weight,
+        key.weight,
+        value.weight,
+        None if output is None else output.weight,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        query_bias=query.bias,
+        key_bias=key.bias,
+        value_bias=value.bias,
+        output_bias=None if output is None else output.bias,
+        scale=scale,
+        causal=causal,
+        mask=mask,
+        rotary=None if angles is None else Rotary(angles[0][0], angles[1][0]),
+    )

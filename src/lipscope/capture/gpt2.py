@@ -1,0 +1,25 @@
+"""GPT-2: queries, keys and values in one ``Conv1D``, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProductAttention
+from lipscope.capture.affine import affine, dot_product
+from lipscope.capture.sites import AttentionCall, family
+
+
+@family("GPT2Attention", "DecisionTransformerGPT2Attention")
+def gpt2(call: AttentionCall) -> DotProductAttention:
+    """Read ``c_attn`` and ``c_proj``; the scale may depend on the layer's index."""
+    module: Any = call.module
+    query, key, value = affine(module.c_attn).rows([module.split_size] * 3)
+    return dot_product(
+        call,
+        query,
+        key,
+        value,
+        affine(module.c_proj),
+        num_heads=module.num_heads,
+        scale=module.scaling,
+    )

@@ -1,0 +1,28 @@
+"""Phi-3: one linear layer with all queries, then all keys, then all values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProductAttention
+from lipscope.capture.affine import affine, dot_product
+from lipscope.capture.sites import AttentionCall, family
+
+
+@family("Phi3Attention")
+def phi3(call: AttentionCall) -> DotProductAttention:
+    """Read ``qkv_proj`` and ``o_proj``; the rotary embedding may turn part of a head."""
+    module: Any = call.module
+    heads, groups = module.config.num_attention_heads, module.num_key_value_heads
+    widths = [count * module.head_dim for count in (heads, groups, groups)]
+    query, key, value = affine(module.qkv_proj).rows(widths)
+    return dot_product(
+        call,
+        query,
+        key,
+        value,
+        affine(module.o_proj),
+        num_heads=heads,
+        num_groups=groups,
+        scale=module.scaling,
+    )

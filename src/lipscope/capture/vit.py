@@ -1,0 +1,34 @@
+"""ViT, DINOv2 and their copies: images, no mask, one key and value per query head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProductAttention
+from lipscope.capture.affine import affine, dot_product
+from lipscope.capture.sites import AttentionCall, family
+
+
+@family(
+    "ViTAttention",
+    "ASTAttention",
+    "DeiTAttention",
+    "Dinov2Attention",
+    "Dinov2WithRegistersAttention",
+    "IJepaAttention",
+    "ViTMAEAttention",
+    "ViTMSNAttention",
+    "VivitAttention",
+)
+def vit(call: AttentionCall) -> DotProductAttention:
+    """Read the four projections."""
+    module: Any = call.module
+    return dot_product(
+        call,
+        affine(module.q_proj),
+        affine(module.k_proj),
+        affine(module.v_proj),
+        affine(module.o_proj),
+        num_heads=module.num_attention_heads,
+        scale=module.scaling,
+    )
