@@ -95,7 +95,7 @@ def capture(
     The layer is rebuilt from the model's weights and agrees with the model's own output;
     it has weights of its own, on the CPU.
 
-    Holds for families whose weights are read in closed form (BERT, Llama and their kind).
+    Holds for families whose weights are read in closed form (BERT, GPT-2, Llama, ViT, …).
 
     Args:
         model: A name for `load_model`, or a torch module.
@@ -219,7 +219,8 @@ def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
     if reader_of(call.module) is None:
         raise InputError(_refusal(call.module))
     built = build_map(record, layer, "attention")
-    assert built.attention is not None
+    if built.attention is None:
+        raise InputError(_refusal(call.module))
     norm = norm_before(record, call)
     # Copies: the model is put back as it was, and may be changed or freed by its owner.
     attention = copy.deepcopy(built.attention).requires_grad_(False)
