@@ -65,7 +65,7 @@ def _balls(out: Section, *, quick: bool) -> None:
     rows, worst = [], {"one head": 0.0, "all heads": 0.0}
     for case in cases:
         layer, x = case.exact_map.attention, case.x.double()
-        assert isinstance(layer, ls.DotProductAttention)
+        assert isinstance(layer, ls.DotProduct)
         radius = float(x.norm(dim=-1).max())
         for share in (1e-3, 1e-2):
             ratios = [_over_attack(layer, x, share * radius, head) for head in (0, 4, 8)]
@@ -86,7 +86,7 @@ median of heads 0, 4 and 8, and all heads together."""
     ]
 
 
-def _over_attack(layer: ls.DotProductAttention, x: Tensor, eps: float, head: int | None) -> float:
+def _over_attack(layer: ls.DotProduct, x: Tensor, eps: float, head: int | None) -> float:
     bound = ls.certify(layer, x, eps=eps, head=head, steps=2).value
     found = attack_in_ball(layer, x, eps, head=head, random=10, ascents=2, seed=0).ratio
     if found > bound:
@@ -96,7 +96,7 @@ def _over_attack(layer: ls.DotProductAttention, x: Tensor, eps: float, head: int
 
 def _case(case: Case) -> tuple[dict[str, list[float]], float, float, float]:
     layer, x = case.exact_map.attention, case.x.double()
-    assert isinstance(layer, ls.DotProductAttention)
+    assert isinstance(layer, ls.DotProduct)
     heads = heads_of(layer)
     sigma = ls.top_singular(layer.linearise(x), tol=1e-6, generator=_seeded(0)).sigma
     sources = [_seeded(h) for h in range(len(heads))]
@@ -116,7 +116,7 @@ def _times(out: Section, *, quick: bool) -> None:
     n = 64 if quick else 512
     case = source(BERT_BASE).cases(source(BERT_BASE).windows([n], 1)[0], (0,))[0]
     layer, x = case.exact_map.attention, case.x.double()
-    assert isinstance(layer, ls.DotProductAttention)
+    assert isinstance(layer, ls.DotProduct)
     heads = heads_of(layer)
     radius = float(x.norm(dim=-1).max())
     scalar: dict[str, Callable[[Head], float]] = {

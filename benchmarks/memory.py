@@ -49,7 +49,7 @@ def layer_alone(n: int, memory: int) -> dict[str, Any]:
     torch.set_flush_denormal(True)
     generator = torch.Generator().manual_seed(0)
     weights = [0.02 * torch.randn(768, 768, generator=generator) for _ in range(4)]
-    layer = ls.DotProductAttention(*weights, num_heads=12)
+    layer = ls.DotProduct(*weights, heads=12)
     x = torch.randn(n, 768, generator=generator)
     before = peak()
     began = time.perf_counter()

@@ -30,9 +30,7 @@ dense = torch.linalg.matrix_norm(ls.materialise(ls.linearise(mlp, x)), 2)
 print(f"MLP: sigma {top.sigma:.4f}, upper {top.upper:.4f}, dense SVD {dense:.4f}")
 
 # An attention layer in closed form: the map that is measured is the map that is written here.
-layer = ls.DotProductAttention(
-    *(torch.randn(48, 48) / 7 for _ in range(4)), num_heads=4, causal=True
-)
+layer = ls.DotProduct(*(torch.randn(48, 48) / 7 for _ in range(4)), heads=4, causal=True)
 tokens = torch.randn(128, 48)
 top = ls.top_singular(ls.linearise(layer, tokens), generator=torch.Generator().manual_seed(2))
 share = top.v.square().sum(dim=1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lipscope.attention import (
     Attention,
-    DotProductAttention,
+    DotProduct,
     L2Attention,
     LipschitzNormAttention,
     Rotary,
@@ -42,7 +42,7 @@ REGIMES = (
 )
 
 
-def draw(regime: str, seed: int) -> tuple[DotProductAttention, Tensor]:
+def draw(regime: str, seed: int) -> tuple[DotProduct, Tensor]:
     """A layer with dot-product scores and an input, float64, at most 8 tokens of width 5."""
     gen = torch.Generator().manual_seed(1000 * REGIMES.index(regime) + seed)
 
@@ -79,13 +79,13 @@ def draw(regime: str, seed: int) -> tuple[DotProductAttention, Tensor]:
         angle = t(n, 1).repeat(1, 2)
         options["rotary"] = Rotary(angle.cos(), angle.sin())
     output = None if "no projection" in regime else t(4, heads * d_v)
-    layer = DotProductAttention(
+    layer = DotProduct(
         t(heads * k, d),
         t(groups * k, d),
         t(groups * d_v, d),
         output if "heads" in regime else None,
-        num_heads=heads,
-        num_groups=groups,
+        heads=heads,
+        groups=groups,
         **options,
     )
     return layer, x
@@ -102,10 +102,10 @@ def draw_variant(name: str, seed: int) -> tuple[Attention, Tensor]:
     x = t(n, 4) * 10 ** float(t(1).clamp(-1, 1))
     causal = bool(seed % 2)
     if name == "L2":
-        layer = L2Attention(t(6, 4), t(4, 4), t(3, 4), num_heads=2, causal=causal)
+        layer = L2Attention(t(6, 4), t(4, 4), t(3, 4), heads=2, causal=causal)
     elif name == "cosine":
         layer = ScaledCosineAttention(
-            t(6, 4), t(6, 4), t(4, 4), t(3, 4), temperature=2.0, eps=0.1, num_heads=2, causal=causal
+            t(6, 4), t(6, 4), t(4, 4), t(3, 4), temperature=2.0, eps=0.1, heads=2, causal=causal
         )
     else:
         layer = LipschitzNormAttention(t(3, 4), t(3, 4), t(2, 4), t(3, 2))
@@ -125,11 +125,11 @@ def eye(d: int) -> torch.Tensor:
     return torch.eye(d, dtype=torch.float64)
 
 
-def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> DotProductAttention:
+def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> DotProduct:
     """One head with ``A = a``."""
     a = a.to(torch.float64)
     value = eye(len(a)) if value is None else value
-    return DotProductAttention(a, eye(len(a)), value, scale=1.0, **options)
+    return DotProduct(a, eye(len(a)), value, scale=1.0, **options)
 
 
 def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
@@ -140,7 +140,7 @@ def value(name: str, layer, **given) -> float:
     return evaluate(THEOREMS[name], layer, **given)
 
 
-def counterexample() -> tuple[DotProductAttention, torch.Tensor]:
+def counterexample() -> tuple[DotProduct, torch.Tensor]:
     """Theorem C.3 as coded: A = 3 e1 e2^T sends x to nothing, but not A^T."""
     a = torch.zeros(2, 2)
     a[0, 1] = 3

@@ -21,9 +21,9 @@ def drawn(seed: int, *, d: int = 4, k: int = 3, causal: bool = False, bias: bool
     gen = torch.Generator().manual_seed(seed)
     q, key, v = (torch.randn(r, d, generator=gen).double() for r in (k, k, d))
     b = torch.randn(k, generator=gen).double() if bias else None
-    return ls.DotProductAttention(q, key, v, query_bias=b, causal=causal)
+    return ls.DotProduct(q, key, v, query_bias=b, causal=causal)
 
 
-def line(gamma: float = 1.0, **options) -> ls.DotProductAttention:
+def line(gamma: float = 1.0, **options) -> ls.DotProduct:
     """One dimension, ``A = -gamma``, ``V = 1``."""
-    return ls.DotProductAttention(ONE, -gamma * ONE, ONE, **options)
+    return ls.DotProduct(ONE, -gamma * ONE, ONE, **options)

@@ -20,7 +20,7 @@ BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extre
 def test_gradient_of_sigma(causal: bool) -> None:
     gen = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
-    layer = ls.DotProductAttention(q, k, v, num_heads=2, causal=causal, query_bias=q[:, 0])
+    layer = ls.DotProduct(q, k, v, heads=2, causal=causal, query_bias=q[:, 0])
     x, start, e = torch.randn(3, 3, 5, 3, generator=gen).double()
     value, gradient, _ = sigma_gradient(layer, x, start, steps=15)
     for i in range(3):
@@ -142,7 +142,7 @@ def test_finite_steps_tend_to_sigma() -> None:
 def test_worst_measures_everything_and_sorts() -> None:
     gen = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(4, 4, generator=gen) for _ in range(3))
-    layer = ls.DotProductAttention(q, k, v, torch.randn(4, 4, generator=gen), num_heads=2)
+    layer = ls.DotProduct(q, k, v, torch.randn(4, 4, generator=gen), heads=2)
     rows = attack.worst(layer, num_tokens=5, radius=1.0, restarts=2, steps=8, generator=gen)
     values = [row.sigma for row in rows if row.sigma is not None]
     assert values == sorted(values, reverse=True)
@@ -156,14 +156,14 @@ def test_worst_measures_everything_and_sorts() -> None:
         else:
             assert row.reason
     (missing,) = [row for row in rows if row.name == "l2_extremal"]
-    assert missing.reason == "made for L2 attention. Found `DotProductAttention`."
+    assert missing.reason == "made for L2 attention. Found `DotProduct`."
     assert missing.head is None
 
 
 def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
     angle = torch.arange(4.0)[:, None] * torch.ones(2)
     eye = torch.eye(2)
-    layer = ls.DotProductAttention(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
+    layer = ls.DotProduct(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
     with pytest.raises(ls.InputError, match="logits depend on position; use ascent"):
         inputs.two_cluster(layer, num_tokens=4, radius=1.0)
     rows = attack.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)
@@ -172,7 +172,7 @@ def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
 
 
 def test_overflow_is_a_reason_and_not_a_number() -> None:
-    layer = ls.DotProductAttention(*(1e25 * torch.ones(3, 1, 1)))
+    layer = ls.DotProduct(*(1e25 * torch.ones(3, 1, 1)))
     rows = attack.worst(layer, num_tokens=3, radius=1.0, restarts=1, steps=2)
     assert all(row.reason for row in rows if row.sigma is None)
     assert all(math.isfinite(row.sigma) for row in rows if row.sigma is not None)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.attention import DotProductAttention, Rotary
+from lipscope.attention import DotProduct, Rotary
 from lipscope.errors import InputError
 from lipscope.operator import linearise, materialise
 from lipscope.singular import top_singular
@@ -27,7 +27,7 @@ def random_layer(
     causal: bool = False,
     masked: bool = False,
     rotary: bool = False,
-) -> tuple[DotProductAttention, torch.Tensor]:
+) -> tuple[DotProduct, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
 
     def t(*shape: int) -> torch.Tensor:
@@ -37,13 +37,13 @@ def random_layer(
     mask = None
     if masked:
         mask = (torch.rand(heads, n, n, generator=g) < 0.6) | torch.eye(n, dtype=torch.bool)
-    layer = DotProductAttention(
+    layer = DotProduct(
         t(heads * k, d),
         t(groups * k, d),
         t(groups * d_v, d),
         None if d_out is None else t(d_out, heads * d_v),
-        num_heads=heads,
-        num_groups=groups,
+        heads=heads,
+        groups=groups,
         query_bias=t(heads * k) if biases else None,
         key_bias=t(groups * k) if biases else None,
         value_bias=t(groups * d_v) if biases else None,
@@ -168,9 +168,9 @@ def test_one_token_gives_the_value_matrix():
     assert torch.allclose(materialise(layer.linearise(x)), layer.value, atol=1e-13)
 
 
-def one_head(a: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> DotProductAttention:
+def one_head(a: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> DotProduct:
     """``S_ij = <A x_i, x_j>`` and values ``V x_j``."""
-    return DotProductAttention(a, torch.eye(a.shape[0], dtype=a.dtype), v, scale=1.0, causal=causal)
+    return DotProduct(a, torch.eye(a.shape[0], dtype=a.dtype), v, scale=1.0, causal=causal)
 
 
 def test_zero_scores_unmasked_give_the_norm_of_the_value_matrix():
@@ -241,4 +241,4 @@ def test_a_mask_row_without_tokens_is_not_silently_finite():
 )
 def test_weights_that_do_not_fit_are_refused(weights, options, message):
     with pytest.raises(InputError, match=message):
-        DotProductAttention(*(torch.ones(s) for s in weights), **options)
+        DotProduct(*(torch.ones(s) for s in weights), **options)

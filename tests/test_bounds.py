@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single, value
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.bounds import (
     DERIVED,
     NotApplicableError,
@@ -102,7 +102,7 @@ def test_orderings() -> None:
     )
     seen = set()
     for _, layer, x in all_cases(4):
-        if layer.num_heads > 1 and isinstance(layer, DotProductAttention):
+        if layer.num_heads > 1 and isinstance(layer, DotProduct):
             continue
         given = {"x": x, "num_tokens": len(x), "radius": float(x.norm(dim=1).max())}
         for low, high in itertools.chain.from_iterable(map(itertools.pairwise, chains)):
@@ -227,7 +227,7 @@ def test_absorbed_norms(kind: type) -> None:
         norm = norm_of(module, width)
         assert torch.allclose(norm.gain, module.weight)
         x = torch.randn(7, width, dtype=torch.float64)
-        layer = DotProductAttention(*torch.randn(3, 4, width, dtype=torch.float64))
+        layer = DotProduct(*torch.randn(3, 4, width, dtype=torch.float64))
         absorbed = absorb(layer, norm)
         assert torch.allclose(absorbed(norm.direction(x)), layer(module(x)))
         assert float(module(x).norm(dim=1).max()) <= radius_of_norm(norm)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from layers import counterexample, draw, eye, sigma, single, value
-from lipscope.attention import DotProductAttention, L2Attention
+from lipscope.attention import DotProduct, L2Attention
 from lipscope.bounds import heads_of, infinity_norm
 from lipscope.bounds.derived import kappa
 from lipscope.bounds.kim2021 import phi_inverse, tight_input, tight_value
@@ -90,7 +90,7 @@ def test_row_token_is_the_query() -> None:
 
 
 def test_scale_is_inside_a() -> None:
-    (head,) = heads_of(DotProductAttention(2 * eye(4), eye(4), eye(4)))
+    (head,) = heads_of(DotProduct(2 * eye(4), eye(4), eye(4)))
     assert head.norm_a == pytest.approx(2 / math.sqrt(4))
 
 

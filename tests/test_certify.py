@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lipscope import DotProductAttention, InputError
+from lipscope import DotProduct, InputError
 from lipscope.attention import Rotary
 from lipscope.bounds import heads_of
 from lipscope.bounds.ball import Ball, ball_certificate
@@ -17,7 +17,7 @@ from lipscope.certify import attack_in_ball, certified_radius, certify
 KINDS = ("plain", "causal", "biased", "masked", "rotary", "heads", "sharp")
 
 
-def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProductAttention, torch.Tensor]:
+def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProduct, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
 
     def t(*shape: int) -> torch.Tensor:
@@ -27,12 +27,12 @@ def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProductAttent
     scale = 0.7 if kind == "sharp" else 0.3
     angles = torch.arange(n)[:, None] * torch.tensor([1.0, 0.3]).repeat(2)
     mask = (torch.rand(n, n, generator=g) < 0.6) | torch.eye(n, dtype=torch.bool)
-    layer = DotProductAttention(
+    layer = DotProduct(
         t(heads * 4, d),
         t(heads * 4, d),
         t(heads * 3, d),
         t(d, heads * 3),
-        num_heads=heads,
+        heads=heads,
         query_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
         key_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
         causal=kind in ("causal", "rotary", "heads"),
@@ -42,7 +42,7 @@ def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProductAttent
     return layer, scale * t(n, d)
 
 
-def sigmas(layer: DotProductAttention, points: torch.Tensor) -> torch.Tensor:
+def sigmas(layer: DotProduct, points: torch.Tensor) -> torch.Tensor:
     """Of autograd's dense Jacobians, not of the library's own."""
     jacobians = torch.func.vmap(torch.func.jacrev(layer))(points)
     return torch.linalg.matrix_norm(jacobians.flatten(3).flatten(1, 2), 2)
@@ -105,7 +105,7 @@ def test_radius_zero_is_the_local_certificate(kind: str) -> None:
 def test_interval_survives_probabilities_that_underflow() -> None:
     """``exp(eta) P`` would be inf * 0: the pitfall of intervals outside the log domain."""
     eye = torch.eye(1, dtype=torch.float64)
-    head = heads_of(DotProductAttention(eye, eye, eye))[0]
+    head = heads_of(DotProduct(eye, eye, eye))[0]
     x = torch.tensor([[40.0], [-40.0], [39.0]], dtype=torch.float64)
     centre = Centre(head, x)
     assert centre.p.min() == 0.0

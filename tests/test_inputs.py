@@ -47,7 +47,7 @@ def test_two_cluster_has_the_strengthened_value(causal: bool, positive: bool, ra
     """Proposition 3.4 with V = I, and the factor derived here, row by row."""
     a = torch.diag(torch.tensor([3.0, 2.0, 0.5]).double() * (1 if positive else -1))
     eye = torch.eye(3).double()
-    layer = ls.DotProductAttention(a, eye, eye, scale=1.0, causal=causal)
+    layer = ls.DotProduct(a, eye, eye, scale=1.0, causal=causal)
     gamma, n = (3 / 8 if positive else 3.0), 9
     built = inputs.two_cluster(layer, num_tokens=n, radius=radius)
     readable = torch.arange(2, n + 1) if causal else torch.full((n - 1,), n)
@@ -96,7 +96,7 @@ def test_star_is_the_maximum_of_a_fine_grid() -> None:
 
 def test_rotation_has_a_star_but_no_eigenvalue() -> None:
     turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
-    layer = ls.DotProductAttention(turn, torch.eye(2).double(), torch.eye(2).double())
+    layer = ls.DotProduct(turn, torch.eye(2).double(), torch.eye(2).double())
     with pytest.raises(ls.InputError, match="no nonzero real eigenvalue"):
         inputs.two_cluster(layer, num_tokens=4, radius=1.0)
     built = inputs.gamma_star(layer, num_tokens=4, radius=1.0)
@@ -105,7 +105,7 @@ def test_rotation_has_a_star_but_no_eigenvalue() -> None:
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.6670), (9, 0.8890), (33, 0.9697), (10, 0.890)])
 def test_quadratic_growth(n: int, ratio: float) -> None:
-    layer = ls.DotProductAttention(ONE, ONE, ONE)
+    layer = ls.DotProduct(ONE, ONE, ONE)
     built = inputs.quadratic(layer, num_tokens=n, radius=30.0)
     found = sigma(layer, built.x) / 900
     assert found == pytest.approx(ratio, abs=2e-4)
@@ -113,7 +113,7 @@ def test_quadratic_growth(n: int, ratio: float) -> None:
 
 
 def test_dot_product_attention_is_not_lipschitz() -> None:
-    layer = ls.DotProductAttention(ONE, ONE, ONE)
+    layer = ls.DotProduct(ONE, ONE, ONE)
     at = [
         sigma(layer, inputs.quadratic(layer, num_tokens=3, radius=r).x) for r in (1.0, 10.0, 100.0)
     ]
@@ -136,9 +136,9 @@ def test_constant_is_exact_for_all_heads_together(causal: bool, l2: bool) -> Non
     q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
     out = torch.randn(5, 4, generator=gen).double()
     if l2:
-        layer: ls.Attention = L2Attention(q, v, out, num_heads=2, causal=causal)
+        layer: ls.Attention = L2Attention(q, v, out, heads=2, causal=causal)
     else:
-        layer = ls.DotProductAttention(q, k, v, out, num_heads=2, causal=causal, query_bias=q[:, 0])
+        layer = ls.DotProduct(q, k, v, out, heads=2, causal=causal, query_bias=q[:, 0])
     built = inputs.constant(layer, num_tokens=6, radius=2.0)
     assert sigma(layer, built.x) == pytest.approx(built.predicted, rel=1e-10)
 
@@ -173,8 +173,8 @@ def test_repeated_tokens_against_dense(n: int) -> None:
     gen = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(4, 3, generator=gen).double() for _ in range(3))
     out, bias = torch.randn(5, 4, generator=gen).double(), torch.randn(4, generator=gen).double()
-    two_heads = ls.DotProductAttention(q, k, v, out, num_heads=2, query_bias=bias)
-    for layer in (two_heads, L2Attention(q, v, out, num_heads=2)):
+    two_heads = ls.DotProduct(q, k, v, out, heads=2, query_bias=bias)
+    for layer in (two_heads, L2Attention(q, v, out, heads=2)):
         for scale in (0.5, 3.0):
             atoms = scale * torch.randn(3, 3, generator=gen).double()
             counts = (1, n - 1, 2)

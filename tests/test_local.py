@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lipscope import DotProductAttention, Rotary, materialise
+from lipscope import DotProduct, Rotary, materialise
 from lipscope.bounds.head import all_heads_of, heads_of
 from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
 from lipscope.bounds.point import at_point
@@ -33,12 +33,12 @@ def draw(seed, *, heads=1, rotary=False, n=6, d=8, k=4):
     if seed % 5 == 0:  # some rows may not even read themselves
         mask = torch.rand(n, n, generator=g) < 0.6
         mask[:, 0] = True
-    layer = DotProductAttention(
+    layer = DotProduct(
         sharp * normal(heads * k, d),
         sharp * normal(heads * k, d),
         normal(heads * k, d),
         normal(d, heads * k) if seed % 3 else None,
-        num_heads=heads,
+        heads=heads,
         query_bias=normal(heads * k) if seed % 4 else None,
         key_bias=normal(heads * k),
         value_bias=normal(heads * k),
@@ -95,7 +95,7 @@ def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
 def test_f2_is_exact_for_one_hot_attention():
     # A large radius: every row reads one token, J has the blocks V there (Theorem 3.7).
     layer, x = draw(1)
-    layer = DotProductAttention(layer.query, layer.key, layer.value, layer.output)
+    layer = DotProduct(layer.query, layer.key, layer.value, layer.output)
     assert math.isclose(f2(heads_of(layer)[0], 300 * x), truth(layer, 300 * x), rel_tol=1e-9)
 
 

@@ -20,7 +20,7 @@ def l2(seed: int = 0, *, heads: int = 2, causal: bool = False, output: bool = Tr
         gaussian(heads * 3, 4, seed=seed),
         gaussian(heads * 2, 4, seed=seed + 1),
         gaussian(5, heads * 2, seed=seed + 2) if output else None,
-        num_heads=heads,
+        heads=heads,
         causal=causal,
     )
 
@@ -31,7 +31,7 @@ def cosine(seed: int = 0, *, heads: int = 2, causal: bool = False) -> ScaledCosi
         gaussian(heads * 3, 4, seed=seed + 1),
         gaussian(heads * 2, 4, seed=seed + 2),
         gaussian(5, heads * 2, seed=seed + 3),
-        num_heads=heads,
+        heads=heads,
         temperature=2.5,
         gain=1.7,
         eps=0.3,
@@ -136,6 +136,6 @@ def test_wrong_arguments_say_what_to_change() -> None:
     with pytest.raises(InputError, match=r"`temperature` should be positive. Found"):
         ScaledCosineAttention(eye, eye, eye, temperature=0.0)
     with pytest.raises(InputError, match=r"`query` and `value` should have a multiple of 3 rows"):
-        L2Attention(eye, eye, num_heads=3)
+        L2Attention(eye, eye, heads=3)
     with pytest.raises(InputError, match=r"`per_head` should be False"):
         LipschitzNormAttention(eye, eye, eye).linearise(eye, per_head=True)

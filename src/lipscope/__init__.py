@@ -1,7 +1,7 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
 from lipscope import inputs
-from lipscope.attention import Attention, DotProductAttention, Rotary
+from lipscope.attention import Attention, DotProduct, Rotary
 
 # Three functions bear the names of modules: they are imported from where those modules are
 # loaded already, so that no later import can put a module in their place.
@@ -18,7 +18,7 @@ from lipscope.singular import TopSingular, top_singular, top_singular_batch
 
 __all__ = [
     "Attention",
-    "DotProductAttention",
+    "DotProduct",
     "InputError",
     "Measurement",
     "Operator",

@@ -65,8 +65,8 @@ def repeated_tokens(
 
     Source: derived here (``docs/theory/inputs.md``); weights as in Appendix C of [castin2024].
 
-    >>> from lipscope.attention import DotProductAttention
-    >>> layer = DotProductAttention(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     >>> repeated_tokens(layer, torch.zeros(1, 2), (10**9,)).sigma
     1.0
     """

@@ -112,8 +112,8 @@ def certify(
     Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
 
     >>> import torch
-    >>> from lipscope import DotProductAttention
-    >>> layer = DotProductAttention(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     >>> round(certify(layer, torch.zeros(3, 2), eps=0.0).value, 6)
     1.0
     """

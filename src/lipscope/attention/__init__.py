@@ -2,14 +2,14 @@
 
 from lipscope.attention.core import Attention
 from lipscope.attention.cosine import ScaledCosineAttention
-from lipscope.attention.dot_product import DotProductAttention
+from lipscope.attention.dot_product import DotProduct
 from lipscope.attention.l2 import L2Attention
 from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.projections import Rotary
 
 __all__ = [
     "Attention",
-    "DotProductAttention",
+    "DotProduct",
     "L2Attention",
     "LipschitzNormAttention",
     "Rotary",

@@ -39,19 +39,19 @@ class Attention(nn.Module, ABC):
     Holds for a fixed number of tokens where a mask or rotary embedding is given.
 
     Args:
-        query: ``(num_heads * k, d)``.
-        key: ``(num_groups * k, d)``.
-        value: ``(num_groups * d_v, d)``.
-        output: ``(d_out, num_heads * d_v)``, or None for concatenated heads.
-        num_heads: Number of query heads.
-        num_groups: Number of key/value heads; ``num_heads`` if None.
-        query_bias: ``(num_heads * k,)``.
-        key_bias: ``(num_groups * k,)``.
-        value_bias: ``(num_groups * d_v,)``.
+        query: ``(heads * k, d)``.
+        key: ``(groups * k, d)``.
+        value: ``(groups * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        heads: Number of query heads.
+        groups: Number of key/value heads; ``heads`` if None.
+        query_bias: ``(heads * k,)``.
+        key_bias: ``(groups * k,)``.
+        value_bias: ``(groups * d_v,)``.
         output_bias: ``(d_out,)``.
         scale: Factor of the score; ``1 / sqrt(k)`` if None.
         causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(num_heads, n, n)``: True where i may read j.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
         rotary: Rotary embedding of queries and keys.
 
     Raises:
@@ -74,8 +74,8 @@ class Attention(nn.Module, ABC):
         value: Float[Tensor, "gv _"],
         output: Float[Tensor, "d_out hv"] | None = None,
         *,
-        num_heads: int = 1,
-        num_groups: int | None = None,
+        heads: int = 1,
+        groups: int | None = None,
         query_bias: Tensor | None = None,
         key_bias: Tensor | None = None,
         value_bias: Tensor | None = None,
@@ -86,9 +86,9 @@ class Attention(nn.Module, ABC):
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.num_groups = num_heads if num_groups is None else num_groups
-        _check_shapes(query, key, value, output, num_heads, self.num_groups)
+        self.num_heads = heads
+        self.num_groups = heads if groups is None else groups
+        _check_shapes(query, key, value, output, heads, self.num_groups)
         for name, tensor in {
             "query": query,
             "key": key,
@@ -103,7 +103,7 @@ class Attention(nn.Module, ABC):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, tensor)
-        self.head_width = query.shape[0] // num_heads
+        self.head_width = query.shape[0] // heads
         self.value_width = value.shape[0] // self.num_groups
         self.scale = self.head_width**-0.5 if scale is None else scale
         self.causal = causal
@@ -334,8 +334,8 @@ def _check_shapes(
     """Say which weight does not fit the number of heads or the other weights."""
     if heads < 1 or groups < 1 or heads % groups:
         raise InputError(
-            "`num_heads` should be a positive multiple of `num_groups`. "
-            f"Found `num_heads = {heads}`, `num_groups = {groups}`."
+            "`heads` should be a positive multiple of `groups`. "
+            f"Found `heads = {heads}`, `groups = {groups}`."
         )
     for name, weight, parts in (
         ("query", query, heads),

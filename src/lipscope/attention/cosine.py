@@ -22,16 +22,16 @@ class ScaledCosineAttention(Attention):
     not Lipschitz with the constant of the paper and is not this one.
 
     Args:
-        query: ``(num_heads * k, d)``.
-        key: ``(num_heads * k, d)``.
-        value: ``(num_heads * d_v, d)``.
-        output: ``(d_out, num_heads * d_v)``, or None for concatenated heads.
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         temperature: ``τ``, positive.
         gain: ``ν``, positive.
         eps: ``ε``, positive.
-        num_heads: Number of heads.
+        heads: Number of heads.
         causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(num_heads, n, n)``: True where i may read j.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
         InputError: If the shapes do not fit together or a number is not positive.
@@ -54,7 +54,7 @@ class ScaledCosineAttention(Attention):
         temperature: float,
         gain: float = 1.0,
         eps: float = 1e-6,
-        num_heads: int = 1,
+        heads: int = 1,
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
@@ -62,7 +62,7 @@ class ScaledCosineAttention(Attention):
             if not number > 0:
                 raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
         super().__init__(
-            query, key, value, output, num_heads=num_heads, scale=1.0, causal=causal, mask=mask
+            query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
         self.temperature, self.gain, self.eps = temperature, gain, eps
 
@@ -81,7 +81,7 @@ class ScaledCosineAttention(Attention):
         return torch.bmm(gs, k), torch.bmm(gs.mT, q)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``τ q̂``, ``k̂`` and ``ν v̂``, each ``(..., num_heads, n, width)``."""
+        """``τ q̂``, ``k̂`` and ``ν v̂``, each ``(..., heads, n, width)``."""
         q, k, v = (_Shortened(z, self.eps, c).value for z, c in self._raw(x))
         return q, k, v
 

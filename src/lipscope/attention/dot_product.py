@@ -8,7 +8,7 @@ from torch import Tensor
 from lipscope.attention.core import Attention
 
 
-class DotProductAttention(Attention):
+class DotProduct(Attention):
     """Attention with ``S_ij = scale <Q x_i + b_Q, K x_j + b_K>``.
 
     Holds for encoders and decoders, grouped keys and values, biases, rotary embeddings
@@ -19,7 +19,7 @@ class DotProductAttention(Attention):
 
     >>> import torch
     >>> from lipscope.operator import materialise
-    >>> layer = DotProductAttention(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     >>> jacobian = materialise(layer.linearise(torch.zeros(3, 2)))
     >>> round(float(torch.linalg.matrix_norm(jacobian, 2)), 6)
     1.0

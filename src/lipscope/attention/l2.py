@@ -20,12 +20,12 @@ class L2Attention(Attention):
     Holds for encoders and causal decoders.
 
     Args:
-        query: ``W_h^T`` of all heads, ``(num_heads * k, d)``: queries and keys alike.
-        value: ``(W^{V,h})^T`` of all heads, ``(num_heads * d_v, d)``.
-        output: ``(W^O)^T``, ``(d_out, num_heads * d_v)``, or None for concatenated heads.
-        num_heads: Number of heads.
+        query: ``W_h^T`` of all heads, ``(heads * k, d)``: queries and keys alike.
+        value: ``(W^{V,h})^T`` of all heads, ``(heads * d_v, d)``.
+        output: ``(W^O)^T``, ``(d_out, heads * d_v)``, or None for concatenated heads.
+        heads: Number of heads.
         causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(num_heads, n, n)``: True where i may read j.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
         InputError: If the shapes do not fit together.
@@ -47,25 +47,25 @@ class L2Attention(Attention):
         value: Float[Tensor, "hv d"],
         output: Float[Tensor, "d_out hv"] | None = None,
         *,
-        num_heads: int = 1,
+        heads: int = 1,
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
-        if query.shape[0] % num_heads or value.shape[0] % num_heads:
+        if query.shape[0] % heads or value.shape[0] % heads:
             raise InputError(
-                f"`query` and `value` should have a multiple of {num_heads} rows. "
+                f"`query` and `value` should have a multiple of {heads} rows. "
                 f"Found {query.shape[0]} and {value.shape[0]}."
             )
         # The factor 1/√k of the squared distance, shared by queries and keys: no scale left.
-        scaled = query * (query.shape[0] // num_heads) ** -0.25
-        by_head = scaled.unflatten(0, (num_heads, -1))
-        folded = value.unflatten(0, (num_heads, -1)) @ by_head.mT @ by_head
+        scaled = query * (query.shape[0] // heads) ** -0.25
+        by_head = scaled.unflatten(0, (heads, -1))
+        folded = value.unflatten(0, (heads, -1)) @ by_head.mT @ by_head
         super().__init__(
             scaled,
             scaled,
             folded.flatten(0, 1),
             output,
-            num_heads=num_heads,
+            heads=heads,
             scale=1.0,
             causal=causal,
             mask=mask,

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProductAttention, Rotary
+from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.attention.projections import Part
 from lipscope.bounds.ball import Ball, least
 from lipscope.bounds.centre import BallName, Centre
@@ -50,7 +50,7 @@ class BallLayer:
         sharp: Also use the row-Gram certificate at the centre.
     """
 
-    def __init__(self, layer: DotProductAttention, x: Tensor, part: Part, sharp: bool) -> None:
+    def __init__(self, layer: DotProduct, x: Tensor, part: Part, sharp: bool) -> None:
         self.part: Part = part
         self.sharp = sharp
         heads = heads_of(layer, fold=part == "attention")
@@ -114,7 +114,7 @@ class ReadOut:
     """
 
     def __init__(
-        self, layer: DotProductAttention, x: Tensor, w: Tensor, pool: Pool, ball: BallName, m: int
+        self, layer: DotProduct, x: Tensor, w: Tensor, pool: Pool, ball: BallName, m: int
     ) -> None:
         parts = w if layer.output is None else w @ layer.output
         self.centres = [
@@ -164,13 +164,13 @@ class ReadOut:
         return eps * self.rate(eps) < margin
 
 
-def in_double(layer: Attention, head: int | None) -> DotProductAttention:
+def in_double(layer: Attention, head: int | None) -> DotProduct:
     """The layer, or one head of it, in float64 on the CPU.
 
     Raises:
         InputError: For other variants, or a head that it does not have.
     """
-    if not isinstance(layer, DotProductAttention):
+    if not isinstance(layer, DotProduct):
         raise InputError(
             f"No certificate: the proof is for dot-product attention. Found "
             f"`{type(layer).__name__}`."
@@ -204,13 +204,13 @@ def in_double(layer: Attention, head: int | None) -> DotProductAttention:
         rotary = Rotary(*(w.to("cpu", torch.float64) for w in (rotary.cos, rotary.sin)))
     h, g = layer.num_heads, layer.num_groups
     bias = layer.output_bias
-    return DotProductAttention(
+    return DotProduct(
         needed(layer.query, h),
         needed(layer.key, g),
         needed(layer.value, g),
         output,
-        num_heads=h if head is None else 1,
-        num_groups=g if head is None else 1,
+        heads=h if head is None else 1,
+        groups=g if head is None else 1,
         query_bias=rows(layer.query_bias, h),
         key_bias=rows(layer.key_bias, g),
         value_bias=rows(layer.value_bias, g),
@@ -222,7 +222,7 @@ def in_double(layer: Attention, head: int | None) -> DotProductAttention:
     )
 
 
-def tokens_of(layer: DotProductAttention, x: Tensor) -> Tensor:
+def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:
     """Tokens in float64 on the CPU, checked.
 
     Raises:

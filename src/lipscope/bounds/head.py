@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention import DotProductAttention, Rotary
+from lipscope.attention import DotProduct, Rotary
 from lipscope.bounds.theorem import NotApplicableError
 
 
@@ -121,7 +121,7 @@ class Heads:
     output: Float[Tensor, "d_out hkv"] | None
 
 
-def all_heads_of(layer: DotProductAttention, *, fold: bool = True) -> Heads:
+def all_heads_of(layer: DotProduct, *, fold: bool = True) -> Heads:
     """The heads of a layer with its output projection (map ``attention``) or without it."""
     output = layer.output if fold else None
     if output is not None:
@@ -129,7 +129,7 @@ def all_heads_of(layer: DotProductAttention, *, fold: bool = True) -> Heads:
     return Heads(tuple(heads_of(layer, fold=False)), output)
 
 
-def heads_of(layer: DotProductAttention, *, fold: bool = True) -> list[Head]:
+def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.errors import InputError
 
 
@@ -121,7 +121,7 @@ def radius_of_norm(norm: Norm) -> float:
     return float(width**0.5 * norm.gain.abs().max() + norm.shift.norm())
 
 
-def absorb(layer: DotProductAttention, norm: Norm) -> DotProductAttention:
+def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
     """The layer that does on the unit sphere what ``layer`` does on normalised tokens.
 
     ``f(N(x)) = f'(direction(x))`` with weights ``√d W D_g`` and biases ``b + W β``: for
@@ -151,13 +151,13 @@ def absorb(layer: DotProductAttention, norm: Norm) -> DotProductAttention:
     def double(w: Tensor | None) -> Tensor | None:
         return None if w is None else w.detach().to("cpu", torch.float64)
 
-    return DotProductAttention(
+    return DotProduct(
         weight(layer.query),
         weight(layer.key),
         weight(layer.value),
         double(layer.output),
-        num_heads=layer.num_heads,
-        num_groups=layer.num_groups,
+        heads=layer.num_heads,
+        groups=layer.num_groups,
         query_bias=bias(layer.query, layer.query_bias),
         key_bias=bias(layer.key, layer.key_bias),
         value_bias=bias(layer.value, layer.value_bias),

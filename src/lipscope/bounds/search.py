@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.attention.projections import Part
 from lipscope.bounds.centre import BallName
 from lipscope.singular import TopSingular, top_singular
@@ -25,7 +25,7 @@ class Search:
 
     def __init__(
         self,
-        layer: DotProductAttention,
+        layer: DotProduct,
         x: Tensor,
         radii: Tensor,
         ball: BallName,
@@ -97,7 +97,7 @@ class Search:
             self.see(at)
 
 
-def sigma_of(layer: DotProductAttention, x: Tensor, part: Part, seed: int) -> TopSingular:
+def sigma_of(layer: DotProduct, x: Tensor, part: Part, seed: int) -> TopSingular:
     """Sigma of a layer at ``x``, from a start of its own."""
     generator = torch.Generator().manual_seed(seed)
     return top_singular(layer.linearise(x, part=part), tol=1e-4, generator=generator)

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProductAttention
+from lipscope.attention import Attention, DotProduct
 from lipscope.attention.projections import Part
 from lipscope.bounds.head import Head, Heads, all_heads_of, heads_of
 from lipscope.bounds.theorem import NotApplicableError, Theorem
@@ -41,19 +41,19 @@ class Layer:
     @cached_property
     def heads(self) -> list[Head]:
         """Heads with the output projection folded in, for the part ``attention``."""
-        assert isinstance(self.attention, DotProductAttention)
+        assert isinstance(self.attention, DotProduct)
         return self._chosen(heads_of(self.attention, fold=self.part == "attention"))
 
     @cached_property
     def bare(self) -> list[Head]:
         """Heads before the output projection."""
-        assert isinstance(self.attention, DotProductAttention)
+        assert isinstance(self.attention, DotProduct)
         return self._chosen(heads_of(self.attention, fold=False))
 
     @cached_property
     def together(self) -> Heads:
         """The heads unfolded, with the part of the output projection that is theirs."""
-        assert isinstance(self.attention, DotProductAttention)
+        assert isinstance(self.attention, DotProduct)
         every = all_heads_of(self.attention, fold=self.part == "attention")
         if self.head is None or every.output is None:
             return Heads(tuple(self._chosen(list(every.heads))), every.output)
@@ -131,7 +131,7 @@ def evaluate(
 
 def _value(theorem: Theorem, layer: Layer, value: Callable[[object], float]) -> float:
     if theorem.subject in (Head, Heads):
-        if not isinstance(layer.attention, DotProductAttention):
+        if not isinstance(layer.attention, DotProduct):
             raise NotApplicableError("it is stated for dot-product attention")
         if theorem.subject is Heads:
             return value(layer.together)

@@ -91,8 +91,8 @@ def bounds(
         InputError: If an argument makes no sense for any theorem.
 
     >>> import torch
-    >>> from lipscope.attention import DotProductAttention
-    >>> layer = DotProductAttention(*3 * [torch.eye(2, dtype=torch.float64)])
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
     >>> for bound in bounds(layer, num_tokens=4, radius=1.0):
     ...     if bound.theorem in ("castin_thm_3_3", "global_g2", "yudin_thm_3"):
     ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)

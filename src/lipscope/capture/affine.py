@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lipscope.attention import DotProductAttention, Rotary
+from lipscope.attention import DotProduct, Rotary
 from lipscope.capture.masks import read_mask
 from lipscope.capture.sites import AttentionCall
 
@@ -42,10 +42,10 @@ def dot_product(
     value: Affine,
     output: Affine | None,
     *,
-    num_heads: int,
-    num_groups: int | None = None,
+    heads: int,
+    groups: int | None = None,
     scale: float | None = None,
-) -> DotProductAttention:
+) -> DotProduct:
     """The layer of these maps, with the mask and the rotary angles that the model passed in.
 
     Args:
@@ -54,8 +54,8 @@ def dot_product(
         key: To all keys.
         value: To all values.
         output: From the concatenated heads; None where there is no projection.
-        num_heads: Number of query heads.
-        num_groups: Number of key/value heads; ``num_heads`` if None.
+        heads: Number of query heads.
+        groups: Number of key/value heads; ``heads`` if None.
         scale: Factor of the score; ``1 / sqrt(k)`` if None.
 
     Returns:
@@ -63,13 +63,13 @@ def dot_product(
     """
     causal, mask = read_mask(call)
     angles = call.arguments.get("position_embeddings")
-    return DotProductAttention(
+    return DotProduct(
         query.weight,
         key.weight,
         value.weight,
         None if output is None else output.weight,
-        num_heads=num_heads,
-        num_groups=num_groups,
+        heads=heads,
+        groups=groups,
         query_bias=query.bias,
         key_bias=key.bias,
         value_bias=value.bias,

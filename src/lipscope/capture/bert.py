@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
@@ -24,7 +24,7 @@ from lipscope.capture.sites import AttentionCall, family
     "XLMRobertaXLSelfAttention",
     "XmodSelfAttention",
 )
-def bert(call: AttentionCall) -> DotProductAttention:
+def bert(call: AttentionCall) -> DotProduct:
     """Read ``query``, ``key``, ``value`` and the traced output projection."""
     module: Any = call.module
     return dot_product(
@@ -33,6 +33,6 @@ def bert(call: AttentionCall) -> DotProductAttention:
         affine(module.key),
         affine(module.value),
         None if call.projection is None else affine(call.projection),
-        num_heads=module.num_attention_heads,
+        heads=module.num_attention_heads,
         scale=module.scaling,
     )

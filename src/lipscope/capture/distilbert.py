@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
 @family("DistilBertSelfAttention")
-def distilbert(call: AttentionCall) -> DotProductAttention:
+def distilbert(call: AttentionCall) -> DotProduct:
     """Read the four linear layers."""
     module: Any = call.module
     return dot_product(
@@ -19,6 +19,6 @@ def distilbert(call: AttentionCall) -> DotProductAttention:
         affine(module.k_lin),
         affine(module.v_lin),
         affine(module.out_lin),
-        num_heads=module.n_heads,
+        heads=module.n_heads,
         scale=module.scaling,
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
 @family("GPT2Attention", "DecisionTransformerGPT2Attention")
-def gpt2(call: AttentionCall) -> DotProductAttention:
+def gpt2(call: AttentionCall) -> DotProduct:
     """Read ``c_attn`` and ``c_proj``; the scale may depend on the layer's index."""
     module: Any = call.module
     query, key, value = affine(module.c_attn).rows([module.split_size] * 3)
@@ -20,6 +20,6 @@ def gpt2(call: AttentionCall) -> DotProductAttention:
         key,
         value,
         affine(module.c_proj),
-        num_heads=module.num_heads,
+        heads=module.num_heads,
         scale=module.scaling,
     )

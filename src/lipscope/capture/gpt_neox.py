@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import Affine, affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
 @family("GPTNeoXAttention")
-def gpt_neox(call: AttentionCall) -> DotProductAttention:
+def gpt_neox(call: AttentionCall) -> DotProduct:
     """Read ``query_key_value`` and ``dense``; the rotary embedding turns part of a head."""
     module: Any = call.module
     heads = module.config.num_attention_heads
@@ -26,6 +26,6 @@ def gpt_neox(call: AttentionCall) -> DotProductAttention:
         key,
         value,
         affine(module.dense),
-        num_heads=heads,
+        heads=heads,
         scale=module.scaling,
     )

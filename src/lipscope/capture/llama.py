@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
@@ -15,7 +15,7 @@ from lipscope.capture.sites import AttentionCall, family
     "MixtralAttention",
     "Qwen2Attention",
 )
-def llama(call: AttentionCall) -> DotProductAttention:
+def llama(call: AttentionCall) -> DotProduct:
     """Read the four projections."""
     module: Any = call.module
     config = module.config
@@ -25,7 +25,7 @@ def llama(call: AttentionCall) -> DotProductAttention:
         affine(module.k_proj),
         affine(module.v_proj),
         affine(module.o_proj),
-        num_heads=config.num_attention_heads,
-        num_groups=config.num_key_value_heads,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
         scale=module.scaling,
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import Affine, affine, dot_product
 from lipscope.capture.sites import AttentionCall, NotCoveredError, family
 
 
 @family("MultiheadAttention", package="torch.nn")
-def multihead(call: AttentionCall) -> DotProductAttention:
+def multihead(call: AttentionCall) -> DotProduct:
     """Read ``in_proj_weight`` and ``out_proj``.
 
     Not covered: tokens that the module appends to keys and values (``add_bias_kv``,
@@ -22,4 +22,4 @@ def multihead(call: AttentionCall) -> DotProductAttention:
         raise NotCoveredError
     inside = Affine(module.in_proj_weight, module.in_proj_bias)
     query, key, value = inside.rows([module.embed_dim] * 3)
-    return dot_product(call, query, key, value, affine(module.out_proj), num_heads=module.num_heads)
+    return dot_product(call, query, key, value, affine(module.out_proj), heads=module.num_heads)

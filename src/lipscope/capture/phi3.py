@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
 @family("Phi3Attention")
-def phi3(call: AttentionCall) -> DotProductAttention:
+def phi3(call: AttentionCall) -> DotProduct:
     """Read ``qkv_proj`` and ``o_proj``; the rotary embedding may turn part of a head."""
     module: Any = call.module
     heads, groups = module.config.num_attention_heads, module.num_key_value_heads
@@ -22,7 +22,7 @@ def phi3(call: AttentionCall) -> DotProductAttention:
         key,
         value,
         affine(module.o_proj),
-        num_heads=heads,
-        num_groups=groups,
+        heads=heads,
+        groups=groups,
         scale=module.scaling,
     )

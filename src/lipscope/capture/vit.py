@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.attention import DotProductAttention
+from lipscope.attention import DotProduct
 from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
@@ -20,7 +20,7 @@ from lipscope.capture.sites import AttentionCall, family
     "ViTMSNAttention",
     "VivitAttention",
 )
-def vit(call: AttentionCall) -> DotProductAttention:
+def vit(call: AttentionCall) -> DotProduct:
     """Read the four projections."""
     module: Any = call.module
     return dot_product(
@@ -29,6 +29,6 @@ def vit(call: AttentionCall) -> DotProductAttention:
         affine(module.k_proj),
         affine(module.v_proj),
         affine(module.o_proj),
-        num_heads=module.num_attention_heads,
+        heads=module.num_attention_heads,
         scale=module.scaling,
     )

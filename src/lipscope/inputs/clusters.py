@@ -49,8 +49,8 @@ def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
     Source: Proposition 3.4 of [castin2024]; the factor is derived here
     (``docs/theory/inputs.md``).
 
-    >>> from lipscope.attention import DotProductAttention
-    >>> layer = DotProductAttention(torch.eye(1), -torch.eye(1), torch.eye(1))
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(torch.eye(1), -torch.eye(1), torch.eye(1))
     >>> two_cluster(layer, num_tokens=3, radius=2.0).x.flatten().abs()
     tensor([2., 2., 2.])
     """

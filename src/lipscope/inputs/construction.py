@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.ascent import check_size
-from lipscope.attention import Attention, DotProductAttention
+from lipscope.attention import Attention, DotProduct
 from lipscope.bounds import Head, NotApplicableError, heads_of
 from lipscope.errors import InputError
 
@@ -45,7 +45,7 @@ class Construction:
 def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, least: int) -> Head:
     """One head of a dot-product layer for which constructions hold, after all checks."""
     check_size(num_tokens, radius, least=least)
-    if not isinstance(layer, DotProductAttention):
+    if not isinstance(layer, DotProduct):
         raise InputError(
             f"not available: made for dot-product attention. Found `{type(layer).__name__}`."
         )
