@@ -233,10 +233,10 @@ def test_a_mask_row_without_tokens_is_not_silently_finite():
 @pytest.mark.parametrize(
     ("weights", "options", "message"),
     [
-        (((4, 3), (4, 3), (4, 3)), {"num_heads": 3}, "query"),
+        (((4, 3), (4, 3), (4, 3)), {"heads": 3}, "query"),
         (((4, 3), (4, 2), (4, 3)), {}, "key"),
         (((4, 3), (2, 3), (4, 3)), {}, "head width"),
-        (((4, 3), (4, 3), (4, 3)), {"num_heads": 2, "num_groups": 4}, "num_groups"),
+        (((4, 3), (4, 3), (4, 3)), {"heads": 2, "groups": 4}, "groups"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(weights, options, message):
