@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention.core import Attention
+from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.projections import Frame, Part
 from lipscope.errors import InputError
 
 
-class ScaledCosineAttention(Attention):
+class ScaledCosineAttention(InnerProduct):
     """Attention with ``S_ij = τ <q̂_i, k̂_j>`` and values ``ν v̂_j``.
 
     ``ẑ = z / √(|z|² + ε)`` for the query, key and value of every token and head.
@@ -38,6 +37,7 @@ class ScaledCosineAttention(Attention):
 
     Source: scaled cosine similarity attention of [lipsformer2023].
 
+    >>> import torch
     >>> eye = torch.eye(1)
     >>> layer = ScaledCosineAttention(eye, eye, eye, temperature=1.0, gain=2.0, eps=3.0)
     >>> layer(torch.ones(4, 1)).flatten().tolist()
@@ -65,20 +65,6 @@ class ScaledCosineAttention(Attention):
             query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
         self.temperature, self.gain, self.eps = temperature, gain, eps
-
-    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``<q̂_i, k̂_j>``; the temperature is in ``q̂`` already."""
-        return torch.matmul(q, k.mT, out=out)
-
-    def score_jvp(
-        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        """``<dq̂_i, k̂_j> + <q̂_i, dk̂_j>``."""
-        return torch.matmul(torch.cat([dq, q], dim=-1), torch.cat([k, dk], dim=-1).mT, out=out)
-
-    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
-        """``gs k̂`` and ``gs^T q̂``."""
-        return torch.bmm(gs, k), torch.bmm(gs.mT, q)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``τ q̂``, ``k̂`` and ``ν v̂``, each ``(..., heads, n, width)``."""

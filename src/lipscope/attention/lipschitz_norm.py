@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import Attention
+from lipscope.attention.inner_product import InnerProduct
 from lipscope.errors import InputError
 from lipscope.operator import Operator, linearise
 
 
-class LipschitzNormAttention(Attention):
+class LipschitzNormAttention(InnerProduct):
     """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, one head, every token visible.
 
     ``u = ‖Q‖_F``, ``v = max_j |k_j|``, ``w = max_j |v_j|`` over all tokens.
@@ -52,20 +52,6 @@ class LipschitzNormAttention(Attention):
         size_k, size_v = (z.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v))
         sizes = torch.stack([size_q * size_k, size_q * size_v, size_k * size_v])
         return q / sizes.amax(0).clamp_min(torch.finfo(x.dtype).tiny), k, v
-
-    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``<q_i, k_j>``; the divisor is in ``q`` already."""
-        return torch.matmul(q, k.mT, out=out)
-
-    def score_jvp(
-        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        """``<dq_i, k_j> + <q_i, dk_j>``."""
-        return torch.matmul(torch.cat([dq, q], dim=-1), torch.cat([k, dk], dim=-1).mT, out=out)
-
-    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
-        """``gs k`` and ``gs^T q``."""
-        return torch.bmm(gs, k), torch.bmm(gs.mT, q)
 
     def linearise(
         self,
