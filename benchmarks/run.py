@@ -32,9 +32,11 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     import products
     import speed
     import stopping
+    import where
 
     return {
         "speed": lambda: speed.section(quick=quick, threads=threads),
+        "profile": lambda: where.section(quick=quick),
         "rate": lambda: products.rate_section(quick=quick, threads=threads),
         "growth": lambda: products.growth_section(quick=quick),
         "memory": lambda: memory.memory_section(quick=quick),
