@@ -26,8 +26,8 @@ def section(*, quick: bool) -> Section:
     out = Section("Where the time of a solve goes")
     out.add(
         f"""One solve at the default tolerance, n = {n}, one thread, under torch's profiler: share
-of the operators' own time. What the peers do more of is the same matrix products; fewer of them, not
-faster ones, would raise the ratios above."""
+of the operators' own time. What the peers do more of is the same matrix products; fewer of them,
+not faster ones, would raise the ratios above."""
     )
     rows = []
     for name, layer in (("minilm", 0), ("minilm", 3), (BERT_BASE, 0)):
