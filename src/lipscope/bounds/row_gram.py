@@ -21,7 +21,7 @@ from lipscope.bounds.head import Head, Heads
 from lipscope.bounds.point import Point, at_point
 from lipscope.bounds.theorem import DERIVED, theorem
 
-_ROUNDS = 6  # of the search for weights; measured on MiniLM: later ones gain less than 1 %
+_ROUNDS = 6  # of the search for weights; more of them gain next to nothing
 _PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**26  # bytes of Gram matrices at a time
 _FLOOR, _TINY = 1e-6, 1e-150  # smallest weight beside the largest one, and at all
