@@ -228,3 +228,16 @@ def test_float32_gives_the_float64_interval(seed):
     double = top_singular(with_spectrum(values), generator=seeded(seed))
     assert math.isclose(single.sigma, double.sigma, rel_tol=1e-5)
     assert math.isclose(single.upper, double.upper, rel_tol=1e-3)
+
+
+def test_a_larger_delta_never_widens_an_interval_of_as_many_steps():
+    matrix = torch.randn(40, 40, generator=seeded(1), dtype=torch.float64)
+    op = linearise(lambda x: x @ matrix, torch.zeros(40, dtype=torch.float64))
+    deltas = (1e-9, 1e-6, 1e-3, 1e-2, 0.3)
+    tops = [
+        top_singular(op, tol=1e-9, max_steps=6, delta=delta, generator=seeded(2))
+        for delta in deltas
+    ]
+    uppers = [top.upper for top in tops]
+    assert uppers == sorted(uppers, reverse=True) and uppers[0] > uppers[-1]
+    assert len({top.sigma for top in tops}) == 1  # the start does not depend on it
