@@ -39,6 +39,10 @@ REGIMES = (
     "one token",
     "equal tokens",
     "two clusters",
+    "relative bias",
+    "heads, relative bias, causal",
+    "rotary, relative bias",
+    "window, causal",
 )
 
 
@@ -78,6 +82,10 @@ def draw(regime: str, seed: int) -> tuple[DotProduct, Tensor]:
     if "rotary" in regime:
         angle = t(n, 1).repeat(1, 2)
         options["rotary"] = Rotary(angle.cos(), angle.sin())
+    if "relative bias" in regime:
+        options["score_bias"] = 2 * t(heads, n, n)
+    if "window" in regime:
+        options["window"] = 3
     output = None if "no projection" in regime else t(4, heads * d_v)
     layer = DotProduct(
         t(heads * k, d),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.attention import DotProduct, Rotary
+from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.errors import InputError
 from lipscope.operator import linearise, materialise
 from lipscope.singular import top_singular
@@ -27,6 +27,10 @@ def random_layer(
     causal: bool = False,
     masked: bool = False,
     rotary: bool = False,
+    window: int | None = None,
+    bias: bool = False,
+    softcap: float | None = None,
+    norm: str | None = None,
 ) -> tuple[DotProduct, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
 
@@ -51,6 +55,11 @@ def random_layer(
         causal=causal,
         mask=mask,
         rotary=Rotary(t(n, k), t(n, k)) if rotary else None,
+        window=window,
+        score_bias=t(heads, n, n) if bias else None,
+        softcap=softcap,
+        query_norm=TokenNorm(t(k * (heads if norm == "all heads" else 1)), 0.1) if norm else None,
+        key_norm=TokenNorm(t(k * (groups if norm == "all heads" else 1)), 0.1) if norm else None,
     )
     return layer, t(n, d)
 
@@ -72,6 +81,12 @@ CASES = {
     "masked": {"heads": 2, "masked": True},
     "masked and causal": {"heads": 2, "masked": True, "causal": True},
     "rotary": {"heads": 2, "rotary": True},
+    "window": {"heads": 2, "causal": True, "window": 2},
+    "window both ways": {"heads": 2, "window": 2},
+    "bias of the scores": {"heads": 2, "bias": True, "causal": True},
+    "soft cap": {"heads": 2, "softcap": 1.5, "causal": True},
+    "norm of every head": {"heads": 4, "groups": 2, "norm": "each head", "biases": True},
+    "norm of all heads": {"heads": 4, "groups": 2, "norm": "all heads", "biases": True},
     "everything": {
         "heads": 4,
         "groups": 2,
@@ -79,6 +94,10 @@ CASES = {
         "causal": True,
         "masked": True,
         "rotary": True,
+        "window": 3,
+        "bias": True,
+        "softcap": 1.0,
+        "norm": "all heads",
     },
 }
 
@@ -224,10 +243,72 @@ def test_probabilities_that_underflow_do_no_harm():
     assert torch.allclose(materialise(layer.linearise(far)), dense, atol=1e-9)
 
 
-def test_a_mask_row_without_tokens_is_not_silently_finite():
-    layer, x = random_layer()
-    layer.mask = torch.zeros(5, 5, dtype=torch.bool)
-    assert top_singular(layer.linearise(x)).status == "non_finite"
+@pytest.mark.parametrize("memory", [2**30, 400], ids=["stored", "recomputed in chunks"])
+def test_a_row_that_may_read_nothing_gives_zero_and_moves_nothing(memory):
+    layer, x = random_layer(heads=2, d_out=None)
+    layer.mask = torch.ones(5, 5, dtype=torch.bool)
+    layer.mask[1] = False
+    assert not layer(x)[1].any() and bool(layer(x)[[0, 2, 3, 4]].all())
+    with torch.no_grad():
+        assert torch.allclose(layer(x), layer.heads(x))
+    dense = jacobian(layer, x)
+    assert not dense.unflatten(0, (5, -1))[1].any()
+    assert torch.allclose(materialise(layer.linearise(x, memory=memory)), dense, atol=1e-12)
+
+
+def test_a_window_is_the_mask_that_it_stands_for():
+    layer, x = random_layer(heads=2, causal=True, window=2)
+    masked, _ = random_layer(heads=2)
+    masked.mask = torch.ones(5, 5, dtype=torch.bool).tril().triu(-1)
+    assert torch.allclose(layer(x), masked(x), atol=1e-14)
+
+
+def test_a_soft_cap_is_its_definition():
+    layer, x = random_layer(softcap=1.5)
+    q, k, v = layer.project(x)
+    p = torch.softmax(1.5 * torch.tanh(q @ k.mT / 1.5), -1)
+    assert torch.allclose(layer.heads(x), (p @ v)[0], atol=1e-14)
+
+
+def test_a_token_norm_is_that_of_torch():
+    z, weight = torch.randn(3, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    ours = TokenNorm(weight, 0.1)(z)
+    assert torch.allclose(ours, torch.nn.functional.rms_norm(z, (6,), weight, 0.1))
+    by_two = TokenNorm(weight[:2], 0.1)(z).unflatten(-1, (3, 2))
+    truth = torch.nn.functional.rms_norm(z.unflatten(-1, (3, 2)), (2,), weight[:2], 0.1)
+    assert torch.allclose(by_two, truth)
+
+
+# --- cross-attention: queries of some tokens, keys and values of others
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("memory", [2**30, 400], ids=["stored", "recomputed in chunks"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"biases": True, "norm": "all heads", "groups": 1}, {"softcap": 1.0, "d_out": None}],
+    ids=["plain", "normed", "capped"],
+)
+def test_either_side_of_cross_attention_is_the_dense_jacobian(side, memory, options):
+    layer, x = random_layer(heads=2, **options)
+    context = torch.randn(7, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    moved = x if side == "query" else context
+    dense = torch.autograd.functional.jacobian(
+        (lambda z: layer(z, context)) if side == "query" else (lambda c: layer(x, c)), moved
+    ).reshape(-1, moved.numel())
+    op = layer.linearise(x, context=context, side=side, memory=memory)
+    assert torch.allclose(materialise(op), dense, atol=1e-12 * float(dense.abs().max()))
+    assert torch.allclose(materialise(op.T), dense.T, atol=1e-12 * float(dense.abs().max()))
+    with torch.no_grad():
+        assert torch.allclose(layer(x, context), layer.project_out(layer.heads(x, context)))
+    e = torch.randn(2, *moved.shape, dtype=torch.float64)
+    heads = layer.linearise(x, context=context, side=side, per_head=True)
+    g = torch.randn(heads.mv(e).shape, dtype=torch.float64)
+    left, right = (heads.mv(e) * g).sum((1, 2)), (e * heads.rmv(g)).sum((1, 2))
+    assert torch.allclose(left, right, rtol=1e-11)
+    parts = heads.mv(e[:1].expand_as(e))
+    joined = parts.sum(0) if layer.output is not None else torch.cat(list(parts), dim=1)
+    assert torch.allclose(joined, op.mv(e[0]), atol=1e-11)
 
 
 @pytest.mark.parametrize(

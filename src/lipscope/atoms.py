@@ -49,8 +49,9 @@ def repeated_tokens(
     keys and values held fixed (``sum_h W_h V_h C_i^h A_h`` for dot products); the maximum
     runs over tokens that occur at least twice.
 
-    Holds for unmasked layers without rotary embedding, of any variant, any number of heads,
-    biases and the output projection. With a causal mask the copies differ in what they read.
+    Holds for unmasked layers without rotary embedding or bias of the scores, of any variant,
+    any number of heads, biases and the output projection. With a causal mask the copies differ in
+    what they read.
 
     Args:
         layer: The layer; computed in float64.
@@ -78,13 +79,13 @@ def repeated_tokens(
 
     def weighted(z: Tensor) -> Tensor:
         q, k, v = layer.project(z)
-        p = torch.softmax(layer.score(q, k) + log_weight, dim=-1)
+        p = torch.softmax(layer.capped(layer.score(q, k)) + log_weight, dim=-1)
         return layer.project_out((p @ v).transpose(-3, -2).flatten(-2))
 
     def queried(z: Tensor) -> Tensor:
         q, _, _ = layer.project(z)
         _, k, v = layer.project(x)
-        p = torch.softmax(layer.score(q, k) + log_weight, dim=-1)
+        p = torch.softmax(layer.capped(layer.score(q, k)) + log_weight, dim=-1)
         return layer.project_out((p @ v).transpose(-3, -2).flatten(-2))
 
     m, d = x.shape
@@ -103,13 +104,16 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
 
     With equal tokens ``x_j - m_i = 0``, so only ``P ⊗ V`` is left of the Jacobian.
 
-    Holds for unmasked and causal layers of every variant, without rotary embedding; None for
-    other masks, and with a causal mask beyond 1,024 tokens.
+    Holds for unmasked and causal layers of every variant whose values are linear, without
+    rotary embedding or a bias of the scores; None for the others, for other masks, and with a
+    causal mask beyond 1,024 tokens.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
     n = num_tokens
     if layer.mask is not None and not bool(layer.mask.all()):
+        return None
+    if layer.positional or layer.window is not None or layer.value_norm is not None:
         return None
     if layer.causal and n > _LARGEST_DENSE:
         return None
@@ -139,9 +143,10 @@ def _norm(matrix: Tensor) -> float:
 
 
 def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
-    if layer.rotary is not None:
+    if layer.positional:
         raise InputError("not available: logits depend on position; copies are not alike.")
-    if layer.causal or (layer.mask is not None and not bool(layer.mask.all())):
+    hides = layer.mask is not None and not bool(layer.mask.all())
+    if layer.causal or layer.window is not None or hides:
         raise InputError("not available: the layer is masked, so copies read different tokens.")
     if len(counts) != atoms.shape[0] or min(counts, default=0) < 1:
         raise InputError(

@@ -5,6 +5,7 @@ from lipscope.attention.cosine import ScaledCosineAttention
 from lipscope.attention.dot_product import DotProduct
 from lipscope.attention.l2 import L2Attention
 from lipscope.attention.lipschitz_norm import LipschitzNormAttention
+from lipscope.attention.norms import TokenNorm
 from lipscope.attention.projections import Rotary
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "LipschitzNormAttention",
     "Rotary",
     "ScaledCosineAttention",
+    "TokenNorm",
 ]

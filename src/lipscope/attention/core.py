@@ -3,10 +3,6 @@
 A variant supplies a score and its two derivatives (`Attention.score`, `score_jvp`,
 `score_vjp`); heads, grouped keys and values, biases, masks, rotary embedding, chunking
 and the output projection live here, once.
-
-Notation: tokens are rows, ``q, k, v`` carry the heads in front, ``p`` is the softmax of a
-row of scores, ``o = p v``. With ``w = p * ds`` the differential of the softmax is
-``w - p rowsum(w)``, so that ``do = w v - rowsum(w) o + p dv``.
 """
 
 from __future__ import annotations
@@ -17,26 +13,34 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lipscope.attention.projections import AllHeads, Frame, Part, PerHead, Rotary
+from lipscope.attention.chunked import CHUNK_BYTES, ChunkedCore
+from lipscope.attention.norms import TokenNorm
+from lipscope.attention.projections import (
+    AllHeads,
+    Frame,
+    OneSide,
+    Part,
+    PerHead,
+    Rotary,
+    Side,
+)
 from lipscope.errors import InputError
 from lipscope.operator import Operator, over_leading
 
-# Probabilities below this change no digit of a product, but their subnormal multiples slow
-# it down by up to a half on real weights.
-_SMALLEST_PROBABILITY = 1e-30
-# One chunk of scores stays near the last-level cache; larger ones are bound by memory.
-_CHUNK_BYTES = 2**24
-_SHARE = 0.5  # of the memory, for stored probabilities; the rest is the solver's
-
 
 class Attention(nn.Module, ABC):
-    """A self-attention layer ``R^(n x d) -> R^(n x d_out)``, any number of heads.
+    """An attention layer ``R^(n x d) -> R^(n x d_out)``, any number of heads.
 
-    ``f(X) = concat_h(P_h V_h) W_O^T + b_O`` with ``P_h`` the masked row softmax of the
-    variant's score of ``Q_h = X W_Q^T + b_Q`` and ``K_h``. Query heads share keys and values
-    in groups of equal size where there are fewer of those.
+    ``f(X) = concat_h(P_h V_h) W_O^T + b_O`` with ``P_h`` the masked row softmax of
+    ``cap(S_h) + B_h``, ``S_h`` the variant's score of ``Q_h = X W_Q^T + b_Q`` and ``K_h``,
+    ``cap(s) = c tanh(s / c)`` where a soft cap is given. Query heads share keys and values
+    in groups of equal size where there are fewer of those. With a ``context``, keys and values
+    are made of its tokens (cross-attention).
 
-    Holds for a fixed number of tokens where a mask or rotary embedding is given.
+    A row that may read no token gives zero heads: a defined result, and a derivative of zero.
+
+    Holds for a fixed number of tokens where a mask, a bias of the logits or a rotary embedding
+    is given.
 
     Args:
         query: ``(heads * k, d)``.
@@ -51,8 +55,15 @@ class Attention(nn.Module, ABC):
         output_bias: ``(d_out,)``.
         scale: Factor of the score; ``1 / sqrt(k)`` if None.
         causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+        window: Token i reads tokens j > i - window only.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. ``(n, m)`` for
+            queries and keys of different tokens, likewise ``score_bias``.
         rotary: Rotary embedding of queries and keys.
+        score_bias: ``B``, ``(n, n)`` or ``(heads, n, n)``, added to the (capped) scores.
+        softcap: ``c``, positive; scores are not capped if None.
+        query_norm: Norm of the queries, before the rotary embedding and the scale.
+        key_norm: Norm of the keys, before the rotary embedding.
+        value_norm: Norm of the values.
 
     Raises:
         InputError: If the shapes do not fit together.
@@ -66,6 +77,7 @@ class Attention(nn.Module, ABC):
     key_bias: Tensor | None
     value_bias: Tensor | None
     output_bias: Tensor | None
+    score_bias: Tensor | None
 
     def __init__(
         self,
@@ -82,13 +94,22 @@ class Attention(nn.Module, ABC):
         output_bias: Tensor | None = None,
         scale: float | None = None,
         causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        window: int | None = None,
+        mask: Bool[Tensor, "*h n m"] | None = None,
         rotary: Rotary | None = None,
+        score_bias: Float[Tensor, "*h n m"] | None = None,
+        softcap: float | None = None,
+        query_norm: TokenNorm | None = None,
+        key_norm: TokenNorm | None = None,
+        value_norm: TokenNorm | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = heads
         self.num_groups = heads if groups is None else groups
         _check_shapes(query, key, value, output, heads, self.num_groups)
+        for option, number in (("softcap", softcap), ("window", window)):
+            if number is not None and not number > 0:
+                raise InputError(f"`{option}` should be positive. Found `{option} = {number}`.")
         for name, tensor in {
             "query": query,
             "key": key,
@@ -98,6 +119,7 @@ class Attention(nn.Module, ABC):
             "key_bias": key_bias,
             "value_bias": value_bias,
             "output_bias": output_bias,
+            "score_bias": score_bias,
         }.items():
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -106,9 +128,16 @@ class Attention(nn.Module, ABC):
         self.head_width = query.shape[0] // heads
         self.value_width = value.shape[0] // self.num_groups
         self.scale = self.head_width**-0.5 if scale is None else scale
-        self.causal = causal
+        self.causal, self.window = causal, window
         self.mask = mask
         self.rotary = rotary
+        self.softcap = softcap
+        self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
+
+    @property
+    def positional(self) -> bool:
+        """Whether logits depend on where two tokens are, beyond what the mask hides."""
+        return self.rotary is not None or self.score_bias is not None
 
     # --- what a variant supplies: a score of queries and keys, and its two derivatives
 
@@ -128,33 +157,50 @@ class Attention(nn.Module, ABC):
 
     # --- the layer
 
-    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
+    def forward(
+        self, x: Float[Tensor, "*b n d"], context: Float[Tensor, "*b m d"] | None = None
+    ) -> Float[Tensor, "*b n d_out"]:
         """The layer's output, differentiable by autograd; the closed form's reference."""
-        if not torch.is_grad_enabled() and x.ndim == 2:
-            return self.project_out(self.heads(x))
-        q, k, v = self.project(x)
-        return self.project_out((self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2))
+        return self.project_out(self.heads(x, context))
 
-    def heads(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n hv"]:
+    def heads(
+        self, x: Float[Tensor, "*b n d"], context: Float[Tensor, "*b m d"] | None = None
+    ) -> Float[Tensor, "*b n hv"]:
         """Concatenated heads before the projection; in chunks where no gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return _Core(self, x, 8 * _CHUNK_BYTES).o.transpose(0, 1).flatten(1)
-        q, k, v = self.project(x)
+        if not torch.is_grad_enabled() and x.ndim == 2:
+            return ChunkedCore(self, x, 8 * CHUNK_BYTES, context).o.transpose(0, 1).flatten(1)
+        q, k, v = self.project(x, context)
         return (self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """Attention weights ``(..., num_heads, n, n)`` of scaled queries and keys."""
-        s, bias = self.score(q, k), self.bias(q, 0, q.shape[-2])
-        return torch.softmax(s if bias is None else s + bias, dim=-1)
+        """Attention weights ``(..., num_heads, n, m)`` of scaled queries and keys."""
+        s, bias = self.capped(self.score(q, k)), self.bias(k, 0, q.shape[-2])
+        p = torch.softmax(s if bias is None else s + bias, dim=-1)
+        empty = self.empty_rows(k)
+        return p if empty is None else p.masked_fill(empty[..., None], 0.0)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, keys and values, each ``(..., num_heads, n, width)``."""
-        q = self._split(nn.functional.linear(x, self.query, self.query_bias), self.num_heads)
-        k = self._split(nn.functional.linear(x, self.key, self.key_bias), self.num_groups)
-        v = self._split(nn.functional.linear(x, self.value, self.value_bias), self.num_groups)
+    def capped(self, s: Tensor) -> Tensor:
+        """``c tanh(s / c)``, or the scores as they are."""
+        return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
+
+    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled queries, keys and values, each ``(..., num_heads, n or m, width)``."""
+        q, k, v = self.project_in(x, context)
+        q = self._split(_normed(self.query_norm, q), self.num_heads)
+        k = self._split(_normed(self.key_norm, k), self.num_groups)
+        v = self._split(_normed(self.value_norm, v), self.num_groups)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return q * self.scale, self.repeat_groups(k), self.repeat_groups(v)
+
+    def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as the weights make them, heads side by side."""
+        context = x if context is None else context
+        return (
+            nn.functional.linear(x, self.query, self.query_bias),
+            nn.functional.linear(context, self.key, self.key_bias),
+            nn.functional.linear(context, self.value, self.value_bias),
+        )
 
     def project_out(self, heads: Tensor) -> Tensor:
         """Concatenated heads ``(..., n, num_heads * d_v)`` through the output projection."""
@@ -162,19 +208,45 @@ class Attention(nn.Module, ABC):
             return heads
         return nn.functional.linear(heads, self.output, self.output_bias)
 
-    def bias(self, x: Tensor, start: int, stop: int) -> Tensor | None:
-        """What the mask adds to the scores of rows ``start:stop``: 0, -inf; None if nothing."""
-        n = x.shape[-2]
-        visible = None
-        if self.causal:
-            rows = torch.arange(start, stop, device=x.device)[:, None]
-            visible = torch.arange(n, device=x.device) <= rows
+    def bias(self, k: Tensor, start: int, stop: int) -> Tensor | None:
+        """What is added to the scores of rows ``start:stop`` for keys ``(..., m, width)``.
+
+        The layer's own bias, and -inf where the mask hides; None if nothing. Rows that may
+        read no token are left unmasked here and set to zero after the softmax.
+        """
+        added = None if self.score_bias is None else self.score_bias[..., start:stop, :]
+        visible = self.visible(k.shape[-2], start, stop, k.device)
+        if visible is None:
+            return added
+        visible = visible | ~visible.any(-1, keepdim=True)
+        if added is None:
+            added = torch.zeros((), dtype=k.dtype, device=k.device)
+        return torch.where(visible, added, -torch.inf)
+
+    def visible(
+        self, num_keys: int, start: int, stop: int, device: torch.device | None = None
+    ) -> Tensor | None:
+        """True where rows ``start:stop`` may read a key, ``(h or none, rows, m)``; None: all."""
+        found = None
+        if self.causal or self.window is not None:
+            rows = torch.arange(start, stop, device=device)[:, None]
+            behind = rows - torch.arange(num_keys, device=device)
+            found = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
+            if self.window is not None:
+                found &= behind < self.window
         if self.mask is not None:
             part = self.mask[..., start:stop, :]
-            visible = part if visible is None else part & visible
-        if visible is None:
+            found = part if found is None else part & found
+        return found
+
+    def empty_rows(self, k: Tensor) -> Tensor | None:
+        """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none."""
+        if self.mask is None:
             return None
-        return torch.zeros_like(visible, dtype=x.dtype).masked_fill_(~visible, -torch.inf)
+        visible = self.visible(k.shape[-2], 0, self.mask.shape[-2], k.device)
+        assert visible is not None
+        empty = ~visible.any(-1)
+        return empty if bool(empty.any()) else None
 
     def repeat_groups(self, x: Tensor) -> Tensor:
         """Give every query head its group's keys or values."""
@@ -187,9 +259,8 @@ class Attention(nn.Module, ABC):
         return g if times == 1 else g.unflatten(-3, (self.num_groups, times)).sum(-3)
 
     def frame(self, x: Tensor, part: Part, *, per_head: bool) -> Frame:
-        """The linear maps around the core at ``x``; a variant may add to them."""
-        del x
-        return PerHead(self, part) if per_head else AllHeads(self, part)
+        """The linear maps around the core at ``x``."""
+        return PerHead(self, part, x) if per_head else AllHeads(self, part, x)
 
     @staticmethod
     def _split(x: Tensor, heads: int) -> Tensor:
@@ -202,6 +273,8 @@ class Attention(nn.Module, ABC):
         memory: int = 2**30,
         part: Part = "attention",
         per_head: bool = False,
+        context: Float[Tensor, "m d"] | None = None,
+        side: Side = "query",
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
 
@@ -216,17 +289,23 @@ class Attention(nn.Module, ABC):
             per_head: One operator per query head, on a leading axis of length
                 ``num_heads``: the head's slice for ``heads``, its contribution through its
                 part of the projection for ``attention``.
+            context: Tokens ``(m, d)`` of keys and values, for cross-attention; those of ``x``
+                if None.
+            side: With a context, which of the two moves while the other stays: ``query``
+                (``x``) or ``key`` (the context).
 
         Returns:
-            Operator ``(n, d) -> (n, d_out)``; with ``per_head`` the products take and return
-            the leading axis of heads.
+            Operator ``(n, d) -> (n, d_out)``, for ``side = "key"`` ``(m, d) -> (n, d_out)``;
+            with ``per_head`` the products take and return the leading axis of heads.
 
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
+        moved = x if context is None or side == "query" else context
         with torch.no_grad():
-            core = _Core(self, x, memory)
-            frame = self.frame(x, part, per_head=per_head)
-        n, d = x.shape
+            core = ChunkedCore(self, x, memory, context)
+            frame = self.frame(moved, part, per_head=per_head)
+            if context is not None:
+                frame = OneSide(frame, side, core.q, core.k, core.v)
 
         def mv(e: Tensor) -> Tensor:
             with torch.no_grad():
@@ -239,93 +318,15 @@ class Attention(nn.Module, ABC):
         return Operator(
             over_leading(mv, frame.axes),
             over_leading(rmv, frame.axes),
-            (n, d),
-            (n, frame.width_out),
+            tuple(moved.shape),
+            (x.shape[0], frame.width_out),
             x.dtype,
             x.device,
         )
 
 
-class _Core:
-    """``(dq, dk, dv) -> do`` and its transpose at one input, chunked over query rows."""
-
-    def __init__(self, layer: Attention, x: Tensor, memory: int) -> None:
-        self.layer, self.x = layer, x
-        self.q, self.k, self.v = (t.contiguous() for t in layer.project(x))
-        heads, n, _ = self.q.shape
-        row = heads * n * x.element_size()
-        self.rows = max(1, min(n, int(min(_CHUNK_BYTES, memory // 8) // row)))
-        # Every pass over scores goes through this memory: fresh pages cost as much as flops.
-        self.scratch = x.new_empty(heads * self.rows * n)
-        self.o = torch.empty_like(self.v)
-        # Either the probabilities are kept, or each row's log-sum-exp to rebuild them from.
-        stored = n * row <= _SHARE * memory
-        self.stored: Tensor | None = x.new_empty(heads, n, n) if stored else None
-        self.shift: Tensor | None = None if stored else x.new_empty(heads, n, 1)
-        for rows in self._chunks():
-            s = self._scores(rows)
-            if self.shift is not None:
-                self.shift[:, rows] = s.logsumexp(-1, keepdim=True)
-                p = self._rebuilt(s, rows)
-            else:
-                p = _without_tiny(torch.softmax(s, -1, out=s))
-            if self.stored is not None:
-                self.stored[:, rows] = p
-            self.o[:, rows] = torch.bmm(p, self.v)
-
-    def _chunks(self) -> list[slice]:
-        n = self.q.shape[1]
-        return [slice(i, min(i + self.rows, n)) for i in range(0, n, self.rows)]
-
-    def _room(self, rows: slice) -> Tensor:
-        heads, n, _ = self.k.shape
-        count = rows.stop - rows.start
-        return self.scratch[: heads * count * n].view(heads, count, n)
-
-    def _scores(self, rows: slice) -> Tensor:
-        s = self.layer.score(self.q[:, rows], self.k, out=self._room(rows))
-        bias = self.layer.bias(self.x, rows.start, rows.stop)
-        return s if bias is None else s.add_(bias)
-
-    def _rebuilt(self, s: Tensor, rows: slice) -> Tensor:
-        assert self.shift is not None
-        return _without_tiny(s.sub_(self.shift[:, rows]).exp_())
-
-    def _probabilities(self, rows: slice) -> Tensor:
-        if self.stored is not None:
-            return self.stored[:, rows]
-        return self._rebuilt(self._scores(rows), rows)
-
-    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-        """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
-        do = torch.empty_like(self.o)
-        for rows in self._chunks():
-            p = self._probabilities(rows)
-            room = self._room(rows) if self.stored is not None else None
-            w = self.layer.score_jvp(self.q[:, rows], self.k, dq[:, rows], dk, out=room).mul_(p)
-            part = torch.bmm(w, self.v)
-            part.addcmul_(w.sum(-1, keepdim=True), self.o[:, rows], value=-1)
-            do[:, rows] = part.baddbmm_(p, dv)
-        return do
-
-    def vjp(self, go: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(gq, gk, gv)`` for the cotangent ``go`` of the heads, ``(h, n, d_v)``."""
-        gq, gk, gv = torch.empty_like(self.q), None, None
-        mean = (go * self.o).sum(-1, keepdim=True)
-        for rows in self._chunks():
-            p = self._probabilities(rows)
-            room = self._room(rows) if self.stored is not None else None
-            gs = torch.bmm(go[:, rows], self.v.mT, out=room).sub_(mean[:, rows]).mul_(p)
-            gq[:, rows], more_k = self.layer.score_vjp(self.q[:, rows], self.k, gs)
-            more_v = torch.bmm(p.mT, go[:, rows])
-            gk = more_k if gk is None else gk.add_(more_k)
-            gv = more_v if gv is None else gv.add_(more_v)
-        assert gk is not None and gv is not None
-        return gq, gk, gv
-
-
-def _without_tiny(p: Tensor) -> Tensor:
-    return torch.threshold_(p, _SMALLEST_PROBABILITY, 0.0)
+def _normed(norm: TokenNorm | None, z: Tensor) -> Tensor:
+    return z if norm is None else norm(z)
 
 
 def _check_shapes(

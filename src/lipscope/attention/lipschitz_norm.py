@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.projections import Part, Side
 from lipscope.errors import InputError
 from lipscope.operator import Operator, linearise
 
@@ -45,9 +46,9 @@ class LipschitzNormAttention(InnerProduct):
     ) -> None:
         super().__init__(query, key, value, output, scale=1.0)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries over the divisor, keys and values, each ``(..., 1, n, width)``."""
-        q, k, v = super().project(x)
+        q, k, v = super().project(x, context)
         size_q = q.square().sum((-2, -1), keepdim=True).sqrt()
         size_k, size_v = (z.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v))
         sizes = torch.stack([size_q * size_k, size_q * size_v, size_k * size_v])
@@ -58,8 +59,10 @@ class LipschitzNormAttention(InnerProduct):
         x: Float[Tensor, "n d"],
         *,
         memory: int = 2**30,
-        part: str = "attention",
+        part: Part = "attention",
         per_head: bool = False,
+        context: Float[Tensor, "m d"] | None = None,
+        side: Side = "query",
     ) -> Operator:
         """The Jacobian at ``x`` by automatic differentiation.
 
@@ -68,6 +71,8 @@ class LipschitzNormAttention(InnerProduct):
             memory: Not used.
             part: ``attention``, or ``heads`` for what enters the output projection.
             per_head: Not available: there is one head.
+            context: Tokens ``(m, d)`` of keys and values; those of ``x`` if None.
+            side: With a context, which of the two moves: ``query`` or ``key``.
 
         Returns:
             Operator ``(n, d) -> (n, d_out)``.
@@ -78,5 +83,7 @@ class LipschitzNormAttention(InnerProduct):
         del memory
         if per_head:
             raise InputError("`per_head` should be False for LipschitzNorm. Found one head.")
-        whole = part == "attention"
-        return linearise(lambda z: self(z) if whole else self.heads(z), x)
+        f = self if part == "attention" else self.heads
+        if context is not None and side == "key":
+            return linearise(lambda c: f(x, c), context)
+        return linearise(lambda z: f(z, context), x)

@@ -9,10 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.norms import NormAt, TokenNorm
+
 if TYPE_CHECKING:
     from lipscope.attention.core import Attention
 
 Part = Literal["heads", "attention"]
+Side = Literal["query", "key"]
 
 
 @dataclass(frozen=True)
@@ -70,15 +73,16 @@ class Frame(Protocol):
 
 
 class AllHeads:
-    """The linear maps around the core, all heads together."""
+    """The linear maps around the core, all heads together, norms linearised at ``x``."""
 
     axes = 2
 
-    def __init__(self, layer: Attention, part: Part) -> None:
+    def __init__(self, layer: Attention, part: Part, x: Tensor) -> None:
         self.layer = layer
         self.weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
+        self.norms = _norms_at(layer, x)
         self.out = layer.output if part == "attention" else None
-        self.heads, self.groups = layer.num_heads, layer.num_groups
+        self.heads = layer.num_heads
         self.sizes = [layer.query.shape[0], layer.key.shape[0], layer.value.shape[0]]
         concat = layer.num_heads * layer.value_width
         self.width_out = concat if self.out is None else self.out.shape[0]
@@ -86,10 +90,10 @@ class AllHeads:
     def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
         layer = self.layer
-        q, k, v = (e @ self.weight.T).split(self.sizes, dim=-1)
+        parts = (e @ self.weight.T).split(self.sizes, dim=-1)
         q, k, v = (
-            x.unflatten(-1, (h, -1)).transpose(0, 1)
-            for x, h in ((q, self.heads), (k, self.groups), (v, self.groups))
+            (x if norm is None else norm.derivative(x)).unflatten(-1, (h, -1)).transpose(0, 1)
+            for x, norm, h in zip(parts, self.norms, _counts(layer), strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
         return q, layer.repeat_groups(k), layer.repeat_groups(v)
@@ -99,8 +103,12 @@ class AllHeads:
         layer = self.layer
         gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
-        g = torch.cat([x.transpose(0, 1).flatten(1) for x in (gq, gk, gv)], dim=-1)
-        return g @ self.weight
+        flat = (x.transpose(0, 1).flatten(1) for x in (gq, gk, gv))
+        parts = [
+            x if norm is None else norm.transpose(x)
+            for x, norm in zip(flat, self.norms, strict=True)
+        ]
+        return torch.cat(parts, dim=-1) @ self.weight
 
     def leave(self, o: Tensor) -> Tensor:
         """From the heads' outputs to the map's output."""
@@ -118,16 +126,17 @@ class PerHead:
 
     axes = 3
 
-    def __init__(self, layer: Attention, part: Part) -> None:
+    def __init__(self, layer: Attention, part: Part, x: Tensor) -> None:
         self.layer = layer
-        times = layer.num_heads // layer.num_groups
-        query = (layer.query * layer.scale).unflatten(0, (layer.num_heads, -1))
-        key, value = (
-            w.unflatten(0, (layer.num_groups, -1)).repeat_interleave(times, dim=0)
-            for w in (layer.key, layer.value)
-        )
-        self.weight = torch.cat([query, key, value], dim=1)  # (h, 2k + d_v, d)
-        self.sizes = [query.shape[1], key.shape[1], value.shape[1]]
+        weights = (layer.query * layer.scale, layer.key, layer.value)
+        heads, counts = layer.num_heads, _counts(layer)
+        by_head = [_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+        self.weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
+        self.sizes = [w.shape[1] for w in by_head]
+        self.norms = [
+            None if norm is None else _HeadNormAt(norm, w, c, heads)
+            for norm, w, c in zip(_norms_at(layer, x), weights, counts, strict=True)
+        ]
         self.out = None
         self.width_out = layer.value_width
         if part == "attention" and layer.output is not None:
@@ -136,13 +145,22 @@ class PerHead:
 
     def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
-        q, k, v = (e @ self.weight.mT).split(self.sizes, dim=-1)
+        parts = (e @ self.weight.mT).split(self.sizes, dim=-1)
+        q, k, v = (
+            x if norm is None else norm.derivative(x, e)
+            for x, norm in zip(parts, self.norms, strict=True)
+        )
         return _rotate(self.layer.rotary, q), _rotate(self.layer.rotary, k), v
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
         """The transpose of `enter`."""
         gq, gk = _rotate_t(self.layer.rotary, gq), _rotate_t(self.layer.rotary, gk)
-        return torch.cat([gq, gk, gv], dim=-1) @ self.weight
+        parts, along = [], gq.new_zeros(())
+        for g, norm in zip((gq, gk, gv), self.norms, strict=True):
+            parts.append(g if norm is None else norm.gain * g)
+            if norm is not None:
+                along = along + norm.along(parts[-1])
+        return torch.cat(parts, dim=-1) @ self.weight - along
 
     def leave(self, o: Tensor) -> Tensor:
         """From the heads' outputs to the map's output."""
@@ -151,6 +169,97 @@ class PerHead:
     def leave_t(self, g: Tensor) -> Tensor:
         """The transpose of `leave`."""
         return g if self.out is None else g @ self.out
+
+
+class _HeadNormAt:
+    """A linearised norm as one head feels it that has a copy ``e`` of the input to itself.
+
+    Where the norm runs over all heads together, a head's own copy moves all of them:
+    ``dy_h = g_h (W_h e - u_h <W^T u, e>)``, with ``W`` and ``u`` of the norm's whole part.
+    """
+
+    def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
+        parts = norm.unit.shape[-2]
+        self.gain, self.unit = (
+            _by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
+        )
+        pulled = norm.unit.transpose(0, 1) @ weight.unflatten(0, (parts, -1))  # (parts, n, d)
+        self.pulled = pulled.repeat_interleave(heads // parts, dim=0)
+
+    def derivative(self, dz: Tensor, e: Tensor) -> Tensor:
+        """``dy`` for ``dz = W_h e``, each ``(h, n, ·)``."""
+        return self.gain * (dz - self.unit * (self.pulled * e).sum(-1, keepdim=True))
+
+    def along(self, gz: Tensor) -> Tensor:
+        """What the transpose takes from the cotangent of the input, for ``gz = g_h gy``."""
+        return self.pulled * (self.unit * gz).sum(-1, keepdim=True)
+
+
+@dataclass
+class OneSide:
+    """Another frame of which only the queries, or only the keys and values, move.
+
+    Attributes:
+        inner: The frame at the tokens that move.
+        side: Which of the two moves.
+        q: Queries ``(h, n, k)``, for the shape.
+        k: Keys ``(h, m, k)``.
+        v: Values ``(h, m, d_v)``.
+    """
+
+    inner: Frame
+    side: Side
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        self.axes, self.width_out = self.inner.axes, self.inner.width_out
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, 0, 0)`` or ``(0, dk, dv)``."""
+        dq, dk, dv = self.inner.enter(e)
+        if self.side == "query":
+            return dq, torch.zeros_like(self.k), torch.zeros_like(self.v)
+        return torch.zeros_like(self.q), dk, dv
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        if self.side == "query":
+            length = gq.shape[1]
+            return self.inner.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
+        return self.inner.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
+
+    def leave(self, o: Tensor) -> Tensor:
+        """As the other frame."""
+        return self.inner.leave(o)
+
+    def leave_t(self, g: Tensor) -> Tensor:
+        """As the other frame."""
+        return self.inner.leave_t(g)
+
+
+def _zeros(like: Tensor, tokens: int) -> Tensor:
+    return like.new_zeros(like.shape[0], tokens, like.shape[-1])
+
+
+def _counts(layer: Attention) -> tuple[int, int, int]:
+    """How many heads queries, keys and values have."""
+    return layer.num_heads, layer.num_groups, layer.num_groups
+
+
+def _norms_at(layer: Attention, x: Tensor) -> list[NormAt | None]:
+    """The norms of queries, keys and values at the tokens ``x``."""
+    norms: list[TokenNorm | None] = [layer.query_norm, layer.key_norm, layer.value_norm]
+    if all(norm is None for norm in norms):
+        return [None, None, None]
+    z = layer.project_in(x)
+    return [None if norm is None else norm.at(part) for norm, part in zip(norms, z, strict=True)]
+
+
+def _by_head(w: Tensor, count: int, heads: int) -> Tensor:
+    """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
+    return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
 
 
 def _rotate(rotary: Rotary | None, x: Tensor) -> Tensor:

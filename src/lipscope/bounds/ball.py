@@ -225,7 +225,7 @@ class Ball:
         if self.c.rotary is not None:
             return math.inf
         norms = self.c.x.norm(dim=-1) + self.eps
-        return _global(self.c.head, float(norms.max()), self.c.allowed.sum(-1))
+        return _global(self.c.head, float(norms.max()), self.c.allowed)
 
     def forms(self, local: float | None = None, *, sharp: bool = False) -> dict[str, float]:
         """Every form that is finite, by name.
@@ -352,14 +352,14 @@ def _norm(m: Tensor) -> float:
     return math.sqrt(best)
 
 
-def _global(head: Head, radius: float, visible: Tensor) -> float:
+def _global(head: Head, radius: float, allowed: Tensor) -> float:
     """G2: ``‖V‖ (sqrt(sum_i max_{p <= pmax_i} p (1 + t min(1, 4p(1-p)))) + ‖A‖ R^2)``."""
     alpha = (head.norm_a * radius + head.norm_b) * radius
     t = alpha**2
     if not math.isfinite(t):
         return math.inf
-    log_others = (visible.double() - 1).log()  # -inf if alone
-    pmax = torch.sigmoid(2 * alpha - log_others)
+    log_others = (allowed.sum(-1).double() - 1).log()  # -inf if alone
+    pmax = torch.sigmoid(2 * alpha + head.bias_range(len(allowed)) - log_others)
     peak = (2 * t + math.sqrt(4 * t * t + 3 * t)) / (6 * t) if t > 0.25 else 1.0
     p = pmax.clamp_max(peak)
     value = p * (1 + t * torch.where(p > 0.5, 4 * p * (1 - p), 1.0))

@@ -17,8 +17,9 @@ from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.attention.projections import Part
 from lipscope.bounds.ball import Ball, least
 from lipscope.bounds.centre import BallName, Centre
-from lipscope.bounds.head import all_heads_of, heads_of
+from lipscope.bounds.head import all_heads_of, check_scores, heads_of
 from lipscope.bounds.row_gram import row_gram_joint
+from lipscope.bounds.theorem import NotApplicableError
 from lipscope.errors import InputError
 
 Pool = Literal["mean", "first"]
@@ -175,6 +176,10 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
             f"No certificate: the proof is for dot-product attention. Found "
             f"`{type(layer).__name__}`."
         )
+    try:
+        check_scores(layer)
+    except NotApplicableError as why:
+        raise InputError(f"No certificate: the proof does not cover this layer, {why}.") from None
     if head is not None and not 0 <= head < layer.num_heads:
         raise InputError(
             f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
@@ -199,6 +204,10 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
         output = output if head is None else output.chunk(layer.num_heads, 1)[head]
     if mask is not None:
         mask = mask.cpu() if head is None or mask.ndim == 2 else mask[head].cpu()
+    score_bias = layer.score_bias
+    if score_bias is not None:
+        score_bias = score_bias.detach().to("cpu", torch.float64)
+        score_bias = score_bias if head is None or score_bias.ndim == 2 else score_bias[head]
     rotary = layer.rotary
     if rotary is not None:
         rotary = Rotary(*(w.to("cpu", torch.float64) for w in (rotary.cos, rotary.sin)))
@@ -219,6 +228,8 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
         causal=layer.causal,
         mask=mask,
         rotary=rotary,
+        window=layer.window,
+        score_bias=score_bias,
     )
 
 

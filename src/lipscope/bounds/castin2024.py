@@ -67,7 +67,7 @@ def castin_thm_4_4(head: Head, radius: float) -> float:
     Source: Theorem 4.4 of [castin2024], as on the authors' slides.
     """
     _causal(head)
-    head.without_rotary()
+    head.without_positions()
     head.without_bias()
     alpha = head.norm_a * radius**2
     return head.norm_v * (1 + 3 * alpha) * math.exp(2 * alpha)
@@ -296,7 +296,7 @@ def _best_direction(head: Head) -> Direction:
 
 def _plain(head: Head) -> None:
     head.causal_or_unmasked()
-    head.without_rotary()
+    head.without_positions()
     head.without_bias()
 
 

@@ -48,8 +48,6 @@ class Centre:
         _check_tokens(head, x)
         self.head, self.x = head, x
         self.allowed = head.allowed(x.shape[0])
-        if not bool(self.allowed.any(-1).all()):
-            raise NotApplicableError("one of its rows may read no token at all")
         q, k = x @ head.query.T + head.query_bias, x @ head.key.T + head.key_bias
         if head.rotary is not None:
             if head.rotary.cos.shape[0] != x.shape[0]:
@@ -59,7 +57,7 @@ class Centre:
                 )
             q, k = head.rotary(q), head.rotary(k)
         self.q, self.k, self.v = q, k, x @ head.value.T
-        self.s = (q @ k.T).masked_fill(~self.allowed, -torch.inf)
+        self.s = head.biased(q @ k.T)
         self.p = torch.softmax(self.s, -1)
         self.o, self.kbar = self.p @ self.v, self.p @ k
         self.factor_q = torch.linalg.qr(head.query.T, mode="r").R

@@ -43,7 +43,8 @@ def global_g2(head: Head, num_tokens: int, radius: float) -> float:
     """G1 with the largest attention that a ball allows: the best global bound here.
 
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p)))) + α)``,
-    ``p_i = 1 / (1 + (N_i - 1) e^(-2β))``, ``N_i`` the number of keys that row ``i`` sees.
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2β - r_i))``, ``N_i`` the number of keys that row ``i`` sees,
+    ``r_i`` the range of the bias of their logits (0 without one).
 
     Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings. With
     ``N_i = n`` for every row it would fail under a causal mask.
@@ -67,6 +68,7 @@ def mean_field(head: Head, radius: float) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.unmasked()
+    head.without_positions()
     alpha, beta = _alpha_beta(head, radius)
     return head.norm_v * (math.exp(beta) * math.sqrt(1 + beta**2) + alpha)
 
@@ -167,7 +169,7 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
 
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + a R min(1, 2√(p(1-p))))²) + t R)`` with
     ``a = ρ² ‖K‖ (‖Q‖ R + |b_Q|)``, ``t = ρ² ‖Q‖ (‖K‖ R + |b_K|)``,
-    ``p_i = 1 / (1 + (N_i - 1) e^(-2g))``, ``g = ρ² (‖Q‖ R + |b_Q|) (‖K‖ R + |b_K|)`` and
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2g - r_i))``, ``g = ρ² (‖Q‖ R + |b_Q|) (‖K‖ R + |b_K|)`` and
     ``ρ`` the largest norm of a rotation, 1 unless the embedding scales.
 
     Holds for any mask and bias on tokens of norm at most R.
@@ -197,7 +199,7 @@ def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.causal_or_unmasked()
-    head.without_rotary()
+    head.without_positions()
     head.without_bias()
     direction = star_direction(head)
     if direction is None:
@@ -239,14 +241,15 @@ def _rotary_gain(p_max: Tensor, c: float) -> Tensor:
 
 
 def _largest_attention(head: Head, num_tokens: int, gap: float) -> Tensor:
-    """``1 / (1 + (N_i - 1) e^(-2 gap))``: no weight of row ``i`` can be larger."""
+    """``1 / (1 + (N_i - 1) e^(-2 gap - r_i))``: no weight of row ``i`` can be larger."""
     seen = head.visible(num_tokens).to(torch.float64)
-    return 1 / (1 + (seen - 1).clamp_min(0) * math.exp(-2 * gap))
+    apart = -2 * gap - head.bias_range(num_tokens)
+    return 1 / (1 + (seen - 1).clamp_min(0) * apart.exp())
 
 
 def _column(head: Head, rows: Tensor) -> float:
     """``max_j Σ_{i sees j} rows_i``; without mask and for causal ones token 1 is seen by all."""
-    if head.mask is None:
+    if head.mask is None and head.window is None:
         return float(rows.sum())
     allowed = head.allowed(len(rows)).to(rows.dtype)
     return float((rows @ allowed).max())
@@ -279,4 +282,5 @@ def _causal_alpha_beta(head: Head, radius: float) -> tuple[float, float]:
     head.causal_or_unmasked()
     if not head.causal:
         raise NotApplicableError("it is not causal")
+    head.without_positions()
     return _alpha_beta(head, radius)

@@ -20,7 +20,7 @@ def geshkovski_mean_field(head: Head, radius: float) -> float:
     Source: [geshkovski2023], in the form of Theorem 3.5 of [castin2024].
     """
     head.unmasked()
-    head.without_rotary()
+    head.without_positions()
     head.without_bias()
     alpha = head.norm_a * radius**2
     return head.norm_v * (1 + 3 * alpha) * math.exp(2 * alpha)

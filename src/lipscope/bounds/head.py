@@ -1,7 +1,8 @@
 """One head of dot-product attention as the theorems see it, in float64 and in factors.
 
-``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j>``, where
-``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
+``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j> + B_ij``,
+where ``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
+A bias ``B`` of the logits does not depend on ``X``: it changes ``P`` and no derivative of ``S``.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Head:
         causal: Whether token i reads tokens j <= i only.
         mask: ``(n, n)``, True where i may read j, or None.
         rotary: Rotary embedding, or None.
+        window: Token i reads tokens j > i - window only, or None.
+        score_bias: ``B``, ``(n, n)``, or None.
     """
 
     query: Float[Tensor, "k d"]
@@ -42,6 +45,8 @@ class Head:
     causal: bool = False
     mask: Bool[Tensor, "n n"] | None = None
     rotary: Rotary | None = None
+    window: int | None = None
+    score_bias: Float[Tensor, "n n"] | None = None
 
     @cached_property
     def norm_a(self) -> float:
@@ -65,7 +70,7 @@ class Head:
     def visible(self, num_tokens: int) -> Tensor:
         """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
         n = num_tokens
-        if self.mask is not None:
+        if self.mask is not None or self.window is not None:
             return self.allowed(n).sum(-1)
         return torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
 
@@ -79,6 +84,8 @@ class Head:
         allowed = torch.ones(n, n, dtype=torch.bool)
         if self.causal:
             allowed = allowed.tril()
+        if self.window is not None:
+            allowed = allowed.triu(1 - self.window)
         if self.mask is not None:
             if self.mask.shape[-1] != n:
                 raise NotApplicableError(
@@ -87,10 +94,48 @@ class Head:
             allowed = allowed & self.mask
         return allowed
 
+    def biased(self, scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        """Logits from inner products: with the bias, -inf where hidden.
+
+        Raises:
+            NotApplicableError: If mask or bias were made for another number of tokens, or a
+                row may read no token.
+        """
+        n = len(scores)
+        allowed = self.allowed(n)
+        if not bool(allowed.any(-1).all()):
+            raise NotApplicableError("one of its rows may read no token at all")
+        if self.score_bias is not None:
+            scores = scores + self._score_bias(n)
+        return scores.masked_fill(~allowed, -torch.inf)
+
+    def bias_range(self, num_tokens: int) -> Float[Tensor, " n"]:
+        """``max_j B_ij - min_j B_ij`` over the keys that row i may read."""
+        if self.score_bias is None:
+            return torch.zeros(num_tokens, dtype=torch.float64)
+        bias, hidden = self._score_bias(num_tokens), ~self.allowed(num_tokens)
+        top = bias.masked_fill(hidden, -torch.inf).amax(-1)
+        return (top - bias.masked_fill(hidden, torch.inf).amin(-1)).clamp_min(0)
+
+    def _score_bias(self, num_tokens: int) -> Tensor:
+        assert self.score_bias is not None
+        if self.score_bias.shape[-1] != num_tokens:
+            raise NotApplicableError(
+                f"its bias of the logits was captured for {self.score_bias.shape[-1]} tokens, "
+                f"not for {num_tokens}"
+            )
+        return self.score_bias
+
     def without_rotary(self) -> None:
-        """Raise if logits depend on positions beyond the mask."""
+        """Raise if inner products depend on positions."""
         if self.rotary is not None:
             raise NotApplicableError("its logits depend on positions (rotary embedding)")
+
+    def without_positions(self) -> None:
+        """Raise if logits depend on positions in any way beyond the mask."""
+        self.without_rotary()
+        if self.score_bias is not None:
+            raise NotApplicableError("its logits depend on positions (relative bias)")
 
     def without_bias(self) -> None:
         """Raise if the query has a bias that reaches the logits."""
@@ -99,12 +144,14 @@ class Head:
 
     def unmasked(self) -> None:
         """Raise if any row cannot read every token."""
-        if self.causal or (self.mask is not None and not bool(self.mask.all())):
+        hides = self.mask is not None and not bool(self.mask.all())
+        if self.causal or self.window is not None or hides:
             raise NotApplicableError("it is masked")
 
     def causal_or_unmasked(self) -> None:
         """Raise for masks other than none and the causal one."""
-        if self.mask is not None and not bool(self.mask.all()):
+        hides = self.mask is not None and not bool(self.mask.all())
+        if self.window is not None or hides:
             raise NotApplicableError("its mask is neither empty nor causal")
 
 
@@ -139,7 +186,11 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
 
     Returns:
         One `Head` per query head.
+
+    Raises:
+        NotApplicableError: If the logits are not those of a `Head`.
     """
+    check_scores(layer)
 
     def double(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.detach().to("cpu", torch.float64)
@@ -167,6 +218,7 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
     if layer.rotary is not None:
         cos, sin = (x.to("cpu", torch.float64) for x in (layer.rotary.cos, layer.rotary.sin))
         rotary = Rotary(cos, sin)
+    score_bias = double(layer.score_bias)
     return [
         Head(
             query[h],
@@ -177,9 +229,25 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
             layer.causal,
             mask if mask is None or mask.ndim == 2 else mask[h],
             rotary,
+            layer.window,
+            score_bias if score_bias is None or score_bias.ndim == 2 else score_bias[h],
         )
         for h in range(layer.num_heads)
     ]
+
+
+def check_scores(layer: DotProduct) -> None:
+    """Raise where logits are more than inner products of affine maps plus a fixed bias.
+
+    Raises:
+        NotApplicableError: For soft-capped scores and normalised queries, keys or values.
+    """
+    if layer.softcap is not None:
+        raise NotApplicableError("its scores are soft-capped")
+    if layer.query_norm is not None or layer.key_norm is not None:
+        raise NotApplicableError("its queries and keys are normalised")
+    if layer.value_norm is not None:
+        raise NotApplicableError("its values are normalised")
 
 
 def _by_head(w: Tensor | None, heads: int) -> Tensor:

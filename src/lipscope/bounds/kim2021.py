@@ -48,7 +48,7 @@ def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
     the origin (``docs/theory/global-bounds.md``).
     """
     head.causal_or_unmasked()
-    head.without_rotary()
+    head.without_positions()
     head.without_bias()
     n = num_tokens
     others = n - 1 - (n - 1) % 2

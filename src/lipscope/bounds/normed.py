@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import DotProduct
+from lipscope.bounds.head import check_scores
 from lipscope.errors import InputError
 
 
@@ -138,8 +139,12 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
     Returns:
         A layer for radius 1, float64.
 
+    Raises:
+        NotApplicableError: For soft-capped scores or normalised queries and keys.
+
     Source: section 2.3 of [castin2024] (RMSNorm); with a shift, derived here.
     """
+    check_scores(layer)
 
     def weight(w: Tensor) -> Tensor:
         return w.detach().to("cpu", torch.float64) * norm.gain * len(norm.gain) ** 0.5
@@ -166,4 +171,6 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
         causal=layer.causal,
         mask=layer.mask,
         rotary=layer.rotary,
+        window=layer.window,
+        score_bias=double(layer.score_bias),
     )

@@ -118,7 +118,6 @@ def at_point(heads: Sequence[Head], x: Tensor) -> Point:
         NotApplicableError: If a mask was made for another number of tokens.
     """
     x = x.detach().to("cpu", torch.float64)
-    n = len(x)
     q, k = (
         torch.stack([x @ w.T + b for w, b in parts])
         for parts in (
@@ -129,8 +128,7 @@ def at_point(heads: Sequence[Head], x: Tensor) -> Point:
     rotary = heads[0].rotary
     if rotary is not None:
         q, k = rotary(q), rotary(k)
-    allowed = torch.stack([h.allowed(n) for h in heads])
-    scores = (q @ k.mT).masked_fill_(~allowed, -torch.inf)
+    scores = torch.stack([h.biased(s) for h, s in zip(heads, q @ k.mT, strict=True)])
     p = torch.softmax(scores, -1)
     v = torch.stack([x @ h.value.T for h in heads])
     return Point(tuple(heads), x, q, k, v, p, p @ v)

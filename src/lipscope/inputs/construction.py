@@ -53,10 +53,10 @@ def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, lea
         raise InputError(
             f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
         )
-    one = heads_of(layer)[head]
-    if one.rotary is not None:
+    if layer.positional:
         raise InputError("not available: logits depend on position; use ascent.")
     try:
+        one = heads_of(layer)[head]
         if one.mask is not None:
             one.allowed(num_tokens)  # the mask was made for this many tokens
         one.causal_or_unmasked()

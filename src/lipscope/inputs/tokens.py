@@ -169,7 +169,7 @@ def constant(layer: Attention, *, num_tokens: int, radius: float) -> Constructio
     d = layer.query.shape[1]
     one = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x = (radius * one / one.norm()).expand(num_tokens, d)
-    value = None if layer.rotary is not None else uniform_gain(layer, num_tokens)
+    value = uniform_gain(layer, num_tokens)
     return Construction(
         x.to(layer.query).contiguous(), "constant", "equal tokens", DERIVED, value, "exact"
     )
