@@ -9,6 +9,7 @@ from lipscope.bounds import bounds
 from lipscope.captured import capture
 from lipscope.certify import certified_radius, certify
 from lipscope.errors import InputError
+from lipscope.gradient import sigma
 from lipscope.measure import measure
 from lipscope.operator import Operator, linearise, materialise, restrict
 from lipscope.record import Measurement
@@ -36,6 +37,7 @@ __all__ = [
     "measure",
     "restrict",
     "sandwich",
+    "sigma",
     "top_singular",
     "top_singular_batch",
 ]

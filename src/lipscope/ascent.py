@@ -18,7 +18,7 @@ from lipscope.atoms import in_double
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.krylov import golub_kahan
-from lipscope.operator import Operator
+from lipscope.operator import Operator, Tape, stretch
 from lipscope.singular import TopSingular, top_singular
 
 _KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
@@ -132,22 +132,12 @@ def sigma_gradient(
     Returns:
         Values ``(b,)``, gradients and right vectors ``(b, n, d)``.
     """
-    point = x.detach().requires_grad_(True)
+    tape = Tape(layer, x)
+    op = Operator(tape.mv, tape.rmv, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device)
+    sigma, left, right = _ritz(op, v, steps)
     with torch.enable_grad():
-        y = layer(point)
-        weight = torch.zeros_like(y, requires_grad=True)
-        (pulled,) = torch.autograd.grad(y, point, weight, create_graph=True)
-
-        def mv(e: Tensor) -> Tensor:
-            return torch.autograd.grad(pulled, weight, e, retain_graph=True)[0]
-
-        def rmv(g: Tensor) -> Tensor:
-            return torch.autograd.grad(y, point, g, retain_graph=True)[0]
-
-        op = Operator(mv, rmv, tuple(x.shape[1:]), tuple(y.shape[1:]), x.dtype, x.device)
-        sigma, left, right = _ritz(op, v, steps)
-        (back,) = torch.autograd.grad(y, point, left, create_graph=True)
-        (gradient,) = torch.autograd.grad((back * right).sum(), point)
+        value = stretch(tape.y, tape.point, left, right)
+        (gradient,) = torch.autograd.grad(value, tape.point)
     return sigma, gradient, right
 
 

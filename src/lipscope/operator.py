@@ -105,37 +105,14 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
 
 
 def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator:
-    point = x.detach().clone().requires_grad_(True)
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        y = f(point)
-        if not isinstance(y, Tensor):
-            raise InputError(
-                f"`f(x)` should be one tensor. Found `{type(y).__name__}`; "
-                "wrap `f` so that it returns the output to be measured."
-            )
-        _check_deterministic(f, point, y)
-        if not y.requires_grad:
-            return _zero(x, y)
-        weight = torch.zeros_like(y, requires_grad=True)
-        (pullback,) = torch.autograd.grad(
-            y, point, weight, create_graph=True, allow_unused=True, materialize_grads=True
-        )
-    if not pullback.requires_grad:
-        return _zero(x, y)
-
-    def mv(e: Tensor) -> Tensor:
-        (out,) = torch.autograd.grad(
-            pullback, weight, e, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return out
-
-    def rmv(g: Tensor) -> Tensor:
-        (out,) = torch.autograd.grad(y, point, g, retain_graph=True)
-        return out
-
+    tape = Tape(f, x)
+    _check_deterministic(f, tape.point, tape.y)
+    if tape.constant:
+        return _zero(x, tape.y)
+    y = tape.y
     op = Operator(
-        over_leading(mv, x.ndim),
-        over_leading(rmv, y.ndim),
+        over_leading(tape.mv, x.ndim),
+        over_leading(tape.rmv, y.ndim),
         tuple(x.shape),
         tuple(y.shape),
         y.dtype,
@@ -143,6 +120,71 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
     )
     check_adjoint(op)
     return op
+
+
+class Tape:
+    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
+
+    Attributes:
+        point: ``x``, a leaf of its own.
+        y: ``f(point)``, with its graph.
+        constant: Whether ``y`` does not depend on the point, so that there are no products.
+
+    Raises:
+        InputError: If ``f(x)`` is no tensor.
+    """
+
+    def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.point = x.detach().clone().requires_grad_(True)
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            self.y = f(self.point)
+            if not isinstance(self.y, Tensor):
+                raise InputError(
+                    f"`f(x)` should be one tensor. Found `{type(self.y).__name__}`; "
+                    "wrap `f` so that it returns the output to be measured."
+                )
+            self.constant = not self.y.requires_grad
+            if self.constant:
+                return
+            self.weight = torch.zeros_like(self.y, requires_grad=True)
+            self.pulled = _pulled(self.y, self.point, self.weight)
+        self.constant = not self.pulled.requires_grad
+
+    def mv(self, e: Tensor) -> Tensor:
+        """``J e``: the pullback is linear in its weight, so its own pullback is J."""
+        (out,) = torch.autograd.grad(
+            self.pulled,
+            self.weight,
+            e,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return out
+
+    def rmv(self, g: Tensor) -> Tensor:
+        """``J^T g``."""
+        (out,) = torch.autograd.grad(self.y, self.point, g, retain_graph=True)
+        return out
+
+
+def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
+    """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in everything.
+
+    Args:
+        y: Output of the function.
+        x: Its input, in the graph of ``y``.
+        g: Direction in the output.
+        e: Direction in the input.
+    """
+    return (_pulled(y, x, g) * e).sum()
+
+
+def _pulled(y: Tensor, x: Tensor, g: Tensor) -> Tensor:
+    (out,) = torch.autograd.grad(
+        y, x, g, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return out
 
 
 def _zero(x: Tensor, y: Tensor) -> Operator:
