@@ -7,7 +7,7 @@ from typing import Any
 
 from lipscope.record import Measurement, TokenShare
 
-# As the issue lists them, in its order.
+# As the first issue lists them, in its order; then what sweeps added.
 KEYS = [
     "id",
     "model",
@@ -46,8 +46,12 @@ KEYS = [
     "version",
     "note",
     "error",
+    "text",
+    "step",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
+BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "radius"]
+BOUND_KEYS += ["value", "reason", "note", "sound"]
 SPEC = {"model": "minilm", "layers": [0, 1], "tol": 1e-3}
 
 VALUES: dict[str, Any] = {

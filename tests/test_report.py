@@ -80,7 +80,7 @@ def test_table_shows_the_middle_row_at_the_largest_length():
     for part in (
         "Of the 5 samples at the largest length",
         "upper holds with probability 1 - 1e-06",
-        "all 45 rows",
+        "All 45 intervals hold together",
         "at least 1 - 4.5e-05",
         "for the sampling",
         "not the solver's error",
@@ -169,7 +169,8 @@ def test_summary_speaks_of_the_largest_sigma():
         " without it, 11.0. Relative to the norms of input and output this is 0.900: a change of"
         " 1 % can move the output by up to 0.900 %; this is what may be compared across layers,"
         " and the largest is 1.25, at layer 2. From 16 to 256 tokens it grows like n^0.25 (95 %"
-        " interval 0.25 to 0.25 for the sampling of text)."
+        " interval 0.25 to 0.25 for the sampling of text).\n"
+        "All 45 intervals hold together with probability at least 1 - 4.5e-05."
     )
 
 
@@ -232,12 +233,33 @@ def test_rows_without_a_number_are_named_and_counted():
     assert "1 of 1 rows ran out of steps: their intervals hold" in Rows([short]).text()
 
 
+def test_the_failure_probabilities_of_all_intervals_are_added_up():
+    """Rows without an interval have none; the average change has one of its own."""
+    rows = [row(sample=0), row(sample=1, delta=1e-3, frobenius=9.0), row(sample=2, sigma=None)]
+    assert math.isclose(Rows(rows).failure_probability(), 1e-6 + 2e-3, rel_tol=1e-12)
+    # rounded up: 0.002001 is more than 0.0020
+    assert "All 2 intervals hold together with probability at least 1 - 0.0021." in (
+        Rows(rows).summary()
+    )
+    assert "The interval holds with probability at least 1 - 1e-06." in Rows(rows[:1]).summary()
+    assert "hold" not in Rows(rows[2:]).summary()
+
+
 def test_several_maps_are_told_apart_and_not_compared():
     rows = [*curve(lambda n, s: 1.0), *curve(lambda n, s: 9.0, map="block")]
     text = Rows(rows).text()
     assert "attention" in text and "block" in text
     assert text.splitlines()[0].startswith("minilm, metric frobenius")
-    assert len(Rows(rows).summary().splitlines()) == 2
+    assert len(Rows(rows).summary().splitlines()) == 2 + 1
+
+
+def test_texts_and_inputs_of_a_sweep_are_told_apart():
+    given = curve(lambda n, s: 1.0, text="alice")
+    built = curve(lambda n, s: n**0.5, text="alice", input="two_cluster")
+    rows = Rows([*given, *built])
+    slopes = {key.input: fit.slope for key, fit in rows.growth().items() if fit}
+    assert slopes == {"text": pytest.approx(0.0), "two_cluster": pytest.approx(0.5)}
+    assert "two_cluster" in rows.text() and "alice" not in rows.text()
 
 
 def test_no_rows_are_no_error(tmp_path: Path):

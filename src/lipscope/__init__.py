@@ -14,6 +14,7 @@ from lipscope.measure import measure
 from lipscope.operator import Operator, linearise, materialise, restrict
 from lipscope.record import Measurement
 from lipscope.report import Rows
+from lipscope.run import Run, read_run
 from lipscope.sandwich import Sandwich, sandwich
 from lipscope.singular import TopSingular, top_singular, top_singular_batch
 
@@ -25,6 +26,7 @@ __all__ = [
     "Operator",
     "Rotary",
     "Rows",
+    "Run",
     "Sandwich",
     "TopSingular",
     "bounds",
@@ -35,6 +37,7 @@ __all__ = [
     "linearise",
     "materialise",
     "measure",
+    "read_run",
     "restrict",
     "sandwich",
     "sigma",

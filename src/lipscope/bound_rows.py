@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from lipscope.record import BoundValue, Measurement
 
 MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
 _OFF_SCALE = 1e6  # times the largest measured value: such a bound would flatten all others
@@ -88,6 +90,62 @@ class Curve:
     name: str
     group: str
     points: tuple[tuple[int, float, float], ...]
+
+
+def rows_of_run(rows: Iterable[Measurement], bounds: Iterable[BoundValue]) -> list[BoundRow]:
+    """The sandwich of a run folder: every row with a sigma, and what theorems say about it.
+
+    Args:
+        rows: Rows of layers (the map ``model`` has no theorems).
+        bounds: Their side table.
+
+    Returns:
+        For each row what was measured (``adversarial`` where the input was built), then its
+        bounds.
+    """
+    of: dict[str, list[BoundValue]] = {}
+    for bound in bounds:
+        of.setdefault(bound.id, []).append(bound)
+    found = []
+    for row in rows:
+        if row.sigma is None or row.layer is None:
+            continue
+        found.append(_measured(row))
+        found += [_asked(row, bound) for bound in of.get(row.id, [])]
+    return found
+
+
+def _measured(row: Measurement) -> BoundRow:
+    given = row.input in ("text", "batch")
+    return BoundRow(
+        theorem=MEASURED if given else ADVERSARIAL,
+        statement="sigma at this input" if given else row.input,
+        cite="",
+        kind=MEASURED if given else "lower",
+        scope="local" if given else "global",
+        metric=row.metric,
+        value=row.sigma,
+        sigma=row.sigma,
+        upper=row.upper,
+        **_place(row),
+    )
+
+
+def _asked(row: Measurement, bound: BoundValue) -> BoundRow:
+    shared = {k: v for k, v in vars(bound).items() if k not in ("id", "radius")}
+    place = _place(row)
+    if bound.radius is not None:
+        place["radius"] = bound.radius
+    made = BoundRow(applicable=bound.value is not None, **shared, **place)
+    if not made.bounds_here or bound.metric != row.metric or not row.sigma:
+        return made
+    return replace(made, looseness=(bound.value or 0.0) / row.sigma)
+
+
+def _place(row: Measurement) -> dict[str, Any]:
+    names = ("model", "layer", "head", "map", "num_tokens", "sample")
+    place: dict[str, Any] = {name: getattr(row, name) for name in names}
+    return place | {"radius": row.radius_max or 0.0}
 
 
 def best_of(rows: Iterable[BoundRow], *scopes: str) -> BoundRow | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import os
 import sys
-import typing
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope.errors import InputError
-from lipscope.record import Measurement, TokenShare, typed_frame
+from lipscope.record import SCHEMA, BoundValue, Measurement, TokenShare, to_line
+from lipscope.stored import Mark, Table, marks_of, tables, write_parquet
 
 if sys.platform == "win32":
     import msvcrt
@@ -25,18 +23,26 @@ if TYPE_CHECKING:
     import polars
 
 _LOCK = ".lock"
-Record = TypeVar("Record", Measurement, TokenShare)
+
+
+class Finished(NamedTuple):
+    """A finished row with its side tables."""
+
+    row: Measurement
+    tokens: tuple[TokenShare, ...] = ()
+    bounds: tuple[BoundValue, ...] = ()
 
 
 class RunFolder:
     """A folder of rows: append-only while it runs, Parquet when it ends.
 
-    Files: ``manifest.json`` (the specification and where it ran), ``rows.jsonl`` and
-    ``tokens.jsonl`` (appended and flushed row by row; a row's tokens are written before
-    the row itself, so that a row on disk is complete), and their Parquet copies.
+    Files: ``manifest.json`` (specification, versions, machine, models, digests),
+    ``rows.jsonl``, ``tokens.jsonl`` and ``bounds.jsonl`` (appended and flushed; what belongs
+    to a row is written before the row itself, so that a row on disk is complete), and their
+    Parquet copies.
 
     It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
-    Parquet files and gives the folder free.
+    Parquet files and gives the folder free. `lipscope.run.read_run` only reads.
 
     Args:
         path: Folder, made if it does not exist.
@@ -53,15 +59,19 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.spec = json.loads(json.dumps(spec, default=str))
+        self._tables = tables(self.path)
+        self._marks: dict[str, Mark] = {}
+        self._manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "spec": self.spec,
+            "provenance": dict(origin or {}),
+            "models": {},
+            "files": {},
+        }
         self._holds_this_run()  # a folder that is refused stays as it is
         self._release = self._take()
         try:
-            if not self._holds_this_run():
-                self._create(origin or {})
-            rows = self._read("rows.jsonl", Measurement)
-            self.done: dict[str, Measurement] = {row.id: row for row in rows}
-            tokens = self._read("tokens.jsonl", TokenShare)
-            self._tokens = {(token.id, token.index): token for token in tokens}
+            self.done: dict[str, Measurement] = self._open()
         except InputError:
             self._release()
             raise
@@ -100,13 +110,7 @@ class RunFolder:
         )
 
     def _check_same(self, manifest: Path) -> None:
-        try:
-            held = dict(json.loads(manifest.read_text(encoding="utf-8"))["spec"])
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            raise InputError(
-                f"`{manifest}` should be a readable manifest. Found {problem}; "
-                "choose another `--out` or remove the folder."
-            ) from problem
+        held = load_manifest(manifest)["spec"]
         if held != self.spec:
             other = sorted(k for k in {*held, *self.spec} if held.get(k) != self.spec.get(k))
             raise InputError(
@@ -117,36 +121,42 @@ class RunFolder:
             raise InputError(f"`--out {self.path}` cannot be written; choose another folder.")
 
     def _take(self) -> weakref.finalize[Any, Any]:
-        """Lock the folder for this process; the system gives it free however the process ends.
-
-        The lock is on a file of its own, since some network file systems give a lock back as
-        soon as any handle of the locked file is closed.
-        """
+        """Lock the folder for this process; the system gives it free however the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-        release = weakref.finalize(self, os.close, handle)
-        try:
-            _lock(handle)
-        except (BlockingIOError, PermissionError):
-            release()
+            handle = take(self.path)
+        except BlockingIOError:
             raise InputError(
                 f"`--out {self.path}` is in use by another process; wait until that one has "
                 "ended, or choose another folder."
             ) from None
-        except OSError:
-            pass  # a file system without locks
-        return release
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+        return weakref.finalize(self, os.close, handle)
 
-    def _create(self, origin: Mapping[str, Any]) -> None:
-        text = json.dumps(
-            {"spec": self.spec, "provenance": dict(origin)},
-            indent=2,
-            ensure_ascii=False,
-            default=str,
-        )
+    def _open(self) -> dict[str, Measurement]:
+        """The finished rows, after every file was put in order."""
+        if self._holds_this_run():
+            held = load_manifest(self.path / "manifest.json")
+            self._manifest |= held
+            self._marks = marks_of(held["files"])
+        else:
+            self._write_manifest()
+        try:
+            for table in self._tables:
+                table.repair()
+        except OSError as problem:
+            raise InputError(
+                f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
+                "choose another `--out` or remove the folder."
+            ) from problem
+        frame = self._compact(own=False)
+        return {one["id"]: Measurement(**one) for one in frame.iter_rows(named=True)}
+
+    def _write_manifest(self) -> None:
+        files = {name: vars(mark) for name, mark in self._marks.items()}
+        self._manifest |= {"schema": SCHEMA, "files": files}
+        text = json.dumps(self._manifest, indent=2, ensure_ascii=False, default=str)
         try:
             part = self.path / "manifest.part"
             part.write_text(text + "\n", encoding="utf-8")
@@ -154,68 +164,166 @@ class RunFolder:
         except OSError as problem:
             raise self._unwritable(problem) from problem
 
-    def _read(self, name: str, kind: type[Record]) -> list[Record]:
-        """The records of a file; lines that were never finished are as good as not written."""
-        path = self.path / name
-        try:
-            lines = list(_read_lines(path))
-        except OSError as problem:
-            raise InputError(
-                f"`{path}` should be a file that can be read and written. Found: "
-                f"{problem.strerror}; choose another `--out` or remove the folder."
-            ) from problem
-        return [_restored(kind, values, f"`{path}`, line {number}") for number, values in lines]
-
-    def append(self, row: Measurement, tokens: Iterable[TokenShare] = ()) -> None:
-        """Write one finished row, its tokens first, and flush both to the disk.
+    def append(
+        self,
+        row: Measurement,
+        tokens: Iterable[TokenShare] = (),
+        bounds: Iterable[BoundValue] = (),
+    ) -> None:
+        """Write one finished row, its tokens and bounds first, and flush all to the disk.
 
         Args:
             row: The row.
             tokens: Its tokens.
+            bounds: Its bounds.
 
         Raises:
             InputError: If the disk takes no more.
         """
-        tokens = list(tokens)
-        lines = [json.dumps(vars(token), ensure_ascii=False) for token in tokens]
+        self.extend([Finished(row, tuple(tokens), tuple(bounds))])
+
+    def extend(self, finished: Sequence[Finished]) -> None:
+        """Write finished rows in one go: one wait for the disk instead of one for each.
+
+        Args:
+            finished: Rows with what belongs to them.
+
+        Raises:
+            InputError: If the disk takes no more.
+        """
+        rows, tokens, bounds = self._tables
         try:
-            _append_lines(self.path / "tokens.jsonl", lines)
-            _append_lines(self.path / "rows.jsonl", [row.to_json()])
+            tokens.append([to_line(token) for one in finished for token in one.tokens])
+            bounds.append([to_line(bound) for one in finished for bound in one.bounds])
+            rows.append([one.row.to_json() for one in finished])
         except OSError as problem:
             raise self._unwritable(problem) from problem
-        self.done[row.id] = row
-        self._tokens |= {(token.id, token.index): token for token in tokens}
+        self.done |= {one.row.id: one.row for one in finished}
+
+    def add_model(self, name: str, about: Mapping[str, Any]) -> None:
+        """Note in the manifest what a model was found to be.
+
+        Args:
+            name: As in the rows.
+            about: Revision, kind of weights, and the like.
+
+        Raises:
+            InputError: If it is not what this run had before, or the disk takes no more.
+        """
+        held, found = self._manifest["models"].get(name), json.loads(json.dumps(about))
+        if held == found:
+            return
+        if held is not None:
+            other = sorted(key for key in found if found[key] != held.get(key))
+            raise InputError(
+                f"`{name}` should be the model that `{self.path}` was begun with. Found another "
+                f"one (it differs in {', '.join(other)}); choose another `--out`."
+            )
+        self._manifest["models"][name] = found
+        self._write_manifest()
 
     def tokens(self) -> list[TokenShare]:
         """The tokens of all finished rows, each once."""
-        return [token for token in self._tokens.values() if token.id in self.done]
+        frame = self._tables[1].read(self._marks.get("tokens"), own=True)
+        return [TokenShare(**one) for one in frame.to_dicts() if one["id"] in self.done]
 
     def compact(self) -> None:
-        """Write ``rows.parquet`` and ``tokens.parquet`` from the finished rows.
+        """Write ``rows.parquet``, ``tokens.parquet`` and ``bounds.parquet``.
 
         Raises:
             InputError: If the disk takes no more.
         """
-        rows = typed_frame(Measurement, (vars(row) for row in self.done.values()))
-        tokens = typed_frame(TokenShare, (vars(token) for token in self.tokens()))
+        self._compact(own=True)
+
+    def _compact(self, *, own: bool) -> polars.DataFrame:
+        """Bring the Parquet copies up to their lines, and the manifest up to the copies.
+
+        Args:
+            own: Whether this process wrote what is behind the marks.
+
+        Returns:
+            The rows.
+        """
+        frame = self._tables[0].read(self._marks.get("rows"), own=own)
+        marks = {table.name: self._copy(table, frame, own=own) for table in self._tables}
+        if marks != self._marks or self._manifest["schema"] != SCHEMA:
+            self._marks = marks
+            self._write_manifest()
+        return frame
+
+    def _copy(self, table: Table, rows: polars.DataFrame, *, own: bool) -> Mark:
+        """Write the Parquet copy of a table unless it is there; how far it goes."""
+        mark, held = table.mark(), self._marks.get(table.name)
+        if (mark == held and table.readable()) or (table.name == "bounds" and not mark.bytes):
+            return mark  # a run without theorems has no file of them
+        frame = rows if table.name == "rows" else belonging(table.read(held, own=own), rows)
         try:
-            write_parquet(rows, self.path / "rows.parquet")
-            write_parquet(tokens, self.path / "tokens.parquet")
+            write_parquet(frame, table.parquet)
         except OSError as problem:
             raise self._unwritable(problem) from problem
+        return mark
 
 
-def write_parquet(frame: polars.DataFrame, path: Path) -> None:
-    """Write a Parquet file in one move: never a half-written file."""
-    part, content = path.with_suffix(".part"), io.BytesIO()
-    frame.write_parquet(content)
-    part.write_bytes(content.getvalue())  # by ourselves: polars has errors of its own
-    part.replace(path)
+def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
+    """What belongs to finished rows: a kill may leave tokens whose row was never written."""
+    return side.join(rows.select("id"), on="id", how="semi", maintain_order="left")
 
 
-def _may_be_left(path: Path) -> bool:
-    """Whether a kill before the manifest was written can have left this file."""
-    return path.suffix == ".part" or path.name == _LOCK
+def load_manifest(path: Path) -> dict[str, Any]:
+    """A manifest of this or an older schema, as this version writes it.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its entries; those that an older version did not write are empty.
+
+    Raises:
+        InputError: If it cannot be read, or a newer version of lipscope wrote it.
+    """
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        schema = int(held.get("schema", 1))
+        found = {"schema": schema, "provenance": {}, "models": {}, "files": {}} | held
+        found["spec"] = dict(held["spec"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise InputError(
+            f"`{path}` should be a readable manifest. Found {problem}; "
+            "choose another `--out` or remove the folder."
+        ) from problem
+    if schema > SCHEMA:
+        raise InputError(
+            f"`{path}` should be of schema {SCHEMA} or older. Found schema {schema}, of a newer "
+            "lipscope; update lipscope."
+        )
+    return found
+
+
+def take(path: Path) -> int:
+    """Lock a folder for this process; the system gives it free however the process ends.
+
+    The lock is on a file of its own, since some network file systems give a lock back as soon
+    as any handle of the locked file is closed.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The handle; closing it gives the folder free.
+
+    Raises:
+        BlockingIOError: If another process holds it.
+        OSError: If it cannot be written.
+    """
+    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        _lock(handle)
+    except (BlockingIOError, PermissionError):
+        os.close(handle)
+        raise BlockingIOError from None
+    except OSError:
+        pass  # a file system without locks
+    return handle
 
 
 def _lock(handle: int) -> None:
@@ -225,64 +333,6 @@ def _lock(handle: int) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _append_lines(path: Path, lines: list[str]) -> None:
-    if not lines:
-        return
-    with path.open("a", encoding="utf-8") as file:
-        file.write("".join(line + "\n" for line in lines))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The complete lines of a JSON-lines file by number; a torn last line is cut off the file."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    for number, line in enumerate(whole.decode("utf-8", errors="replace").split("\n"), 1):
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            yield number, values
-
-
-def _restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Record:
-    """A record from its line; columns of a later version are left out.
-
-    Raises:
-        InputError: If a column that has no default is missing, or is of another type.
-    """
-    hints = typing.get_type_hints(kind)
-    known: dict[str, Any] = {}
-    wrong = None
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        if field.name in values:
-            value = known[field.name] = _as_number(hint, values[field.name])
-            if not _is_a(hint, value):
-                wrong = f"`{field.name}` = {json.dumps(value)[:40]}"
-        elif field.default is dataclasses.MISSING:
-            wrong = f"no `{field.name}`"
-    if wrong is not None:
-        raise InputError(
-            f"{where}, should be as this version of lipscope writes it. Found {wrong}; choose "
-            "another `--out` or remove the folder."
-        )
-    return kind(**known)
-
-
-def _as_number(hint: Any, value: Any) -> Any:
-    """A whole number in a column of floats as a float: not every writer of JSON tells them."""
-    return float(value) if type(value) is int and _is_a(hint, 0.0) else value
-
-
-def _is_a(hint: Any, value: Any) -> bool:
-    """Whether a value from JSON is what the annotation says."""
-    parts = typing.get_args(hint) or (hint,)
-    return value in parts if typing.get_origin(hint) is Literal else type(value) in parts
+def _may_be_left(path: Path) -> bool:
+    """Whether a kill before the manifest was written can have left this file."""
+    return path.suffix == ".part" or path.name == _LOCK

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,10 @@ class Group(NamedTuple):
     metric: str
     move: str
     read: str
+    input: str
+    text: str | None
+    dtype: str
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,9 @@ class Growth:
         return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+_group_of = attrgetter(*Group._fields)
+
+
 def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
     """The rows of every growth curve, in order of first appearance.
 
@@ -99,12 +107,11 @@ def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
         rows: Measurements of any kind.
 
     Returns:
-        For each combination of model, layer, head, map, metric, move and read, its rows.
+        For each combination of the fields of `Group`, its rows.
     """
     found: dict[Group, list[Measurement]] = {}
     for row in rows:
-        key = Group(row.model, row.layer, row.head, row.map, row.metric, row.move, row.read)
-        found.setdefault(key, []).append(row)
+        found.setdefault(Group(*_group_of(row)), []).append(row)
     return found
 
 

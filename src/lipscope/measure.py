@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lipscope.answers import named, row_of
 from lipscope.capture import (
     MAPS,
     LayerMap,
@@ -32,7 +33,7 @@ from lipscope.capture.windows import WindowKind
 from lipscope.errors import InputError
 from lipscope.folder import RunFolder
 from lipscope.ranges import parse_bytes, parse_tokens
-from lipscope.record import Measurement, TokenShare, provenance, stable_id, version
+from lipscope.record import Measurement, TokenShare, provenance, stable_id
 from lipscope.report import Rows
 from lipscope.sensitivity import Answer, Question, answer
 
@@ -192,16 +193,6 @@ def _loaded(
     return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
 
 
-def _on_padding(item: Sample, move: str, num_tokens: int) -> list[str]:
-    """A remark where padding, which the mask keeps from being read, is free to move."""
-    mask = item.arguments.get("attention_mask") if isinstance(item.arguments, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.shape != (1, num_tokens):
-        return []
-    chosen = parse_tokens(move, num_tokens, "move")
-    count = sum(not bool(mask[0, i]) for i in (range(num_tokens) if chosen is None else chosen))
-    return [f"{count} of the tokens that may move are padding: leave them out"] if count else []
-
-
 class _Run:
     """All measurements of one call: probe the model, plan the rows, answer them."""
 
@@ -215,11 +206,7 @@ class _Run:
         progress: Progress | None,
     ) -> None:
         self.loaded, self.inputs, self.question = loaded, inputs, question
-        self.named: dict[str, Any] = {
-            "model": loaded.name,
-            "revision": loaded.revision,
-            "weights": loaded.weights,
-        }
+        self.named = named(loaded)
         self.device, self.modules, self.progress = device, modules, progress
         self.sites = attention_sites(loaded.model, modules)
         self.probed: dict[int | None, LayerMap] = {}  # the maps of the first input
@@ -251,6 +238,8 @@ class _Run:
             folder = self._folder(out, chosen, windows)
             finished: dict[str, Measurement] = dict(folder.done) if folder else {}
             kept: list[TokenShare] = folder.tokens() if folder else []
+            if folder is not None:
+                folder.add_model(self.loaded.name, self.named)
             with folder or contextlib.nullcontext():
                 for row, tokens in self._rows(model, chosen, heads, finished, first):
                     if folder is not None:
@@ -357,29 +346,15 @@ class _Run:
         return answer(built or self._build(record, layer), self.question, key)
 
     def _row(self, key: str, item: Sample, layer: int | None, reply: Answer) -> Measurement:
-        q = self.question
-        notes = [*self.notes, *_on_padding(item, q.move, reply.num_tokens), *reply.notes]
-        return Measurement(
+        return row_of(
+            reply,
             id=key,
-            **self.named,
+            loaded=self.loaded,
+            question=self.question,
+            item=item,
             layer=layer,
-            head=reply.head,
-            map=q.map,
-            metric=q.metric,
-            move=q.move,
-            read=q.read,
-            input=item.kind,
-            num_tokens=reply.num_tokens,
-            sample=item.sample,
-            start=item.start,
-            delta=q.delta,
-            dtype=str(q.dtype)[6:],
-            device=self.device.type,
-            seed=q.seed,
-            tokens_sha256=item.sha256,
-            version=version(),
-            note="; ".join(notes) or None,
-            **reply.columns(),
+            device=self.device,
+            notes=self.notes,
         )
 
     def _folder(

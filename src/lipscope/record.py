@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import polars
 
+SCHEMA = 2
+"""Version of the files of a run. 1: before `text`, `step` and the bounds; still read."""
+
 Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
 
 
@@ -40,7 +43,8 @@ class Measurement:
         metric: How a perturbation is measured.
         move: Tokens that may move.
         read: Output tokens that are read.
-        input: Kind of input, "text" or "batch".
+        input: Kind of input: "text", "batch", or what built it, such as "two_cluster" or
+            "ascent".
         num_tokens: Number of tokens n.
         sample: Index of the text window or batch entry.
         start: First text token of the window; null for a batch.
@@ -67,6 +71,8 @@ class Measurement:
         version: Version of lipscope.
         note: Advice and remarks; null if none.
         error: What went wrong; null unless the status is "failed".
+        text: Name of the text in a sweep; null elsewhere.
+        step: Training step of a checkpoint in a sweep; null elsewhere.
     """
 
     id: str
@@ -106,6 +112,8 @@ class Measurement:
     version: str
     note: str | None = None
     error: str | None = None
+    text: str | None = None
+    step: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
@@ -138,6 +146,45 @@ class TokenShare:
     share_in: float | None
     share_out: float | None
     norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundValue:
+    """One theorem asked about the layer and the input of a measured row.
+
+    Attributes:
+        id: Row that it belongs to; model, layer, map and sigma stand there.
+        theorem: Name in the catalogue.
+        statement: Where it is stated.
+        cite: Key of the bibliography, or "derived here".
+        kind: ``upper`` or ``lower``.
+        scope: ``local``, ``global``, ``mean-field`` or ``limit``.
+        metric: How input and output are measured.
+        radius: Largest token norm that global bounds allow.
+        value: The bound; null if there is none.
+        reason: Why there is none, or "".
+        note: What a reader must know, or "".
+        sound: False for a statement that is shown as printed although it fails.
+    """
+
+    id: str
+    theorem: str
+    statement: str
+    cite: str
+    kind: str
+    scope: str
+    metric: str
+    radius: float | None
+    value: float | None
+    reason: str
+    note: str
+    sound: bool
+
+
+def to_line(record: TokenShare | BoundValue) -> str:
+    """A record of a side table as one line of JSON; non-finite numbers are null."""
+    values = {name: _finite(value) for name, value in vars(record).items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
 def stable_id(parts: Mapping[str, Any]) -> str:
@@ -173,7 +220,7 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values.
 
     Args:
-        kind: `Measurement` or `TokenShare`.
+        kind: `Measurement`, `TokenShare` or `BoundValue`.
         rows: Their values by column.
 
     Returns:
@@ -181,13 +228,20 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     """
     import polars as pl
 
-    types = {int: pl.Int64, float: pl.Float64, str: pl.String}
+    finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    return pl.DataFrame(finite, schema=schema_of(kind), orient="row")
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """Columns of a record and their types in polars."""
+    import polars as pl
+
+    types = {int: pl.Int64, float: pl.Float64, str: pl.String, bool: pl.Boolean}
     schema: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():
         parts = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
         schema[name] = types.get(parts[0], pl.String)
-    finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
-    return pl.DataFrame(finite, schema=schema, orient="row")
+    return schema
 
 
 def _finite(value: Any) -> Any:

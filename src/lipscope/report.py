@@ -143,7 +143,28 @@ class Rows(Sequence[Measurement]):
             return "There are no rows."
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
-        return "\n".join(f"{part[0].group.model}: " * several + _sentences(part) for part in parts)
+        said = [f"{part[0].group.model}: " * several + _sentences(part) for part in parts]
+        return "\n".join([*said, *self._chance()])
+
+    def failure_probability(self) -> float:
+        """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
+
+        ``delta`` for each row with an interval, and once more where ``‖J‖_F`` has one too.
+        """
+        return math.fsum(
+            row.delta * (1 + (row.frobenius is not None))
+            for row in self._rows
+            if row.upper is not None
+        )
+
+    def _chance(self) -> list[str]:
+        """The failure probability of all intervals, as a line."""
+        count = sum(row.upper is not None for row in self._rows)
+        if not count:
+            return []
+        kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
+        total = _rounded_up(min(self.failure_probability(), 1.0))
+        return [f"{kind} with probability at least 1 - {total}."]
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``growth.svg``, ``growth.png`` and ``growth.html``.
@@ -292,6 +313,12 @@ def _course(line: Line) -> str:
     if fit.low <= 0 <= fit.high:
         return f"{span} no growth can be told from none (exponent {slope}, {interval})."
     return f"{span} it {verb} ({interval})."
+
+
+def _rounded_up(value: float) -> str:
+    """Two digits, not below the value, so that what is said still holds."""
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(value / step * (1 - 1e-12)) * step:.2g}"
 
 
 def _exponent(value: float) -> str:

@@ -18,6 +18,7 @@ from lipscope.record import Measurement, TokenShare
 
 MAX_WIDTH = 100
 SETTING = ("model", "map", "metric", "move", "read")
+IN_SWEEPS = ("text", "input", "dtype", "seed")  # told only where they differ
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def middle(rows: Sequence[Measurement]) -> Measurement | None:
 
 
 def _setting(of: Measurement | Group) -> tuple[Any, ...]:
-    return tuple(getattr(of, name) for name in SETTING)
+    return tuple(getattr(of, name) for name in (*SETTING, *IN_SWEEPS))
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -174,7 +175,8 @@ def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
         name: any(getattr(line.row, name, None) is not None for line in lines)
         for name in ("sigma_rest", "frobenius")
     }
-    varied = [n for n in SETTING if len({getattr(line.group, n) for line in lines}) > 1]
+    every = (*SETTING, *IN_SWEEPS)
+    varied = [n for n in every if len({getattr(line.group, n) for line in lines}) > 1]
     columns = [Column(n, lambda line, n=n: str(getattr(line.group, n)), True) for n in varied]
     columns.append(Column("layer", lambda line: _or(line.group.layer, "model")))
     if any(line.group.head is not None for line in lines):
@@ -278,12 +280,7 @@ def _on_intervals(rows: Sequence[Measurement]) -> str:
     if not deltas:
         return ""
     each = " or ".join(f"{delta:g}" for delta in sorted(set(deltas)))
-    total = math.fsum(deltas)
-    both = f"; all {len(deltas)} rows hold together with probability at least 1 - {total:.2g}"
-    return (
-        f"sigma is a lower value; upper holds with probability 1 - {each} over random starts"
-        f"{both if len(deltas) > 1 and total < 1 else ''}."
-    )
+    return f"sigma is a lower value; upper holds with probability 1 - {each} over random starts."
 
 
 def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
