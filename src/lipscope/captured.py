@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.bounds import norm_of, radius_of_norm
 from lipscope.capture import (
+    LayerMap,
     LoadedModel,
     Sample,
     Trace,
@@ -177,9 +178,7 @@ def captures(
     """
     if dtype not in _DTYPES:
         raise InputError(f"`dtype` should be float32 or float64. Found `{dtype}`.")
-    loaded = model
-    if not isinstance(loaded, LoadedModel):
-        loaded = _loaded(loaded, None, None, seed, allow_pickle)
+    loaded = _named(model, seed, allow_pickle)
     inputs = samples_of(loaded, data, lengths, samples, "spread", special_tokens)
     count = 1 + max(item.sample for item in inputs)
     for index in chosen or ():
@@ -204,10 +203,69 @@ def captures(
                 yield _captured(loaded.name, record, item, layer)
 
 
+def layer_maps(
+    model: str | LoadedModel,
+    data: str | Tensor | Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[int] | Literal["all"],
+    map: str = "attention",
+    lengths: Sequence[int] | None,
+    samples: int | None = 1,
+    windows: str = "spread",
+    special_tokens: bool = True,
+    dtype: DType = "float32",
+) -> Iterator[tuple[Sample, LayerMap]]:
+    """Any map of a model's layers at its inputs: for every length and sample, layer by layer.
+
+    Args:
+        model: A name for `load_model`, or a loaded model.
+        data: Text or a batch; the default text if None.
+        layers: Indices from 0, or "all".
+        map: As in `measure`, except ``model``.
+        lengths: Numbers of tokens of text windows; None for a batch.
+        samples: Windows per length; None for a batch.
+        windows: ``spread`` or ``consecutive``.
+        special_tokens: Put the model's own special tokens around every window.
+        dtype: Floating type of layers and inputs.
+
+    Yields:
+        The sample, and the map at its input; it lives as long as the iteration.
+
+    Raises:
+        InputError: If the layer or the map does not exist.
+    """
+    loaded = _named(model, 0, False)
+    inputs = samples_of(loaded, data, lengths, samples, windows, special_tokens)
+    closed = all(reader_of(site) for site in attention_sites(loaded.model).values())
+    closed = closed and map in ("heads", "attention", "normed", "residual")
+    options = {"dtype": _DTYPES[dtype], "device": _CPU}
+    with prepared(loaded.model, implementation="sdpa" if closed else "eager", **options) as (
+        module,
+        _,
+    ):
+        sites = attention_sites(module)
+        for item in inputs:
+            record = _traced(module, item, sites, _DTYPES[dtype], blocks=map == "block")
+            total = range(len(record.calls))
+            for layer in total if isinstance(layers, str) else layers:
+                yield item, build_map(record, layer, map)
+
+
+def _named(model: str | LoadedModel, seed: int, allow_pickle: bool) -> LoadedModel:
+    if isinstance(model, LoadedModel):
+        return model
+    return _loaded(model, None, None, seed, allow_pickle)
+
+
 def _traced(
-    model: nn.Module, item: Sample, sites: Mapping[str, nn.Module], dtype: torch.dtype
+    model: nn.Module,
+    item: Sample,
+    sites: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    blocks: bool = False,
 ) -> Trace:
-    return trace(model, moved(item.arguments, _CPU, dtype), sites, norms=True, dtype=dtype)
+    arguments = moved(item.arguments, _CPU, dtype)
+    return trace(model, arguments, sites, norms=True, blocks=blocks, dtype=dtype)
 
 
 def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:

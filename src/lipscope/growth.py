@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -96,6 +97,21 @@ class Growth:
             return f"{self.slope:.2f}"
         return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
+    @property
+    def law(self) -> str:
+        """Which of the laws ``n^0``, ``n^(1/4)``, ``n^(1/2)`` the interval holds, in words."""
+        if self.fits is False:
+            return "no power law"
+        if self.low is None or self.high is None:
+            return "no interval"
+        laws = {"no growth": 0.0, "n^(1/4)": 0.25, "n^(1/2)": 0.5}
+        held = [name for name, s in laws.items() if self.low <= s <= self.high]
+        if held:
+            return " or ".join(held)
+        places = ["falls", "slower than n^(1/4)", "between n^(1/4) and n^(1/2)"]
+        passed = sum(self.slope > s for s in laws.values())
+        return [*places, "faster than n^(1/2)"][passed]
+
 
 _group_of = attrgetter(*Group._fields)
 
@@ -178,6 +194,33 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
         paired=paired,
         note=_note(columns, len(logs) - len(kept), complete=bool(complete), paired=paired),
     )
+
+
+def top_held_fixed(rows: Iterable[Measurement]) -> list[Measurement]:
+    """The same rows with `sigma_rest` in the place of sigma; those without it have none."""
+    return [replace(row, sigma=row.sigma_rest, upper=None) for row in rows]
+
+
+def steps(rows: Iterable[Measurement]) -> list[tuple[Measurement, Measurement]]:
+    """Pairs of rows of one group and sample at neighbouring lengths, the shorter one first."""
+    curves: dict[tuple[Group, int], list[Measurement]] = {}
+    for key, part in groups(rows).items():
+        for row in sorted(part, key=lambda row: row.num_tokens):
+            curves.setdefault((key, row.sample), []).append(row)
+    return [pair for curve in curves.values() for pair in pairwise(curve)]
+
+
+def slope_of(points: Iterable[tuple[float | int, float]]) -> float:
+    """Least-squares slope of ``log y`` on ``log x``; NaN for fewer than two different x.
+
+    >>> round(slope_of([(1, 2.0), (4, 4.0), (16, 8.0)]), 12)
+    0.5
+    """
+    held = [(x, y) for x, y in points if x > 0 and usable(y)]
+    x, y = (np.log(np.array([pair[i] for pair in held])) for i in (0, 1))
+    if len(held) < 2 or not np.ptp(x) > 0:
+        return math.nan
+    return float((x - x.mean()) @ y / ((x - x.mean()) @ x))
 
 
 def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:

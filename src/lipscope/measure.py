@@ -45,7 +45,7 @@ _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
 def measure(
-    model: str | nn.Module = "minilm",
+    model: str | nn.Module | LoadedModel = "minilm",
     data: str | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | Literal["all"] = "all",
@@ -81,11 +81,10 @@ def measure(
     ``D`` is the metric. Every row carries the interval ``[sigma, upper]``, valid with probability
     ``1 - delta``.
 
-    Holds for any model whose attention modules can be found: Hugging Face models, folders,
-    or a module of your own. Dropout is switched off.
+    Holds for any model whose attention modules can be found. Dropout is switched off.
 
     Args:
-        model: A name for `load_model`, or a torch module.
+        model: A name for `load_model`, a loaded model, or a torch module.
         data: Text, or a batch for a module: input ids (integers), input embeddings
             (3 axes) or pixel values (4 axes), or a mapping of keyword arguments. The default
             text if None.
@@ -145,7 +144,8 @@ def measure(
         memory=parse_bytes(memory),
     )
     where = _device(device)
-    loaded = _loaded(model, tokenizer, revision, seed, allow_pickle)
+    known = isinstance(model, LoadedModel)
+    loaded = model if known else _loaded(model, tokenizer, revision, seed, allow_pickle)
     inputs = samples_of(loaded, data, lengths, samples, windows, special_tokens)
     for item in inputs:
         if item.num_tokens is not None:

@@ -11,6 +11,8 @@ from lipscope.capture import (
     vit,
 )
 from lipscope.capture.calls import Trace
+from lipscope.capture.changed import as_decoder, quantised, reinitialised
+from lipscope.capture.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
 from lipscope.capture.prepare import prepared
@@ -27,6 +29,7 @@ __all__ = [
     "Trace",
     "Window",
     "adopt_model",
+    "as_decoder",
     "attention_sites",
     "bert",
     "build_map",
@@ -41,8 +44,13 @@ __all__ = [
     "multihead",
     "phi3",
     "prepared",
+    "quantised",
+    "random_tokens",
     "reader_of",
+    "reinitialised",
+    "repeated_token",
     "samples_of",
+    "shuffled_words",
     "trace",
     "vit",
     "windows_of_text",

@@ -93,7 +93,7 @@ def windows_of_text(
         before, after = [], []
     else:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        before, after = _special_tokens(tokenizer) if special_tokens else ([], [])
+        before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
     extra = len(before) + len(after)
     _check_lengths(lengths, extra)
     longest, total = max(lengths), len(ids)
@@ -121,7 +121,7 @@ def _check_lengths(lengths: Sequence[int], extra: int) -> None:
         )
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The ids that a tokenizer puts before and after a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import typer
 
-from lipscope.cli import attack, bounds, certify, measure, theorems
+from lipscope.cli import attack, bounds, certify, measure, reproduce, theorems
 from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 
@@ -34,6 +34,7 @@ app.command()(measure.measure)
 app.command(epilog=bounds.EXAMPLE)(bounds.bounds)
 app.command(epilog=attack.EXAMPLE)(attack.attack)
 app.command(epilog=certify.EXAMPLE)(certify.certify)
+app.command(epilog=reproduce.EXAMPLE)(reproduce.reproduce)
 app.command(epilog=theorems.EXAMPLE)(theorems.theorems)
 
 

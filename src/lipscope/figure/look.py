@@ -11,7 +11,7 @@ from lipscope import marks
 from lipscope.errors import InputError
 from lipscope.page import chart_page
 
-Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart
+Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
 QUIET = "#6b6b6b"
 FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"

@@ -1,0 +1,129 @@
+"""`lipscope reproduce`: the papers' experiments, each in one command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lipscope.cli.terminal import default_folder, errors
+from lipscope.errors import InputError
+
+if TYPE_CHECKING:
+    from lipscope.experiments.findings import Findings
+
+EXAMPLE = "Example: lipscope reproduce castin2024/figure1 --quick --out runs/figure1"
+
+
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="See --list.")] = None,
+    list_all: Annotated[bool, typer.Option("--list", help="Names and titles.")] = False,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, such as minilm,bert-base-uncased. Default: see --list."
+        ),
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="Text file, or ag_news, besides the default text; may be repeated."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About a minute on two cores, not the paper's size.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder.  [default: runs/<date>-<name>]")
+    ] = None,
+) -> None:
+    """Repeat an experiment of a paper: a run folder, its figures, and findings.md.
+
+    findings.md puts the numbers beside what the paper says, in one table. A run that was
+    stopped goes on when the same command is given again.
+    """
+    if list_all:
+        _list()
+        return
+    if name is None:
+        raise InputError("`NAME` should name an experiment. Found none; `--list` shows them.")
+    from lipscope.experiments import reproduce as run
+
+    folder = out if out is not None else default_folder(name, "-quick" if quick else "")
+    with _Parts() as parts:
+        try:
+            findings = run(
+                name,
+                models=None if models is None else _names(models),
+                texts=text or (),
+                quick=quick,
+                out=folder,
+                told=parts.tell,
+            )
+        except KeyboardInterrupt:
+            errors.print("Stopped. What is finished is kept; the same command goes on from there.")
+            raise typer.Exit(130) from None
+    _show(findings)
+    errors.print(f"Rows, figures and findings.md: {folder}", markup=False, soft_wrap=True)
+
+
+def _names(text: str) -> list[str]:
+    """Names between commas; those of ``random:FAMILY:key=value,key=value`` stay together."""
+    found: list[str] = []
+    for word in filter(None, text.split(",")):
+        if "=" in word and ":" not in word and found and found[-1].startswith("random:"):
+            found[-1] += "," + word
+        else:
+            found.append(word)
+    return found
+
+
+def _list() -> None:
+    from lipscope.experiments import experiments
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "what", "models"):
+        table.add_column(column, no_wrap=column == "name")
+    for entry in experiments():
+        table.add_row(entry.name, entry.title, ", ".join(entry.models) or "–")
+    Console(highlight=False).print(table)
+
+
+def _show(findings: Findings) -> None:
+    table = Table(show_lines=True)
+    for column in ("what", "the paper, or theory", "here"):
+        table.add_column(column)
+    for claim in findings.claims:
+        table.add_row(Text(claim.about), Text(claim.said), Text(claim.found))
+    console = Console(highlight=False)
+    console.print(table)
+    for remark in findings.remarks:
+        console.print(f"- {remark}", markup=False, soft_wrap=True)
+
+
+class _Parts:
+    """One line for each part on standard error; a counter in it where that is a terminal."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._part = ""
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live and self._part:
+            sys.stderr.write("\n")
+
+    def tell(self, part: str, done: int, total: int) -> None:
+        """Say which part is being worked on, and how far it is."""
+        new = part != self._part
+        if self._live:
+            sys.stderr.write(("\n" if new and self._part else "\r") + f"{part}: {done}/{total} ")
+        elif new:
+            sys.stderr.write(f"{part}: {total}\n")
+        self._part = part
+        sys.stderr.flush()

@@ -1,0 +1,120 @@
+"""Second row of Figure 1: two clusters of tokens, placed by one head after another."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipscope.attention import Attention
+from lipscope.capture import LoadedModel
+from lipscope.captured import captures
+from lipscope.errors import InputError
+from lipscope.experiments.experiment import Study
+from lipscope.given import measure_given
+from lipscope.growth import Growth, groups, growth, slope_of
+from lipscope.inputs import two_cluster
+from lipscope.record import Measurement
+from lipscope.report import Rows
+
+# Radii of the published scripts for the first and the middle layer (adversarial.py).
+_SCRIPTS = {"bert": (15.5, 21.5), "gpt2": (100.0, 100.0)}
+_FROM = 10  # the law is one for large n: below, n - 1 is not n
+
+
+@dataclass(frozen=True)
+class Adversarial:
+    """One layer: by name of the radius, a row for every placing head (`sample`) and n.
+
+    Attributes:
+        model: Name of the model.
+        layer: Index of the layer.
+        rows: Rows by name of the radius.
+        radii: The radii.
+    """
+
+    model: str
+    layer: int
+    rows: dict[str, list[Measurement]]
+    radii: dict[str, float]
+
+    def fit(self, name: str) -> Growth | None:
+        """Exponent over all heads that place the tokens."""
+        return growth(_large(self.rows[name]), paired=True)
+
+    def fits(self) -> list[Growth | None]:
+        """One for each radius."""
+        return [self.fit(name) for name in self.rows]
+
+    def slopes(self, name: str) -> list[float]:
+        """Exponents head by head."""
+        rows = _large(self.rows[name])
+        heads = dict.fromkeys(row.sample for row in rows)
+        return [
+            slope_of((r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h) for h in heads
+        ]
+
+
+def adversarial(
+    study: Study, loaded: LoadedModel, layers: Sequence[int], real: Rows
+) -> Iterator[Adversarial]:
+    """Two clusters for every head of some layers, at the radius of real data and the scripts'."""
+    family = str(getattr(loaded.config, "model_type", ""))
+    for layer in layers:
+        one = next(captures(loaded, layers=[layer], lengths=[16], dtype="float32"))
+        norms = [r.radius_rms for r in real if r.layer == layer and r.radius_rms is not None]
+        at_text = round(statistics.median(norms), 2)
+        radii = {"the text": at_text}
+        if family in _SCRIPTS:
+            radii["the scripts"] = _SCRIPTS[family][min(layer, 1)]
+        try:
+            two_cluster(one.attention, num_tokens=2, radius=at_text)
+        except InputError as why:
+            if "real eigenvalue" not in str(why):
+                return  # rotary: nothing to place
+        found = {
+            name: _rows(study, loaded, layer, one.attention, radius)
+            for name, radius in radii.items()
+        }
+        yield Adversarial(loaded.name, layer, found, radii)
+
+
+def _rows(
+    study: Study, loaded: LoadedModel, layer: int, attention: Attention, radius: float
+) -> list[Measurement]:
+    heads = range(0, attention.num_heads, study.pick(4, 1))
+    lengths = study.pick([12, 27, 97], [*range(2, 100, 5)])
+
+    def job(head: int, n: int) -> tuple[dict[str, Any], Callable[[], Measurement]]:
+        key = {"model": loaded.name, "layer": layer, "head": head, "n": n, "radius": radius}
+
+        def compute() -> Measurement:
+            x = two_cluster(attention, head=head, num_tokens=n, radius=radius).x
+            return measure_given(
+                attention,
+                x,
+                kind="two_cluster",
+                model=loaded.name,
+                index=layer,
+                sample=head,
+                weights=loaded.weights,
+            )
+
+        return key, compute
+
+    jobs = [job(head, n) for head in heads if _placeable(attention, head) for n in lengths]
+    return study.rows("adversarial", jobs)
+
+
+def _placeable(attention: Attention, head: int) -> bool:
+    try:
+        two_cluster(attention, head=head, num_tokens=2, radius=1.0)
+    except InputError:
+        return False
+    return True
+
+
+def _large(rows: Sequence[Measurement]) -> list[Measurement]:
+    kept = [row for row in rows if row.num_tokens >= _FROM]
+    return kept if len(groups(kept)) == 1 else []

@@ -1,0 +1,167 @@
+"""What carries the growth of Figure 1: one thing taken away or changed at a time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lipscope.capture import (
+    LoadedModel,
+    quantised,
+    random_tokens,
+    reinitialised,
+    repeated_token,
+    shuffled_words,
+    windows_of_text,
+)
+from lipscope.experiments.experiment import Study
+from lipscope.experiments.findings import Table
+from lipscope.experiments.texts import Text
+from lipscope.growth import Growth, groups, growth, top_held_fixed
+from lipscope.record import Measurement
+from lipscope.table import number
+
+
+@dataclass(frozen=True)
+class Control:
+    """Rows of one control, and their growth by layer.
+
+    Attributes:
+        name: What was changed.
+        model: Name of the model.
+        text: Name of the text.
+        rows: The rows.
+    """
+
+    name: str
+    model: str
+    text: str
+    rows: list[Measurement]
+
+    @property
+    def fits(self) -> dict[int, Growth | None]:
+        """Growth by layer; samples are the same at every length, or prefixes of each other."""
+        return {
+            key.layer or 0: growth(part, paired=True) for key, part in groups(self.rows).items()
+        }
+
+    def spread(self) -> float:
+        """Largest relative range of sigma over lengths, of one sample and layer."""
+        curves: dict[Any, list[float]] = {}
+        for row in self.rows:
+            curves.setdefault((row.layer, row.sample), []).append(row.sigma or 0.0)
+        return max(max(c) / min(c) - 1 for c in curves.values())
+
+
+def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]:
+    """Every control on one model and text, at the same lengths and layers."""
+    ask = _Ask(study, loaded, text)
+    family, trained = loaded.config.model_type, not loaded.weights.startswith("random")
+    base = ask.text("text", loaded, text.content, rest=True)
+    yield base
+    yield ask.named("top token fixed", top_held_fixed(base.rows))
+    yield ask.text("normed", loaded, text.content, map="normed")
+    yield ask.text("token-relative", loaded, text.content, metric="token-relative")
+    if family == "bert":
+        yield ask.repeated("one token, one position", loaded, same_place=True)
+    if not trained:
+        return  # the rest speaks of words and of trained weights
+    yield ask.repeated("one token", loaded, same_place=False)
+    yield ask.tokens("random tokens", loaded)
+    yield ask.text("shuffled words", loaded, shuffled_words(text.content))
+    yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
+    yield ask.text("random weights", reinitialised(loaded), text.content)
+    if loaded.weights == "float32":
+        yield ask.text("Q4_1 weights", quantised(loaded), text.content)
+
+
+def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
+    """Sigma of the same windows at other positions, the number of tokens being the same.
+
+    For models with learnt positions; with a rotary embedding only differences of positions
+    enter, so that nothing changes.
+    """
+    if loaded.config.model_type not in ("bert", "gpt2") or loaded.max_tokens is None:
+        return
+    ask, n = _Ask(study, loaded, text), 64
+    places = [k for k in (0, 16, 32, 64, 96, 128, 192, 256, 384) if k + n <= loaded.max_tokens]
+    places = study.pick(places[:: max(1, len(places) - 1)], places)
+    found = [ask.offset(n, k) for k in places]
+    lines = tuple(
+        (str(layer), *(number(_median(rows, layer), 3) for rows in found)) for layer in ask.layers
+    )
+    title = f"Position without length: {loaded.name}, {text.name}, n = {n}, median sigma"
+    yield Table(title, ("layer", *(f"from position {k}" for k in places)), lines)
+
+
+def _median(rows: Sequence[Measurement], layer: int) -> float:
+    return statistics.median(row.sigma or 0.0 for row in rows if row.layer == layer)
+
+
+class _Ask:
+    """The questions of all controls, alike in everything but the control."""
+
+    def __init__(self, study: Study, loaded: LoadedModel, text: Text) -> None:
+        self.study, self.loaded, self.text_name = study, loaded, text.name
+        self.content = text.content
+        count = int(loaded.config.num_hidden_layers)
+        every = list(range(0, count, 1 if count <= 12 else 5))
+        self.layers = study.pick([0, count // 2], every)
+        self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128, 256])
+        self.samples = study.pick(3, 10)
+
+    def named(self, name: str, rows: Sequence[Measurement]) -> Control:
+        return Control(name, self.loaded.name, self.text_name, list(rows))
+
+    def part(self, name: str) -> str:
+        words = f"control-{name}-{self.loaded.name}-{self.text_name}"
+        return "".join(c if c.isalnum() else "-" for c in words)
+
+    def text(self, name: str, loaded: LoadedModel, content: str, **options: Any) -> Control:
+        rows = self.study.measure(
+            self.part(name),
+            loaded,
+            content,
+            layers=self.layers,
+            lengths=self.lengths,
+            samples=self.samples,
+            **options,
+        )
+        return self.named(name, rows)
+
+    def tokens(self, name: str, loaded: LoadedModel) -> Control:
+        rows: list[Measurement] = []
+        for n in self.lengths:
+            ids = random_tokens(loaded, n, self.samples)
+            rows += self.study.measure(f"{self.part(name)}-{n}", loaded, ids, layers=self.layers)
+        return self.named(name, rows)
+
+    def offset(self, num_tokens: int, start: int) -> Sequence[Measurement]:
+        """Windows of the text whose positions begin at ``start``."""
+        windows = windows_of_text(
+            self.content,
+            self.loaded.tokenizer,
+            lengths=[num_tokens],
+            samples=self.samples,
+            vocab_size=self.loaded.config.vocab_size,
+        )
+        ids = torch.cat([window.ids for window in windows])
+        positions = torch.arange(start, start + num_tokens).expand_as(ids).contiguous()
+        batch = {"input_ids": ids, "position_ids": positions}
+        part = self.part(f"from-position-{start}")
+        return self.study.measure(part, self.loaded, batch, layers=self.layers)
+
+    def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
+        """One token again and again; at one position all its copies are equal vectors."""
+        rows: list[Measurement] = []
+        for n in self.lengths:
+            ids = repeated_token(loaded, n, self.samples, special=False)
+            batch: Any = {"input_ids": ids}
+            if same_place:
+                batch["position_ids"] = torch.zeros_like(ids)
+            rows += self.study.measure(f"{self.part(name)}-{n}", loaded, batch, layers=self.layers)
+        return self.named(name, rows)

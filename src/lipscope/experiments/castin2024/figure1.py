@@ -1,0 +1,381 @@
+"""Figure 1: growth of sigma with the number of tokens, on real text and on adversarial inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipscope.capture import LoadedModel, as_decoder
+from lipscope.captured import layer_maps
+from lipscope.experiments.castin2024.adversarial import Adversarial, adversarial
+from lipscope.experiments.castin2024.controls import Control, controls, offsets
+from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
+from lipscope.experiments.texts import Text
+from lipscope.growth import Growth, growth, slope_of, steps, top_held_fixed
+from lipscope.panels import Panel, Series, power_law
+from lipscope.published import castin_scripts
+from lipscope.record import Measurement
+from lipscope.report import Rows
+
+# What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
+_AS_CODED = {"bert": "residual"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One column of the figure: a model, perhaps masked, on one text.
+
+    Attributes:
+        loaded: The model.
+        text: The text.
+    """
+
+    loaded: LoadedModel
+    text: Text
+
+    @property
+    def family(self) -> str:
+        """Model type of transformers."""
+        return str(getattr(self.loaded.config, "model_type", ""))
+
+    @property
+    def layers(self) -> list[int]:
+        """First and middle, as the paper's 0 and 6 of 12; of masked BERT and GPT-2 the latter."""
+        middle_one = int(self.loaded.config.num_hidden_layers) // 2
+        masked = self.loaded.name.endswith(", causal") or self.family == "gpt2"
+        return [middle_one] if masked else [0, middle_one]
+
+    @property
+    def name(self) -> str:
+        """As tables say it."""
+        return f"{self.loaded.name}, {self.text.name}"
+
+    @property
+    def part(self) -> str:
+        """A name for files."""
+        return "".join(c if c.isalnum() else "-" for c in self.name).strip("-")
+
+
+@experiment(
+    "castin2024/figure1",
+    title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
+    cite="castin2024",
+    models=("minilm", "smollm2", "random:gpt2"),
+    quick_models=("minilm", "random:gpt2"),
+)
+def figure1(study: Study) -> Findings:
+    """Both rows of the figure, what its scripts compute, and the controls."""
+    cases = [Case(m, text) for m in _models(study) for text in study.texts]
+    real = {case.name: _real(study, case) for case in cases}
+    coded = {case.name: _as_coded(study, case) for case in cases}
+    paired = {case.name: _paired(study, case) for case in cases}
+    worst = [
+        found
+        for case in cases
+        if case.text is study.texts[0]
+        for found in adversarial(study, case.loaded, case.layers, real[case.name])
+    ]
+    controlled = [
+        found
+        for case in cases
+        if not case.loaded.name.endswith(", causal")
+        for found in controls(study, case.loaded, case.text)
+    ]
+    _draw(study, cases, real, coded, worst)
+    return Findings(
+        claims=_claims(cases, real, paired, coded, worst, controlled),
+        tables=(
+            _exponents(cases, real, paired, coded),
+            _worst_table(worst),
+            *_control_tables(controlled),
+            *(table for case in cases for table in offsets(study, case.loaded, case.text)),
+        ),
+        remarks=_remarks(study),
+    )
+
+
+def _models(study: Study) -> Iterator[LoadedModel]:
+    for name in study.models:
+        loaded = study.load(name)
+        yield loaded
+        if getattr(loaded.config, "is_decoder", None) is False and name != "random:gpt2":
+            yield as_decoder(loaded)
+
+
+def _lengths(study: Study, case: Case) -> Sequence[int]:
+    """Those of the paper: even ones to 100 (Alice), or every tenth to 512 (AG_NEWS)."""
+    if study.quick:
+        return [8, 16, 32, 64]
+    return range(2, 512, 10) if case.text.name == "AG_NEWS" else range(2, 101, 2)
+
+
+def _every(case: Case) -> list[int]:
+    """All layers; of deep models every fifth."""
+    count = int(case.loaded.config.num_hidden_layers)
+    return list(range(0, count, 1 if count <= 12 else 5))
+
+
+def _real(study: Study, case: Case) -> Rows:
+    """First row: the paper's consecutive windows, without special tokens."""
+    return study.measure(
+        f"consecutive-{case.part}",
+        case.loaded,
+        case.text.content,
+        layers=case.layers,
+        lengths=_lengths(study, case),
+        samples=study.pick(3, 10),
+        windows="consecutive",
+        special_tokens=False,
+    )
+
+
+def _paired(study: Study, case: Case) -> Rows:
+    """The same passages at every length: nested prefixes, for all layers."""
+    return study.measure(
+        f"nested-{case.part}",
+        case.loaded,
+        case.text.content,
+        layers=study.pick(case.layers, _every(case)),
+        lengths=study.pick([16, 32, 64], [16, 32, 64, 128, 256, 512]),
+        samples=study.pick(3, 10),
+        special_tokens=False,
+        rest=True,
+    )
+
+
+def _as_coded(study: Study, case: Case) -> dict[int, list[tuple[int, float]]]:
+    """The quantity of the published scripts on the windows of the first row, by layer."""
+    what = _AS_CODED.get(case.family, "attention")
+
+    def job(n: int) -> Job:
+        def compute() -> dict[str, Any]:
+            maps = layer_maps(
+                case.loaded,
+                case.text.content,
+                layers=case.layers,
+                map=what,
+                lengths=[n],
+                samples=study.pick(3, 10),
+                windows="consecutive",
+                special_tokens=False,
+            )
+            found = [{"layer": one.layer, "value": castin_scripts(one)} for _, one in maps]
+            return {"values": found}
+
+        return {"case": case.name, "map": what, "n": n}, compute
+
+    found: dict[int, list[tuple[int, float]]] = {layer: [] for layer in case.layers}
+    for record in study.values(f"as-coded-{case.part}", [job(n) for n in _lengths(study, case)]):
+        for one in record["values"]:
+            found[one["layer"]].append((record["n"], one["value"]))
+    return found
+
+
+def _of(rows: Rows, layer: int) -> list[Measurement]:
+    return [row for row in rows if row.layer == layer]
+
+
+@functools.lru_cache(maxsize=64)
+def _fits(rows: Rows) -> dict[int, Growth | None]:
+    return {key.layer or 0: fit for key, fit in rows.growth().items()}
+
+
+def _rest(rows: Rows, layer: int) -> Growth | None:
+    """Growth with the top token held fixed."""
+    return growth(top_held_fixed(_of(rows, layer)), paired=True)
+
+
+# --- what is drawn ---------------------------------------------------------------------------
+
+
+def _draw(
+    study: Study,
+    cases: Sequence[Case],
+    real: dict[str, Rows],
+    coded: dict[str, dict[int, list[tuple[int, float]]]],
+    worst: Sequence[Adversarial],
+) -> None:
+    for text in study.texts:
+        panels = [
+            _real_panel(case, layer, real[case.name], coded[case.name][layer])
+            for case in cases
+            if case.text is text
+            for layer in case.layers
+        ]
+        stem = "real-" + "".join(c if c.isalnum() else "-" for c in text.name)
+        study.draw(stem, f"Figure 1, first row: {text.name}", panels, [_HOW], columns=2)
+    panels = [_worst_panel(one) for one in worst]
+    study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
+
+
+_HOW = "Points: single windows (consecutive, as in the paper); both axes logarithmic."
+
+
+def _real_panel(case: Case, layer: int, rows: Rows, coded: list[tuple[int, float]]) -> Panel:
+    points = tuple((row.num_tokens, row.sigma or 0.0) for row in _of(rows, layer))
+    return Panel(
+        f"{case.loaded.name}, layer {layer}",
+        (
+            Series("sigma of attention", points, "points"),
+            Series("as in the published scripts", tuple(coded), "points"),
+            power_law(points, 0.25, "∝ n^(1/4)"),
+            power_law(points, 0.5, "∝ n^(1/2)"),
+        ),
+        y="sigma, or the scripts' quantity",
+    )
+
+
+def _worst_panel(one: Adversarial) -> Panel:
+    series = []
+    for name, rows in one.rows.items():
+        points = tuple((r.num_tokens, r.sigma or 0.0) for r in rows)
+        series.append(Series(f"radius of {name}, one point for each head", points, "points"))
+    radii = " and ".join(f"{one.radii[name]:.3g}" for name in one.rows)
+    law = power_law(series[0].points, 0.5, "∝ n^(1/2)")
+    return Panel(f"{one.model}, layer {one.layer}: radius {radii}", (*series, law))
+
+
+# --- what is said ----------------------------------------------------------------------------
+
+
+def _claims(
+    cases: Sequence[Case],
+    real: dict[str, Rows],
+    paired: dict[str, Rows],
+    coded: dict[str, dict[int, list[tuple[int, float]]]],
+    worst: Sequence[Adversarial],
+    controlled: Sequence[Control],
+) -> tuple[Claim, ...]:
+    fresh = [fit for case in cases for fit in _fits(real[case.name]).values() if fit]
+    same = [fit for case in cases for fit in _fits(paired[case.name]).values() if fit]
+    quarter = "growth close to n^(1/4), whatever the text, the depth and the mask (Section 5.3)"
+    ratio = [
+        slope_of(values) - fit.slope
+        for case in cases
+        for layer, values in coded[case.name].items()
+        if (fit := _fits(real[case.name])[layer]) is not None
+    ]
+    heads = [fit.slope for one in worst for fit in one.fits() if fit]
+    return (
+        Claim("real text, consecutive windows", quarter, counted(fit.law for fit in fresh)),
+        Claim("real text, the same passages at every n", quarter, counted(f.law for f in same)),
+        Claim(
+            "exponents, all layers and texts",
+            "1/4; the worst case is 1/2",
+            f"consecutive {middle(f.slope for f in fresh)}, nested {middle(f.slope for f in same)}",
+        ),
+        Claim(
+            "as in the published scripts: √‖Jᵀf(X)‖ instead of sigma",
+            "named sigma there (read in the code, commit eff2f2a; whether the printed figures "
+            "came from it is unknown)",
+            f"its exponent minus that of sigma: {middle(ratio)}",
+        ),
+        Claim("adversarial inputs", "growth like n^(1/2)", f"exponents {middle(heads)}"),
+        Claim(
+            "one token repeated, at one position",
+            "exactly no growth in an unmasked layer (derived here, docs/theory/inputs.md)",
+            _repeated(controlled),
+        ),
+        Claim(
+            "prefixes in causal layers",
+            "sigma can only grow (derived here)",
+            _prefixes(cases, paired),
+        ),
+    )
+
+
+def _repeated(controlled: Sequence[Control]) -> str:
+    spreads = [c.spread() for c in controlled if c.name == "one token, one position"]
+    return f"largest relative change {max(spreads):.1e}" if spreads else "not run"
+
+
+def _prefixes(cases: Sequence[Case], paired: dict[str, Rows]) -> str:
+    """How often sigma fell from one prefix to the next longer one, beyond the tolerance."""
+    pairs = [
+        (short, long)
+        for case in cases
+        if case.loaded.name.endswith(", causal") or case.family in ("gpt2", "llama")
+        for short, long in steps(paired[case.name])
+    ]
+    fell = sum((long.upper or 0.0) < (short.sigma or 0.0) for short, long in pairs)
+    return f"fell in {fell} of {len(pairs)} steps"
+
+
+def _exponents(
+    cases: Sequence[Case],
+    real: dict[str, Rows],
+    paired: dict[str, Rows],
+    coded: dict[str, dict[int, list[tuple[int, float]]]],
+) -> Table:
+    lines = []
+    for case in cases:
+        first, second = _fits(real[case.name]), _fits(paired[case.name])
+        for layer, fit in second.items():
+            values = coded[case.name].get(layer)
+            lines.append(
+                (
+                    case.name,
+                    str(layer),
+                    exponent(first.get(layer)),
+                    exponent(fit),
+                    exponent(_rest(paired[case.name], layer)),
+                    "–" if values is None else f"{slope_of(values):.2f}",
+                )
+            )
+    columns = (
+        "model, text",
+        "layer",
+        "consecutive windows",
+        "same passages",
+        "top token fixed",
+        "as in the scripts",
+    )
+    title = "Exponents of sigma in n (95 % interval over the sampling of text; ✗: no power law)"
+    return Table(title, columns, tuple(lines))
+
+
+def _worst_table(worst: Sequence[Adversarial]) -> Table:
+    lines = tuple(
+        (
+            one.model,
+            str(one.layer),
+            f"{name}, {one.radii[name]:.3g}",
+            exponent(one.fit(name)),
+            middle(one.slopes(name)),
+        )
+        for one in worst
+        for name in one.rows
+    )
+    columns = ("model", "layer", "radius of", "exponent, interval over heads", "by head")
+    return Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
+
+
+def _control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
+    places = dict.fromkeys((c.model, c.text) for c in controlled)
+    for model, text in places:
+        mine = [c for c in controlled if (c.model, c.text) == (model, text)]
+        layers = list(dict.fromkeys(layer for c in mine for layer in c.fits))
+        lines = tuple(
+            (str(layer), *(exponent(c.fits.get(layer)) for c in mine)) for layer in layers
+        )
+        columns = ("layer", *(c.name for c in mine))
+        yield Table(f"What carries the growth: {model}, {text}", columns, lines)
+
+
+def _remarks(study: Study) -> tuple[str, ...]:
+    found = [
+        study.not_run("bert-base-uncased", "gpt2"),
+        "Text: "
+        + ", ".join(text.name for text in study.texts)
+        + "."
+        + " AG_NEWS was not run." * all(t.name != "AG_NEWS" for t in study.texts),
+        "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
+        "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
+        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py).",
+        "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
+        "Rotary layers have no two-cluster inputs: their logits depend on position.",
+    ]
+    return tuple(remark for remark in found if remark)

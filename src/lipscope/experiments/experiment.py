@@ -1,0 +1,305 @@
+"""The register of experiments, and what they share: the folder, resuming, files, findings."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lipscope.capture import LoadedModel, load_model
+from lipscope.errors import InputError
+from lipscope.experiments.findings import Findings, page
+from lipscope.experiments.texts import Text, texts_of
+from lipscope.folder import Finished, RunFolder
+from lipscope.jsonl import append_lines, cut_torn_line, objects
+from lipscope.measure import measure
+from lipscope.panels import Panel
+from lipscope.record import Measurement, provenance, stable_id
+from lipscope.report import Rows
+from lipscope.stored import write_parquet
+
+Told = Callable[[str, int, int], None]
+Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One entry of the register.
+
+    Attributes:
+        name: ``paper/figure``.
+        title: What is reproduced, in a line.
+        cite: Key of the bibliography.
+        models: Models by default; none where the experiment needs no model.
+        quick_models: Those of ``--quick``.
+        reads_text: Whether it reads texts.
+        function: Does it.
+    """
+
+    name: str
+    title: str
+    cite: str
+    models: tuple[str, ...]
+    quick_models: tuple[str, ...]
+    reads_text: bool
+    function: Callable[[Study], Findings]
+
+
+_REGISTER: dict[str, Experiment] = {}
+
+
+def experiment(
+    name: str,
+    *,
+    title: str,
+    cite: str,
+    models: Sequence[str] = (),
+    quick_models: Sequence[str] | None = None,
+    reads_text: bool = True,
+) -> Callable[[Callable[[Study], Findings]], Callable[[Study], Findings]]:
+    """Enter an experiment into the register.
+
+    Args:
+        name: ``paper/figure``.
+        title: What is reproduced.
+        cite: Key of ``docs/references.bib``.
+        models: Models by default.
+        quick_models: Models of ``--quick``; the same if None.
+        reads_text: Whether texts are read.
+
+    Returns:
+        The decorator, which leaves the function as it is.
+    """
+
+    def enter(function: Callable[[Study], Findings]) -> Callable[[Study], Findings]:
+        quick = tuple(models if quick_models is None else quick_models)
+        _REGISTER[name] = Experiment(name, title, cite, tuple(models), quick, reads_text, function)
+        return function
+
+    return enter
+
+
+def experiments() -> list[Experiment]:
+    """Every experiment, in the order of registration."""
+    return list(_REGISTER.values())
+
+
+class Study:
+    """What an experiment is given: what to run on, and where its rows, values and figures go.
+
+    Args:
+        entry: The experiment.
+        folder: Its run folder.
+        models: Names of models.
+        texts: Texts.
+        quick: Whether a minute is enough.
+        told: Called as ``told(part, done, total)``.
+    """
+
+    def __init__(
+        self,
+        entry: Experiment,
+        folder: RunFolder,
+        models: tuple[str, ...],
+        texts: tuple[Text, ...],
+        quick: bool,
+        told: Told | None,
+    ) -> None:
+        self.entry, self.folder, self.quick = entry, folder, quick
+        self.models, self.texts = models, texts
+        self.figures: list[tuple[str, str]] = []
+        self._told = told
+        self.load = functools.lru_cache(maxsize=2)(load_model)
+
+    def pick(self, quick: T, full: T) -> T:
+        """One of two settings."""
+        return quick if self.quick else full
+
+    def not_run(self, *names: str) -> str | None:
+        """A remark on models that the paper used and this run did not."""
+        missing = [name for name in names if name not in self.models]
+        return f"Not run on {' or '.join(missing)}." if missing else None
+
+    def measure(
+        self, part: str, model: str | LoadedModel, data: Any = None, **options: Any
+    ) -> Rows:
+        """Rows of `lipscope.measure`, in a run folder of their own under ``parts``."""
+
+        def progress(done: int, total: int, row: Measurement | None) -> None:
+            del row
+            self._tell(part, done, total)
+
+        loaded = self.load(model) if isinstance(model, str) else model
+        where = self.folder.path / "parts" / part
+        rows = measure(loaded, data, out=where, progress=progress, **options)
+        self._keep(rows)
+        return rows
+
+    def values(self, part: str, jobs: Iterable[Job]) -> list[dict[str, Any]]:
+        """Records of jobs by their keys, each computed once and kept in ``<part>.jsonl``.
+
+        Args:
+            part: Name of the file.
+            jobs: Pairs of a key (plain values that determine the record) and a function that
+                computes the rest of it.
+
+        Returns:
+            Key and values together, in the order of the jobs.
+        """
+        path = self.folder.path / f"{part}.jsonl"
+        held = _held(path)
+        jobs = list(jobs)
+        found = []
+        for done, (key, compute) in enumerate(jobs):
+            name = stable_id({"part": part, **key})
+            if name not in held:
+                self._tell(part, done, len(jobs))
+                held[name] = {"key": name, **key, **compute()}
+                _append(path, held[name])
+            found.append(held[name])
+        self._tell(part, len(jobs), len(jobs))
+        _compact(path, found)
+        return found
+
+    def rows(
+        self, part: str, jobs: Iterable[tuple[dict[str, Any], Callable[[], Measurement]]]
+    ) -> list[Measurement]:
+        """As `values`, for jobs that give a `Measurement`."""
+        kept = self.values(part, [(key, _row_of(make)) for key, make in jobs])
+        rows = [Measurement(**json.loads(record["row"])) for record in kept]
+        self._keep(rows)
+        return rows
+
+    def draw(
+        self,
+        stem: str,
+        title: str,
+        panels: Sequence[Panel],
+        notes: Sequence[str] = (),
+        columns: int = 3,
+    ) -> None:
+        """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first."""
+        from lipscope.figure import curves_chart, save
+
+        chart = curves_chart(title, panels, notes=notes, columns=columns)
+        for kind in ("svg", "png"):
+            save(chart, self.folder.path / f"{stem}.{kind}")
+        self.figures.append((f"{stem}.svg", title))
+
+    def _keep(self, rows: Iterable[Measurement]) -> None:
+        """Every row of a part is also one of the whole run."""
+        new = {row.id: row for row in rows if row.id not in self.folder.done}
+        self.folder.extend([Finished(row) for row in new.values()])
+
+    def _tell(self, part: str, done: int, total: int) -> None:
+        if self._told is not None:
+            self._told(part, done, total)
+
+
+def reproduce(
+    name: str,
+    *,
+    models: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    quick: bool = False,
+    out: str | Path,
+    told: Told | None = None,
+) -> Findings:
+    """Run one experiment; the same call again goes on where it stopped.
+
+    Args:
+        name: As in the register.
+        models: Names for `load_model`; those of the experiment if None.
+        texts: Files, or ``ag_news``, besides the default text.
+        quick: About a minute instead of the paper's size.
+        out: Folder of the rows, figures and ``findings.md``.
+        told: Called as ``told(part, done, total)``.
+
+    Returns:
+        The findings, which also stand in ``findings.md``.
+
+    Raises:
+        InputError: If there is no such experiment, or it cannot be run as asked.
+    """
+    entry = _REGISTER.get(name)
+    if entry is None:
+        known = ", ".join(_REGISTER)
+        raise InputError(f"`NAME` should be one of {known}. Found `{name}`.")
+    if models is not None and not entry.models:
+        raise InputError(f"`--models` goes with experiments on models. Found it with `{name}`.")
+    if texts and not entry.reads_text:
+        raise InputError(f"`--text` goes with experiments on text. Found it with `{name}`.")
+    chosen = tuple(models) if models else (entry.quick_models if quick else entry.models)
+    held = texts_of(texts) if entry.reads_text else ()
+    spec = {"experiment": name, "quick": quick, "models": chosen}
+    spec |= {"texts": [(text.name, text.sha256) for text in held]}
+    origin = provenance()
+    with RunFolder(Path(out), spec, origin) as folder:
+        study = Study(entry, folder, chosen, held, quick, told)
+        findings = entry.function(study)
+        text = page(
+            findings,
+            title=entry.title,
+            cite=entry.cite,
+            command=_command(name, models, held[1:], quick),
+            figures=study.figures,
+            origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
+            f"{origin['transformers']}",
+        )
+        _write(folder.path / "findings.md", text)
+    return findings
+
+
+def _command(name: str, models: Sequence[str] | None, texts: Sequence[Text], quick: bool) -> str:
+    words = ["lipscope reproduce", name]
+    if models:
+        words += ["--models", ",".join(models)]
+    for text in texts:
+        words += ["--text", text.name]
+    return " ".join([*words, "--quick"] if quick else words)
+
+
+def _row_of(make: Callable[[], Measurement]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"row": make().to_json()}
+
+
+def _held(path: Path) -> dict[str, dict[str, Any]]:
+    """Finished records by key; a torn last line is as good as not written."""
+    try:
+        cut_torn_line(path)
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+    return {record["key"]: record for _, record in objects(data)}
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    try:
+        append_lines(path, [json.dumps(record, ensure_ascii=False)])
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+
+
+def _compact(path: Path, records: list[dict[str, Any]]) -> None:
+    import polars as pl
+
+    plain = [{k: v for k, v in r.items() if k != "row"} for r in records]
+    try:
+        write_parquet(pl.DataFrame(plain, infer_schema_length=None), path.with_suffix(".parquet"))
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise _unwritable(path, problem) from problem
+
+
+def _unwritable(path: Path, problem: OSError) -> InputError:
+    return InputError(f"`{path}` cannot be written ({problem.strerror}); choose another `--out`.")

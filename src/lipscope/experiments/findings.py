@@ -1,0 +1,131 @@
+"""What an experiment ends in: one table beside the paper, further tables, and remarks."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lipscope.growth import Growth
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of the table of claims.
+
+    Attributes:
+        about: What is compared.
+        said: What the paper (or its code, or a derivation here) says.
+        found: What was measured.
+    """
+
+    about: str
+    said: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A further table.
+
+    Attributes:
+        title: Heading.
+        columns: Names.
+        lines: Cells, as many as columns in each line.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result of an experiment in words and numbers.
+
+    Attributes:
+        claims: Beside the paper.
+        tables: Further ones.
+        remarks: What a reader must know: what was not run, what does not apply.
+    """
+
+    claims: tuple[Claim, ...]
+    tables: tuple[Table, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def page(
+    findings: Findings,
+    *,
+    title: str,
+    cite: str,
+    command: str,
+    figures: Iterable[tuple[str, str]],
+    origin: str,
+) -> str:
+    """The findings in Markdown.
+
+    Args:
+        findings: The result.
+        title: Of the experiment.
+        cite: Key of the bibliography.
+        command: What printed it.
+        figures: Pairs of file name and what it shows.
+        origin: Versions.
+
+    Returns:
+        The page.
+    """
+    claims = [(c.about, c.said, c.found) for c in findings.claims]
+    parts = [
+        f"# {title}",
+        f"Printed by `{command}` ({origin}). Paper: [{cite}].",
+        _markdown(("what", "the paper, or theory", "here"), claims),
+        *(f"![{shows}]({name})" for name, shows in figures),
+    ]
+    for table in findings.tables:
+        parts += [f"## {table.title}", _markdown(table.columns, table.lines)]
+    if findings.remarks:
+        parts += ["## Remarks", "\n".join(f"- {remark}" for remark in findings.remarks)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
+
+    return "\n".join([row(columns), "|" + " --- |" * len(columns), *map(row, lines)])
+
+
+def exponent(fit: Growth | None) -> str:
+    """An exponent with its interval; ``✗`` where a power law does not fit.
+
+    The interval speaks of the sampling of text, see `lipscope.growth.growth`.
+    """
+    if fit is None:
+        return "–"
+    ends = "" if fit.low is None else f" [{fit.low:.2f}, {fit.high:.2f}]"
+    return f"{fit.slope:.2f}{ends}" + " ✗" * (fit.fits is False)
+
+
+def counted(words: Iterable[str]) -> str:
+    """How often each word occurs, most frequent first.
+
+    >>> counted(["a", "b", "a"])
+    '2 a, 1 b'
+    """
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
+
+
+def middle(values: Iterable[float], digits: int = 2) -> str:
+    """Median with the smallest and the largest value.
+
+    >>> middle([1.0, 3.0, 2.0])
+    '2.00 (1.00 to 3.00)'
+    """
+    held = sorted(values)
+    if not held:
+        return "–"
+    low, mid, high = held[0], statistics.median(held), held[-1]
+    return f"{mid:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

@@ -1,0 +1,83 @@
+"""The texts of an experiment: the default one always, and those that the user names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lipscope.capture import default_text
+from lipscope.errors import InputError
+
+AG_NEWS = "ag_news"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text with the name that tables give it.
+
+    Attributes:
+        name: Name of the file, or of the data set.
+        content: The text.
+    """
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the content."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
+    """The default text, then those that were named.
+
+    Args:
+        names: Files in UTF-8, or ``ag_news`` (its test split, which needs the package
+            ``datasets`` and a network or its cache).
+
+    Returns:
+        The texts, each once.
+
+    Raises:
+        InputError: If one cannot be had.
+    """
+    found = [Text("Python manual", default_text())]
+    for name in dict.fromkeys(names):
+        found.append(_ag_news() if name == AG_NEWS else _file(name))
+    return tuple(found)
+
+
+def _file(name: str) -> Text:
+    try:
+        content = Path(name).read_bytes().decode("utf-8-sig")
+    except OSError as problem:
+        raise InputError(
+            f"`--text` should be a readable file or {AG_NEWS}. Found `{name}`: {problem.strerror}."
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"`--text` should be UTF-8 text. Found `{name}`, which is not.") from None
+    if not content.strip():
+        raise InputError(f"`--text` should hold words. Found none in `{name}`.")
+    return Text(Path(name).name, content)
+
+
+def _ag_news() -> Text:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise InputError(
+            f"The text `{AG_NEWS}` needs the package `datasets`; run "
+            "`pip install 'lipscope[news]'`."
+        ) from None
+    try:
+        lines = load_dataset("fancyzhx/ag_news", split="test")["text"]
+    except Exception as problem:  # every transport has errors of its own
+        said = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"The text `{AG_NEWS}` should be had from the hub or its cache. Found "
+            f"{type(problem).__name__}: {said}; leave it out, or pass a file."
+        ) from None
+    return Text("AG_NEWS", " ".join(lines))

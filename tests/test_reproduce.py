@@ -1,0 +1,138 @@
+"""The papers' experiments: register, folder, resuming, findings, and figure 1 on tiny models."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from command import SIZES, TEXT
+from lipscope import cli
+from lipscope.errors import InputError
+from lipscope.experiments import experiments, reproduce
+from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope.growth import growth
+from rows import row as measurement
+
+BERT = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=128"
+GPT2 = "random:gpt2:n_embd=12,n_head=3,n_layer=2,n_positions=128,vocab_size=300"
+
+
+def said_by(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["lipscope", "reproduce", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    out = capsys.readouterr()
+    return int(end.value.code or 0), out.out, out.err
+
+
+def test_names_are_paper_and_figure() -> None:
+    names = [entry.name for entry in experiments()]
+    assert len(names) == len(set(names))
+    assert {"castin2024/figure1"} <= set(names)
+    assert all(re.fullmatch(r"[a-z0-9]+(/[a-z0-9-]+)?", name) for name in names)
+
+
+def test_every_experiment_cites_the_bibliography() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "references.bib").read_text()
+    for entry in experiments():
+        assert entry.cite == "derived here" or f"{{{entry.cite}," in text, entry.name
+
+
+def test_list(monkeypatch, capsys) -> None:
+    status, out, _ = said_by(monkeypatch, capsys, "--list")
+    assert status == 0
+    assert all(entry.name in out for entry in experiments())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nobody/figure9", "--out", "x"], "`NAME` should be one of"),
+        ([], "`NAME` should name an experiment"),
+        (["castin2024/figure1", "--text", "absent.txt", "--out", "x"], "absent.txt"),
+        (["castin2024/figure1", "--models", "minilmm", "--out", "x"], "minilm"),
+    ],
+)
+def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, expected) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = said_by(monkeypatch, capsys, *words)
+    assert status == 2 and out == ""
+    lines = [line for line in err.splitlines() if "lipscope:" in line]
+    assert len(lines) == 1 and expected in lines[0]
+    assert "Traceback" not in err
+
+
+@pytest.fixture
+def short_text(monkeypatch) -> None:
+    """A default text that takes no time to cut into tokens."""
+    monkeypatch.setattr("lipscope.experiments.texts.default_text", lambda: TEXT)
+
+
+@pytest.mark.slow
+def test_figure1_on_tiny_models(monkeypatch, capsys, tmp_path, short_text) -> None:
+    words = ["castin2024/figure1", "--quick", "--models", f"{BERT},{GPT2}", "--out", "run"]
+    monkeypatch.chdir(tmp_path)
+    status, _, err = said_by(monkeypatch, capsys, *words)
+    assert status == 0, err
+    folder = tmp_path / "run"
+    text = (folder / "findings.md").read_text()
+    assert "as in the published scripts" in text and "Not run on bert-base-uncased or gpt2" in text
+    # A token repeated at one position: no growth at all in an unmasked layer.
+    spread = float(re.search(r"largest relative change (\S+) \|", text).group(1))
+    assert spread < 1e-5
+    # Prefixes of one passage in a causal layer: sigma cannot fall.
+    assert re.search(r"fell in 0 of [1-9]\d* steps", text)
+    for name in ("real-Python-manual.svg", "adversarial.png", "rows.parquet", "manifest.json"):
+        assert (folder / name).stat().st_size > 100
+    with pytest.raises(InputError, match="another specification"):
+        reproduce("castin2024/figure1", models=[BERT], quick=True, out=folder)
+
+
+def test_values_survive_a_torn_line(tmp_path) -> None:
+    from lipscope.experiments.experiment import _REGISTER, Study
+    from lipscope.folder import RunFolder
+
+    calls = []
+
+    def job(i: int):
+        return {"i": i}, lambda: calls.append(i) or {"square": i * i}
+
+    def run(count: int) -> list[dict]:
+        with RunFolder(tmp_path / "run", {"a": 1}) as folder:
+            entry = _REGISTER["castin2024/figure1"]
+            study = Study(entry, folder, (), (), True, None)
+            return study.values("squares", [job(i) for i in range(count)])
+
+    run(2)
+    path = tmp_path / "run" / "squares.jsonl"
+    path.write_text(path.read_text() + '{"key": "torn')
+    assert [r["square"] for r in run(4)] == [0, 1, 4, 9]
+    assert calls == [0, 1, 2, 3]
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 4
+
+
+def test_page_escapes_and_counts() -> None:
+    findings = Findings(
+        (Claim("‖J‖ | n", "a\nb", "1"),), (Table("More", ("x", "y"), (("1", "2"),)),), ("Not run.",)
+    )
+    text = page(
+        findings, title="T", cite="castin2024", command="c", figures=[("f.svg", "F")], origin="o"
+    )
+    assert "| ‖J‖ \\| n | a b | 1 |" in text
+    assert "![F](f.svg)" in text and "- Not run." in text
+
+
+def test_exponent_says_where_no_power_law_fits() -> None:
+    rows = [
+        measurement(num_tokens=n, sample=s, sigma=(1 + 0.01 * s) * f(n))
+        for n in (16, 64, 256)
+        for s in range(6)
+        for f in [lambda n: 10.0 if n == 64 else 1.0]
+    ]
+    fit = growth(rows, paired=True)
+    assert fit is not None and fit.law == "no power law" and exponent(fit).endswith("✗")
+    assert exponent(None) == "–" and middle([]) == "–"
