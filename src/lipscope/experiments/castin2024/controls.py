@@ -109,10 +109,9 @@ class _Ask:
         self.study, self.loaded, self.text_name = study, loaded, text.name
         self.content = text.content
         count = int(loaded.config.num_hidden_layers)
-        every = list(range(0, count, 1 if count <= 12 else 5))
-        self.layers = study.pick([0, count // 2], every)
+        self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128, 256])
-        self.samples = study.pick(3, 10)
+        self.samples = study.pick(3, 6)
 
     def named(self, name: str, rows: Sequence[Measurement]) -> Control:
         return Control(name, self.loaded.name, self.text_name, list(rows))

@@ -139,7 +139,7 @@ def _paired(study: Study, case: Case) -> Rows:
         case.loaded,
         case.text.content,
         layers=study.pick(case.layers, _every(case)),
-        lengths=study.pick([16, 32, 64], [16, 32, 64, 128, 256, 512]),
+        lengths=study.pick([16, 32, 64], [8, 16, 32, 64, 128, 256]),
         samples=study.pick(3, 10),
         special_tokens=False,
         rest=True,
