@@ -60,6 +60,17 @@ def test_bounds_as_a_table(command):
     assert not Path("runs").exists()
 
 
+def test_bounds_through_the_norm(command):
+    options = ["--text", "text.txt", "--length", "6", "--map", "normed"]
+    result = command("bounds", BERT, *options)
+    assert result.status == 0, result.err
+    assert "map normed" in result.out and "tokens of norm from" in result.out
+    assert "On the whole space they are" in result.out
+    rows = command("bounds", BERT, *options, "--jsonl").rows
+    assert {row["map"] for row in rows} == {"normed"}
+    assert all(row["radius"] is None for row in rows)
+
+
 def test_names_are_printed_as_they_are(command):
     llama = f"random:llama:{TINY['llama']}"
     result = command("bounds", llama, "--text", "text.txt", "--length", "6")
@@ -141,7 +152,8 @@ def test_the_page_of_theorems_is_up_to_date(command):
         (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),
         (["bounds", BERT, "--length", "0"], ["lengths", "positive"]),
         (["bounds", BERT, "--metric", "other"], ["metric", "other"]),
-        (["bounds", BERT, "--map", "block"], ["attention or heads"]),
+        (["bounds", BERT, "--map", "block"], ["attention, heads, normed"]),
+        (["bounds", BERT, "--map", "normed", "--radius", "2"], ["radius", "left out"]),
         (["bounds", BERT, "--per-head", "--out", "x"], ["--out", "--per-head"]),
         (["attack", BERT, "--radius", "-1"], ["radius", "positive"]),
         (["attack", BERT, "--radius", "1", "--like-text"], ["exclude each other"]),

@@ -153,7 +153,7 @@ def test_the_radius_of_the_norm_is_above_that_of_the_text():
     [
         ({"radius": -1.0}, "radius = -1.0"),
         ({"radius": float("nan")}, "radius = nan"),
-        ({"map": "block"}, "attention or heads"),
+        ({"map": "block"}, "attention, heads, normed"),
         ({"metric": "other"}, "frobenius, max-token, infinity"),
         ({"attack": True, "per_head": True}, "all heads together"),
         ({"attack": True, "map": "heads"}, "map = heads"),

@@ -26,7 +26,7 @@ class BoundRow:
         kind: ``upper``, ``lower``, or ``measured``.
         scope: ``local``, ``ball``, ``global``, ``mean-field``, ``limit``.
         metric: How input and output are measured.
-        map: ``attention`` or ``heads``.
+        map: ``attention``, ``heads`` or ``normed``.
         value: The bound, or sigma; None if there is none.
         applicable: Whether there is a value.
         reason: Why there is none, or "".
@@ -37,7 +37,9 @@ class BoundRow:
         head: Query head, or None for all.
         num_tokens: Number of tokens.
         sample: Index of the window.
-        radius: Largest token norm that global bounds allow.
+        radius: Largest token norm that global bounds allow; None for the map ``normed``.
+        floor: Smallest token norm (mean taken away if the norm does so) that global bounds for
+            the map ``normed`` allow, else None.
         sigma: Lower end of a measured value, else None.
         upper: Its upper end, or None.
         looseness: Upper bound of this input divided by its measured sigma (same metric and
@@ -61,7 +63,8 @@ class BoundRow:
     head: int | None = None
     num_tokens: int
     sample: int
-    radius: float
+    radius: float | None
+    floor: float | None = None
     sigma: float | None = None
     upper: float | None = None
     looseness: float | None = None
@@ -69,6 +72,13 @@ class BoundRow:
     def to_json(self) -> str:
         """The row as one line of JSON."""
         return json.dumps(vars(self), ensure_ascii=False, allow_nan=False)
+
+    @property
+    def allowed(self) -> str:
+        """The tokens of which global bounds speak, in words."""
+        if self.radius is not None:
+            return f"tokens of norm up to {self.radius:.4g}"
+        return f"tokens of norm from {self.floor or 0.0:.4g} on"
 
     @property
     def bounds_here(self) -> bool:

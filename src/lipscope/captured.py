@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.bounds import norm_of, radius_of_norm
+from lipscope.bounds import Normed, norm_of, radius_of_norm
+from lipscope.bounds.table import Map
 from lipscope.capture import (
     LayerMap,
     LoadedModel,
@@ -28,10 +29,13 @@ from lipscope.capture import (
     samples_of,
     trace,
 )
+from lipscope.capture.prepare import exact_maths
 from lipscope.capture.residual import norm_before
 from lipscope.errors import InputError
+from lipscope.operator import Operator
 
 DType = Literal["float32", "float64"]
+CapturedMap = Literal["attention", "normed"]
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
 _CPU = torch.device("cpu")
 
@@ -45,8 +49,10 @@ class Captured:
         layer: Index of the layer from 0.
         sample: Index of the window or entry.
         attention: The layer, with weights of its own.
-        x: Its input, ``(n, d)``.
+        x: The input of the layer, or, if the map ``normed`` was asked for, that of the norm
+            that feeds it, ``(n, d)``.
         norm: The normalisation that feeds it, or None.
+        normed: The layer with that norm in front, if the map ``normed`` was asked for.
     """
 
     model: str
@@ -55,11 +61,45 @@ class Captured:
     attention: Attention
     x: Float[Tensor, "n d"]
     norm: nn.Module | None
+    normed: Normed | None = None
 
     @property
     def radius(self) -> float:
         """Largest token norm of the input."""
         return float(torch.linalg.vector_norm(self.x, dim=-1).max())
+
+    def linearise(self, map: Map, *, per_head: bool = False) -> Operator:
+        """The Jacobian of one of the layer's maps at its input.
+
+        Args:
+            map: ``attention`` or ``heads``; the map ``normed`` where it was captured.
+            per_head: One operator per query head, on a leading axis.
+
+        Returns:
+            The operator.
+        """
+        if self.normed is not None:
+            return self.normed.linearise(self.x, per_head=per_head)
+        part = "heads" if map == "heads" else "attention"
+        return self.attention.linearise(self.x, part=part, per_head=per_head)
+
+    def linearise_head(self, map: Map, head: int) -> Operator:
+        """The Jacobian of one query head, without an axis of heads."""
+        op, count = self.linearise(map, per_head=True), self.attention.num_heads
+
+        def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
+            lead = e.shape[:-2]
+            every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
+            return every[..., head, :, :]
+
+        return Operator(
+            lambda e: apply(op.mv, e),
+            lambda g: apply(op.rmv, g),
+            op.in_shape,
+            op.out_shape,
+            op.dtype,
+            op.device,
+        )
 
     def radius_of_norm(self) -> float:
         """Largest norm that a token can have after the norm that feeds the layer.
@@ -75,6 +115,19 @@ class Captured:
         return radius_of_norm(norm_of(self.norm, self.x.shape[1]))
 
 
+class ExactNorm(nn.Module):
+    """A norm that computes in the precision of its input, whatever its own code asks for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of every token."""
+        with exact_maths(x.dtype):
+            return self.module(x)
+
+
 def capture(
     model: str | nn.Module = "minilm",
     data: str | Tensor | Mapping[str, Any] | None = None,
@@ -83,6 +136,7 @@ def capture(
     length: int | None = None,
     sample: int = 0,
     samples: int | None = None,
+    map: CapturedMap = "attention",
     special_tokens: bool = True,
     dtype: DType = "float64",
     seed: int = 0,
@@ -90,7 +144,7 @@ def capture(
     tokenizer: Any = None,
     revision: str | None = None,
     allow_pickle: bool = False,
-) -> tuple[Attention, Float[Tensor, "n d"]]:
+) -> tuple[Attention | Normed, Float[Tensor, "n d"]]:
     """One attention layer of a model and its input, for bounds, attacks and certificates.
 
     The layer is rebuilt from the model's weights and agrees with the model's own output;
@@ -105,6 +159,8 @@ def capture(
         length: Number of tokens of the text window; 64 if None.
         sample: Index of the window, or of the entry of a batch.
         samples: Number of windows that the text is cut into; 10 if None, as for `measure`.
+        map: ``attention``, or ``normed`` for the layer with the norm that feeds it and that
+            norm's input.
         special_tokens: Put the model's own special tokens around the window.
         dtype: Floating type of the layer and its input.
         seed: Seed of the weights of a random model.
@@ -117,7 +173,8 @@ def capture(
         The layer and its input ``(n, d)``.
 
     Raises:
-        InputError: If the layer does not exist or its weights are not read in closed form.
+        InputError: If the layer or the map does not exist, or its weights are not read in
+            closed form.
     """
     is_text = data is None or isinstance(data, str)
     if not is_text and (length is not None or samples is not None):
@@ -133,12 +190,13 @@ def capture(
         lengths=[64 if length is None else length] if is_text else None,
         samples=count,
         chosen=[sample],
+        map=map,
         special_tokens=special_tokens,
         dtype=dtype,
         modules=modules,
     )
     one = next(found)
-    return one.attention, one.x
+    return one.normed or one.attention, one.x
 
 
 def captures(
@@ -149,6 +207,7 @@ def captures(
     lengths: Sequence[int] | None,
     samples: int | None = 1,
     chosen: Sequence[int] | None = None,
+    map: CapturedMap = "attention",
     special_tokens: bool = True,
     dtype: DType = "float64",
     seed: int = 0,
@@ -164,6 +223,7 @@ def captures(
         lengths: Numbers of tokens of text windows; None for a batch.
         samples: Windows per length.
         chosen: Only these samples; all if None.
+        map: As in `capture`.
         special_tokens: Put the model's own special tokens around every window.
         dtype: Floating type of layers and inputs.
         seed: Seed of the weights of a random model.
@@ -178,6 +238,8 @@ def captures(
     """
     if dtype not in _DTYPES:
         raise InputError(f"`dtype` should be float32 or float64. Found `{dtype}`.")
+    if map not in ("attention", "normed"):
+        raise InputError(f"`map` should be attention or normed. Found `{map}`.")
     loaded = _named(model, seed, allow_pickle)
     inputs = samples_of(loaded, data, lengths, samples, "spread", special_tokens)
     count = 1 + max(item.sample for item in inputs)
@@ -200,7 +262,7 @@ def captures(
             record = _traced(module, item, sites, _DTYPES[dtype])
             total = range(len(record.calls))
             for layer in total if isinstance(layers, str) else layers:
-                yield _captured(loaded.name, record, item, layer)
+                yield _captured(loaded.name, record, item, layer, map)
 
 
 def layer_maps(
@@ -268,7 +330,7 @@ def _traced(
     return trace(model, arguments, sites, norms=True, blocks=blocks, dtype=dtype)
 
 
-def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
+def _captured(name: str, record: Trace, item: Sample, layer: int, map: CapturedMap) -> Captured:
     if not 0 <= layer < len(record.calls):
         raise InputError(
             f"`layer` should be between 0 and {len(record.calls) - 1} for `{name}`. Found {layer}."
@@ -276,14 +338,20 @@ def _captured(name: str, record: Trace, item: Sample, layer: int) -> Captured:
     call = record.calls[layer]
     if reader_of(call.module) is None:
         raise InputError(_refusal(call.module))
-    built = build_map(record, layer, "attention")
+    built = build_map(record, layer, map)
     if built.attention is None:
         raise InputError(_refusal(call.module))
     norm = norm_before(record, call)
     # Copies: the model is put back as it was, and may be changed or freed by its owner.
     attention = copy.deepcopy(built.attention).requires_grad_(False)
     x = built.x.detach().clone()
-    return Captured(name, layer, item.sample, attention, x, None if norm is None else norm.module)
+    module = None if norm is None else norm.module
+    normed = None
+    if map == "normed":
+        assert module is not None  # else the map does not exist
+        own = copy.deepcopy(module).requires_grad_(False)
+        normed = Normed(attention, ExactNorm(own))
+    return Captured(name, layer, item.sample, attention, x, module, normed)
 
 
 def _refusal(module: nn.Module) -> str:

@@ -11,27 +11,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from lipscope.attack import worst
-from lipscope.attention.projections import Part
 from lipscope.bound_rows import ADVERSARIAL, MEASURED, BoundRow
 from lipscope.bounds import Bound, bounds, catalogue, infinity_norm, max_token_norm
+from lipscope.bounds.table import Map
 from lipscope.bounds.theorem import Metric
 from lipscope.captured import Captured, captures
 from lipscope.errors import InputError
-from lipscope.operator import Operator
 from lipscope.singular import top_singular_batch
 
 if TYPE_CHECKING:
     from lipscope.figure import Chart
 
 METRICS: tuple[Metric, ...] = ("frobenius", "max-token", "infinity")
-PARTS = ("attention", "heads")
 Told = Callable[[BoundRow], None]
+_Allowed = tuple[float | None, float | None]
 
 
 class Sandwich(Sequence[BoundRow]):
@@ -135,12 +134,14 @@ def sandwich(
         layers: Indices from 0, or "all".
         lengths: Numbers of tokens; not for a batch.
         samples: Windows per length.
-        map: ``attention`` or ``heads``.
+        map: ``attention``, ``heads`` or ``normed``.
         per_head: Ask about single query heads.
         metric: Only theorems in this metric, and sigma measured in it; all theorems and
             sigma in the Frobenius norm if None.
         radius: Largest token norm for bounds on all inputs; ``norm`` for the largest one
-            after the norm that feeds the layer; that of the inputs if None.
+            after the norm that feeds the layer; that of the inputs if None. Not for the map
+            ``normed``, whose bounds on all inputs hold for tokens of every norm from the
+            smallest of the inputs on.
         sharp: Also the bounds that take seconds a head.
         attack: Also the worst adversarial input within the radius.
         ascent_steps: Steps of gradient ascent besides the constructions.
@@ -155,10 +156,10 @@ def sandwich(
     Raises:
         InputError: For every request that cannot be answered as asked.
     """
-    part = _part(map, attack=attack, per_head=per_head)
+    part = _map(map, attack=attack, per_head=per_head)
     if metric is not None and metric not in METRICS:
         raise InputError(f"`metric` should be one of {', '.join(METRICS)}. Found `{metric}`.")
-    _check_radius(radius)
+    _check_radius(radius, part)
     is_text = data is None or isinstance(data, str)
     found = list(
         captures(
@@ -167,6 +168,7 @@ def sandwich(
             layers=layers,
             lengths=lengths if is_text else None,
             samples=samples if is_text else None,
+            map="normed" if part == "normed" else "attention",
             special_tokens=special_tokens,
             seed=seed,
             allow_pickle=allow_pickle,
@@ -175,9 +177,9 @@ def sandwich(
     rows: list[BoundRow] = []
     for layer in dict.fromkeys(c.layer for c in found):
         mine = [c for c in found if c.layer == layer]
-        at = radius_of(mine, radius)
+        allowed = _allowed(mine, radius)
         for c in mine:
-            ask = _Ask(c, at, part, next(m for m in METRICS if metric in (m, None)), seed)
+            ask = _Ask(c, allowed, part, next(m for m in METRICS if metric in (m, None)), seed)
             for row in ask.rows(metric, per_head=per_head, sharp=sharp):
                 _keep(rows, row, told)
             if attack:
@@ -200,12 +202,20 @@ def radius_of(found: Sequence[Captured], radius: float | Literal["norm"] | None)
     return max(c.radius for c in found) if radius is None else radius
 
 
-def sigmas(c: Captured, part: Part, *, per_head: bool, seed: int) -> list[tuple[float, float]]:
+def _allowed(found: Sequence[Captured], radius: float | Literal["norm"] | None) -> _Allowed:
+    """Of which tokens bounds on all inputs speak: up to a radius, or from a norm on."""
+    if found[0].normed is None:
+        return radius_of(found, radius), None
+    norm = found[0].normed.constants
+    return None, min(float(norm.size(c.x).min()) for c in found)
+
+
+def sigmas(c: Captured, part: Map, *, per_head: bool, seed: int) -> list[tuple[float, float]]:
     """``(sigma, upper)`` of a layer at its input, or of each of its heads.
 
     Args:
         c: The layer and its input.
-        part: ``attention`` or ``heads``.
+        part: The map.
         per_head: Each query head alone.
         seed: Of the random starts.
 
@@ -213,7 +223,7 @@ def sigmas(c: Captured, part: Part, *, per_head: bool, seed: int) -> list[tuple[
         One pair, or one for each head.
     """
     heads: list[int | None] = [*range(c.attention.num_heads)] if per_head else [None]
-    op = c.attention.linearise(c.x, part=part, per_head=per_head)
+    op = c.linearise(part, per_head=per_head)
     tops = top_singular_batch(op, [_start(c, head, seed) for head in heads])
     return [(top.sigma, top.upper) for top in tops]
 
@@ -221,9 +231,12 @@ def sigmas(c: Captured, part: Part, *, per_head: bool, seed: int) -> list[tuple[
 class _Ask:
     """All questions about one layer at one input."""
 
-    def __init__(self, c: Captured, radius: float, part: Part, metric: Metric, seed: int) -> None:
-        self.c, self.radius, self.seed = c, radius, seed
-        self.part: Part = part
+    def __init__(
+        self, c: Captured, allowed: _Allowed, part: Map, metric: Metric, seed: int
+    ) -> None:
+        self.c, self.seed = c, seed
+        self.radius, self.floor = allowed
+        self.part: Map = part
         self.metric: Metric = metric
         self.about: dict[str, Any] = {
             "map": part,
@@ -231,7 +244,8 @@ class _Ask:
             "layer": c.layer,
             "num_tokens": len(c.x),
             "sample": c.sample,
-            "radius": radius,
+            "radius": self.radius,
+            "floor": self.floor,
         }
         self.sound = {one.name: one.sound for one in catalogue()}
 
@@ -250,14 +264,16 @@ class _Ask:
                 head=head,
                 sigma=sigma,
                 upper=upper,
+                note=self._on_all_inputs(),
                 **self.about,
             )
             asked = bounds(
-                self.c.attention,
+                self.c.normed or self.c.attention,
                 self.c.x,
-                radius=self.radius,
-                part=self.part,
+                part="heads" if self.part == "heads" else "attention",
                 head=head,
+                radius=self.radius,
+                floor=self.floor,
                 metric=metric,  # pyright: ignore[reportArgumentType]
                 sharp=sharp,
             )
@@ -266,6 +282,7 @@ class _Ask:
     def adversarial(self, steps: int) -> BoundRow:
         """The worst input of the whole layer within the radius."""
         generator = torch.Generator().manual_seed(self.seed)
+        assert self.radius is not None  # the map is `attention`
         found = worst(
             self.c.attention,
             num_tokens=len(self.c.x),
@@ -293,13 +310,24 @@ class _Ask:
         if self.metric == "frobenius":
             return [*sigmas(self.c, self.part, per_head=per_head, seed=self.seed)]
         norm = max_token_norm if self.metric == "max-token" else infinity_norm
-        layer, x = self.c.attention, self.c.x
-        if not per_head:
-            found = [norm(layer.linearise(x, part=self.part))]
+        heads = range(self.c.attention.num_heads)
+        if per_head:
+            found = [norm(self.c.linearise_head(self.part, h)) for h in heads]
         else:
-            op = layer.linearise(x, part=self.part, per_head=True)
-            found = [norm(_head(op, h, layer.num_heads)) for h in range(layer.num_heads)]
+            found = [norm(self.c.linearise(self.part))]
         return [(each.lower, each.upper) for each in found]
+
+    def _on_all_inputs(self) -> str:
+        """What becomes of bounds for the map ``normed`` near tokens of norm 0."""
+        if self.c.normed is None or self.floor is None:
+            return ""
+        norm, floor = self.c.normed.constants, self.floor
+        ratio = norm.steepest(0.0) / norm.steepest(floor)
+        reach = f"On the whole space they are {ratio:.3g} times as large (ε = {norm.eps:.2g})"
+        if not math.isfinite(ratio):
+            reach = "On the whole space there is none (ε = 0)"
+        less = ", its mean taken away," if norm.centred else ""
+        return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
     def _row(self, bound: Bound, sigma: float) -> BoundRow:
         row = BoundRow(
@@ -329,22 +357,29 @@ def _keep(rows: list[BoundRow], row: BoundRow, told: Told | None) -> None:
         told(row)
 
 
-def _part(name: str, *, attack: bool, per_head: bool) -> Part:
-    if name not in PARTS:
+def _map(name: str, *, attack: bool, per_head: bool) -> Map:
+    if name not in get_args(Map):
         raise InputError(
-            f"`map` should be attention or heads, of which theorems speak. Found `{name}`."
+            f"`map` should be one of {', '.join(get_args(Map))}, of which theorems speak. Found "
+            f"`{name}`."
         )
-    part: Part = "heads" if name == "heads" else "attention"
-    if attack and (per_head or part != "attention"):
+    if attack and (per_head or name != "attention"):
         raise InputError(
             "`attack` goes with the map `attention` and all heads together. Found "
-            f"`map = {part}`{', per head' * per_head}."
+            f"`map = {name}`{', per head' * per_head}."
         )
-    return part
+    return cast("Map", name)
 
 
-def _check_radius(radius: float | str | None) -> None:
-    if radius is None or radius == "norm":
+def _check_radius(radius: float | str | None, part: Map) -> None:
+    if radius is None:
+        return
+    if part == "normed":
+        raise InputError(
+            "`radius` should be left out for the map `normed`, whose bounds hold for tokens of "
+            f"every norm from the smallest of the text on. Found `radius = {radius}`."
+        )
+    if radius == "norm":
         return
     if isinstance(radius, str) or not (radius > 0 and math.isfinite(radius)):
         raise InputError(
@@ -357,21 +392,3 @@ def _start(c: Captured, head: int | None, seed: int) -> torch.Generator:
     name = f"{seed}|{c.model}|{c.layer}|{head}|{len(c.x)}|{c.sample}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     return torch.Generator().manual_seed(number)
-
-
-def _head(op: Operator, head: int, count: int) -> Operator:
-    """One head of an operator whose leading axis is that of the heads."""
-
-    def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
-        lead = e.shape[:-2]
-        every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
-        return every[..., head, :, :]
-
-    return Operator(
-        lambda e: apply(op.mv, e),
-        lambda g: apply(op.rmv, g),
-        op.in_shape,
-        op.out_shape,
-        op.dtype,
-        op.device,
-    )

@@ -14,7 +14,7 @@ from lipscope.bounds import (
     yudin2025,
 )
 from lipscope.bounds.head import Head, heads_of
-from lipscope.bounds.normed import Norm, absorb, norm_of, radius_of_norm
+from lipscope.bounds.normed import Norm, Normed, absorb, norm_of, radius_of_norm
 from lipscope.bounds.norms import NormInterval, infinity_norm, max_token_norm
 from lipscope.bounds.segment import Segment, segment
 from lipscope.bounds.several import Layer, evaluate
@@ -44,6 +44,7 @@ __all__ = [
     "Layer",
     "Norm",
     "NormInterval",
+    "Normed",
     "NotApplicableError",
     "Segment",
     "Theorem",

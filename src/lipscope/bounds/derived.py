@@ -122,10 +122,10 @@ def max_token(head: Head, radius: float) -> float:
 
 
 @theorem(cite=DERIVED, statement="Largest token norm, at x", metric="max-token", slow=True)
-def max_token_local(head: Head, x: Tensor) -> float:
+def max_token_local(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
     """`max_token` with what attention does at this input.
 
-    ``max_i (√w_i + ‖V C_i A‖)``.
+    ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
 
     Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
     head's width, a second or two a head at 512 tokens.
@@ -133,34 +133,38 @@ def max_token_local(head: Head, x: Tensor) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.without_rotary()
-    at = at_point([head], x)
+    at = at_point([head], x, slope)
     base = head.value @ head.value.T
+    move = (at.p[0] @ at.columns.square()).sqrt()
     worst = 0.0
     for i in range(len(at.x)):
         y = at.v[0] - at.o[0, i]
         cov = (y * at.p[0, i, :, None]).T @ y
         w = torch.linalg.eigvalsh(base + at.norms_a[0, i, 0] ** 2 * cov)[-1]
-        worst = max(worst, float(w.clamp_min(0).sqrt() + at.norms_t2[0, i]))
+        own = at.norms_t2[0, i] * at.columns[i]
+        worst = max(worst, float(w.clamp_min(0).sqrt() * move[i] + own))
     return worst
 
 
 @theorem(cite=DERIVED, statement="Largest token norm, at x, scalars only", metric="max-token")
-def max_token_scalar(head: Head, x: Tensor) -> float:
+def max_token_scalar(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
     """`max_token_local` with traces in place of eigenvalues.
 
-    ``max_i (√(‖V‖² + |a_i|² tr V C_i V^T) + √(tr V C_i V^T · tr A^T C_i A))``.
+    ``max_i (√((‖V‖² + |a_i|² t_i) Σ_j P_ij s_j²) + √(t_i · tr A^T C_i A) s_i)``,
+    ``t_i = tr V C_i V^T``, ``s_j = 1`` without a norm in front.
 
     Holds for any mask and bias at ``x``; no rotary embedding.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.without_rotary()
-    at = at_point([head], x)
+    at = at_point([head], x, slope)
     small = torch.linalg.qr(head.query.T, mode="r").R
     moved = _trace(at.p[0], at.v[0])
     turned = _trace(at.p[0], (at.x @ head.key.T) @ small.T)
-    rows = (head.norm_v**2 + at.norms_a[0, :, 0] ** 2 * moved).sqrt()
-    return float((rows + (moved * turned).sqrt()).max())
+    rows = head.norm_v**2 + at.norms_a[0, :, 0] ** 2 * moved
+    rows = (rows * (at.p[0] @ at.columns.square())).sqrt()
+    return float((rows + (moved * turned).sqrt() * at.columns).max())
 
 
 @theorem(cite=DERIVED, statement="Rotary embeddings")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -47,6 +48,11 @@ class Head:
     rotary: Rotary | None = None
     window: int | None = None
     score_bias: Float[Tensor, "n n"] | None = None
+
+    @cached_property
+    def kept(self) -> list[Any]:
+        """Where `lipscope.bounds.point.at_point` keeps this head's last point."""
+        return []
 
     @cached_property
     def norm_a(self) -> float:

@@ -25,32 +25,34 @@ _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
 _PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**26  # bytes of Gram matrices at a time
 _FLOOR, _TINY = 1e-6, 1e-150  # smallest weight beside the largest one, and at all
+_CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
 _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", slow=True)
-def row_gram(head: Head, x: Tensor) -> float:
+def row_gram(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
     """Rows by Cauchy–Schwarz under weights chosen for this input, one head.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``; the diagonal
     blocks keep their covariance term inside.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights.
+    Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights; exactly
+    as it stands through a norm in front, whose derivative is a part of ``J_ij``.
     """
-    return weighted_rows(Rows(at_point([head], x), None)).value
+    return weighted_rows(Rows(at_point([head], x, slope), None)).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", slow=True)
-def row_gram_joint(heads: Heads, x: Tensor) -> float:
+def row_gram_joint(heads: Heads, x: Tensor, slope: Tensor | None = None) -> float:
     """The same with all heads and the output projection in one matrix per row.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
     ``J_ij = sum_h W_h J^h_ij``.
 
-    Holds for any mask, bias and rotary embedding, at ``x``. Cost: ``n`` matrices of the
-    width of the concatenated heads in each of seven rounds.
+    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front.
+    Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
-    return weighted_rows(Rows(at_point(heads.heads, x), heads.output)).value
+    return weighted_rows(Rows(at_point(heads.heads, x, slope), heads.output)).value
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,12 @@ def _random_probes(rows: Rows) -> Tensor:
 
 @dataclass
 class Rows:
-    """The rows of the Jacobian of several heads, ``J_ij = W Y_ij``."""
+    """The rows of the Jacobian of several heads, ``J_ij = W Y_ij``.
+
+    Through a norm in front a block is followed by ``s_j (I - x_j x_j^T)``, whose square is
+    ``s_j^2 (I - κ_j x_j x_j^T)`` with ``κ_j = 2 - |x_j|^2``: what a block does along ``x_j`` is
+    taken off its Gram matrix.
+    """
 
     at: Point
     output: Tensor | None
@@ -115,6 +122,9 @@ class Rows:
         self.value_query = self.values @ at.query.flatten(0, 1).T
         self.key_query = at.key.flatten(0, 1) @ at.query.flatten(0, 1).T
         self.support = (at.p > 0).any(0) | torch.eye(n, dtype=torch.bool)
+        self.kappa = 2 - at.x.square().sum(-1)
+        self.own_keys = at.x @ at.key.mT  # no bias, no rotation: <a_ij, x_j> = <pulled, K x_j>
+        self.own_queries = at.x @ at.query.mT
 
     def weights(self, seen: Tensor) -> Tensor:
         """Weights that equalise the columns if blocks were numbers ``sqrt(seen)``."""
@@ -180,7 +190,7 @@ class Rows:
             pulled = torch.einsum("hj,hmd->jmd", c, through)
             pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, at.pulled(i), at.key)
             pulled[i] += own
-            return pulled.square().sum((1, 2))
+            return self._through_norm(i, parts, pulled.square().sum((1, 2)))
         # Sums of squares from inner products of heads: no vector of d numbers per token.
         a = torch.einsum("hk,hkd->hd", at.q[:, i], at.key)
         products = torch.einsum("hmd,gmd->hg", through, through)
@@ -189,7 +199,22 @@ class Rows:
         seen += (heights * torch.einsum("hg,gjm->hjm", a @ a.T, heights)).sum((0, 2))
         here = torch.einsum("h,hmd->md", c[:, i], through) + heights[:, i].T @ a + own
         seen[i] = here.square().sum()
+        return self._through_norm(i, parts, seen)
+
+    def _through_norm(self, i: int, parts: Tensor, seen: Tensor) -> Tensor:
+        """What is left of one row of `seen` after the norm."""
+        if self.at.slope is not None:
+            along = torch.einsum("hjk,hkm->jm", self._along(i), parts).square().sum(1)
+            seen = self.at.slope.square() * (seen - self.kappa * along)
         return seen.clamp_min(0)
+
+    def _along(self, i: int) -> Tensor:
+        """``Y_ij x_j``: what blocks do to a move of every token along itself, ``(H, n, k_v)``."""
+        at = self.at
+        inner = (at.pulled(i) * self.own_keys).sum(-1)  # <a_ij, x_j>
+        along = at.p[:, i, :, None] * (at.v + inner[:, :, None] * (at.v - at.o[:, i, None]))
+        along[:, i] += (at.covariance(i) @ self.own_queries[:, i, :, None])[..., 0]
+        return along
 
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
         """``sum_j J_ij J_ij^T / p_ij`` for some rows, ``(r, width, width)``."""
@@ -201,7 +226,7 @@ class Rows:
     def _gram(self, i: int, weights: Tensor) -> Tensor:
         at = self.at
         heads, n, kv = at.v.shape
-        inverse = torch.where(self.support[i], 1 / weights, 0.0)
+        inverse = torch.where(self.support[i], at.columns.square() / weights, 0.0)
         c = at.p[:, i]
         scaled = c * inverse
         y = (c[:, :, None] * (at.v - at.o[:, i, None])).mT.reshape(self.concat, n)
@@ -221,7 +246,12 @@ class Rows:
             products = _bilinear(self.key_gram, query, query)
             quadratic = _expand(products, kv) * (weighted @ y.T)
         gram = gram + mixed + mixed.T + quadratic
-        return gram + self._diagonal(i, query) * inverse[i]
+        gram = gram + self._diagonal(i, query) * inverse[i]
+        if at.slope is None:
+            return gram
+        along = self._along(i).mT.reshape(self.concat, n)
+        rounding = _CANCELLATION * gram.trace() * torch.eye(self.concat, dtype=gram.dtype)
+        return gram - (along * (self.kappa * inverse)) @ along.T + rounding
 
     def _rotary_terms(
         self, pulled: Tensor, scaled: Tensor, y: Tensor, weighted: Tensor

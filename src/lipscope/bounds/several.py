@@ -4,6 +4,10 @@ A layer is ``Σ_h W_h f_h``. In every norm of outputs in which the heads' parts 
 ``‖J‖ ≤ Σ_h ‖W_h J_h‖`` (each ``W_h`` folded into its head), and, where ``‖·‖`` is the
 Frobenius norm or the largest token norm, ``‖J‖ ≤ ‖W_O‖ √(Σ_h ‖J_h‖²)``. Neither is always
 the smaller one.
+
+The map ``normed`` is reached from the layer that has taken up the norm (`Normed.absorbed`), at
+radius 1 and with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or
+token by token where a theorem takes the slopes itself.
 """
 
 from __future__ import annotations
@@ -86,6 +90,7 @@ def evaluate(
     num_tokens: int | None = None,
     radius: float | None = None,
     part: Part = "attention",
+    slope: Tensor | None = None,
 ) -> float:
     """The value of a theorem for a whole layer.
 
@@ -99,6 +104,8 @@ def evaluate(
         num_tokens: For theorems on all inputs of that length.
         radius: For theorems on all inputs with tokens of at most that norm.
         part: ``attention``, or ``heads`` for the concatenation before the projection.
+        slope: For the map ``normed``, whose norm ``layer`` has taken up: `Norm.slope` of every
+            token at ``x``, or the largest one for all inputs.
 
     Returns:
         The value, finite.
@@ -116,8 +123,13 @@ def evaluate(
     if missing:
         raise NotApplicableError(f"it asks for `{missing[0]}`")
     wanted = {name: given[name] for name in theorem.needs}
+    factor = 1.0
+    if slope is not None:
+        factor = _chain_rule(theorem, slope)
+        wanted |= {"slope": slope} if theorem.by_token else {}
     try:
         value = _value(theorem, layer, lambda subject: theorem.function(subject, **wanted))
+        value *= factor
     except OverflowError:
         raise NotApplicableError(_TOO_LARGE) from None
     except RuntimeError as error:
@@ -127,6 +139,18 @@ def evaluate(
     if not math.isfinite(value):
         raise NotApplicableError(_TOO_LARGE)
     return value
+
+
+def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
+    """What the norm in front multiplies a theorem by; 1 where the theorem sees to it."""
+    if theorem.kind == "lower":
+        raise NotApplicableError("its inputs are not what comes out of a norm")
+    if theorem.scope == "limit":
+        raise NotApplicableError("tokens do not grow after a norm")
+    steepest = float(slope.max())
+    if not math.isfinite(steepest):
+        raise NotApplicableError("its norm has ε = 0: there is no bound near tokens of norm 0")
+    return 1.0 if theorem.by_token else steepest
 
 
 def _value(theorem: Theorem, layer: Layer, value: Callable[[object], float]) -> float:

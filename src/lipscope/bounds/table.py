@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.attention.projections import Part
+from lipscope.bounds.normed import Normed
 from lipscope.bounds.several import Layer, evaluate
 from lipscope.bounds.theorem import (
     Kind,
@@ -24,6 +26,8 @@ from lipscope.errors import InputError
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
 _ROUNDING = 1e-5
 
+Map = Literal["attention", "heads", "normed"]
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -36,7 +40,7 @@ class Bound:
         kind: ``upper`` or ``lower``.
         scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field``, ``limit``.
         metric: How input and output are measured.
-        map: ``attention`` or ``heads``.
+        map: ``attention``, ``heads`` or ``normed``.
         value: The bound of sigma, or None.
         applicable: Whether there is a value.
         reason: Why there is none, or "".
@@ -50,7 +54,7 @@ class Bound:
     kind: Kind
     scope: Scope
     metric: Metric
-    map: Part
+    map: Map
     value: float | None
     applicable: bool
     reason: str
@@ -59,11 +63,12 @@ class Bound:
 
 
 def bounds(
-    layer: Attention,
+    layer: Attention | Normed,
     x: Float[Tensor, "n d"] | None = None,
     *,
     num_tokens: int | None = None,
     radius: float | None = None,
+    floor: float | None = None,
     part: Part = "attention",
     head: int | None = None,
     metric: Metric | None = None,
@@ -74,11 +79,17 @@ def bounds(
     Theorems at an input read ``x``; those for all inputs read ``num_tokens`` and ``radius``,
     which are those of ``x`` if not given.
 
+    A layer with the norm in front of it, `Normed`, is asked about the map ``normed``. Tokens may
+    then have any norm; only near zero the normalisation stretches without end. Bounds on
+    all inputs hold where no token is smaller than ``floor``, for LayerNorm after its mean is
+    taken away; without ``x`` and ``floor`` on the whole space, with ``1 / √(d ε)`` for the norm.
+
     Args:
-        layer: An attention layer, captured or built from weights.
+        layer: An attention layer, captured or built from weights, or `Normed`.
         x: Its input, ``(n, d)``, or None for theorems on all inputs only.
         num_tokens: Number of tokens; that of ``x`` if None.
-        radius: Largest token norm; that of ``x`` if None.
+        radius: Largest token norm; that of ``x`` if None. Not for `Normed`.
+        floor: Smallest token norm, for `Normed` only; that of ``x`` if None.
         part: ``attention``, or ``heads`` for the concatenation before the projection.
         head: One query head alone; all together if None.
         metric: Only bounds in this metric; all if None.
@@ -100,8 +111,12 @@ def bounds(
     global_g2 2.56
     yudin_thm_3 it asks for `x`
     """
-    x, num_tokens, radius = _checked(layer, x, num_tokens, radius, part, head)
-    asked = Layer(layer, part, head)
+    if isinstance(layer, Normed):
+        question = _normed_question(layer, x, num_tokens, radius, floor, part, head)
+    else:
+        _only_normed(floor)
+        x, num_tokens, radius = _checked(layer, x, num_tokens, radius, part, head)
+        question = _Question(Layer(layer, part, head), part, x, num_tokens, radius)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -112,15 +127,89 @@ def bounds(
                 raise NotApplicableError("it holds in a ball; ask `certify`")
             if theorem.slow and not sharp:
                 raise NotApplicableError("it takes seconds a head; ask for sharper forms")
-            value = evaluate(theorem, asked, x=x, num_tokens=num_tokens, radius=radius)
+            value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
-        found.append(_bound(theorem, part, head, value, reason))
+        found.append(_bound(theorem, question.map, head, value, reason))
     return found
 
 
+@dataclass(frozen=True)
+class _Question:
+    """What theorems are asked about: a layer, an input, what all inputs have in common.
+
+    For the map ``normed`` the layer has taken up the norm, ``x`` is on the unit sphere, and the
+    slopes are those at ``x`` and the largest one of all inputs.
+    """
+
+    layer: Layer
+    map: Map
+    x: Tensor | None
+    num_tokens: int | None
+    radius: float | None
+    slope: Tensor | None = None
+    steepest: Tensor | None = None
+
+    def answer(self, theorem: Theorem) -> float:
+        """The value of a theorem, or `NotApplicableError`."""
+        return evaluate(
+            theorem,
+            self.layer,
+            x=self.x,
+            num_tokens=self.num_tokens,
+            radius=self.radius,
+            slope=self.slope if "x" in theorem.needs else self.steepest,
+        )
+
+
+def _normed_question(
+    layer: Normed,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    part: Part,
+    head: int | None,
+) -> _Question:
+    """The question about the absorbed layer that answers the one about a layer and its norm."""
+    if radius is not None:
+        raise InputError(
+            "`radius` should be left out for a layer with a norm in front, which takes tokens of "
+            f"every norm to one ellipsoid. Found `radius = {radius}`."
+        )
+    if part != "attention":
+        raise InputError(
+            "`part` should be 'attention' for a layer with a norm in front. Found "
+            f"`part = {part!r}`."
+        )
+    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, part, head)
+    norm = layer.constants
+    sphere, slope, smallest = None, None, 0.0
+    if x is not None:
+        sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
+    floor = smallest if floor is None else floor
+    if not 0 <= floor < float("inf"):
+        raise InputError(f"`floor` should be 0 or positive. Found `floor = {floor}`.")
+    if x is not None and floor > (1 + _ROUNDING) * smallest:
+        raise InputError(
+            f"`floor` should be at most the smallest token norm of `x`, {smallest:.6g}. "
+            f"Found `floor = {floor:g}`."
+        )
+    steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
+    asked = Layer(layer.absorbed, "attention", head)
+    return _Question(asked, "normed", sphere, num_tokens, 1.0, slope, steepest)
+
+
+def _only_normed(floor: float | None) -> None:
+    if floor is not None:
+        raise InputError(
+            "`floor` should be left out for attention without a norm in front. Found "
+            f"`floor = {floor}`."
+        )
+
+
 def _bound(
-    theorem: Theorem, part: Part, head: int | None, value: float | None, reason: str
+    theorem: Theorem, part: Map, head: int | None, value: float | None, reason: str
 ) -> Bound:
     return Bound(
         theorem.name,

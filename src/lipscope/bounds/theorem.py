@@ -3,7 +3,9 @@
 The first parameter says for what it holds (`Head`: one head of dot-product attention; a
 subclass of `Attention`: a whole layer of that variant), the others what it needs to know:
 ``x`` (a bound at this input), ``eps`` (in a ball around it), ``num_tokens`` and ``radius``
-(for all inputs of that length with tokens of at most that norm). What a signature cannot
+(for all inputs of that length with tokens of at most that norm). One that may be told the
+``slope`` of a norm in front, token by token, knows the map ``normed`` itself; all others reach
+it by the chain rule (`lipscope.bounds.several`). What a signature cannot
 say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
 """
 
@@ -37,7 +39,8 @@ class Theorem:
         scope: For which inputs.
         metric: How input and output are measured.
         subject: Type of the first parameter.
-        needs: Names of the other parameters.
+        needs: Names of the other parameters that have no default.
+        by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
         sound: False for a statement that is exposed as printed although it fails.
         slow: Whether it is left out unless sharper forms are asked for.
         note: What a reader must know about it, or "".
@@ -52,6 +55,7 @@ class Theorem:
     metric: Metric
     subject: type
     needs: tuple[str, ...]
+    by_token: bool
     sound: bool
     slow: bool
     note: str
@@ -94,7 +98,9 @@ def theorem(
 
     def enter(function: Callable[..., float]) -> Callable[..., float]:
         hints: dict[str, Any] = get_type_hints(function)
-        subject, *needs = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
+        subject, *rest = parameters
+        needs = [name for name in rest if parameters[name].default is inspect.Parameter.empty]
         _CATALOGUE[function.__name__] = Theorem(
             function.__name__,
             function,
@@ -105,6 +111,7 @@ def theorem(
             metric,
             hints[subject],
             tuple(needs),
+            "slope" in rest,
             sound,
             slow,
             note,

@@ -51,7 +51,9 @@ def bounds(
             "[default: that of the text]"
         ),
     ] = None,
-    map_name: Annotated[str, typer.Option("--map", help="attention or heads.")] = "attention",
+    map_name: Annotated[
+        str, typer.Option("--map", help="attention, heads or normed.")
+    ] = "attention",
     per_head: Annotated[bool, typer.Option("--per-head", help="Each query head alone.")] = False,
     metric: Annotated[
         str | None,
@@ -185,7 +187,7 @@ def _where(row: BoundRow) -> str:
     sample = f", sample {row.sample}" if row.sample else ""
     return (
         f"{row.model}, layer {row.layer}, map {row.map}, {row.num_tokens} tokens{sample}, "
-        f"radius {row.radius:.4g}"
+        f"{row.allowed}"
     )
 
 
@@ -194,11 +196,12 @@ def _remarks(rows: list[BoundRow]) -> Iterator[str]:
     yield (
         "× sigma: an upper bound divided by the measured sigma of its own metric (Frobenius if "
         "none is named). Local bounds hold at this input, global ones for all inputs of this "
-        "length and radius, mean-field ones for every length; a limit is that of large radii."
+        "length with tokens of the norms above, mean-field ones for every length; a limit is "
+        "that of large radii."
     )
     for row in rows:
         if row.applicable and row.note:
-            yield f"{row.theorem}: {row.note}."
+            yield f"{row.note}." if row.kind == "measured" else f"{row.theorem}: {row.note}."
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if not row.applicable:

@@ -118,10 +118,7 @@ def _title(row: BoundRow) -> str:
 
 def _subtitle(rows: Sequence[BoundRow], left_out: Sequence[str]) -> list[str]:
     row = rows[0]
-    lines = [
-        f"map {row.map}, metric {row.metric}; bounds on all inputs (dashed): tokens of norm up to "
-        f"{row.radius:.4g}"
-    ]
+    lines = [f"map {row.map}, metric {row.metric}; bounds on all inputs (dashed): {row.allowed}"]
     if left_out:
         lines.append(f"Off the scale: {', '.join(left_out)}.")
     return lines
