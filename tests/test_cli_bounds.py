@@ -64,8 +64,9 @@ def test_bounds_through_the_norm(command):
     options = ["--text", "text.txt", "--length", "6", "--map", "normed"]
     result = command("bounds", BERT, *options)
     assert result.status == 0, result.err
-    assert "map normed" in result.out and "tokens of norm from" in result.out
-    assert "On the whole space they are" in result.out
+    said = " ".join(result.out.split())
+    assert "map normed" in said and "tokens of norm from" in said
+    assert "On the whole space they are" in said
     rows = command("bounds", BERT, *options, "--jsonl").rows
     assert {row["map"] for row in rows} == {"normed"}
     assert all(row["radius"] is None for row in rows)

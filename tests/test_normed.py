@@ -9,6 +9,7 @@ from torch import nn
 import lipscope as ls
 from command import TEXT
 from layers import REGIMES, draw, draw_variant
+from lipscope.attention import DotProduct
 from lipscope.bounds import Normed, bounds, catalogue, max_token_norm, norm_of
 from lipscope.bounds.head import all_heads_of
 from lipscope.bounds.local import f1, f2
@@ -130,7 +131,7 @@ def test_bounds_of_heads_through_a_norm() -> None:
     for head in range(4):
         dense = torch.stack([op.mv(e.expand(4, *x.shape))[head].flatten() for e in basis], 1)
         sigma = float(torch.linalg.matrix_norm(dense, 2))
-        values = {b.theorem: b.value for b in bounds(layer, x, head=head, sharp=True)}
+        values = {b.theorem: b.value or 0.0 for b in bounds(layer, x, head=head, sharp=True)}
         for name in ("f1", "f2", "f3_blocks", "row_gram", "row_gram_joint", "global_g2"):
             assert values[name] >= sigma * (1 - ROUNDING), name
 
@@ -178,8 +179,8 @@ def test_bounds_on_the_whole_space(kind: type) -> None:
     """Without a floor they hold at the smallest tokens, where the norm is steepest."""
     attention, x = draw("biased", 0)
     layer = Normed(attention, norm(kind, 5, 1e-3))
-    values = {b.theorem: b.value for b in bounds(layer, num_tokens=len(x))}
-    here = {b.theorem: b.value for b in bounds(layer, x)}
+    values = {b.theorem: b.value or 0.0 for b in bounds(layer, num_tokens=len(x))}
+    here = {b.theorem: b.value or 0.0 for b in bounds(layer, x)}
     assert here["global_g2"] < values["global_g2"]
     for size in (1e-6, 1e-3, 1e-2, 0.03, 0.1, 1.0, 100.0):
         sigma = float(torch.linalg.matrix_norm(jacobian(layer, size * x), 2))
@@ -200,6 +201,9 @@ def test_without_epsilon_there_is_no_bound_near_zero() -> None:
 
 def test_what_does_not_carry_over_says_why() -> None:
     attention, x = draw("medium", 0)
+    capped = DotProduct(attention.query, attention.key, attention.value, softcap=5.0)
+    rows = {b.theorem: b for b in bounds(Normed(capped, norm(nn.RMSNorm, 5, 1e-5)), x)}
+    assert rows["f1"].reason == "its scores are soft-capped"
     rows = {b.theorem: b for b in bounds(Normed(attention, norm(nn.RMSNorm, 5, 1e-5)), x)}
     assert rows["two_cluster_star"].reason == "its inputs are not what comes out of a norm"
     assert rows["castin_thm_3_7_limit"].reason == "tokens do not grow after a norm"
