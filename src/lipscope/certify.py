@@ -31,8 +31,9 @@ class HeadCertificate:
 
     Attributes:
         head: Query head.
-        value: Its certificate, a mean over radii as in `BallCertificate`.
-        form: The form that is the smallest at the full radius.
+        value: Its certificate, as in `BallCertificate`.
+        form: ``expansion``, or the form of the mean over radii that is the smallest at the full
+            radius.
     """
 
     head: int
@@ -52,7 +53,9 @@ class BallCertificate:
         ball: ``token`` or ``frobenius``.
         relative_eps: ``eps / max_i |x_i|``.
         heads: Per head.
-        form: How heads were put together: ``one head``, ``sum``, ``projection`` or ``joint``.
+        form: Where the value comes from. Means over radii: ``one head``, or how heads were put
+            together, ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a
+            bound of the second order, all heads in one matrix.
         sigma: Sigma at X, from below; ``upper``: from above, with probability 1 - 1e-6.
         ratio: ``value / sigma``.
         note: What to know, or None.
@@ -85,9 +88,10 @@ def certify(
 ) -> BallCertificate:
     """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
 
-    ``L = (1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of radius
-    ``r``: per head the least of four forms; heads together by their sum, by the norm of the
-    projection, or as a bound of the whole layer at X plus every head's change.
+    The lesser of ``(1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of
+    radius ``r`` (per head the least of four forms; heads together by their sum, by the norm of
+    the projection, or as a bound of the whole layer at X plus every head's change), and of a
+    bound of sigma at X plus one of ``‖f(X') - f(X) - J(X)(X' - X)‖ / ‖X' - X‖``.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding; up to float64 rounding.
@@ -130,6 +134,8 @@ def certify(
     if not all(math.isfinite(each.total) for each in found):
         raise InputError("No certificate: every form overflows; choose a smaller `eps`.")
     value, last = sum(each.total for each in found) / steps, found[-1]
+    around, alone = bound.around(radii, ball)
+    value, form = min((value, last.form), (around, "expansion"))
     top = sigma_of(own, x, part, seed)
     norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
     ratio = value / top.sigma if top.sigma > 0 else (1.0 if value == 0 else math.inf)
@@ -145,12 +151,14 @@ def certify(
         heads=tuple(
             HeadCertificate(
                 h if head is None else head,
-                sum(each.heads[h][0] for each in found) / steps,
-                last.heads[h][1],
+                *min(
+                    (sum(each.heads[h][0] for each in found) / steps, last.heads[h][1]),
+                    (alone[h], "expansion"),
+                ),
             )
             for h in range(own.num_heads)
         ),
-        form=last.form,
+        form=form,
         sigma=top.sigma,
         upper=top.upper,
         ratio=ratio,

@@ -74,19 +74,24 @@ class Ball:
         return self.c.rho + self.c.norm_a * self.eps[:, None]
 
     @cached_property
-    def _sums(self) -> dict[str, Tensor]:
-        """Weighted Gram matrices of ``Vy`` and ``A^T y``, one pass over the rows."""
+    def sums(self) -> dict[str, Tensor]:
+        """Weighted Gram matrices of ``Vy`` and ``A^T y``, one pass over the rows.
+
+        ``upper`` is weighted with ``U``, ``change`` with ``D``; ``_y`` is a Gram matrix of
+        ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` the top eigenvalues of ``Vy`` and ``A^T y``.
+        """
         c, p = self.c, self.p
         parts: dict[str, list[Tensor]] = {}
         for rows in c.chunks():
             y, z = c.y(rows), c.z(rows)
             upper, change = (w[rows, :, None].sqrt() for w in (p.upper, p.change))
-            gram = _gram(upper * y)
+            gram, moved = _gram(upper * y), _gram(change * y)
             found = {
                 "upper_y": gram,
+                "change_y": moved,
                 "upper_v": eigenvalue(gram),
                 "upper_a": eigenvalue(_gram(upper * z)),
-                "change_v": eigenvalue(_gram(change * y)),
+                "change_v": eigenvalue(moved),
                 "change_a": eigenvalue(_gram(change * z)),
             }
             if c.rotary is not None:
@@ -100,18 +105,18 @@ class Ball:
         """``>= |sum_j (P'_ij - P_ij) V y_ij|``, ``(n,)``."""
         total = self.p.change.sum(-1)
         by_norms = (self.p.change * self.c.nu).sum(-1)
-        return torch.minimum(by_norms, (total * self._sums["change_v"]).sqrt())
+        return torch.minimum(by_norms, (total * self.sums["change_v"]).sqrt())
 
     @cached_property
     def _key_moved(self) -> Tensor:
         total = self.p.change.sum(-1)
         by_norms = (self.p.change * self.c.mu).sum(-1)
-        return torch.minimum(by_norms, (total * self._sums["change_a"]).sqrt())
+        return torch.minimum(by_norms, (total * self.sums["change_a"]).sqrt())
 
     @cached_property
     def own_change(self) -> Tensor:
         """``>= ‖V C'_i A - V C_i A‖``, ``(n,)``: what token i's own query adds."""
-        c, sums = self.c, self._sums
+        c, sums = self.c, self.sums
         v, a = c.norm_v * self.spread, c.norm_a * self.spread
         return (
             (sums["change_v"] * sums["change_a"]).sqrt()
@@ -124,7 +129,7 @@ class Ball:
     @cached_property
     def own(self) -> Tensor:
         """``>= ‖V C'_i A‖``, ``(n,)``: the product of two spreads, or centre plus change."""
-        c, sums = self.c, self._sums
+        c, sums = self.c, self.sums
         v = sums["upper_v"].sqrt() + c.norm_v * self.spread
         a = sums["upper_a"].sqrt() + c.norm_a * self.spread
         return torch.minimum(v * a, c.drift + self.own_change)
@@ -132,7 +137,7 @@ class Ball:
     @cached_property
     def row(self) -> Tensor:
         """``w'_i >= lam_max(sum_j P'_ij B'_ij B'_ij^T)``, ``(n,)``."""
-        c, sums = self.c, self._sums
+        c, sums = self.c, self.sums
         if c.rotary is not None:
             return sums["rows"]
         moved, upper = c.norm_v * self.spread, sums["upper_v"].sqrt()
@@ -203,7 +208,7 @@ class Ball:
     @cached_property
     def change(self) -> float:
         """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
-        c, sums = self.c, self._sums
+        c, sums = self.c, self.sums
         weights = self.p.change.sum(-1).sqrt() * c.norm_v
         reader = c.rho.amax(-1) if c.rotary is None else None
         if reader is None:

@@ -17,6 +17,7 @@ from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.attention.projections import Part
 from lipscope.bounds.ball import Ball, least
 from lipscope.bounds.centre import BallName, Centre
+from lipscope.bounds.expansion import rest
 from lipscope.bounds.head import all_heads_of, check_scores, heads_of
 from lipscope.bounds.row_gram import row_gram_joint
 from lipscope.bounds.theorem import NotApplicableError
@@ -48,10 +49,12 @@ class BallLayer:
         layer: The layer.
         x: Centre of the ball.
         part: ``attention``: heads add up; ``heads``: they stand side by side.
-        sharp: Also use the row-Gram certificate at the centre.
+        sharp: Also use the row-Gram certificate at the centre, and what is left of all heads
+            together beyond it (`around`).
     """
 
     def __init__(self, layer: DotProduct, x: Tensor, part: Part, sharp: bool) -> None:
+        self.layer, self.x = layer, x
         self.part: Part = part
         self.sharp = sharp
         heads = heads_of(layer, fold=part == "attention")
@@ -66,6 +69,18 @@ class BallLayer:
             self.bare_local = [_local(c, False) for c in self.bare]
             if sharp:
                 self.joint = row_gram_joint(all_heads_of(layer, fold=part == "attention"), x)
+
+    def around(self, radii: Tensor, ball: BallName) -> tuple[float, list[float]]:
+        """``>= ‖f(X') - f(X)‖ / ‖X' - X‖`` from X itself: sigma there plus the rest.
+
+        Returns:
+            Of the layer, infinite without ``sharp``, and of each head.
+        """
+        output = self.layer.output if self.part == "attention" else None
+        centres = self.bare or [Centre(head, self.x) for head in heads_of(self.layer, fold=False)]
+        together, each = rest(centres, output, radii, ball, together=self.sharp)
+        heads = [local + one for local, one in zip(self.local, each, strict=True)]
+        return (heads[0] if len(heads) == 1 else self.joint + together), heads
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
         """Bounds of sigma over the ball of these radii."""
