@@ -104,11 +104,9 @@ def attention_stretch(
 
     def part(start: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
         dq, dk, dv, go = rest
-        stop = start + q.shape[-2]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            s, bias = layer.score(q, k), layer.bias(x, start, stop)
-            return torch.softmax(s if bias is None else s + bias, dim=-1) @ v
+            return layer.probabilities(q, k, start) @ v
 
         return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
 
@@ -117,7 +115,10 @@ def attention_stretch(
     total = x.new_zeros(())
     for i in range(0, n, rows):
         chunk = slice(i, i + rows)
-        arguments = (q[:, chunk], k, v, dq[:, chunk], dk, dv, go[:, chunk])
+        keys = slice(0, layer.reach(slice(i, min(i + rows, n)), n).stop)
+        own = [t[:, chunk] for t in (q, dq, go)]
+        others = [t[:, keys] for t in (k, v, dk, dv)]
+        arguments = (own[0], *others[:2], own[1], *others[2:], own[2])
         total = total + checkpoint(part, i, *arguments, use_reentrant=False)
     return total
 

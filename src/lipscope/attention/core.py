@@ -172,12 +172,19 @@ class Attention(nn.Module, ABC):
         q, k, v = self.project(x, context)
         return (self.probabilities(q, k) @ v).transpose(-3, -2).flatten(-2)
 
-    def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
-        """Attention weights ``(..., num_heads, n, m)`` of scaled queries and keys."""
-        s, bias = self.capped(self.score(q, k)), self.bias(k, 0, q.shape[-2])
+    def probabilities(self, q: Tensor, k: Tensor, start: int = 0) -> Tensor:
+        """Attention weights ``(..., num_heads, c, m)`` of scaled queries and keys.
+
+        Args:
+            q: Queries of ``c`` consecutive rows.
+            k: Keys.
+            start: The first of the rows.
+        """
+        rows = slice(start, start + q.shape[-2])
+        s, bias = self.capped(self.score(q, k)), self.bias(k, rows, slice(0, k.shape[-2]))
         p = torch.softmax(s if bias is None else s + bias, dim=-1)
         empty = self.empty_rows(k)
-        return p if empty is None else p.masked_fill(empty[..., None], 0.0)
+        return p if empty is None else p.masked_fill(empty[..., rows, None], 0.0)
 
     def capped(self, s: Tensor) -> Tensor:
         """``c tanh(s / c)``, or the scores as they are."""
@@ -208,14 +215,14 @@ class Attention(nn.Module, ABC):
             return heads
         return nn.functional.linear(heads, self.output, self.output_bias)
 
-    def bias(self, k: Tensor, start: int, stop: int) -> Tensor | None:
-        """What is added to the scores of rows ``start:stop`` for keys ``(..., m, width)``.
+    def bias(self, k: Tensor, rows: slice, keys: slice) -> Tensor | None:
+        """What is added to a block of scores, ``(h or none, rows, keys)``, like ``k``.
 
         The layer's own bias, and -inf where the mask hides; None if nothing. Rows that may
         read no token are left unmasked here and set to zero after the softmax.
         """
-        added = None if self.score_bias is None else self.score_bias[..., start:stop, :]
-        visible = self.visible(k.shape[-2], start, stop, k.device)
+        added = None if self.score_bias is None else self.score_bias[..., rows, keys]
+        visible = self.visible(rows, keys, k.device)
         if visible is None:
             return added
         visible = visible | ~visible.any(-1, keepdim=True)
@@ -224,26 +231,33 @@ class Attention(nn.Module, ABC):
         return torch.where(visible, added, -torch.inf)
 
     def visible(
-        self, num_keys: int, start: int, stop: int, device: torch.device | None = None
+        self, rows: slice, keys: slice, device: torch.device | None = None
     ) -> Tensor | None:
-        """True where rows ``start:stop`` may read a key, ``(h or none, rows, m)``; None: all."""
+        """True where a row may read a key, ``(h or none, rows, keys)``; None: all."""
         found = None
         if self.causal or self.window is not None:
-            rows = torch.arange(start, stop, device=device)[:, None]
-            behind = rows - torch.arange(num_keys, device=device)
+            row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+            behind = row - torch.arange(keys.start, keys.stop, device=device)
             found = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
             if self.window is not None:
                 found &= behind < self.window
         if self.mask is not None:
-            part = self.mask[..., start:stop, :]
+            part = self.mask[..., rows, keys]
             found = part if found is None else part & found
         return found
+
+    def reach(self, rows: slice, num_keys: int) -> slice:
+        """The keys that some of these rows may read: causal layers and windows see no others."""
+        last = min(rows.stop, num_keys) if self.causal else num_keys
+        first = 0 if self.window is None else rows.start - self.window + 1
+        return slice(min(max(first, 0), last - 1), last)
 
     def empty_rows(self, k: Tensor) -> Tensor | None:
         """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none."""
         if self.mask is None:
             return None
-        visible = self.visible(k.shape[-2], 0, self.mask.shape[-2], k.device)
+        rows, keys = slice(0, self.mask.shape[-2]), slice(0, k.shape[-2])
+        visible = self.visible(rows, keys, k.device)
         assert visible is not None
         empty = ~visible.any(-1)
         return empty if bool(empty.any()) else None
@@ -279,7 +293,8 @@ class Attention(nn.Module, ABC):
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
 
         Queries, keys, values, softmax statistics and, where they fit, probabilities are
-        computed once; a product costs matrix multiplications and one elementwise pass.
+        computed once; a product costs matrix multiplications and one elementwise pass. Blocks
+        that a causal mask or a window hides are skipped: causal layers cost about half.
 
         Args:
             x: The point, ``(n, d)``.
