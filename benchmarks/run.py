@@ -1,6 +1,6 @@
 """Compare lipscope with other solvers, measure its products and memory; write the page.
 
-Usage: ``python benchmarks/run.py [--quick] [--only speed,rate,…] [--threads 1,2] [--out FILE]``
+Usage: ``python benchmarks/run.py [--quick] [--only speed,rate,…] [--threads 1,2]``
 """
 
 from __future__ import annotations
@@ -13,16 +13,27 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import torch
-from tables import Section, machine, say, target_table
+from tables import Section, Target, machine, say, target_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+STORE = Path(__file__).with_name("results.json")  # the sections of the page, as last measured
+
+
+class Stored(TypedDict):
+    """One section as it is kept."""
+
+    text: str
+    targets: list[tuple[str, str, bool | None]]
+    measured: str
 
 
 def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Section]]:
@@ -43,28 +54,37 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),
+        "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 
 
-def page(done: Sequence[Section], description: str, minutes: float) -> str:
+def page(stored: dict[str, Stored]) -> str:
     """The whole page as Markdown."""
-    targets = [t for s in done for t in s.targets]
+    targets = [Target(*t) for one in stored.values() for t in one["targets"]]
     return "\n".join(
         [
             "# Benchmarks",
             "",
-            "Written by `make bench`: every figure on this page was printed by that command.",
-            "",
-            description,
-            f"- The whole run took {minutes:.0f} minutes",
+            "Written by `make bench`, or in parts by `benchmarks/run.py --only NAME`: every",
+            "figure on this page was printed by that command.",
             "",
             "## Targets",
             "",
             target_table(targets),
             "",
-            *(s.text() for s in done),
+            *(f"{one['text']}\n{one['measured']}\n" for one in stored.values()),
         ]
     )
+
+
+def keep(name: str, section: Section, measured: str, order: Sequence[str]) -> None:
+    """Store a section and write the page anew."""
+    stored: dict[str, Stored] = json.loads(STORE.read_text("utf-8")) if STORE.is_file() else {}
+    targets = [(t.name, t.measured, t.reached) for t in section.targets]
+    stored[name] = {"text": section.text(), "targets": targets, "measured": measured}
+    stored = {key: stored[key] for key in order if key in stored}
+    STORE.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page(stored), encoding="utf-8")
 
 
 def main() -> None:
@@ -72,7 +92,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small cases, one or two minutes")
     parser.add_argument("--only", default="", help="sections to run, separated by commas")
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--out", type=Path, help="page to write (default: docs/benchmarks.md)")
     options = parser.parse_args()
     # Before any thread pool exists: its threads take the setting over.
     torch.set_flush_denormal(True)
@@ -81,21 +100,15 @@ def main() -> None:
     chosen = [s for s in options.only.split(",") if s] or list(every)
     if unknown := [s for s in chosen if s not in every]:
         parser.error(f"unknown sections {unknown}; choose from {', '.join(every)}")
-    began, done = time.perf_counter(), []
     print(description, flush=True)
-    whole = not options.quick and chosen == list(every)
-    out = options.out or (PAGE if whole else None)
-    minutes = 0.0
     for name in chosen:
-        done.append(every[name]())
-        print("\n" + done[-1].text(), flush=True)
-        minutes = (time.perf_counter() - began) / 60
-        if out is not None:  # after every section: a run that is cut short has its page too
-            out.write_text(page(done, description, minutes), encoding="utf-8")
-    if out is None:
-        say(f"{minutes:.1f} minutes; no page written, because this was not the whole run")
-    else:
-        say(f"{minutes:.1f} minutes; wrote {out}")
+        began = time.perf_counter()
+        section = every[name]()
+        print("\n" + section.text(), flush=True)
+        took = f"- This section took {(time.perf_counter() - began) / 60:.1f} minutes"
+        if not options.quick:  # after every section: a run that is cut short has its page too
+            keep(name, section, f"{description}\n{took}", list(every))
+    say("no page written: small cases" if options.quick else f"wrote {PAGE}")
 
 
 if __name__ == "__main__":
