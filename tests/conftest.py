@@ -50,3 +50,23 @@ def lipscope(tmp_path, monkeypatch, capsys) -> Command:
         return Result(end.value.code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys) -> Command:
+    """Any command in this process, in a folder with one text in it."""
+    from lipscope import cli
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+
+    def run(*arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["lipscope", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        assert isinstance(end.value.code, int)
+        return Result(end.value.code, said.out, said.err)
+
+    return run

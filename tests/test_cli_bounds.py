@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from command import BERT, TEXT, Result
+from command import BERT
 from lipscope.bounds import catalogue
 from tiny import TINY
 
@@ -18,26 +17,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
 MPNET, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("mpnet", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
-    """Any command in this process, in a folder with one text in it."""
-    from lipscope import cli
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    Path("text.txt").write_text(TEXT, encoding="utf-8")
-
-    def run(*arguments: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["lipscope", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        said = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Result(end.value.code, said.out, said.err)
-
-    return run
 
 
 def test_bounds_as_json(command):

@@ -336,16 +336,18 @@ def _interval(
     if smallest < 2:
         return None, None
     random = np.random.default_rng(seed)
+    weights = _weights(columns, lengths)
     if paired:
-        table = np.column_stack(columns)
-        means = table[random.integers(smallest, size=(RESAMPLES, smallest))].mean(axis=1)
+        # The slope of resampled means is the mean of the samples' own slopes.
+        own = np.column_stack(columns) @ weights
+        slopes = own[random.integers(smallest, size=(RESAMPLES, smallest))].mean(axis=1)
         free = smallest - 1
     else:
         means = np.column_stack(
             [c[random.integers(len(c), size=(RESAMPLES, len(c)))].mean(axis=1) for c in columns]
         )
         free = sum(len(column) for column in columns) - len(columns)
-    slopes = means @ _weights(columns, lengths)
+        slopes = means @ weights
     # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
     # too small for k samples: the tail is chosen so as to make up for both.
     student = special.stdtrit(free, (1 + CONFIDENCE) / 2)

@@ -67,9 +67,9 @@ def difference(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) ->
     return ", ".join(varied) + ": " * bool(varied)
 
 
-def palette(count: int) -> list[str]:
-    """``count`` colours in even steps along `PLASMA`."""
-    stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in PLASMA]
+def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
+    """``count`` colours in even steps along some, those of `PLASMA` unless given."""
+    stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in along]
     colours = []
     for k in range(count):
         at = (len(stops) - 1) * k / max(count - 1, 1)

@@ -94,6 +94,22 @@ def lay_out(
     return placed
 
 
+def spaced(tokens: Sequence[TokenShare]) -> list[str]:
+    """Every token as shown, with a space in front where a word begins.
+
+    Args:
+        tokens: The tokens of one window, in their order.
+
+    Returns:
+        One text for each token; put together they are the window.
+    """
+    texts = []
+    for word in _words(tokens):
+        for k, (_, text) in enumerate(word):
+            texts.append(" " * (bool(texts) and not k) + _visible(text, 80))
+    return texts
+
+
 def _words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
     """Tokens with their readable text, grouped into words that should not be broken."""
     # Tokenizers that mark the start of a word say where spaces are. The others (WordPiece,

@@ -8,40 +8,58 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import attack, bounds, certify, measure, reproduce, theorems
+from lipscope.cli import attack, bounds, certify, doctor, measure, report, reproduce, theorems
 from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 
+STATUS = (
+    "Exit status: 0 done; 1 a certificate was violated, or doctor found something missing; "
+    "2 a mistake in the request, said in one line; 130 interrupted; 141 the reader of the "
+    "output went away. Anything else is a fault of lipscope: please report it."
+)
+
 app = typer.Typer(
-    help="How much can the output of attention move when its input moves?",
-    add_completion=False,
+    epilog=STATUS,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 100},
 )
 
 
+def _version(wanted: bool) -> bool:
+    if wanted:
+        from lipscope.record import version
+
+        sys.stdout.write(f"lipscope {version()}\n")
+        raise typer.Exit
+    return wanted
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """How much can the output of attention move when its input moves?"""
+    del version
 
 
-app.command()(measure.measure)
-app.command(epilog=bounds.EXAMPLE)(bounds.bounds)
-app.command(epilog=attack.EXAMPLE)(attack.attack)
-app.command(epilog=certify.EXAMPLE)(certify.certify)
-app.command(epilog=reproduce.EXAMPLE)(reproduce.reproduce)
-app.command(epilog=theorems.EXAMPLE)(theorems.theorems)
+COMMANDS = (measure, bounds, attack, certify, theorems, reproduce, report, doctor)
+for _command in COMMANDS:
+    _name = _command.__name__.rpartition(".")[2]
+    app.command(epilog=_command.EXAMPLE)(getattr(_command, _name))
 
 
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
     try:
-        app(standalone_mode=True)
+        app(prog_name="lipscope")
     except InputError as problem:
         errors.print(f"lipscope: {problem}", markup=False, soft_wrap=True)
         raise SystemExit(2) from None

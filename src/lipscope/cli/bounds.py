@@ -37,7 +37,7 @@ def bounds(
     layer: Annotated[str, typer.Option(help="An index, several such as 0,3, or all.")] = "0",
     text: Annotated[
         str | None,
-        typer.Option(help="Text file, or - for standard input. Default: Python's manual."),
+        typer.Option(help="Text file, or -.  [default: Python's manual]"),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     lengths: Annotated[
@@ -47,7 +47,7 @@ def bounds(
     radius: Annotated[
         str | None,
         typer.Option(
-            help="Largest token norm: a number, or norm for that of the norm before the layer.  "
+            help="Largest token norm: a number, or norm for that before the layer.  "
             "[default: that of the text]"
         ),
     ] = None,
@@ -65,7 +65,7 @@ def bounds(
         bool, typer.Option("--sharp", help="Also the bounds that take seconds a head.")
     ] = False,
     attack: Annotated[
-        bool, typer.Option("--attack", help="Also the worst adversarial input within the radius.")
+        bool, typer.Option("--attack", help="Also the worst input within the radius.")
     ] = False,
     special_tokens: Annotated[
         bool, typer.Option(help="Put the model's special tokens around the window.")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lipscope.report import Rows
 
 
+EXAMPLE = "Example: lipscope measure minilm --text FILE --lengths 16,64,256 --rest"
+
+
 def measure(
     model: Annotated[
         str,
@@ -28,45 +31,35 @@ def measure(
     ] = "minilm",
     text: Annotated[
         str | None,
-        typer.Option(help="Text file, or - for standard input. Default: Python's manual."),
+        typer.Option(help="Text file, or -.  [default: Python's manual]"),
     ] = None,
-    layers: Annotated[str, typer.Option(help="all, or indices such as 0,3,5 or 0:5.")] = "all",
-    lengths: Annotated[
-        str, typer.Option(help="Tokens per window, such as 16,64,256 or 2:512:10.")
-    ] = "16,64,256",
+    layers: Annotated[str, typer.Option(help="all, or 0,3,5 or 0:5.")] = "all",
+    lengths: Annotated[str, typer.Option(help="Tokens, or 2:512:10.")] = "16,64,256",
     samples: Annotated[int, typer.Option(help="Windows per length.")] = 10,
-    windows: Annotated[
-        str, typer.Option(help="spread (same passages at every length) or consecutive.")
-    ] = "spread",
+    windows: Annotated[str, typer.Option(help="or consecutive.")] = "spread",
     special_tokens: Annotated[
-        bool, typer.Option(help="Put the model's special tokens around each window.")
+        bool, typer.Option(help="Put [CLS] and the like around each window.", show_default=False)
     ] = True,
     map_name: Annotated[
         str,
         typer.Option("--map", help="heads, attention, normed, residual, block or model."),
     ] = "attention",
     per_head: Annotated[bool, typer.Option("--per-head", help="One row per head.")] = False,
-    metric: Annotated[str, typer.Option(help="frobenius or token-relative.")] = "frobenius",
-    move: Annotated[
-        str, typer.Option(help="Tokens that may move: all, first, last, not-first, a:b.")
-    ] = "all",
-    read: Annotated[
-        str, typer.Option(help="Outputs that are read: all, first, last, not-first, a:b.")
-    ] = "all",
+    metric: Annotated[str, typer.Option(help="or token-relative.")] = "frobenius",
+    move: Annotated[str, typer.Option(help="first, last, not-first, a:b.")] = "all",
+    read: Annotated[str, typer.Option(help="Outputs that are read.")] = "all",
     rest: Annotated[
-        bool, typer.Option("--rest", help="Also sigma with the top token held fixed.")
+        bool, typer.Option("--rest", help="Also with the top token held fixed.")
     ] = False,
     average: Annotated[
-        bool, typer.Option("--average", help="Also the Frobenius norm and stable rank.")
+        bool, typer.Option("--average", help="Also Frobenius norm and stable rank.")
     ] = False,
-    tol: Annotated[float, typer.Option(help="Relative tolerance of sigma.")] = 1e-3,
-    delta: Annotated[float, typer.Option(help="Failure probability of an interval.")] = 1e-6,
+    tol: Annotated[float, typer.Option(help="Relative tolerance.")] = 1e-3,
+    delta: Annotated[float, typer.Option(help="Failure probability.")] = 1e-6,
     tight: Annotated[
-        bool, typer.Option("--tight", help="Go on until the interval is within tol (float64).")
+        bool, typer.Option("--tight", help="Interval within tol, in float64.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or float64.  [default: float32]")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or float64.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, …")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the random starts.")] = 0,
     memory: Annotated[str, typer.Option(help="Budget such as 1GiB.")] = "1GiB",
@@ -74,15 +67,15 @@ def measure(
         Path | None, typer.Option(help="Run folder.  [default: runs/<date>-<model>]")
     ] = None,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="One JSON object per measurement on stdout.")
+        bool, typer.Option("--jsonl", help="One JSON object a row on stdout.")
     ] = False,
     allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load pickled weights (weights only).")
+        bool, typer.Option("--allow-pickle", help="Load pickled weights, weights only.")
     ] = False,
 ) -> None:
-    """Measure sigma, the local Lipschitz constant of a model's attention, on a text.
+    """Measure sigma, the local Lipschitz constant of attention, on a text.
 
-    sigma says how far a layer's output moves for a small move of its input. Every row has
+    sigma says how far the output moves for a small move of the input. Every row has
     an interval [sigma, upper] that holds with probability 1 - delta.
     """
     folder = out if out is not None else default_folder(model)

@@ -9,11 +9,11 @@ import altair as alt
 
 from lipscope import marks
 from lipscope.errors import InputError
-from lipscope.page import chart_page
+from lipscope.figure.standalone import chart_page
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
-QUIET = "#6b6b6b"
+QUIET, GRID, AXIS, INK = "#6b6b6b", "#ececec", "#bbbbbb", marks.INK
 FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
@@ -63,7 +63,7 @@ def tooltip(*names: str) -> list[alt.Tooltip]:
 
 def dressed(chart: Any) -> Any:
     """The one look of all charts; on white, so that it also prints."""
-    quiet = {"labelColor": QUIET, "titleColor": marks.INK, "labelFontSize": 11, "titleFontSize": 12}
+    quiet = {"labelColor": QUIET, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12}
     return chart.configure(
         font=FONT,
         background="#ffffff",
@@ -71,15 +71,15 @@ def dressed(chart: Any) -> Any:
         view=alt.ViewConfig(stroke=None),
         axis=alt.AxisConfig(
             **quiet,
-            gridColor="#ececec",
-            domainColor="#bbbbbb",
-            tickColor="#bbbbbb",
+            gridColor=GRID,
+            domainColor=AXIS,
+            tickColor=AXIS,
             titleFontWeight="normal",
         ),
         legend=alt.LegendConfig(**quiet),
         title=alt.TitleConfig(
             anchor="start",
-            color=marks.INK,
+            color=INK,
             fontSize=15,
             subtitleColor=QUIET,
             subtitleFontSize=11,

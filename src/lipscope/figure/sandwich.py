@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -10,6 +10,7 @@ import altair as alt
 from lipscope import marks
 from lipscope.bound_rows import ADVERSARIAL, CERTIFICATE, MEASURED, BoundRow, Curve, curves, spread
 from lipscope.errors import InputError
+from lipscope.figure.axes import Data, across, data, ends, up
 from lipscope.figure.look import QUIET, dressed, tooltip
 
 # Blue, orange and green that stay apart for every kind of colour vision; bounds in grey.
@@ -51,12 +52,59 @@ def sandwich_chart(
     return dressed(alt.vconcat(*charts, spacing=30).properties(title=alt.TitleParams(title)))
 
 
+def bounds_chart(
+    lines: Data | None,
+    names: Data | None,
+    *,
+    axes: Mapping[str, Any] | None = None,
+    width: int | str = "container",
+    height: int = 340,
+) -> alt.LayerChart:
+    """The lines of one layer in one metric, with their names beside them.
+
+    Args:
+        lines: Records with ``name, group, n, value, upper``, or None where a page puts
+            them in.
+        names: Records with ``name, group, n, value``.
+        axes: Domains and ticks.
+        width: Pixels, or "container".
+        height: Pixels.
+
+    Returns:
+        The chart.
+    """
+    layers = _layers(data("lines", lines), data("names", names), across(), up("value:Q", _SIGMA))
+    chart = alt.LayerChart(layer=layers).add_params(ends(axes))
+    return dressed(chart.properties(width=width, height=height))
+
+
+_SIGMA = "sigma and its bounds"
+
+
+def _layers(lines: Any, names: Any, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Lines, bars up to `upper`, points, and the names of the lines."""
+    domain = [*COLOURS]
+    colour = alt.Color(
+        "group:N", legend=None, scale=alt.Scale(domain=domain, range=[*COLOURS.values()])
+    )
+    base = alt.Chart(lines).encode(x=x, y=y, color=colour)
+    drawn = base.mark_line(strokeWidth=2).encode(
+        detail="name:N",
+        strokeDash=alt.StrokeDash(
+            "group:N", legend=None, scale=alt.Scale(domain=domain, range=_DASHES)
+        ),
+    )
+    bars = base.mark_rule(strokeWidth=1.5).encode(y2="upper:Q")
+    dots = base.mark_circle(size=34, opacity=1).encode(tooltip=tooltip("name", "n", "value"))
+    words = alt.Chart(names).mark_text(align="left", dx=8, fontSize=11)
+    return [drawn, bars, dots, words.encode(x=x, y=y, text="name:N", color=colour)]
+
+
 def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.LayerChart:
     lines, left_out = curves(rows)
     lengths = sorted({n for line in lines for n, *_ in line.points})
     every = [v for line in lines for _, *values in line.points for v in values]
     domain = [min(every) / 1.3, max(every) * 1.3]
-    points = [p for line in lines for p in _points(line)]
     left = lengths[0] / 1.1
     reach = max(lengths[-1] / lengths[0], 2.0)
     right = lengths[-1] * reach**0.85  # room for the names
@@ -66,39 +114,22 @@ def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.Layer
         scale=alt.Scale(type="log", domain=[left, right], nice=False),
         axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
     )
-    ticks = marks.tick_values(*domain)
     y = alt.Y(
         "value:Q",
-        title="sigma and its bounds",
+        title=_SIGMA,
         scale=alt.Scale(type="log", domain=domain, nice=False),
-        axis=alt.Axis(format=",~g" if domain[1] < 1e6 else "~e", values=ticks),
+        axis=alt.Axis(format=",~g" if domain[1] < 1e6 else "~e", values=marks.tick_values(*domain)),
     )
-    colour = alt.Color(
-        "group:N", legend=None, scale=alt.Scale(domain=[*COLOURS], range=[*COLOURS.values()])
-    )
-    base = alt.Chart(alt.InlineData(values=points)).encode(x=x, y=y, color=colour)
-    drawn = base.mark_line(strokeWidth=2).encode(
-        detail="name:N",
-        strokeDash=alt.StrokeDash(
-            "group:N", legend=None, scale=alt.Scale(domain=[*COLOURS], range=_DASHES)
-        ),
-    )
-    bars = base.mark_rule(strokeWidth=1.5).encode(y2="upper:Q")
-    dots = base.mark_circle(size=34, opacity=1).encode(tooltip=tooltip("name", "n", "value"))
     gap = (domain[1] / domain[0]) ** (_LABEL_PIXELS / height)
     places = spread([line.points[-1][1] for line in lines], gap)
     words = [
         {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
         for line, place in zip(lines, places, strict=True)
     ]
-    names = (
-        alt.Chart(alt.InlineData(values=words))
-        .mark_text(align="left", dx=8, fontSize=11)
-        .encode(x=x, y=y, text="name:N", color=colour)
-    )
+    points = [p for line in lines for p in _points(line)]
+    layers = _layers(alt.InlineData(values=points), alt.InlineData(values=words), x, y)
     title = alt.TitleParams(_title(rows[0]), subtitle=_subtitle(rows, left_out))
-    chart = alt.LayerChart(layer=[drawn, bars, dots, names])
-    return chart.properties(width=width, height=height, title=title)
+    return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 
 
 _DASHES = [[1, 0], [1, 0], [1, 0], [5, 4]]

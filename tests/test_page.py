@@ -1,0 +1,250 @@
+"""Reports of run folders: what the page carries, what it leaves out, and the figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lipscope as ls
+from command import BERT, TEXT
+from folders import NASTY, grown, sandwiched, shares, written
+from lipscope.errors import InputError
+from lipscope.page import points, report
+from lipscope.page.items import items_of
+from lipscope.page.points import axes, points_of
+from lipscope.page.source import read_source
+from lipscope.page.words import bibliography, methods
+from lipscope.pieces import spaced
+from rows import row
+
+KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What the scripts of a page read."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def words(path: Path) -> str:
+    elements = ElementTree.parse(path).iter()
+    return "\n".join(e.text or "" for e in elements if e.tag.endswith(("text", "tspan")))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("page")
+    rows = grown() + grown(heads=2) + [row(layer=2, sample=9, sigma=None, status="failed", error="<i>boom</i>")]
+    runs = [
+        written(folder / "run", rows),
+        written(folder / "nasty", grown(layers=1, model=NASTY), text=NASTY),
+        sandwiched(folder / "bounds"),
+    ]
+    (made,) = report(runs, folder / "report.html")
+    return made.read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing(page: str) -> None:
+    """No address in what it loads or draws; those of the licence texts of Vega are only words."""
+    own = page.replace(page[page.index("<script>(() => {") : page.index('"use strict";')], "")
+    assert not re.search(r"(?:src|href)\s*=\s*[\"'](?!#)", own)
+    assert "http" not in re.sub(r"<h3>.*?</pre>", "", own, flags=re.DOTALL).replace(
+        "http-equiv", ""
+    )
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy and policy[1].startswith("default-src 'none'")
+
+
+def test_text_and_names_are_escaped(page: str) -> None:
+    assert page.count("<script") == page.count("</script>") == 3
+    assert "<img" not in page.replace('"<img', "") or NASTY not in page
+    assert NASTY not in page
+    data = data_of(page)
+    assert any(NASTY in word for text in data["texts"] for word in text)
+    assert data["settings"][-1]["model"] == NASTY
+    assert "&lt;i&gt;boom&lt;/i&gt;" in page  # the error of a failed row
+
+
+def test_every_row_stands_there_once(page: str) -> None:
+    data = data_of(page)
+    count = len(data["points"]["n"])
+    assert count == 27 + 54 + 1 + 9 + 3  # with heads, failed, nasty, adversarial
+    assert data["points"]["kind"].count("adversarial") == 3
+    assert "93 converged, 1 failed" in page and "1 row failed" in page
+    # 90 rows with an interval of 1e-6 and one of ||J||_F, 3 adversarial ones of sigma alone.
+    assert "at least 1 − 0.00018" in page
+
+
+def test_exponents_are_those_of_the_rows(page: str) -> None:
+    """sigma ~ n^(1/4) and, without the top token, n^(1/2), in closed form."""
+    fits = data_of(page)["fits"]
+    assert {fit["kind"] for fit in fits} == {"real", "rest", "adversarial"}
+    for fit in fits:
+        exponent = 0.5 if fit["kind"] == "rest" else 0.25
+        assert fit["slope"] == pytest.approx(exponent, abs=1e-4)
+        assert fit["local"] == pytest.approx([exponent] * 2, abs=1e-4)
+        assert fit["lengths"] == [16, 32, 64]
+
+
+def test_means_are_geometric(page: str) -> None:
+    data = data_of(page)
+    names = ("kind", "layer", "head", "n", "sigma", "rank")
+    rows = zip(*(data["means"][name] for name in names), strict=True)
+    for kind, layer, head, n, sigma, rank in rows:
+        if kind == "real":
+            level = (1 + int(layer) + (head or 0)) * n**0.25
+            assert sigma == pytest.approx(level * (1.0 * 1.1 * 1.2) ** (1 / 3), rel=1e-4)
+            assert rank == pytest.approx(16.0, rel=1e-4)
+
+
+def test_bounds_are_shown_one_metric_at_a_time(page: str) -> None:
+    frobenius, infinity = data_of(page)["bounds"]
+    assert frobenius["metric"] == "frobenius" and infinity["metric"] == "infinity"
+    names = {line["name"]: line for line in frobenius["lines"] if line["n"] == 64}
+    assert names["sigma, real text"]["value"] == pytest.approx(64**0.25, rel=1e-4)
+    assert names["local certificate, real text"]["value"] == pytest.approx(2 * 64**0.25, rel=1e-4)
+    assert names["castin_thm_3_3"]["value"] == pytest.approx(800)
+    assert not infinity["measured"]
+    (lacking,) = [t for t in frobenius["table"] if t["theorem"] == "kim_thm_3_1"]
+    assert lacking["value"] is None and lacking["why"] == "no L2 attention: <b>"
+
+
+def test_sources_are_quoted_with_their_bibtex(page: str) -> None:
+    assert "@inproceedings{castin2024," in page and "@inproceedings{kim2021," in page
+    shown = page[page.index('<section id="references">') : page.index("</main>")]
+    assert "Statement of f1 (f1)" in shown  # derived here: no entry
+    assert "Statement of kim_thm_3_1" not in shown  # it has no value
+    assert len(bibliography()) > 15
+
+
+def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", grown(map="block", metric="token-relative"))
+    (said,) = methods(items_of([read_source(run)]))
+    for part in (
+        "the map “block” of minilm (3 layers)",
+        "token-relative norm",
+        "3 windows of text per length of 16, 32 and 64 tokens (float32, seed 0)",
+        "lipscope 0.1.0",
+        "δ = 1e-06",
+        "[castin2024]",
+    ):
+        assert part in said, part
+
+
+def test_ten_thousand_rows_stay_below_five_megabytes(tmp_path: Path) -> None:
+    rows = grown(layers=20, heads=5, lengths=(16, 32, 64, 128, 256), samples=20)
+    assert len(rows) == 10_000
+    (made,) = report([written(tmp_path / "run", rows)], tmp_path / "report.html")
+    assert made.stat().st_size < 5_000_000
+    assert len(data_of(made.read_text(encoding="utf-8"))["points"]["n"]) == 10_000
+
+
+def test_more_rows_are_sampled_and_the_worst_are_kept(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(points, "MAX_POINTS", 100)
+    rows = grown(layers=10, samples=10)
+    worst = max(rows, key=lambda r: r.sigma or 0.0)
+    found = points_of(items_of([read_source(written(tmp_path / "run", rows))]))
+    assert len(found.points) == 100
+    assert worst in [item.row for item in found.items]
+    assert len(found.means) == 30 and sum(m["count"] for m in found.means) == 300
+    (remark,) = found.remarks
+    assert remark.startswith("Points show 100 of 300 rows: the 20 worst of every setting")
+
+
+def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:
+    runs = []
+    for seed in (0, 1):
+        rows = [
+            row(**(vars(r) | {"id": f"{seed}/{k}", "seed": seed})) for k, r in enumerate(grown(1))
+        ]
+        runs.append(written(tmp_path / str(seed), rows))
+    settings = points_of(items_of([read_source(run) for run in [*runs, runs[0]]])).settings
+    assert [s["model"] for s in settings] == ["minilm · seed 0", "minilm · seed 1"]
+    assert [s["rows"] for s in settings] == [9, 9]
+
+
+def test_axes_hold_every_value_and_no_runaway_end() -> None:
+    rows = [row(num_tokens=n, sigma=float(n)) for n in (2, 8)] + [row(sigma=4.0, upper=1e9)]
+    found = axes(rows)
+    assert found is not None
+    assert found["x"][0] < 2 < 16 < found["x"][1]
+    assert found["y"][0] < 2 and 8 < found["y"][1] < 300
+    assert axes([]) is None
+
+
+def test_figures_are_those_of_the_page(tmp_path: Path) -> None:
+    run = written(tmp_path / "run", grown() + grown(heads=2))
+    bounds = sandwiched(tmp_path / "bounds")
+    made = report([run, bounds], tmp_path / "report.html", png=tmp_path / "p", svg=tmp_path / "s")
+    names = {path.stem for path in made if path.suffix == ".svg"}
+    heads = {f"heads-{q}" for q in ("sigma", "relative", "share")}
+    bounded = {f"bounds-minilm-attention-{m}-0" for m in ("frobenius", "infinity")}
+    assert names == {*KINDS, *heads, *bounded, "growth-adversarial"}
+    assert {path.stem for path in made if path.suffix == ".png"} == names
+    assert all(path.exists() for path in made)
+    said = {name: words(tmp_path / "s" / f"{name}.svg") for name in names}
+    assert "all tokens move" in said["sigma"] and "top token fixed" in said["sigma"]
+    assert "∝ n¹⁄²" in said["growth"] and "∝ n¹⁄⁴" in said["growth"]
+    assert "exponent s of sigma ∝ nˢ" in said["exponents"]
+    assert "16–32" in said["slopes"]
+    assert "castin_thm_3_3" in said["bounds-minilm-attention-frobenius-0"]
+    assert NASTY[:20] in said["text"].replace("\n", "")
+    assert (tmp_path / "p" / "sigma.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_words_are_spaced_as_their_tokenizer_means_them() -> None:
+    texts = ["[CLS]", "how", "smooth", "##ness", "grows", "?"]
+    assert "".join(spaced(shares(row(), texts))) == "[CLS] how smoothness grows?"
+
+
+@pytest.mark.parametrize("rows", [[], [row(sigma=None)]])
+def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
+    run = written(tmp_path / "run", rows)
+    with pytest.raises(InputError, match=r"`DIR` should hold a row with a finite, positive sigma"):
+        report([run])
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def test_the_command_draws_what_the_commands_wrote(command) -> None:
+    """From measure and bounds to the page, on a tiny model."""
+    ls.measure(BERT, TEXT, lengths=[4, 6, 8], samples=2, rest=True, average=True, out="run")
+    sandwich = ls.sandwich(BERT, TEXT, layers=[0], lengths=[4, 6], attack=True)
+    sandwich.save("bounds")
+    result = command("report", "run", "bounds", "-o", "out/page.html", "--svg", "figures")
+    assert result.status == 0, result.err
+    first, *figures = result.out.splitlines()
+    assert first == "out/page.html" and len(figures) >= 10
+    data = data_of(Path(first).read_text(encoding="utf-8"))
+    assert len(data["points"]["n"]) == 2 * 3 * 2 + 2
+    assert [b["metric"] for b in data["bounds"]] and data["windows"]
+    assert not list(Path("out").glob("*.part"))
+
+
+def test_the_page_stands_in_the_first_folder(command) -> None:
+    written(Path("run"), grown(1))
+    assert command("report", "run").out == "run/report.html\n"
+
+
+def test_mistakes_end_in_one_line(command) -> None:
+    Path("empty").mkdir()
+    Path("bad").mkdir()
+    Path("bad/bounds.jsonl").write_text("{]", encoding="utf-8")
+    written(Path("run"), grown(1))
+    for arguments, expected in (
+        (["nowhere"], "`nowhere`, which is no folder"),
+        (["empty"], "`empty`, which is neither"),
+        (["bad"], "as `lipscope bounds` writes it"),
+        (["run", "-o", "run/rows.jsonl/page.html"], "places that can be written"),
+        (["run", "--png", "run/rows.jsonl"], "places that can be written"),
+    ):
+        result = command("report", *arguments)
+        assert result.status == 2 and result.out == ""
+        assert len(result.err.strip().splitlines()) == 1 and expected in result.err

@@ -1,0 +1,259 @@
+"""The page in a real browser: every chart draws, controls change it, nothing leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from browser import ARGUMENTS, find
+from folders import NASTY, grown, sandwiched, written
+from lipscope.page import report
+
+CHARTS = [
+    "focus",
+    "real",
+    "adversarial",
+    "exponents",
+    "slopes",
+    "heatmap",
+    "bounds",
+    "radius-n",
+    "sigma-radius",
+    "rank",
+]
+POINT = "#{} .role-mark.mark-symbol > path"
+DRAWN = "document.documentElement.dataset.drawn === 'yes'"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = find()
+    assert path is not None, "make chromium finds or fetches a browser"
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """Two models, one of a nasty name, with heads, bounds and adversarial inputs."""
+    folder = tmp_path_factory.mktemp("page")
+    first = grown() + grown(heads=2) + grown(map="block", metric="token-relative")
+    runs = [
+        written(folder / "first", first),
+        written(folder / "second", grown(layers=2, model=NASTY, revision=NASTY)),
+        sandwiched(folder / "bounds"),
+    ]
+    return report(runs, folder / "report.html")[0]
+
+
+class Opened:
+    """A page with what it asked for and what went wrong in it."""
+
+    def __init__(self, page: Page, path: Path) -> None:
+        self.page, self.requests, self.problems = page, [], []
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.on("console", lambda message: self.problems.append(message.text))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("dialog", lambda dialog: self.problems.append(f"dialog {dialog.message}"))
+        page.goto(path.as_uri())
+        self.drawn()
+
+    def drawn(self) -> None:
+        self.page.wait_for_function(DRAWN, timeout=60_000)
+
+    def choose(self, label: str, value: str) -> None:
+        self.page.get_by_label(label, exact=True).select_option(label=value)
+        self.drawn()
+
+    def svg(self, chart: str) -> str:
+        return self.page.inner_html(f"#{chart}")
+
+    def count(self, chart: str, marks: str) -> int:
+        """Marks of a kind, such as circles, in a chart."""
+        return self.page.locator(f"#{chart} .role-mark.mark-{marks} > path").count()
+
+    def sane(self) -> None:
+        """No request but for the page itself, no word on the console."""
+        assert self.problems == []
+        assert len(self.requests) == 1 and self.requests[0].startswith("file://")
+
+
+@pytest.fixture
+def opened(browser: Browser, path: Path) -> Iterator[Opened]:
+    page = browser.new_page()
+    found = Opened(page, path)
+    yield found
+    found.sane()
+    page.close()
+
+
+def test_every_chart_draws_its_marks(opened: Opened) -> None:
+    for chart in CHARTS:
+        assert opened.page.locator(f"#{chart} svg").count() == 1, chart
+        assert opened.page.locator(f"#{chart}").get_attribute("aria-label"), chart
+    # Layer 2 is the largest: 3 lengths x 3 samples, each with and without the top token, and
+    # the ring around the chosen window.
+    assert opened.count("focus", "symbol") == 18 + 1
+    assert opened.count("real", "symbol") == 27
+    assert opened.count("adversarial", "symbol") == 3
+    assert opened.count("heatmap", "rect") == 6
+    assert opened.count("exponents", "symbol") == 7  # 3 layers twice, one adversarial
+    assert opened.count("rank", "line") == 3
+    assert "NaN" not in "".join(opened.svg(chart) for chart in CHARTS)
+
+
+def test_the_opening_view_says_the_numbers(opened: Opened) -> None:
+    """Closed forms: sigma 3 · 1.1 · 64^(1/4) of the middle sample, exponents 1/4 and 1/2."""
+    figures = opened.page.inner_text("#figures")
+    assert f"{3 * 1.1 * 64**0.25:.3g}" in figures
+    assert "93 %" in figures and "“[CLS]” (0)" in figures
+    assert "16.0" in figures  # stable rank: (4 / 1)^2
+    assert opened.page.inner_text("#figures sup") == "0.25"
+    table = opened.page.inner_text("#fits")
+    assert table.count("0.25 [0.25, 0.25]") == 3 and table.count("0.50 [0.50, 0.50]") == 3
+    assert "minilm" in opened.page.inner_text("#headline")
+
+
+def test_controls_change_the_charts(opened: Opened) -> None:
+    before = {chart: opened.svg(chart) for chart in CHARTS}
+    opened.choose("Layer", "layer 0")
+    assert opened.svg("focus") != before["focus"] and opened.svg("real") != before["real"]
+    opened.choose("Head", "head 1")
+    assert "head 1" in opened.page.inner_text("#focus-about")
+    assert opened.svg("radius-n") != before["radius-n"]
+    opened.choose("Map", "block")
+    assert opened.page.get_by_label("Metric", exact=True).input_value() == "token-relative"
+    assert "No bounds" in opened.page.inner_text("#bounds") or opened.svg("bounds")
+    assert "add --per-head" in opened.page.inner_text("#heatmap")
+    assert "No adversarial inputs" in opened.page.inner_text("#adversarial")
+    opened.choose("Map", "attention")
+    opened.choose("Head", "all heads")
+    opened.choose("Colour", "relative")
+    assert opened.svg("heatmap") != before["heatmap"]
+    opened.choose("Metric of the bounds", "infinity")
+    assert "kim_thm_3_2" in opened.page.inner_text("#bounds")
+    assert "not measured in this metric" in opened.page.inner_text("#bounds-note")
+    opened.choose("Window", "16 tokens, window 2: sigma 2.40")
+    assert "16 tokens, window 2" in opened.page.inner_text("#overview .about-window")
+
+
+def test_a_text_with_markup_stays_text(opened: Opened) -> None:
+    text = opened.page.inner_text("#overview .shaded")
+    assert NASTY in text
+    opened.choose("Model", NASTY)
+    assert NASTY in opened.page.inner_text("#provenance") or NASTY in opened.page.title()
+    assert NASTY in opened.page.inner_text("#methods")
+    opened.page.locator(POINT.format("focus")).first.hover()
+    assert NASTY in opened.page.inner_text("#tip")
+    assert opened.page.locator("main img, #tip img, script[src]").count() == 0
+    assert opened.page.locator("script").count() == 3
+
+
+def test_a_point_under_the_mouse_and_a_click_tell_its_window(opened: Opened) -> None:
+    point = opened.page.locator(POINT.format("real")).first
+    point.hover()
+    tip = opened.page.inner_text("#tip")
+    assert "layer 0, all heads, 16 tokens, window 0" in tip and "smoothness grows" in tip
+    point.click()
+    opened.drawn()
+    assert opened.page.get_by_label("Layer", exact=True).input_value() == "layer 0"
+    assert "layer 0, all heads, 16 tokens, window 0" in opened.page.inner_text(
+        "#sensitivity .about-window"
+    )
+
+
+def test_tokens_are_shaded_by_their_shares(opened: Opened) -> None:
+    """The cube root of the share, of 78 at the top: 93.4 % and (1 - 93.4 %) / 5."""
+    shades = opened.page.eval_on_selector_all(
+        "#sensitivity .shaded[data-side=in] span",
+        "spans => spans.map(s => Number(s.style.getPropertyValue('--p')))",
+    )
+    assert shades[0] == 78
+    assert shades[1:] == pytest.approx([78 * (0.0132 / 0.934) ** (1 / 3)] * 5, abs=0.1)
+    left = opened.page.locator("#sensitivity .shaded[data-side=out] span.top")
+    assert left.inner_text().strip() == "[SEP]"
+
+
+def test_the_keyboard_reaches_every_control(opened: Opened) -> None:
+    focused = "document.activeElement.closest('label')?.firstChild.textContent " + (
+        "?? document.activeElement.textContent"
+    )
+    seen = []
+    for _ in range(40):
+        opened.page.keyboard.press("Tab")
+        seen.append(opened.page.evaluate(focused))
+    for name in ("Skip to the charts", "Theme: automatic", "Growth by layer", "Layer", "Window"):
+        assert name in seen, name
+    opened.page.get_by_label("Layer", exact=True).focus()
+    opened.page.keyboard.press("ArrowUp")
+    opened.drawn()
+    assert opened.page.get_by_label("Layer", exact=True).input_value() == "layer 1"
+    assert opened.page.evaluate(focused) == "Layer"  # the controls are made anew around it
+    opened.page.get_by_role("button", name="1", exact=True).press("Enter")
+    opened.drawn()
+    assert opened.page.get_by_role("button", name="1", exact=True).get_attribute("aria-pressed")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_and_marks_stand_out_from_the_paper(browser: Browser, path: Path, scheme) -> None:
+    """Contrast of at least 4.5 for words and 3 for marks (WCAG 2.1, 1.4.3 and 1.4.11)."""
+    page = browser.new_page(color_scheme=scheme)
+    opened = Opened(page, path)
+    paper = _luminance(page, "body", "backgroundColor")
+    for selector, css, least in (
+        ("body", "color", 4.5),
+        (".note", "color", 4.5),
+        ("nav a", "color", 4.5),
+        ("#real .role-axis-label text", "fill", 4.5),
+        ("#focus .role-mark.mark-line path", "stroke", 1.2),  # the other layers, faint on purpose
+        ("#real .role-mark.mark-line path", "stroke", 3),
+    ):
+        other = _luminance(page, selector, css)
+        high, low = max(paper, other), min(paper, other)
+        assert (high + 0.05) / (low + 0.05) >= least, (scheme, selector)
+    opened.sane()
+    page.close()
+
+
+def _luminance(page: Page, selector: str, css: str) -> float:
+    """Relative luminance of a computed colour (WCAG 2.1)."""
+    found = page.eval_on_selector(
+        selector,
+        """(element, css) => {
+            const canvas = document.createElement('canvas').getContext('2d');
+            canvas.fillStyle = getComputedStyle(element)[css];
+            canvas.fillRect(0, 0, 1, 1);
+            return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        }""",
+        css,
+    )
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in found]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_the_page_prints_and_fits_a_telephone(browser: Browser, path: Path) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
+    opened = Opened(page, path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.emulate_media(media="print")
+    assert not page.get_by_label("Layer", exact=True).is_visible()
+    assert "layer 2" in page.inner_text("#chosen")
+    assert _luminance(page, "body", "backgroundColor") == pytest.approx(1.0)
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    opened.sane()
+    page.close()
+
+
+def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) -> None:
+    with opened.page.expect_download() as download:
+        opened.page.locator("#overview .save").click()
+    svg = Path(download.value.path()).read_text()
+    assert download.value.suggested_filename == "focus.svg"
+    assert svg.startswith("<svg") and "var(" not in svg and "#0072b2" in svg
+    # The download is a blob of the page's own making, no request.
+    opened.requests[:] = [r for r in opened.requests if not r.startswith("blob:")]
