@@ -59,7 +59,7 @@ bench: $(VENV)/.dev  ## compare speed with other solvers (writes docs/benchmarks
 docs: $(VENV)/.dev  ## build the pages into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-figures: $(VENV)/.demo  ## draw the figures of the README (writes docs/images)
+figures: chromium  ## draw the figures of the README (writes docs/images)
 	$(BIN)/python docs/figures.py
 
 clean:  ## remove .venv, caches and built pages; run folders stay

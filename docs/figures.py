@@ -1,18 +1,41 @@
-"""Draw the figures of the README: the default job of `make demo`, and one of its windows.
+"""Draw the figures of the README: the default job of `make demo`, its page, one of its windows.
 
 Run: make figures
 """
 
+import sys
+import tempfile
 from pathlib import Path
 
 import lipscope as ls
 from lipscope.figure import save, shaded_text
+from lipscope.page import report
 
 FOLDER = Path(__file__).parent / "images"
 
+
+def photograph(page: Path, image: Path) -> None:
+    """The opening view of a report, at one and a half pixels a point."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from browser import ARGUMENTS, find
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+        size = {"width": 1240, "height": 760}
+        opened = browser.new_page(viewport=size, device_scale_factor=1.5, color_scheme="light")
+        opened.goto(page.resolve().as_uri())
+        opened.wait_for_function("document.documentElement.dataset.drawn === 'yes'")
+        opened.screenshot(path=image)
+        browser.close()
+
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    rows = ls.measure("minilm", lengths=[16, 32, 64, 128, 256], samples=5, rest=True)
+    with tempfile.TemporaryDirectory() as run:
+        rows = ls.measure("minilm", lengths=[16, 32, 64, 128, 256], samples=5, rest=True, out=run)
+        photograph(report([run])[0], FOLDER / "page.png")
     save(rows.plot(), FOLDER / "growth.svg")
     # One window of prose, at the layer where the most sensitive token varies most.
     windows = ls.measure("minilm", lengths=[96], samples=8, layers=[5])

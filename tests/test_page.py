@@ -40,7 +40,11 @@ def words(path: Path) -> str:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("page")
-    rows = grown() + grown(heads=2) + [row(layer=2, sample=9, sigma=None, status="failed", error="<i>boom</i>")]
+    rows = (
+        grown()
+        + grown(heads=2)
+        + [row(layer=2, sample=9, sigma=None, status="failed", error="<i>boom</i>")]
+    )
     runs = [
         written(folder / "run", rows),
         written(folder / "nasty", grown(layers=1, model=NASTY), text=NASTY),
