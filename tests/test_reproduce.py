@@ -136,3 +136,24 @@ def test_exponent_says_where_no_power_law_fits() -> None:
     fit = growth(rows, paired=True)
     assert fit is not None and fit.law == "no power law" and exponent(fit).endswith("✗")
     assert exponent(None) == "–" and middle([]) == "–"
+
+
+@pytest.mark.parametrize("name", ["witness", "castin2024/figure3", "castin2024/mean-field"])
+def test_experiments_without_a_model(name: str, tmp_path) -> None:
+    told: list[str] = []
+    first = reproduce(name, quick=True, out=tmp_path / "a", told=lambda p, d, n: told.append(p))
+    again = reproduce(name, quick=True, out=tmp_path / "a")
+    assert first == again and told
+    assert (tmp_path / "a" / "findings.md").read_text().count("| --- |") >= 2
+    with pytest.raises(InputError, match="goes with experiments on models"):
+        reproduce(name, models=["minilm"], out=tmp_path / "b")
+
+
+def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
+    """Against the closed form of one dimension: (n-1)/n R² as R grows."""
+    found = reproduce("castin2024/figure3", quick=True, out=tmp_path / "a")
+    (table,) = found.tables
+    for size, *_, last in table.lines:
+        n = int(size)
+        if n % 2:
+            assert float(last) == pytest.approx((n - 1) / n, rel=1e-3)

@@ -182,9 +182,14 @@ class Study:
         notes: Sequence[str] = (),
         columns: int = 3,
     ) -> None:
-        """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first."""
+        """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first.
+
+        Nothing is saved where there is nothing to draw.
+        """
         from lipscope.figure import curves_chart, save
 
+        if not panels:
+            return
         chart = curves_chart(title, panels, notes=notes, columns=columns)
         for kind in ("svg", "png"):
             save(chart, self.folder.path / f"{stem}.{kind}")

@@ -1,5 +1,12 @@
 """Castin, Ablin and Peyré (2024), "How Smooth Is Attention?": its figures and open points."""
 
-from lipscope.experiments.castin2024 import figure1
+from lipscope.experiments.castin2024 import (
+    figure1,
+    figure2,
+    figure3,
+    large_radius,
+    mean_field,
+    scaling_factor,
+)
 
-__all__ = ["figure1"]
+__all__ = ["figure1", "figure2", "figure3", "large_radius", "mean_field", "scaling_factor"]

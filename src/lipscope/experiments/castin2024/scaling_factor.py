@@ -1,0 +1,163 @@
+"""The scaling factor gamma R²: the adversarial exponent against it, and where it breaks off."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from lipscope.attention import DotProduct
+from lipscope.bounds import heads_of
+from lipscope.bounds.balls import in_double
+from lipscope.bounds.directions import eigen_directions
+from lipscope.captured import captures
+from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.findings import Claim, Findings, Table
+from lipscope.growth import slope_of
+from lipscope.inputs import two_cluster, weighted_two_atoms
+from lipscope.panels import Panel, Series
+from lipscope.singular import top_singular
+from lipscope.table import number
+
+_FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
+_IDEAL = "A = -I"
+
+
+@experiment(
+    "castin2024/scaling-factor",
+    title="How Smooth Is Attention?: the adversarial exponent against the scaling factor",
+    cite="castin2024",
+    models=("minilm",),
+    reads_text=False,
+)
+def scaling_factor(study: Study) -> Findings:
+    """Exponent over 10 to 100 tokens, and the n of the largest sigma, for each gamma R²."""
+    layers = {_IDEAL: _ideal()} | _heads(study)
+    lengths = [round(10 ** (1 + k / study.pick(4, 10))) for k in range(1 + study.pick(4, 10))]
+    wide = [round(2 ** (k / 2)) for k in range(2, study.pick(40, 60))]
+    found = study.values(
+        "exponents", [_job(name, layers[name], t, lengths) for name in layers for t in _FACTORS]
+    )
+    peaks = study.values("peaks", [_peak_job(layers[_IDEAL], t, wide) for t in _FACTORS[3:8]])
+    _draw(study, found, peaks)
+    small = [r for r in found if r["layer"] == _IDEAL]
+    reached = next((r["t"] for r in small if r["slope"] >= 0.45), math.nan)
+    shares = [p["n"] / math.exp(2 * p["t"]) for p in peaks]
+    real = [r["slope"] for r in found if r["layer"] != _IDEAL and r["t"] >= 4]
+    return Findings(
+        (
+            Claim(
+                "exponent over n = 10 to 100 against γR²",
+                "smaller radii grow slower than √n; left open (Section 5.2)",
+                f"{_IDEAL}: below 0.45 up to γR² = {reached:g}; there e^(2γR²) = "
+                f"{math.exp(2 * reached):.0f} has passed n",
+            ),
+            Claim(
+                "the n of the largest sigma",
+                "of the order of e^(2γR²) (Proposition 3.4); 3 e^(2γR²) for large γR² (derived "
+                "here)",
+                f"{min(shares):.2f} to {max(shares):.2f} times e^(2γR²) for γR² from "
+                f"{peaks[0]['t']:g} to {peaks[-1]['t']:g}",
+            ),
+            Claim(
+                "single heads of a pretrained layer, γR² ≥ 4",
+                "growth like √n",
+                f"exponents {min(real):.2f} to {max(real):.2f}" if real else "not run",
+            ),
+        ),
+        (_table(found), _peak_table(peaks)),
+        (
+            "Heads alone, with biases, at their own two clusters and the radius that gives γR².",
+            "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",
+        ),
+    )
+
+
+def _ideal() -> DotProduct:
+    eye = torch.eye(2, dtype=torch.float64)
+    return DotProduct(eye, -eye, eye, scale=1.0)
+
+
+def _heads(study: Study) -> dict[str, DotProduct]:
+    """Some heads of the middle layer of each model, each as a layer of its own."""
+    found = {}
+    for name in study.models:
+        loaded = study.load(name)
+        layer = int(loaded.config.num_hidden_layers) // 2
+        one = next(captures(loaded, layers=[layer], lengths=[16]))
+        for head in range(0, one.attention.num_heads, study.pick(6, 3)):
+            alone = in_double(one.attention, head)
+            if eigen_directions(heads_of(alone)[0]) and alone.rotary is None and not alone.causal:
+                found[f"{name}, layer {layer}, head {head}"] = alone
+    return found
+
+
+def _radius(layer: DotProduct, t: float) -> float:
+    return math.sqrt(t / eigen_directions(heads_of(layer)[0])[0].gamma)
+
+
+def _sigma(layer: DotProduct, n: int, radius: float) -> float:
+    x = two_cluster(layer, num_tokens=n, radius=radius).x
+    start = torch.Generator().manual_seed(0)
+    return top_singular(layer.linearise(x), tol=1e-4, generator=start).sigma
+
+
+def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> Job:
+    def compute() -> dict[str, Any]:
+        radius = _radius(layer, t)
+        points = [(n, _sigma(layer, n, radius)) for n in lengths]
+        return {"radius": radius, "slope": slope_of(points), "sigma": points[-1][1]}
+
+    return {"layer": name, "t": t, "lengths": ",".join(map(str, lengths))}, compute
+
+
+def _peak_job(layer: DotProduct, t: float, lengths: list[int]) -> Job:
+    def compute() -> dict[str, Any]:
+        radius = _radius(layer, t)
+        points = [
+            (weighted_two_atoms(layer, radius=radius, num_tokens=n).sigma, n) for n in lengths
+        ]
+        sigma, n = max(points)
+        return {"n": n, "sigma": sigma}
+
+    return {"t": t, "longest": lengths[-1]}, compute
+
+
+def _draw(study: Study, found: list[dict[str, Any]], peaks: list[dict[str, Any]]) -> None:
+    names = dict.fromkeys(r["layer"] for r in found)
+    slopes = tuple(
+        Series(name, tuple((r["t"], r["slope"]) for r in found if r["layer"] == name))
+        for name in names
+    )
+    half = Series("1/2", ((_FACTORS[0], 0.5), (_FACTORS[-1], 0.5)), "dashes")
+    left = Panel("exponent over n = 10 to 100", (*slopes, half), "γ R²", "exponent", log_y=False)
+    right = Panel(
+        f"n of the largest sigma, {_IDEAL}",
+        (
+            Series("measured", tuple((p["t"], p["n"]) for p in peaks), "points"),
+            Series("e^(2γR²)", tuple((p["t"], math.exp(2 * p["t"])) for p in peaks), "dashes"),
+            Series(
+                "3 e^(2γR²)", tuple((p["t"], 3 * math.exp(2 * p["t"])) for p in peaks), "dashes"
+            ),
+        ),
+        "γ R²",
+        "number of tokens n",
+        log_x=False,
+    )
+    study.draw("scaling-factor", "The scaling factor", [left, right], columns=2)
+
+
+def _table(found: list[dict[str, Any]]) -> Table:
+    names = list(dict.fromkeys(r["layer"] for r in found))
+    value = {(r["layer"], r["t"]): r["slope"] for r in found}
+    lines = tuple((f"{t:g}", *(f"{value[name, t]:.2f}" for name in names)) for t in _FACTORS)
+    return Table("Exponent of sigma over n = 10 to 100", ("γR²", *names), lines)
+
+
+def _peak_table(peaks: list[dict[str, Any]]) -> Table:
+    lines = tuple(
+        (f"{p['t']:g}", f"{p['n']:,}", number(math.exp(2 * p["t"])), number(p["sigma"]))
+        for p in peaks
+    )
+    return Table("Where sigma is largest, A = -I", ("γR²", "n", "e^(2γR²)", "sigma"), lines)
