@@ -1,56 +1,23 @@
 """Ball certificates: never violated, equal to the local ones at radius 0, honest when wide."""
 
-import functools
 import math
 
 import pytest
 import torch
 
 from lipscope import DotProduct, InputError
-from lipscope.attention import Rotary
 from lipscope.bounds import heads_of
 from lipscope.bounds.ball import Ball, ball_certificate
 from lipscope.bounds.centre import Centre, softmax_over
 from lipscope.bounds.local import f1, f2
-from lipscope.certify import attack_in_ball, certified_radius, certify
-
-KINDS = ("plain", "causal", "biased", "masked", "rotary", "heads", "sharp")
-
-
-def case(kind: str, seed: int, n: int = 6, d: int = 5) -> tuple[DotProduct, torch.Tensor]:
-    g = torch.Generator().manual_seed(seed)
-
-    def t(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
-    heads = 2 if kind == "heads" else 1
-    scale = 0.7 if kind == "sharp" else 0.3
-    angles = torch.arange(n)[:, None] * torch.tensor([1.0, 0.3]).repeat(2)
-    mask = (torch.rand(n, n, generator=g) < 0.6) | torch.eye(n, dtype=torch.bool)
-    layer = DotProduct(
-        t(heads * 4, d),
-        t(heads * 4, d),
-        t(heads * 3, d),
-        t(d, heads * 3),
-        heads=heads,
-        query_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
-        key_bias=t(heads * 4) if kind in ("biased", "rotary") else None,
-        causal=kind in ("causal", "rotary", "heads"),
-        mask=mask if kind == "masked" else None,
-        rotary=Rotary(angles.cos().double(), angles.sin().double()) if kind == "rotary" else None,
-    )
-    return layer, scale * t(n, d)
+from lipscope.certify import attack_in_ball, certify
+from small_layers import KINDS, case, move
 
 
 def sigmas(layer: DotProduct, points: torch.Tensor) -> torch.Tensor:
     """Of autograd's dense Jacobians, not of the library's own."""
     jacobians = torch.func.vmap(torch.func.jacrev(layer))(points)
     return torch.linalg.matrix_norm(jacobians.flatten(3).flatten(1, 2), 2)
-
-
-def move(x: torch.Tensor, eps: float, ball: str, g: torch.Generator) -> torch.Tensor:
-    e = torch.randn(x.shape, generator=g, dtype=x.dtype)
-    return e * (eps / (e.norm() if ball == "frobenius" else e.norm(dim=-1, keepdim=True)))
 
 
 @pytest.mark.parametrize("ball", ["token", "frobenius"])
@@ -76,14 +43,42 @@ def test_every_form_and_interval_holds(kind: str, ball: str) -> None:
                 assert (there.drift <= inside.own * (1 + 1e-9)).all()
 
 
+def largest_ratio(
+    layer: DotProduct, x: torch.Tensor, eps: float, ball: str, count: int, g
+) -> float:
+    """Over random moves of all sizes up to the radius, from the forward pass alone."""
+    size = torch.rand(count, generator=g, dtype=x.dtype).clamp_min(1e-3)[:, None, None]
+    moves = size * torch.stack([move(x, eps, ball, g) for _ in range(count)])
+    moved = (layer(x + moves) - layer(x)).flatten(1).norm(dim=1)
+    return float((moved / moves.flatten(1).norm(dim=1)).max())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ball", ["token", "frobenius"])
-def test_no_ascent_exceeds_the_certificate(kind: str, ball: str) -> None:
+def test_no_attempt_of_many_exceeds_the_certificate(kind: str, ball: str) -> None:
+    """For each kind and ball alone: 4,000 random moves and 20 ascents."""
+    g = torch.Generator().manual_seed(2)
+    for seed, relative in enumerate((1e-3, 1e-2, 0.03, 0.1, 0.3)):
+        layer, x = case(kind, seed)
+        eps = relative * float(x.norm(dim=1).max())
+        found = attack_in_ball(layer, x, eps, ball=ball, random=20, ascents=2, steps=30)
+        proved = certify(layer, x, eps=eps, ball=ball)
+        assert largest_ratio(layer, x, eps, ball, 800, g) <= proved.value
+        assert found.ratio <= proved.value and found.sigma <= proved.sigma_bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_no_attempt_exceeds_the_certificate(kind: str, ball: str) -> None:
+    """In each ball 7 kinds x 2 inputs x 300 random moves: 4,200; and 4 ascents: 56."""
+    g = torch.Generator().manual_seed(1)
     for seed, relative in ((0, 1e-2), (1, 0.1)):
         layer, x = case(kind, seed)
         eps = relative * float(x.norm(dim=1).max())
         found = attack_in_ball(layer, x, eps, ball=ball, random=5, ascents=2, steps=6)
         proved = certify(layer, x, eps=eps, ball=ball)
+        assert largest_ratio(layer, x, eps, ball, 300, g) <= proved.value
         assert found.ratio <= proved.value
         assert found.sigma <= proved.sigma_bound
         assert found.attempts == 12
@@ -148,51 +143,6 @@ def test_radius_per_token() -> None:
     assert attack_in_ball(layer, x, eps, random=20).ratio <= some.value
 
 
-def decision(layer, weight: torch.Tensor, pool: str, x: torch.Tensor) -> int:
-    y = layer(x)
-    return int((weight @ (y.mean(0) if pool == "mean" else y[0])).argmax())
-
-
-@pytest.mark.parametrize("ball", ["token", "frobenius"])
-@pytest.mark.parametrize("pool", ["mean", "first"])
-def test_decision_stands_within_the_certified_radius(pool: str, ball: str) -> None:
-    g = torch.Generator().manual_seed(0)
-    for seed in range(3):
-        layer, x = case("heads", seed)
-        weight = torch.randn(3, 5, generator=g, dtype=torch.float64)
-        answer = certified_radius(layer, x, weight, pool=pool, ball=ball)
-        assert answer.radius > 0 and answer.fraction == answer.radius / answer.nearest
-
-        decide = functools.partial(decision, layer, weight, pool)
-        assert decide(x) == answer.decision
-        for _ in range(100):
-            assert decide(x + move(x, answer.radius, ball, g)) == answer.decision
-        gap = weight[answer.decision] - weight[answer.rival]
-        e = torch.zeros_like(x)
-        for _ in range(20):  # descend on the margin, inside the ball
-            point = (x + e).requires_grad_(True)
-            y = layer(point)
-            margin = gap @ (y.mean(0) if pool == "mean" else y[0])
-            (slope,) = torch.autograd.grad(margin, point)
-            norm = slope.norm() if ball == "frobenius" else slope.norm(dim=-1, keepdim=True)
-            e = -slope * answer.radius / norm.clamp_min(1e-300)
-            assert decide(x + e) == answer.decision
-
-
-def test_a_tie_has_no_radius_and_a_blind_read_out_every_one() -> None:
-    layer, x = case("plain", 0)
-    assert certified_radius(layer, x, torch.ones(2, 5)).radius == 0.0
-    answer = certified_radius(layer, x, torch.ones(2, 5), bias=torch.tensor([1.0, 0.0]))
-    assert answer.radius == math.inf and answer.note is not None
-
-
-def test_nearest_vector_of_a_table() -> None:
-    layer, x = case("plain", 0)
-    table = x[:1] + torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.0]])
-    answer = certified_radius(layer, x, torch.eye(5), table=table)
-    assert answer.nearest == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("eps", [-1.0, math.nan, math.inf])
 def test_bad_radius(eps: float) -> None:
     layer, x = case("plain", 0)
@@ -212,8 +162,6 @@ def test_bad_input() -> None:
         certify(layer, x, eps=1e200)
     with pytest.raises(InputError, match="`head` should"):
         certify(layer, x, eps=0.1, head=5)
-    with pytest.raises(InputError, match="`weight` should"):
-        certified_radius(layer, x, torch.ones(1, 5))
     masked, x = case("masked", 0)
     with pytest.raises(InputError, match="No certificate: its mask"):
         certify(masked, x[:3], eps=0.1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from command import BERT
 from lipscope.bounds import catalogue
@@ -17,6 +20,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
 MPNET, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("mpnet", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
+BETWEEN = ["--between", "The quick brown fox.", "--between", "It sleeps over there."]
 
 
 def test_bounds_as_json(command):
@@ -105,6 +109,84 @@ def test_certify_is_above_its_attack(command):
         assert row["violated"] is False
 
 
+def test_certify_a_decision_between_texts(command):
+    options = [BERT, "--text", "text.txt", "--length", "6", *BETWEEN, "--random", "3"]
+    result = command("certify", *options, "--out", "out")
+    assert result.status == 0, result.err
+    for words in ("class 0, “The quick brown fox.”", "certified radius", "nearest other token's"):
+        assert words in result.out
+    rows = command("certify", *options, "--jsonl").rows
+    assert [row["ball"] for row in rows] == ["token", "frobenius"]
+    kept = Path("out/certificate.jsonl").read_text(encoding="utf-8")
+    assert rows == [json.loads(line) for line in kept.splitlines()]
+    for row in rows:
+        assert 0 < row["radius"] < (row["flip_radius"] or math.inf)
+        assert row["fraction"] == row["radius"] / row["nearest"]
+        assert row["violated"] is False
+    # all tokens together move less than every token alone may
+    assert rows[0]["radius"] <= rows[1]["radius"]
+    with np.load("out/worst.npz") as kept:
+        assert kept["x"].shape == (6, 12)
+    (row,) = command("certify", *options, "--jsonl", "--ball", "token", "--pool", "first").rows
+    assert row["pool"] == "first"
+
+
+def test_certify_a_read_out_of_a_file(command):
+    weight = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    np.save("plain.npy", weight.numpy())
+    held = {"weight": weight, "bias": torch.tensor([0.0, 0.5, -0.5])}
+    save_file(held, "biased.safetensors")
+    save_file({"only": weight}, "only.safetensors")
+    options = ["certify", BERT, "--text", "text.txt", "--length", "6", "--random", "0", "--jsonl"]
+    found = {}
+    for name in ("plain.npy", "only.safetensors", "biased.safetensors"):
+        found[name] = command(*options, "--ball", "token", "--read-out", name).rows
+    assert found["plain.npy"] == found["only.safetensors"]
+    margins = {name: rows[0]["margin"] for name, rows in found.items()}
+    assert margins["plain.npy"] != margins["biased.safetensors"]
+
+
+def test_a_tie_has_no_certificate(command):
+    np.save("tie.npy", np.ones((2, 12)))
+    options = [BERT, "--text", "text.txt", "--length", "6", "--read-out", "tie.npy"]
+    result = command("certify", *options)
+    assert result.status == 0
+    assert result.out.count("No certificate: two classes tie") == 2
+    assert "nan" not in command("certify", *options, "--jsonl").out.lower()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("none.npy", None, ["readable file", "No such file"]),
+        ("none.safetensors", None, ["readable file"]),
+        ("read.txt", b"1 2", [".npy or .safetensors"]),
+        ("bad.npy", b"no array", ["cannot be read"]),
+        ("bad.safetensors", b"no tensors", ["cannot be read"]),
+        ("objects.npy", np.array([{}, {}]), ["cannot be read", "pickle"]),
+        ("one.npy", np.ones((1, 12)), ["two classes"]),
+        ("whole.npy", np.ones((2, 12), dtype=int), ["of floats"]),
+        ("narrow.npy", np.ones((2, 5)), ["(classes, 12)", "Found (2, 5)"]),
+        ("nan.npy", np.full((2, 12), np.nan), ["finite scores"]),
+        ("two.safetensors", {"a": np.ones((2, 12)), "b": np.ones((2, 12))}, ["Found a, b"]),
+        ("b.safetensors", {"weight": np.ones((2, 12)), "bias": np.ones(3)}, ["`bias`", "(2,)"]),
+    ],
+)
+def test_bad_read_outs_are_one_line(command, name, content, expected):
+    if isinstance(content, bytes):
+        Path(name).write_bytes(content)
+    elif isinstance(content, dict):
+        save_file({key: torch.from_numpy(value) for key, value in content.items()}, name)
+    elif content is not None:
+        np.save(name, content)
+    options = ["--text", "text.txt", "--length", "6", "--read-out", name]
+    result = command("certify", BERT, *options)
+    assert result.status == 2 and result.out == ""
+    assert len(result.err.strip("\n").split("\n")) == 1, result.err
+    for words in expected:
+        assert words in result.err
+
+
 def test_theorems(command):
     result = command("theorems")
     assert result.status == 0 and "castin_thm_3_3" in result.out
@@ -142,6 +224,17 @@ def test_the_page_of_theorems_is_up_to_date(command):
         (["certify", BERT, "--eps", "nan"], ["eps"]),
         (["certify", BERT, "--eps", "1e300"], ["No certificate: "]),
         (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
+        (["certify", BERT, "--eps", "inf"], ["eps"]),
+        (["certify", BERT, "--steps", "0"], ["steps"]),
+        (["certify", BERT, "--length", "0"], ["lengths", "positive"]),
+        (["certify", BERT, "--out", "text.txt/x"], ["--out", "can be written"]),
+        (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
+        (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
+        (["certify", BERT, *BETWEEN, "--eps", "0.1"], ["its own radius", "leave them out"]),
+        (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
+        (["certify", BERT, *BETWEEN[:2]], ["two classes at least"]),
+        (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
+        (["certify", GEMMA, *BETWEEN], ["not available for this layer", "soft-caps"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
         (["certify", BERT, "--random", "-1"], ["random"]),
         (["theorems", "--kind", "upward"], ["upper, lower"]),

@@ -7,7 +7,8 @@ from lipscope.attention import Attention, DotProduct, Rotary
 # loaded already, so that no later import can put a module in their place.
 from lipscope.bounds import bounds
 from lipscope.captured import capture
-from lipscope.certify import certified_radius, certify
+from lipscope.certify import certify
+from lipscope.decision import certified_radius
 from lipscope.errors import InputError
 from lipscope.gradient import sigma
 from lipscope.measure import measure

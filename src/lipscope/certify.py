@@ -1,4 +1,4 @@
-"""Certificates over a ball around X: how far outputs can move, and when a decision cannot.
+"""Certificates over a ball around X: how far outputs can move.
 
 Deterministic up to float64 rounding, unlike the interval of a measurement. Proofs:
 ``docs/theory/ball-certificate.md``.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.attention.projections import Part
 from lipscope.bounds.ball import per_token
-from lipscope.bounds.balls import BallLayer, Pool, ReadOut, in_double, tokens_of
+from lipscope.bounds.balls import BallLayer, in_double, tokens_of
 from lipscope.bounds.centre import BallName
+from lipscope.bounds.read_out import check_ball
 from lipscope.bounds.search import Search, sigma_of
 from lipscope.bounds.theorem import NotApplicableError
 from lipscope.errors import InputError
@@ -123,6 +123,7 @@ def certify(
     """
     if steps < 1:
         raise InputError(f"`steps` should be at least 1. Found `steps = {steps}`.")
+    check_ball(ball)
     own = in_double(layer, head)
     x = tokens_of(own, x)
     radii = per_token(eps, len(x), ball)
@@ -164,122 +165,6 @@ def certify(
         ratio=ratio,
         note=note,
     )
-
-
-@dataclass(frozen=True)
-class CertifiedRadius:
-    """The radius within which a decision cannot change.
-
-    Attributes:
-        radius: No X' in the ball of this radius changes the decision.
-        ball: Which ball.
-        decision: Class at X.
-        rival: The class that limits the radius.
-        margin: Difference of their scores at X.
-        nearest: Distance from a token to the nearest other token's vector.
-        fraction: ``radius / nearest``: well below 1, no word can be exchanged within it.
-        note: What to know, or None.
-    """
-
-    radius: float
-    ball: BallName
-    decision: int
-    rival: int
-    margin: float
-    nearest: float
-    fraction: float
-    note: str | None = None
-
-
-def certified_radius(
-    layer: Attention,
-    x: Float[Tensor, "n d"],
-    weight: Float[Tensor, "c d_out"],
-    *,
-    bias: Float[Tensor, " c"] | None = None,
-    pool: Pool = "mean",
-    ball: BallName = "token",
-    table: Float[Tensor, "vocab d"] | None = None,
-    steps: int = 4,
-) -> CertifiedRadius:
-    """The largest radius found within which ``argmax(W pool(f(X)) + b)`` cannot change.
-
-    For each rival class the read-out ``w = W_k - W_l`` is folded into the values, ``V`` with
-    ``w^T W_h V_h``, and rows are bounded one by one:
-    ``|<w, pool(f(X') - f(X))>| <= eps sum_h mean_s pool(row_h(s eps / m)) < margin``.
-
-    Holds as `certify` does. It speaks of moves of the map's input, not of exchanged words:
-    read ``fraction`` first.
-
-    Args:
-        layer: The layer; the map is ``attention``.
-        x: Its input.
-        weight: Read-out on the pooled output.
-        bias: Of the read-out.
-        pool: ``mean`` over tokens, or the ``first`` token.
-        ball: ``token`` or ``frobenius``.
-        table: Vectors of other tokens, for the nearest distance; the rows of ``x`` if None.
-        steps: As in `certify`.
-
-    Returns:
-        The radius; 0 where two classes tie.
-
-    Raises:
-        InputError: If shapes do not fit or there is no certificate.
-    """
-    own = in_double(layer, None)
-    x = tokens_of(own, x)
-    weight = weight.detach().to("cpu", torch.float64)
-    with torch.no_grad():
-        pooled = own(x)
-        pooled = pooled.mean(0) if pool == "mean" else pooled[0]
-    if weight.ndim != 2 or weight.shape[0] < 2 or weight.shape[1] != len(pooled):
-        raise InputError(
-            f"`weight` should have shape (classes, {len(pooled)}), two classes at least. "
-            f"Found {tuple(weight.shape)}."
-        )
-    scores = weight @ pooled
-    if bias is not None:
-        scores = scores + bias.detach().to("cpu", torch.float64)
-    if not bool(torch.isfinite(scores).all()):
-        raise InputError("The read-out should give finite scores. Found NaN or infinite ones.")
-    decision = int(scores.argmax())
-    rivals = [i for i in scores.argsort(descending=True).tolist() if i != decision]
-    best, limit = math.inf, rivals[0]
-    for rival in rivals:
-        margin = float(scores[decision] - scores[rival])
-        try:
-            move = ReadOut(own, x, weight[decision] - weight[rival], pool, ball, steps)
-            radius = move.largest(margin, best)
-        except NotApplicableError as error:
-            raise InputError(f"No certificate: {error}.") from error
-        if radius < best:
-            best, limit = radius, rival
-    nearest = _nearest(x, table)
-    fraction = best / nearest if nearest > 0 else math.inf
-    note = None
-    if math.isinf(best):
-        note = "infinite: the scores do not depend on the input"
-    elif fraction < 0.1:
-        note = "far from any other token's vector: no exchange of words is covered"
-    return CertifiedRadius(
-        radius=best,
-        ball=ball,
-        decision=decision,
-        rival=limit,
-        margin=float(scores[decision] - scores[limit]),
-        nearest=nearest,
-        fraction=fraction,
-        note=note,
-    )
-
-
-def _nearest(x: Tensor, table: Tensor | None) -> float:
-    """Smallest distance between a token and another vector; equal vectors do not count."""
-    others = x if table is None else table.detach().to("cpu", torch.float64)
-    apart = torch.cdist(x, others, compute_mode="donot_use_mm_for_euclid_dist")
-    apart = apart[apart > 1e-9 * x.norm(dim=-1).max()]
-    return float(apart.min()) if apart.numel() else math.inf
 
 
 @dataclass(frozen=True)
@@ -337,6 +222,7 @@ def attack_in_ball(
     Raises:
         InputError: As `certify` does.
     """
+    check_ball(ball)
     own = in_double(layer, head)
     x = tokens_of(own, x)
     radii = per_token(eps, len(x), ball)

@@ -1,14 +1,12 @@
-"""Several heads over a ball, and a linear read-out of what they give.
+"""Several heads over a ball.
 
 Derived here; proofs: ``docs/theory/ball-certificate.md``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,9 +20,6 @@ from lipscope.bounds.head import all_heads_of, check_scores, heads_of
 from lipscope.bounds.row_gram import row_gram_joint
 from lipscope.bounds.theorem import NotApplicableError
 from lipscope.errors import InputError
-
-Pool = Literal["mean", "first"]
-_BISECTIONS = 12
 
 
 @dataclass(frozen=True)
@@ -115,69 +110,6 @@ def _local(centre: Centre, sharp: bool) -> float:
     at = Ball(centre, 0.0)
     value = min(at.by_rows, at.by_blocks)
     return min(value, centre.weighted.value) if sharp else value
-
-
-class ReadOut:
-    """How far one score ``<w, pool(f(X))>`` can move.
-
-    Args:
-        layer: The layer.
-        x: Centre of the ball.
-        w: Read-out of the pooled output, ``(d_out,)``.
-        pool: ``mean`` over tokens, or the ``first``.
-        ball: Which ball.
-        m: Number of radii in the mean along the way.
-    """
-
-    def __init__(
-        self, layer: DotProduct, x: Tensor, w: Tensor, pool: Pool, ball: BallName, m: int
-    ) -> None:
-        parts = w if layer.output is None else w @ layer.output
-        self.centres = [
-            Centre(dataclasses.replace(head, value=u[None] @ head.value), x)
-            for head, u in zip(
-                heads_of(layer, fold=False), parts.view(layer.num_heads, -1), strict=True
-            )
-        ]
-        self.pool: Pool = pool
-        self.ball: BallName = ball
-        self.m = m
-
-    def rate(self, eps: float) -> float:
-        """``>= |<w, pool(f(X') - f(X))>| / eps`` within ``eps``."""
-        radii = [eps * s / self.m for s in range(1, self.m + 1)]
-        return sum(self._at(r) for r in radii) / self.m
-
-    def _at(self, eps: float) -> float:
-        total = 0.0
-        for centre in self.centres:
-            ball = Ball(centre, eps, self.ball)
-            rows = ball.outputs
-            if self.pool == "first":
-                total += float(rows[0])
-                continue
-            value = float(rows.mean())
-            if self.ball == "frobenius":  # |mean of rows| <= ‖f(X') - f(X)‖ / sqrt(n)
-                value = min(value, min(ball.by_rows, ball.by_blocks) / math.sqrt(len(rows)))
-            total += value
-        return total
-
-    def largest(self, margin: float, cap: float) -> float:
-        """The largest radius up to ``cap`` that keeps the margin, by bisection."""
-        slope = self.rate(0.0)
-        high = min(cap, margin / slope) if slope > 0 else cap
-        if margin <= 0 or not math.isfinite(high):
-            return 0.0 if margin <= 0 else high
-        if self._keeps(high, margin):
-            return high
-        low = 0.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._keeps(middle, margin) else (low, middle)
-        return low
-
-    def _keeps(self, eps: float, margin: float) -> bool:
-        return eps * self.rate(eps) < margin
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:

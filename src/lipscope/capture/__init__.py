@@ -19,7 +19,7 @@ from lipscope.capture.prepare import prepared
 from lipscope.capture.samples import Sample, moved, samples_of
 from lipscope.capture.sites import attention_sites, reader_of
 from lipscope.capture.trace import trace
-from lipscope.capture.windows import Window, default_text, windows_of_text
+from lipscope.capture.windows import Window, default_text, whole_text, windows_of_text
 
 __all__ = [
     "MAPS",
@@ -53,5 +53,6 @@ __all__ = [
     "shuffled_words",
     "trace",
     "vit",
+    "whole_text",
     "windows_of_text",
 ]

@@ -56,6 +56,21 @@ def default_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def whole_text(
+    text: str,
+    tokenizer: Any,
+    *,
+    special_tokens: bool = True,
+    vocab_size: int | None = None,
+    longest: int | None = None,
+) -> Tensor:
+    """The ids ``(1, n)`` of a whole text, cut where it is longer than ``longest`` tokens."""
+    before, ids, after = _ids(text, tokenizer, special_tokens, vocab_size)
+    if longest is not None:
+        ids = ids[: max(longest - len(before) - len(after), 0)]
+    return torch.tensor([[*before, *ids, *after]])
+
+
 def windows_of_text(
     text: str,
     tokenizer: Any,
@@ -88,12 +103,7 @@ def windows_of_text(
     Raises:
         InputError: If the text is too short, or a length leaves no room for text.
     """
-    if tokenizer is None:
-        ids = [byte % (vocab_size or 256) for byte in text.encode()]
-        before, after = [], []
-    else:
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
+    before, ids, after = _ids(text, tokenizer, special_tokens, vocab_size)
     extra = len(before) + len(after)
     _check_lengths(lengths, extra)
     longest, total = max(lengths), len(ids)
@@ -110,6 +120,17 @@ def windows_of_text(
             row = [*before, *ids[start : start + n - extra], *after]
             windows.append(Window(n, s, start, torch.tensor([row]), _texts(tokenizer, row)))
     return windows
+
+
+def _ids(
+    text: str, tokenizer: Any, special_tokens: bool, vocab_size: int | None
+) -> tuple[list[int], list[int], list[int]]:
+    """The ids of a text, and the special ones before and after it."""
+    if tokenizer is None:
+        return [], [byte % (vocab_size or 256) for byte in text.encode()], []
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
+    return before, ids, after
 
 
 def _check_lengths(lengths: Sequence[int], extra: int) -> None:

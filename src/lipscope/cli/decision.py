@@ -1,0 +1,181 @@
+"""What `lipscope certify` says about a decision: its radius in both balls, and an attack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from lipscope.bounds.centre import BallName
+from lipscope.bounds.read_out import Pool
+from lipscope.errors import InputError
+from lipscope.table import number
+
+if TYPE_CHECKING:
+    from lipscope.capture import LoadedModel
+    from lipscope.captured import Captured
+    from lipscope.classifier import Classifier
+
+_MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
+
+
+def classifier_for(
+    model: LoadedModel,
+    layer: int,
+    read_out: Path | None,
+    between: Sequence[str],
+    pool: Pool,
+    *,
+    special_tokens: bool,
+) -> Classifier:
+    """The read-out that was asked for: of a file, or nearest to some texts."""
+    from lipscope.classifier import classifier_of_file, classifier_of_texts
+
+    if read_out is not None and between:
+        raise InputError("`--read-out` and `--between` exclude each other. Found both.")
+    if read_out is not None:
+        return classifier_of_file(read_out)
+    return classifier_of_texts(
+        model, between, layer=layer, pool=pool, special_tokens=special_tokens
+    )
+
+
+def decide(
+    real: Captured,
+    classifier: Classifier,
+    balls: Sequence[BallName],
+    pool: Pool,
+    *,
+    steps: int,
+    random: int,
+    ascents: int,
+    seed: int,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One row a ball, and the inputs at which an attack changed the decision."""
+    rows, points = [], {"x": real.x}
+    for ball in balls:
+        row, point = _row(real, classifier, ball, pool, steps, random, ascents, seed)
+        rows.append(row)
+        if row["flip_radius"] is not None:
+            points[f"flip_{ball}"] = point
+    return rows, points
+
+
+def _row(
+    real: Captured,
+    classifier: Classifier,
+    ball: BallName,
+    pool: Pool,
+    steps: int,
+    random: int,
+    ascents: int,
+    seed: int,
+) -> tuple[dict[str, Any], Any]:
+    from lipscope.decision import attack_decision, certified_radius
+
+    read_out: dict[str, Any] = {"bias": classifier.bias, "pool": pool, "ball": ball}
+    found = certified_radius(real.attention, real.x, classifier.weight, steps=steps, **read_out)
+    tried = attack_decision(
+        real.attention,
+        real.x,
+        classifier.weight,
+        radius=found.radius,
+        random=random,
+        ascents=ascents,
+        seed=seed,
+        **read_out,
+    )
+    reached = math.isfinite(tried.radius)
+    row = {
+        "model": real.model,
+        "layer": real.layer,
+        "map": "attention",
+        "num_tokens": len(real.x),
+        "pool": pool,
+        "decision": found.decision,
+        "decision_name": classifier.names[found.decision],
+        "rival": found.rival,
+        "rival_name": classifier.names[found.rival],
+        "margin": found.margin,
+        "ball": ball,
+        "radius": found.radius,
+        "nearest": found.nearest,
+        "fraction": found.fraction,
+        "flip_radius": tried.radius,
+        "flip_decision": tried.decision if reached else None,
+        "attempts": tried.attempts,
+        # a tie has no ball around it: changing there contradicts nothing
+        "violated": found.radius > 0 and tried.radius < found.radius,
+        "note": found.note,
+    }
+    return plain(row), tried.point
+
+
+def plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the numbers that JSON cannot hold."""
+
+    def holds(value: Any) -> bool:
+        return not isinstance(value, float) or math.isfinite(value)
+
+    return {name: value if holds(value) else None for name, value in row.items()}
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The decision, then each ball."""
+    console = Console(highlight=False)
+    first = rows[0]
+    pooled = "mean over" if first["pool"] == "mean" else "first of"
+    lines = [
+        f"{first['model']}, layer {first['layer']}, map attention, {pooled} "
+        f"{first['num_tokens']} tokens",
+        f"decision      {_class(first, 'decision')}; {_class(first, 'rival')} is behind by a "
+        f"margin of {number(first['margin'])}",
+    ]
+    for row in rows:
+        lines += _ball(row)
+    lines += [f"Note: {note}." for note in dict.fromkeys(row["note"] for row in rows) if note]
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _class(row: dict[str, Any], key: str) -> str:
+    name = row[f"{key}_name"]
+    return f"class {row[key]}" if name == str(row[key]) else f"class {row[key]}, “{name}”"
+
+
+def _ball(row: dict[str, Any]) -> list[str]:
+    name = row["ball"]
+    if row["radius"] == 0.0:
+        return [f"{name:<14}No certificate: two classes tie at X."]
+    if row["radius"] is None:
+        return [f"{name:<14}certified at any radius: the scores do not depend on the input"]
+    lines = [
+        f"{name:<14}certified radius {_down(row['radius'])}: the decision stands while "
+        f"{_MOVES[name]} by less"
+    ]
+    if row["fraction"] is None:
+        lines.append(f"{'':14}there is no other token to compare with")
+    else:
+        lines.append(
+            f"{'':14}{100 * row['fraction']:.2g} % of the distance to the nearest other token's "
+            f"vector, {number(row['nearest'])}"
+        )
+    if row["violated"]:
+        lines.append(f"VIOLATED: an attack changed it at {row['flip_radius']:.6g}. Please report.")
+    elif row["flip_radius"] is None:
+        lines.append(f"{'':14}no attack changed it, in {row['attempts']} attempts")
+    else:
+        times = row["flip_radius"] / row["radius"]
+        lines.append(
+            f"{'':14}an attack changes it at {number(row['flip_radius'])}, {times:.3g} times the "
+            f"radius, in {row['attempts']} attempts"
+        )
+    return lines
+
+
+def _down(value: float) -> str:
+    """Rounded downwards, so that what is printed still holds."""
+    return number(value * (1 - 1e-3))

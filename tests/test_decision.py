@@ -1,0 +1,211 @@
+"""A decision stands within its certified radius, and the curvature behind it is never exceeded."""
+
+import inspect
+import math
+
+import pytest
+import torch
+
+from lipscope import DotProduct, InputError, certified_radius
+from lipscope.bounds.read_out import ReadOut
+from lipscope.decision import attack_decision
+from small_layers import KINDS, case, move
+
+BALLS, POOLS = ("token", "frobenius"), ("mean", "first")
+
+
+def gaussian(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def scores(layer, weight: torch.Tensor, pool: str, x: torch.Tensor) -> torch.Tensor:
+    """Of one input or a batch, from the layer's own forward pass."""
+    y = layer(x)
+    return (y.mean(-2) if pool == "mean" else y[..., 0, :]) @ weight.T
+
+
+def largest_form(hessian: torch.Tensor, x: torch.Tensor, ball: str) -> float:
+    """``sup |<E, H E>|``: exact for the Frobenius ball, by ascent from below for the other."""
+    flat = hessian.reshape(x.numel(), x.numel())
+    if ball == "frobenius":
+        return float(torch.linalg.matrix_norm(flat, 2))
+    best = 0.0
+    for sign in (1, -1):
+        e = gaussian(0, *x.shape)
+        for _ in range(20):
+            e = e / e.norm(dim=-1, keepdim=True)
+            bent = sign * (flat @ e.flatten()).view_as(e)
+            best = max(best, float((e * bent).sum()))
+            e = bent + 0.3 * bent.norm() / e.norm() * e
+    return best
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_second_derivative_exceeds_the_curvature(kind: str, ball: str) -> None:
+    """Autograd's dense Hessians at 2 pools x 2 radii x 2 points of each ball."""
+    g = torch.Generator().manual_seed(0)
+    layer, x = case(kind, 1)
+    w = gaussian(1, 2, 5)
+    for pool in POOLS if kind in ("plain", "rotary") else POOLS[:1]:
+        read = ReadOut(layer, x, w, pool, ball)
+        for relative in (1e-3, 0.3):
+            radius = relative * float(x.norm(dim=1).max())
+            proved = read.curvature(radius)
+            for share in (0.5, 1.0):
+                inside = x + share * move(x, radius, ball, g)
+                for r in range(2):
+                    found = torch.func.hessian(
+                        lambda z, r=r, pool=pool: scores(layer, w, pool, z)[r]
+                    )(inside)
+                    assert largest_form(found, x, ball) <= float(proved[r]) * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decision_stands_within_its_radius(kind: str, ball: str) -> None:
+    """7 kinds x 2 balls x 2 pools x 300 random points: 8,400; and descents."""
+    g = torch.Generator().manual_seed(0)
+    layer, x = case(kind, 2)
+    weight = gaussian(3, 3, 5)
+    for pool in POOLS:
+        found = certified_radius(layer, x, weight, pool=pool, ball=ball)
+        at = scores(layer, weight, pool, x)
+        assert found.decision == int(at.argmax()) != found.rival
+        assert found.margin == pytest.approx(float(at[found.decision] - at[found.rival]))
+        assert found.radius > 0 and found.fraction == found.radius / found.nearest
+        points = torch.stack([x + move(x, found.radius, ball, g) for _ in range(300)])
+        decided = scores(layer, weight, pool, points).argmax(-1)
+        assert (decided == found.decision).all()
+        if pool == "first" and kind != "heads":
+            continue
+        tried = attack_decision(
+            layer, x, weight, radius=found.radius, pool=pool, ball=ball, random=5, steps=8
+        )
+        assert tried.radius > found.radius
+        if math.isfinite(tried.radius):  # what the attack says is so
+            e = tried.point - x
+            size = e.norm() if ball == "frobenius" else e.norm(dim=-1).max()
+            assert float(size) == pytest.approx(tried.radius)
+            there = int(scores(layer, weight, pool, tried.point).argmax())
+            assert there == tried.decision != found.decision
+
+
+def test_the_radius_is_near_to_where_the_decision_changes() -> None:
+    """Small margins: first order decides, and both sides meet."""
+    for ball in BALLS:
+        for kind in ("plain", "rotary"):
+            layer, x = case(kind, 4)
+            weight = gaussian(5, 2, 5)
+            gap = scores(layer, weight, "mean", x)
+            bias = gap.flip(0) * torch.tensor([0.999, 1.0])  # nearly a tie
+            found = certified_radius(layer, x, weight, bias=bias, ball=ball)
+            tried = attack_decision(
+                layer, x, weight, radius=found.radius, bias=bias, ball=ball, random=0, ascents=0
+            )
+            assert 1.0 < tried.radius / found.radius < 1.2, (kind, ball)
+
+
+def test_one_dimension_against_a_grid() -> None:
+    """Two tokens on a line: every move of a ball can be tried."""
+    eye = torch.ones(1, 1, dtype=torch.float64)
+    layer, x = DotProduct(eye, eye, eye), torch.tensor([[0.6], [-0.4]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    line = torch.linspace(-1, 1, 801, dtype=torch.float64)
+    grid = torch.cartesian_prod(line, line)[..., None]
+    changed = scores(layer, weight, "mean", x + grid).argmax(-1) != 0
+    for ball in BALLS:
+        sizes = grid.abs().amax((1, 2)) if ball == "token" else grid.norm(dim=(1, 2))
+        truth = float(sizes[changed].min())
+        found = certified_radius(layer, x, weight, ball=ball)
+        tried = attack_decision(layer, x, weight, radius=found.radius, ball=ball)
+        assert found.radius <= truth <= tried.radius + 5e-3
+        assert tried.radius <= 1.02 * truth
+        assert found.radius >= 0.4 * truth
+
+
+@pytest.mark.parametrize("ball", BALLS)
+def test_exact_where_attention_does_not_depend_on_the_input(ball: str) -> None:
+    """``Q = 0``: f(X) = mean V x; the margin falls by ``|V^T w|`` per unit of every token."""
+    n, value = 5, gaussian(0, 4, 4)
+    layer = DotProduct(torch.zeros(2, 4).double(), gaussian(1, 2, 4), value)
+    x, weight = gaussian(2, n, 4), gaussian(3, 2, 4)
+    w = weight[0] - weight[1]
+    margin = abs(float(w @ (value @ x.mean(0))))
+    rate = float((value.T @ w).norm()) / (1 if ball == "token" else math.sqrt(n))
+    found = certified_radius(layer, x, weight, ball=ball)
+    assert found.radius == pytest.approx(margin / rate, rel=1e-7)
+    tried = attack_decision(layer, x, weight, radius=found.radius, ball=ball)
+    assert found.radius < tried.radius < found.radius * 1.01
+
+
+def test_every_rival_counts() -> None:
+    layer, x = case("plain", 0)
+    weight = gaussian(1, 6, 5)
+    whole = certified_radius(layer, x, weight)
+    pairs = []
+    for rival in range(6):
+        if rival == whole.decision:
+            continue
+        two = certified_radius(layer, x, weight[[whole.decision, rival]])
+        pairs.append((two.radius, rival))
+    radius, rival = min(pairs)
+    assert whole.rival == rival
+    assert whole.radius == pytest.approx(radius, rel=0.05)  # the pieces lie elsewhere
+
+
+def test_more_pieces_are_sharper_and_all_of_them_hold() -> None:
+    layer, x = case("heads", 0)
+    weight = gaussian(1, 2, 5)
+    radii = [certified_radius(layer, x, weight, steps=steps).radius for steps in (1, 4, 32)]
+    assert radii == sorted(radii)
+    moves = (x + move(x, radii[-1], "token", torch.Generator().manual_seed(i)) for i in range(200))
+    decided = scores(layer, weight, "mean", torch.stack([*moves])).argmax(-1)
+    assert (decided == scores(layer, weight, "mean", x).argmax()).all()
+
+
+def test_a_tie_has_no_radius_and_a_blind_read_out_every_one() -> None:
+    layer, x = case("plain", 0)
+    tied = certified_radius(layer, x, torch.ones(2, 5))
+    assert tied.radius == 0.0 and "tie" in tied.note
+    blind = {"weight": torch.ones(2, 5), "bias": torch.tensor([1.0, 0.0])}
+    answer = certified_radius(layer, x, **blind)
+    assert answer.radius == math.inf and "do not depend" in answer.note
+    assert attack_decision(layer, x, **blind, radius=answer.radius).radius == math.inf
+
+
+def test_nearest_vector_of_a_table() -> None:
+    layer, x = case("plain", 0)
+    table = x[:1] + torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.0]])
+    answer = certified_radius(layer, x, torch.eye(5), table=table)
+    assert answer.nearest == pytest.approx(0.5)
+    alone = certified_radius(layer, x[:1], torch.eye(5))
+    assert alone.nearest == math.inf and alone.fraction == 0.0
+
+
+def test_mistakes_are_said_in_one_line() -> None:
+    layer, x = case("plain", 0)
+    two = torch.ones(2, 5)
+    for arguments, options, words in (
+        ((x, torch.ones(1, 5)), {}, "`weight` should"),
+        ((x, torch.ones(2, 4)), {}, "`weight` should"),
+        ((x, two), {"steps": 0}, "`steps` should"),
+        ((x[:0], two), {}, "n at least 1"),
+        ((x * math.nan, two), {}, "NaN"),
+        ((x, two * math.nan), {}, "finite scores"),
+    ):
+        with pytest.raises(InputError, match=words) as error:
+            certified_radius(layer, *arguments, **options)
+        assert "\n" not in str(error.value)
+    # the types that pytest checks would refuse these first
+    plain = inspect.unwrap(certified_radius)
+    for options, words in (
+        ({"bias": torch.ones(3)}, "`bias` should"),
+        ({"ball": "round"}, "`ball` should be token or frobenius"),
+        ({"table": torch.ones(2, 3)}, "`table` should"),
+    ):
+        with pytest.raises(InputError, match=words):
+            plain(layer, x, two, **options)
+    masked, x = case("masked", 0)
+    with pytest.raises(InputError, match="No certificate: its mask"):
+        certified_radius(masked, x[:3], torch.eye(5))
