@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from command import BERT
+from command import BERT, TEXT
+from lipscope import capture, materialise
 from lipscope.bounds import catalogue
 from tiny import TINY
 
@@ -95,6 +96,19 @@ def test_attack_keeps_the_worst_input(command):
     assert all(row["radius"] == 2.0 for row in rows)
     values = [row["sigma"] for row in rows if row["sigma"] is not None]
     assert values == sorted(values, reverse=True)
+
+
+def test_the_worst_input_can_be_measured_tightly(command):
+    options = ["--text", "text.txt", "--length", "6", "--steps", "2", "--out", "out", "--tight"]
+    result = command("attack", BERT, *options, "--jsonl")
+    assert result.status == 0, result.err
+    worst = result.rows[0]
+    assert worst["sigma"] <= worst["upper"] <= 1.001 * worst["sigma"] * (1 + 1e-9)
+    assert worst["sigma_text"] <= worst["upper_text"] <= 1.001 * worst["sigma_text"] * (1 + 1e-9)
+    layer, _ = capture(BERT, TEXT, layer=0, length=6)
+    with np.load("out/worst.npz") as kept:
+        dense = materialise(layer.linearise(torch.from_numpy(kept["x"])))
+    assert worst["sigma"] == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)
 
 
 def test_certify_is_above_its_attack(command):

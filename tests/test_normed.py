@@ -111,15 +111,15 @@ def test_no_bound_of_the_map_normed_is_violated() -> None:
             "max-token": max_token_norm(operator(dense, op), dense=0).lower,
             "infinity": float(dense.abs().sum(1).max()),
         }
-        for bound in bounds(layer, x, sharp=seed == 0):
+        for bound in bounds(layer, x, sharp=b % 4 == 0):
             assert bound.map == "normed"
             if bound.value is not None and bound.theorem in sound:
                 checked[bound.theorem] = checked.get(bound.theorem, 0) + 1
                 least = truth[bound.metric] * (1 - ROUNDING)
                 assert bound.value >= least, (bound.theorem, regime, kind, eps, seed)
-    assert sum(checked.values()) >= 700
+    assert sum(checked.values()) >= 600
     assert {"f1", "f2", "row_gram_joint", "global_g2", "global_rotary", "mean_field"} <= {*checked}
-    assert min(checked.values()) >= 2
+    assert min(checked.values()) >= 2, checked
 
 
 def test_bounds_of_heads_through_a_norm() -> None:

@@ -71,6 +71,7 @@ def worst(
     restarts: int = 12,
     steps: int = 60,
     tol: float = 1e-3,
+    tight: bool = False,
     generator: torch.Generator | None = None,
 ) -> list[Attack]:
     """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
@@ -87,15 +88,22 @@ def worst(
         restarts: Random starts of the ascent; with ``steps=0`` there is no ascent.
         steps: Its iterations.
         tol: Tolerance of the measurements.
+        tight: Measure the worst input once more, until ``upper`` is at most ``(1 + tol) sigma``;
+            for layers in float64.
         generator: Source of random starts; torch's global one if None.
 
     Returns:
         One row per construction and head, and one for the ascent.
 
     Raises:
-        InputError: For sizes or heads out of range.
+        InputError: For sizes or heads out of range, or ``tight`` without float64.
     """
     check_size(num_tokens, radius)
+    if tight and layer.query.dtype != torch.float64:
+        raise InputError(
+            "`tight` intervals need float64. Found a layer with weights in "
+            f"`{str(layer.query.dtype).removeprefix('torch.')}`."
+        )
     chosen = range(layer.num_heads) if heads is None else heads
     for head in chosen:
         if not 0 <= head < layer.num_heads:
@@ -119,7 +127,8 @@ def worst(
             generator=generator,
         )
         rows.append(_row(("ascent", "gradient ascent", DERIVED, None), found.x, found.top, None))
-    return sorted(rows, key=_order)
+    rows.sort(key=_order)
+    return [_tightened(layer, rows[0], tol, generator), *rows[1:]] if tight else rows
 
 
 def _all(
@@ -155,6 +164,17 @@ def _measured(
     top = top_singular(layer.linearise(built.x), tol=tol, generator=generator)
     about = (built.name, built.statement, built.cite, built.head)
     return _row(about, built.x, top, built.predicted)
+
+
+def _tightened(
+    layer: Attention, row: Attack, tol: float, generator: torch.Generator | None
+) -> Attack:
+    """A row with a narrow interval, from a start that its choice has not seen."""
+    if row.x is None or row.sigma is None:
+        return row
+    top = top_singular(layer.linearise(row.x), tol=tol, tight=True, generator=generator)
+    about = (row.name, row.statement, row.cite, row.head)
+    return _row(about, row.x, top, row.predicted)
 
 
 def _row(

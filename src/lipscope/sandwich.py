@@ -210,7 +210,9 @@ def _allowed(found: Sequence[Captured], radius: float | Literal["norm"] | None) 
     return None, min(float(norm.size(c.x).min()) for c in found)
 
 
-def sigmas(c: Captured, part: Map, *, per_head: bool, seed: int) -> list[tuple[float, float]]:
+def sigmas(
+    c: Captured, part: Map, *, per_head: bool, seed: int, tight: bool = False
+) -> list[tuple[float, float]]:
     """``(sigma, upper)`` of a layer at its input, or of each of its heads.
 
     Args:
@@ -218,13 +220,14 @@ def sigmas(c: Captured, part: Map, *, per_head: bool, seed: int) -> list[tuple[f
         part: The map.
         per_head: Each query head alone.
         seed: Of the random starts.
+        tight: Go on until the interval is narrow; for layers in float64.
 
     Returns:
         One pair, or one for each head.
     """
     heads: list[int | None] = [*range(c.attention.num_heads)] if per_head else [None]
     op = c.linearise(part, per_head=per_head)
-    tops = top_singular_batch(op, [_start(c, head, seed) for head in heads])
+    tops = top_singular_batch(op, [_start(c, head, seed) for head in heads], tight=tight)
     return [(top.sigma, top.upper) for top in tops]
 
 

@@ -48,6 +48,12 @@ def attack(
         int, typer.Option(help="Steps of gradient ascent; 0 for constructions only.")
     ] = 20,
     restarts: Annotated[int, typer.Option(help="Random starts of the ascent.")] = 4,
+    tight: Annotated[
+        bool,
+        typer.Option(
+            "--tight", help="Narrow intervals of the worst input and of the text (float64)."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random starts.")] = 0,
     special_tokens: Annotated[
         bool, typer.Option(help="Put the model's special tokens around the text.")
@@ -84,7 +90,7 @@ def attack(
         layers=[layer],
         lengths=[length],
         special_tokens=special_tokens,
-        dtype="float32",
+        dtype="float64" if tight else "float32",
         seed=seed,
         allow_pickle=allow_pickle,
     )
@@ -95,9 +101,10 @@ def attack(
         radius=at,
         restarts=restarts,
         steps=steps,
+        tight=tight,
         generator=torch.Generator().manual_seed(seed),
     )
-    ((sigma, upper),) = sigmas(real, "attention", per_head=False, seed=seed)
+    ((sigma, upper),) = sigmas(real, "attention", per_head=False, seed=seed, tight=tight)
     folder = out if out is not None else default_folder(model, "-attack")
     first = found[0]
     if first.x is None:
