@@ -259,6 +259,7 @@ def _shape(flags: Tensor) -> Tensor:
 def _ritz(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Top Ritz triplets of a batch of operators."""
     *_, state = golub_kahan(op, start, min(steps, op.in_size))
+    assert state.u is not None
     left, values, right = torch.linalg.svd(state.matrix().nan_to_num())
     broken = ~state.alpha.isfinite().all(1) | ~state.beta.isfinite().all(1)
     sigma = values[:, 0].masked_fill(broken, torch.nan).to(start)

@@ -30,14 +30,14 @@ class Bidiagonal:
         alpha: ``(b, k)`` float64, on the CPU.
         beta: ``(b, k)`` float64: ``beta_2 .. beta_{k+1}``.
         v: ``(b, k + 1, N)`` right vectors; the last one starts the next step.
-        u: ``(b, k, M)`` left vectors.
+        u: ``(b, k, M)`` left vectors; None where they are not kept.
         products: Products with ``J`` or ``J^T`` so far, for each run of the batch.
     """
 
     alpha: Tensor
     beta: Tensor
     v: Tensor
-    u: Tensor
+    u: Tensor | None
     products: int
 
     @property
@@ -50,7 +50,9 @@ class Bidiagonal:
         return torch.diag_embed(self.alpha) + torch.diag_embed(self.beta[:, :-1], offset=1)
 
 
-def golub_kahan(op: Operator, start: Tensor, capacity: int) -> Iterator[Bidiagonal]:
+def golub_kahan(
+    op: Operator, start: Tensor, capacity: int, *, keep_left: bool = True
+) -> Iterator[Bidiagonal]:
     """Bidiagonalise ``op`` from ``start``, yielding the decomposition after every step.
 
     The right vectors are reorthogonalised against all earlier ones (a second pass where
@@ -64,6 +66,8 @@ def golub_kahan(op: Operator, start: Tensor, capacity: int) -> Iterator[Bidiagon
         op: Operator whose products accept one leading batch axis.
         start: ``(b, *in_shape)``, one nonzero start per run.
         capacity: Largest number of steps; memory is ``capacity (N + M)`` numbers a run.
+        keep_left: Keep the left vectors; without them the memory is ``capacity N``, since the
+            recurrence itself needs the last one only.
 
     Yields:
         The state after 1, 2, …, ``capacity`` steps. Its tensors are views that the next
@@ -71,61 +75,37 @@ def golub_kahan(op: Operator, start: Tensor, capacity: int) -> Iterator[Bidiagon
     """
     b = start.shape[0]
     size_in, size_out = op.in_size, math.prod(op.out_shape)
-    basis = _Basis(b, size_in, size_out, op, capacity)
+    # Memory that is not written to yet costs nothing.
+    right = torch.empty(b, capacity + 1, size_in, dtype=op.dtype, device=op.device)
+    left = start.new_empty(b, capacity if keep_left else 1, size_out)
     eps = torch.finfo(op.dtype).eps * _BREAKDOWN
     alpha, beta = (torch.zeros(b, capacity, dtype=torch.float64) for _ in range(2))
     size = torch.zeros(b, dtype=torch.float64)  # largest coefficient so far
 
     v = start.reshape(b, size_in)
-    basis.set_v(0, v / v.norm(dim=1, keepdim=True))
+    right[:, 0] = v / v.norm(dim=1, keepdim=True)
+    before = left[:, 0]
     for k in range(capacity):
-        w = op.mv(basis.v[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
+        now = left[:, k if keep_left else 0]
+        w = op.mv(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
         if k > 0:
-            w = w - beta[:, k - 1, None].to(w) * basis.u[:, k - 1]
-        alpha[:, k], unit = _normalise(w, size * eps)
-        basis.set_u(k, unit)
+            w = w - beta[:, k - 1, None].to(w) * before
+        alpha[:, k], now[:] = _normalise(w, size * eps)
         size = torch.maximum(size, alpha[:, k])
 
-        z = op.rmv(basis.u[:, k].reshape(b, *op.out_shape)).reshape(b, size_in)
-        z = z - alpha[:, k, None].to(z) * basis.v[:, k]
-        z = _orthogonalise(z, basis.v[:, : k + 1])
-        beta[:, k], unit = _normalise(z, size * eps)
-        basis.set_v(k + 1, unit)
+        z = op.rmv(now.reshape(b, *op.out_shape)).reshape(b, size_in)
+        z = z - alpha[:, k, None].to(z) * right[:, k]
+        z = _orthogonalise(z, right[:, : k + 1])
+        beta[:, k], right[:, k + 1] = _normalise(z, size * eps)
         size = torch.maximum(size, beta[:, k])
+        before = now
         yield Bidiagonal(
             alpha[:, : k + 1],
             beta[:, : k + 1],
-            basis.v[:, : k + 2],
-            basis.u[:, : k + 1],
+            right[:, : k + 2],
+            left[:, : k + 1] if keep_left else None,
             2 * (k + 1),
         )
-
-
-class _Basis:
-    """Storage for both bases, grown by doubling up to the capacity."""
-
-    def __init__(self, b: int, n_in: int, n_out: int, op: Operator, capacity: int) -> None:
-        first = min(capacity, 16)
-        self.capacity = capacity
-        self.v = torch.empty(b, first + 1, n_in, dtype=op.dtype, device=op.device)
-        self.u = torch.empty(b, first, n_out, dtype=op.dtype, device=op.device)
-
-    def set_v(self, k: int, vector: Tensor) -> None:
-        self.v = self._room(self.v, k, self.capacity + 1)
-        self.v[:, k] = vector
-
-    def set_u(self, k: int, vector: Tensor) -> None:
-        self.u = self._room(self.u, k, self.capacity)
-        self.u[:, k] = vector
-
-    @staticmethod
-    def _room(store: Tensor, k: int, most: int) -> Tensor:
-        if k < store.shape[1]:
-            return store
-        b, held, n = store.shape
-        grown = store.new_empty(b, min(2 * held, most), n)
-        grown[:, :held] = store
-        return grown
 
 
 def _normalise(w: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:

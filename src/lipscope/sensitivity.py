@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lipscope.record import TokenShare
 from lipscope.singular import SMALLEST_TOL, TopSingular, top_singular_batch
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
+_LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
 
 
@@ -156,14 +157,30 @@ def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
     if question.per_head and layer.num_heads is not None:
         heads = list(range(layer.num_heads))
     began = time.perf_counter()
-    try:
-        return _Solve(layer, question, key, heads).answers(began)
-    except (RuntimeError, MemoryError) as problem:
-        seconds = (time.perf_counter() - began) / len(heads)
-        text = " ".join(str(problem).split())[:300]
-        return [
-            _failed(layer, head, seconds, f"{type(problem).__name__}: {text}") for head in heads
-        ]
+    halved = question
+    while True:
+        try:
+            found = _Solve(layer, halved, key, heads).answers(began)
+        except (RuntimeError, MemoryError) as problem:
+            if _out_of_memory(problem) and halved.memory > _LEAST_MEMORY:
+                halved = replace(halved, memory=halved.memory // 2)
+                continue
+            seconds = (time.perf_counter() - began) / len(heads)
+            text = " ".join(str(problem).split())[:300]
+            error = f"{type(problem).__name__}: {text}"
+            return [_failed(layer, head, seconds, error) for head in heads]
+        if halved is question:
+            return found
+        said = f"out of memory: done again with `memory = {halved.memory / 2**20:.3g}MiB`"
+        return [replace(one, notes=(*one.notes, said)) for one in found]
+
+
+def _out_of_memory(problem: BaseException) -> bool:
+    """Whether an allocation failed; on a CPU torch says so in words only."""
+    words = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(problem, MemoryError | torch.OutOfMemoryError) or any(
+        text in str(problem) for text in words
+    )
 
 
 class _Solve:

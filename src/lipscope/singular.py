@@ -29,6 +29,9 @@ SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}
 # Residuals below this are rounding, so a smaller tolerance could never be met.
 SMALLEST_TOL = {torch.float32: 1e-5, torch.float64: 1e-12}
 _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
+# Runs are rarely longer. Where so many left vectors do not fit, none is kept: the room is worth
+# more to the right ones, and the one left vector that is wanted costs one more product.
+_USUAL_STEPS = 64
 # A small residual alone stopped on the second singular value in 1 of 1,000 real cases. So a
 # larger one must be excluded too; at a probability lower than that of `upper`, to stop sooner.
 _STOP_DELTA = 1e-2
@@ -204,14 +207,19 @@ def _restarted(
 ) -> Iterator[tuple[_Run, bool]]:
     """Golub–Kahan steps, restarted from the top Ritz vector when the basis is full."""
     b = start.shape[0]
-    bytes_per_step = b * (op.in_size + math.prod(op.out_shape)) * start.element_size()
-    room = max(_SMALLEST_BASIS, memory // max(bytes_per_step, 1) - 1)
+    right, left = (
+        b * size * start.element_size() for size in (op.in_size, math.prod(op.out_shape))
+    )
+    room = memory // max(right + left, 1) - 1
+    keep_left = room >= min(max_steps, _USUAL_STEPS)
+    if not keep_left:
+        room = max(_SMALLEST_BASIS, (memory - left) // max(right, 1) - 1)
     cycles: list[list[Cycle]] = [[] for _ in range(b)]
     steps = 0
     while True:
         capacity = min(room, max_steps - steps)
         state = None
-        for state in golub_kahan(op, start, capacity):
+        for state in golub_kahan(op, start, capacity, keep_left=keep_left):
             last = steps + state.steps >= max_steps
             yield _Run(state, cycles, 2 * steps + state.products), last
         assert state is not None
@@ -246,14 +254,19 @@ class _Stop:
             return None
         upper = self._upper(run, i, theta)
         status, note = self._status(small=small, within=within, exhausted=exhausted)
+        v = self._vector(state.v[i, :-1], right, self.op.in_shape)
+        if state.u is None:
+            u = self._left_of(v, i, state.v.shape[0])
+        else:
+            u = self._vector(state.u[i], left, self.op.out_shape)
         return TopSingular(
             sigma=theta,
             upper=upper,
             delta=self.delta,
-            u=self._vector(state.u[i], left, self.op.out_shape),
-            v=self._vector(state.v[i, :-1], right, self.op.in_shape),
+            u=u,
+            v=v,
             solver_residual=residual / (math.sqrt(2) * theta) if theta > 0 else 0.0,
-            products=run.products,
+            products=run.products + (state.u is None),
             status=status,
             note=note,
         )
@@ -300,6 +313,14 @@ class _Stop:
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()
         floor = 16 * torch.finfo(self.op.dtype).eps
         return Evidence(alpha, beta, run.cycles[i], theta, floor)
+
+    def _left_of(self, v: Tensor, i: int, b: int) -> Tensor:
+        """``J v / sigma`` for entry ``i`` of the batch: the left vector, from one product."""
+        copies = v.new_zeros(b, *v.shape)
+        copies[i] = v
+        image = self.op.mv(copies)[i]
+        norm = image.norm()
+        return image / norm if norm > 0 else image
 
     def _vector(self, basis: Tensor, weights: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         vector = torch.from_numpy(weights).to(basis) @ basis

@@ -1,0 +1,94 @@
+"""Memory that runs out: the measurement goes on with less, and the row says so."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import lipscope as ls
+from lipscope.attention import chunked
+from tiny import tiny
+
+IDS = torch.arange(24)[None] % 11
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, limit: int, error: Exception) -> list[int]:
+    """Refuse every core whose budget is larger than ``limit``; the budgets that were tried."""
+    tried: list[int] = []
+    real = chunked.ChunkedCore.__init__
+
+    def allocate(self: Any, layer: Any, x: Any, memory: int, context: Any = None) -> None:
+        tried.append(memory)
+        if memory > limit and memory != 8 * chunked.CHUNK_BYTES:  # the forward pass has its own
+            raise error
+        real(self, layer, x, memory, context)
+
+    monkeypatch.setattr(chunked.ChunkedCore, "__init__", allocate)
+    return tried
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate"
+                     " memory: you tried to allocate 17179869184 bytes."),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)  # fmt: skip
+def test_memory_that_runs_out_is_halved(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    model = tiny("gpt2").model
+    options: dict[str, Any] = {"layers": [0], "memory": "64MiB", "map": "attention"}
+    (expected,) = ls.measure(model, IDS, **options)
+    tried = limited(monkeypatch, 2**24, error)
+    (row,) = ls.measure(model, IDS, **options)
+    assert [m for m in tried if m != 8 * chunked.CHUNK_BYTES] == [2**26, 2**25, 2**24]
+    assert row.status == "converged" and row.error is None
+    assert row.sigma == pytest.approx(expected.sigma, rel=1e-6)
+    assert "out of memory: done again with `memory = 16MiB`" in (row.note or "")
+    assert "memory" not in (expected.note or "")
+
+
+def test_memory_that_never_suffices_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 0, MemoryError("nothing left"))
+    (row,) = ls.measure(tiny("gpt2").model, IDS, layers=[0], memory="96MiB")
+    assert row.status == "failed" and row.error == "MemoryError: nothing left"
+
+
+def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = limited(monkeypatch, 0, RuntimeError("a broken kernel"))
+    (row,) = ls.measure(tiny("gpt2").model, IDS, layers=[0], memory="96MiB")
+    assert row.error == "RuntimeError: a broken kernel"
+    assert len([m for m in tried if m != 8 * chunked.CHUNK_BYTES]) == 1
+
+
+LONG = """
+import lipscope as ls
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def run(n, budget):
+    model = "random:gpt2:n_layer=1,n_embd=64,n_head=4,n_positions=4096,vocab_size=300"
+    return ls.measure(model, lengths=[n], samples=1, memory=budget, tol=0.1)[0]
+
+run(64, 2**26)
+before = status("VmRSS")
+row = run(4096, 2**26)
+print(row.status, row.error, status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_a_long_causal_measurement_holds_no_matrix_of_scores() -> None:
+    """n = 4096 with 4 heads: the scores alone would take 268 MB; the budget is 67 MB."""
+    run = subprocess.run(
+        [sys.executable, "-c", LONG], capture_output=True, text=True, check=True, timeout=500
+    )
+    status, error, grown = run.stdout.split()
+    assert (status, error) == ("converged", "None")
+    assert int(grown) < 150e6
