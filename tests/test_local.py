@@ -108,6 +108,19 @@ def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
         assert math.isclose(form(head, x), truth(layer, x), rel_tol=1e-6), form.__name__
 
 
+def test_a_point_is_kept_while_its_input_is_the_same():
+    layer, x = draw(1)
+    (head,) = heads_of(layer)
+    first = at_point([head], x)
+    assert at_point([head], x) is first
+    assert at_point([head], x.clone()) is not first
+    slope = torch.ones(len(x)).double()
+    assert at_point([head], x, slope).slope is slope
+    before = f2(head, x)
+    x[0] *= 3  # written into: what was kept no longer holds
+    assert f2(head, x) == f2(heads_of(layer)[0], x.clone()) != before
+
+
 def test_scalar_form_is_above_f2():
     for seed in range(40):
         layer, x = draw(seed)

@@ -139,6 +139,14 @@ def test_the_adversarial_value_is_between_real_text_and_global_bounds():
     assert values["global_g2"] <= values["global_g1"] * (1 + 1e-9)
 
 
+def test_with_rotary_embedding_the_ascent_starts_at_the_text():
+    llama = f"random:llama:{TINY['llama']}"
+    found = ls.sandwich(llama, TEXT, layers=[1], lengths=[6], attack=True)
+    values = {r.theorem: r.value or 0.0 for r in found}
+    assert values["measured"] * (1 - 1e-3) <= values["adversarial"]
+    assert values["adversarial"] <= values["global_rotary"] * (1 + 1e-6)
+
+
 def test_the_radius_of_the_norm_is_above_that_of_the_text():
     text = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6])
     norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")

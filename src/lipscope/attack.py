@@ -70,6 +70,7 @@ def worst(
     heads: Sequence[int] | None = None,
     restarts: int = 12,
     steps: int = 60,
+    start: Sequence[Tensor] = (),
     tol: float = 1e-3,
     tight: bool = False,
     generator: torch.Generator | None = None,
@@ -77,8 +78,9 @@ def worst(
     """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
 
     Holds for every layer; what cannot be built for it follows last, with the reason. The
-    ascent starts at the best constructions and at random inputs. Twelve heads of width 32 at
-    n = 64 take 20 seconds on one core, the ascent one second a step.
+    ascent starts at the best constructions, at inputs that are given and at random ones.
+    Twelve heads of width 32 at n = 64 take 20 seconds on one core, the ascent one second a
+    step.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
@@ -87,6 +89,7 @@ def worst(
         heads: Heads that place tokens; all if None.
         restarts: Random starts of the ascent; with ``steps=0`` there is no ascent.
         steps: Its iterations.
+        start: Inputs ``(n, d)`` from which the ascent starts besides, such as real text.
         tol: Tolerance of the measurements.
         tight: Measure the worst input once more, until ``upper`` is at most ``(1 + tol) sigma``;
             for layers in float64.
@@ -123,7 +126,7 @@ def worst(
             radius=radius,
             restarts=restarts,
             steps=steps,
-            start=starts,
+            start=[*starts, *start],
             generator=generator,
         )
         rows.append(_row(("ascent", "gradient ascent", DERIVED, None), found.x, found.top, None))

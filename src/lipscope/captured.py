@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,6 +101,12 @@ class Captured:
             op.dtype,
             op.device,
         )
+
+    def start(self, head: int | None, seed: int) -> torch.Generator:
+        """Of a measurement: a random start that does not depend on what else is measured."""
+        name = f"{seed}|{self.model}|{self.layer}|{head}|{len(self.x)}|{self.sample}"
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+        return torch.Generator().manual_seed(number)
 
     def radius_of_norm(self) -> float:
         """Largest norm that a token can have after the norm that feeds the layer.

@@ -5,7 +5,6 @@ Here capture, measurement, adversarial inputs and theorems meet; nothing is prin
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from lipscope.singular import top_singular_batch
 if TYPE_CHECKING:
     from lipscope.figure import Chart
 
+_STEPS_WITH_POSITIONS = 10  # of ascent from the text itself
 METRICS: tuple[Metric, ...] = ("frobenius", "max-token", "infinity")
 Told = Callable[[BoundRow], None]
 _Allowed = tuple[float | None, float | None]
@@ -144,7 +144,9 @@ def sandwich(
             smallest of the inputs on.
         sharp: Also the bounds that take seconds a head.
         attack: Also the worst adversarial input within the radius.
-        ascent_steps: Steps of gradient ascent besides the constructions.
+        ascent_steps: Steps of gradient ascent from the constructions and from the input
+            itself; at least 10 for a layer whose logits depend on positions, for which there
+            are hardly any constructions.
         special_tokens: Put the model's own special tokens around every window.
         seed: Seed of random starts, and of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle.
@@ -227,7 +229,7 @@ def sigmas(
     """
     heads: list[int | None] = [*range(c.attention.num_heads)] if per_head else [None]
     op = c.linearise(part, per_head=per_head)
-    tops = top_singular_batch(op, [_start(c, head, seed) for head in heads], tight=tight)
+    tops = top_singular_batch(op, [c.start(head, seed) for head in heads], tight=tight)
     return [(top.sigma, top.upper) for top in tops]
 
 
@@ -286,11 +288,15 @@ class _Ask:
         """The worst input of the whole layer within the radius."""
         generator = torch.Generator().manual_seed(self.seed)
         assert self.radius is not None  # the map is `attention`
+        if self.c.attention.positional:  # no construction places its tokens
+            steps = max(steps, _STEPS_WITH_POSITIONS)
         found = worst(
             self.c.attention,
             num_tokens=len(self.c.x),
             radius=self.radius,
+            restarts=0,
             steps=steps,
+            start=[self.c.x],
             generator=generator,
         )[0]
         head = "" if found.head is None else f", head {found.head}"
@@ -388,10 +394,3 @@ def _check_radius(radius: float | str | None, part: Map) -> None:
         raise InputError(
             f"`radius` should be a positive number, or `norm`. Found `radius = {radius}`."
         )
-
-
-def _start(c: Captured, head: int | None, seed: int) -> torch.Generator:
-    """A start that does not depend on what else is measured."""
-    name = f"{seed}|{c.model}|{c.layer}|{head}|{len(c.x)}|{c.sample}"
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    return torch.Generator().manual_seed(number)

@@ -72,7 +72,7 @@ def attack(
     """Find the inputs that make sigma of a layer large.
 
     Next to sigma on real text: every construction for every head, then gradient ascent
-    from the best of them; the worst is kept as worst.npz (x, v) with worst.json.
+    from the best of them and from the text; the worst is kept as worst.npz (x, v) with worst.json.
     """
     if radius is not None and like_text:
         raise InputError("`--radius` and `--like-text` exclude each other. Found both.")
@@ -101,6 +101,7 @@ def attack(
         radius=at,
         restarts=restarts,
         steps=steps,
+        start=[real.x],
         tight=tight,
         generator=torch.Generator().manual_seed(seed),
     )
