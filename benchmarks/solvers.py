@@ -1,11 +1,13 @@
 """The solvers of the comparison, each from the same map, input and random start.
 
-All peers take their products from ``torch.func``: a JVP by forward mode at every product, a
-VJP by one pullback built once.
+All peers but curvlinops take their products from ``torch.func``: a JVP by forward mode at every
+product, a VJP by one pullback built once. primme is missing: its package has no wheels and asks for
+LAPACK's development files when it is built.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from cases import Case
 from scipy.sparse import linalg
-from torch import Tensor
+from torch import Tensor, nn
 
 import lipscope as ls
 
@@ -129,6 +131,51 @@ def scipy_svds(f: Map, x: Tensor, seed: int, solver: str, tol: float) -> Answer:
     except np.linalg.LinAlgError:  # PROPACK, where its basis is too small
         return Answer(float("nan"), products.count, time.perf_counter() - began)
     return Answer(float(np.max(values)), products.count, time.perf_counter() - began)
+
+
+def has_curvlinops() -> bool:
+    """Whether the package is installed (`make bench` tries to)."""
+    return importlib.util.find_spec("curvlinops") is not None
+
+
+class _Moved(nn.Module):
+    """A map at a point that is its only parameter: what curvlinops differentiates."""
+
+    def __init__(self, f: Map, x: Tensor) -> None:
+        super().__init__()
+        self.f, self.x = f, nn.Parameter(x.clone())
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.f(self.x)[None]
+
+
+def curvlinops_svds(f: Map, x: Tensor, seed: int, tol: float) -> Answer:
+    """ARPACK over the Jacobian operator of curvlinops, in its own SciPy form."""
+    from curvlinops import JacobianLinearOperator  # pyright: ignore[reportMissingImports]
+
+    began = time.perf_counter()
+    moved, nothing, count = _Moved(f, x), torch.zeros(1, 1), 0
+    data = [(nothing, nothing)]
+    own = JacobianLinearOperator(moved, [moved.x], data, check_deterministic=False)
+    plain = own.to_scipy(dtype=torch.empty(0, dtype=x.dtype).numpy().dtype)
+
+    def counted(product: Any) -> Any:
+        def multiply(vector: np.ndarray) -> np.ndarray:
+            nonlocal count
+            count += 1
+            return product(vector)
+
+        return multiply
+
+    operator = _SPARSE.LinearOperator(
+        plain.shape,
+        matvec=counted(plain.matvec),
+        rmatvec=counted(plain.rmatvec),
+        dtype=plain.dtype,
+    )
+    first = start(x, seed).numpy().reshape(-1)
+    values = _SPARSE.svds(operator, k=1, tol=tol, v0=first, return_singular_vectors=False)
+    return Answer(float(np.max(values)), count, time.perf_counter() - began)
 
 
 def truth(case: Case) -> float:

@@ -8,15 +8,26 @@ from statistics import median
 
 import torch
 from cases import BERT_BASE, Case, source
-from solvers import Answer, lipscope, published, scipy_svds, truth
+from solvers import (
+    Answer,
+    curvlinops_svds,
+    has_curvlinops,
+    lipscope,
+    published,
+    scipy_svds,
+    truth,
+)
 from tables import Section, Target, milliseconds, say, table
 
 GOAL = 1e-3  # relative error
 TOLERANCES = (1e-1, 1e-2, 1e-3)  # of the peers, loosest first
 LAYERS = (("minilm", 0), ("minilm", 3), (BERT_BASE, 0))
 OWN = ("lipscope", "lipscope*")  # default tolerance; loosest verified one, as for SciPy
-PEERS = ("published", "ARPACK", "PROPACK")
+TUNED = ("ARPACK", "PROPACK") + ("curvlinops",) * has_curvlinops()
+PEERS = ("published", *TUNED)
 METHODS = OWN + PEERS
+
+_FOUND = {True: "as installed", False: "not installed, so without figures"}
 
 Run = Callable[[], Answer]
 
@@ -76,7 +87,11 @@ is power iteration with its stopping rule (sigma² changes by at most 1e-4, at m
 the index of its JVP corrected. ARPACK and PROPACK are SciPy's `svds` without vectors, each at the
 loosest tolerance of 0.1, 0.01, 0.001 that passed on every window of the case (0.001 if none did);
 *lipscope\\** is lipscope with its own tolerance chosen in the same way. *vs*: that method's time
-over lipscope's. The best peer is the fastest one within 1e-3 on every window."""
+over lipscope's. The best peer is the fastest one within 1e-3 on every window.
+
+*curvlinops*: ARPACK over its Jacobian operator, the input as the parameter;
+{_FOUND[has_curvlinops()]}. primme is not here: its package has no wheels, and did not build without
+LAPACK's development files."""
     )
     out.add(_time_table(entries))
     out.add(
@@ -96,7 +111,7 @@ def _entries(
     cases = [model.cases(w, [layer])[0] for w in model.windows([n], windows)]
     torch.set_num_threads(max(threads))
     truths = [truth(case) for case in cases]
-    tols = {m: _loosest(cases, truths, m) for m in ("lipscope*", "ARPACK", "PROPACK")}
+    tols = {m: _loosest(cases, truths, m) for m in ("lipscope*", *TUNED)}
     entries = []
     for count in threads:
         torch.set_num_threads(count)
@@ -142,6 +157,7 @@ def _runs(case: Case, seed: int, tols: dict[str, float]) -> dict[str, Run]:
         "published": lambda: published(f, x, seed),
         "ARPACK": lambda: scipy_svds(f, x, seed, "arpack", tols["ARPACK"]),
         "PROPACK": lambda: scipy_svds(f, x, seed, "propack", tols["PROPACK"]),
+        "curvlinops": lambda: curvlinops_svds(f, x, seed, tols["curvlinops"]),
     }
 
 
@@ -202,16 +218,31 @@ def _targets(entries: Sequence[Entry]) -> list[Target]:
         def arpack(e: Entry, own: str = own) -> float:
             return e.ratio("ARPACK", own)
 
+        def power(e: Entry, own: str = own) -> float:
+            return e.ratio("published", own)
+
         targets += [
             _least(f"speed: at least twice the best peer at n = {largest}, {what}", long, best, 2),
             _least(f"speed: at least 4 times ARPACK at n = {largest}, {what}", long, arpack, 4),
             _least(f"speed: never slower than the best peer, {what}", entries, best, 1),
+        ]
+        targets += [
+            _middle(f"speed: median, 3 times the best peer, {what}", entries, best, 3),
+            _middle(f"speed: median, 8 times the published method, {what}", entries, power, 8),
         ]
     worst = max(abs(e.error[m]) for e in entries for m in OWN)
     targets.append(
         Target("speed: relative error at most 1e-3", f"largest {worst:.1e}", worst <= GOAL)
     )
     return targets
+
+
+def _middle(
+    name: str, entries: Sequence[Entry], ratio: Callable[[Entry], float], goal: float
+) -> Target:
+    """A target on the median ratio over all cases."""
+    found = median(ratio(e) for e in entries)
+    return Target(name, f"{found:.2f} times, {len(entries)} cases", found >= goal)
 
 
 def _least(

@@ -30,7 +30,6 @@ def photograph(page: Path, image: Path) -> None:
         browser.close()
 
 
-
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as run:

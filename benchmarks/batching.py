@@ -1,0 +1,79 @@
+"""Whether layers or samples of one length should share their matrix products on a CPU."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import torch
+from cases import source
+from products import seconds
+from tables import Section, milliseconds, say, table
+from torch import Tensor
+
+COUNT = 6  # layers of MiniLM
+
+
+def section(*, quick: bool) -> Section:
+    """One JVP of each of six layers: one after the other, and all in one batch."""
+    torch.set_num_threads(1)
+    rounds = 5 if quick else 15
+    out = Section("Layers one by one, or in a batch")
+    out.add(
+        f"""The matrix products and elementwise passes of one JVP (projections, scores, values) for
+{COUNT} layers of MiniLM at one window: in a loop over the layers, and with the layers on a leading
+axis. One thread, float32, milliseconds for all of them, median of {rounds} interleaved rounds.
+*Ratio*: loop over batch; a batch pays where it is clearly above 1."""
+    )
+    rows = []
+    for n in (32, 128) if quick else (16, 32, 64, 128, 256):
+        say(f"batching: n = {n}")
+        layers = _operands(n)
+        batch = [torch.stack(parts) for parts in zip(*layers, strict=True)]
+        loop_times, batch_times = [], []
+        for _ in range(rounds):
+            loop_times.append(seconds(lambda ls=layers: [_product(*one) for one in ls]))
+            batch_times.append(seconds(lambda b=batch: _product(*b)))
+        ratio = median(a / b for a, b in zip(loop_times, batch_times, strict=True))
+        times = (milliseconds(median(t)) for t in (loop_times, batch_times))
+        rows.append([n, *times, f"{ratio:.2f}"])
+    out.add(table(["n", "loop", "batch", "ratio"], rows))
+    out.add(
+        """`measure` takes layers and samples one by one: a batch would also hold all their
+probabilities at once, and run every layer as long as the slowest of them."""
+    )
+    return out
+
+
+def _operands(n: int) -> list[tuple[Tensor, ...]]:
+    """Weights, queries, keys, values, probabilities, heads and a direction, per layer."""
+    model = source("minilm")
+    found = []
+    for case in model.cases(model.windows([n], 1)[0], range(COUNT)):
+        layer = case.map.attention
+        assert layer is not None and layer.output is not None
+        q, k, v = layer.project(case.x)
+        p = layer.probabilities(q, k)
+        weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
+        found.append((weight, layer.output, q, k, v, p, p @ v, torch.randn_like(case.x)))
+    return [tuple(t.detach().contiguous() for t in one) for one in found]
+
+
+def _product(
+    weight: Tensor,
+    output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    o: Tensor,
+    e: Tensor,
+) -> Tensor:
+    """``J e`` with any leading axes."""
+    heads = q.shape[-3]
+    dq, dk, dv = (
+        part.unflatten(-1, (heads, -1)).transpose(-3, -2)
+        for part in (e @ weight.mT).chunk(3, dim=-1)
+    )
+    w = (torch.cat([dq, q], -1) @ torch.cat([k, dk], -1).mT).mul_(p)
+    do = w @ v - w.sum(-1, keepdim=True) * o + p @ dv
+    return do.transpose(-3, -2).flatten(-2) @ output.mT
