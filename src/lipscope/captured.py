@@ -23,6 +23,7 @@ from lipscope.capture import (
     adopt_model,
     attention_sites,
     build_map,
+    implementation_for,
     load_model,
     moved,
     prepared,
@@ -259,7 +260,7 @@ def captures(
     known = [reader_of(site) is not None for site in found]
     if not any(known):
         raise InputError(_refusal(found[0]))
-    implementation = "sdpa" if all(known) else "eager"
+    implementation = implementation_for(loaded.model, closed=all(known))
     options = {"dtype": _DTYPES[dtype], "device": _CPU, "implementation": implementation}
     with prepared(loaded.model, **options) as (module, _):
         sites = attention_sites(module, modules)

@@ -22,6 +22,7 @@ from lipscope.capture import (
     attention_sites,
     build_map,
     check_request,
+    implementation_for,
     load_model,
     moved,
     prepared,
@@ -210,10 +211,8 @@ class _Run:
         self.device, self.modules, self.progress = device, modules, progress
         self.sites = attention_sites(loaded.model, modules)
         self.probed: dict[int | None, LayerMap] = {}  # the maps of the first input
-        closed = all(reader_of(m) for m in self.sites.values())
-        # Fused attention keeps the forward pass small; the generic path replays modules and
-        # needs the attention whose derivatives all exist.
-        self.implementation = "sdpa" if closed and question.map in _CLOSED_MAPS else "eager"
+        closed = all(reader_of(m) for m in self.sites.values()) and question.map in _CLOSED_MAPS
+        self.implementation = implementation_for(loaded.model, closed=closed)
 
     def carry_out(
         self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: WindowKind

@@ -97,7 +97,7 @@ class Attention(nn.Module, ABC):
         window: int | None = None,
         mask: Bool[Tensor, "*h n m"] | None = None,
         rotary: Rotary | None = None,
-        score_bias: Float[Tensor, "*h n m"] | None = None,
+        score_bias: Float[Tensor, "*hb n m"] | None = None,
         softcap: float | None = None,
         query_norm: TokenNorm | None = None,
         key_norm: TokenNorm | None = None,

@@ -1,13 +1,18 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
 from lipscope.capture import (
+    bart,
     bert,
     distilbert,
+    gemma,
     gpt2,
     gpt_neox,
     llama,
+    mpnet,
     multihead,
     phi3,
+    qwen3,
+    t5,
     vit,
 )
 from lipscope.capture.calls import Trace
@@ -15,7 +20,7 @@ from lipscope.capture.changed import as_decoder, quantised, reinitialised
 from lipscope.capture.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
-from lipscope.capture.prepare import prepared
+from lipscope.capture.prepare import implementation_for, prepared
 from lipscope.capture.samples import Sample, moved, samples_of
 from lipscope.capture.sites import attention_sites, reader_of
 from lipscope.capture.trace import trace
@@ -31,26 +36,32 @@ __all__ = [
     "adopt_model",
     "as_decoder",
     "attention_sites",
+    "bart",
     "bert",
     "build_map",
     "check_request",
     "default_text",
     "distilbert",
+    "gemma",
     "gpt2",
     "gpt_neox",
+    "implementation_for",
     "llama",
     "load_model",
     "moved",
+    "mpnet",
     "multihead",
     "phi3",
     "prepared",
     "quantised",
     "random_tokens",
+    "qwen3",
     "reader_of",
     "reinitialised",
     "repeated_token",
     "samples_of",
     "shuffled_words",
+    "t5",
     "trace",
     "vit",
     "whole_text",

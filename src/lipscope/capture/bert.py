@@ -10,19 +10,25 @@ from lipscope.capture.sites import AttentionCall, family
 
 
 @family(
-    "BertSelfAttention",
-    "BertGenerationSelfAttention",
-    "BridgeTowerSelfAttention",
-    "CamembertSelfAttention",
-    "Data2VecTextSelfAttention",
-    "ElectraSelfAttention",
-    "ErnieSelfAttention",
-    "RoCBertSelfAttention",
-    "RobertaPreLayerNormSelfAttention",
-    "RobertaSelfAttention",
-    "XLMRobertaSelfAttention",
-    "XLMRobertaXLSelfAttention",
-    "XmodSelfAttention",
+    *(
+        f"{name}{kind}Attention"
+        for name in (
+            "Bert",
+            "BertGeneration",
+            "BridgeTower",
+            "Camembert",
+            "Data2VecText",
+            "Electra",
+            "Ernie",
+            "RoCBert",
+            "RobertaPreLayerNorm",
+            "Roberta",
+            "XLMRoberta",
+            "XLMRobertaXL",
+            "Xmod",
+        )
+        for kind in ("Self", "Cross")
+    ),
 )
 def bert(call: AttentionCall) -> DotProduct:
     """Read ``query``, ``key``, ``value`` and the traced output projection."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lipscope.capture.sites import AttentionCall, is_linear, linears
+from lipscope.capture.sites import AttentionCall, Side, is_linear, linears
 from lipscope.capture.sums import Kept, NormCall, SeenSums, close
 from lipscope.errors import InputError
 
@@ -42,8 +42,10 @@ class Trace:
         inputs: The inputs of this pass.
         kept: The tensors that were seen.
         seen: Sums of token matrices, for the map ``residual``.
-        calls: Attention calls in the order in which they were made: the layers.
-        crossed: Names of modules that were called with keys from elsewhere: no layers.
+        side: Which attention calls are the layers: those of self-attention, or those with keys
+            from elsewhere, through one of their sides.
+        calls: The layers, in the order in which they were called.
+        others: Names of attention modules that were called the other way: no layers.
         norms: Calls of normalisation modules, in order.
         blocks: Calls of Transformer blocks, one per layer; empty unless asked for.
         first: Module, name of its input and input of the first block, for the map ``model``.
@@ -54,8 +56,9 @@ class Trace:
     inputs: Inputs
     kept: Kept
     seen: SeenSums
+    side: Side = "self"
     calls: list[AttentionCall] = field(default_factory=list)
-    crossed: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
     norms: list[NormCall] = field(default_factory=list)
     blocks: list[BlockCall] = field(default_factory=list)
     first: tuple[nn.Module, str, Tensor] | None = None
@@ -142,26 +145,33 @@ def _begin(
             f"`{name}` should take a (batch, tokens, width) tensor first. Found "
             f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}."
         )
-    if any(isinstance(s := arguments.get(k), Tensor) and s is not x for k in _SOURCES):
-        record.crossed.append(name)
+    source = next(
+        (s for k in _SOURCES if isinstance(s := arguments.get(k), Tensor) and s is not x), None
+    )
+    if (source is None) != (record.side == "self"):
+        record.others.append(name)
         return None
     axis = _token_axis(module, x)
     if x.shape[1 - axis] != 1:
         raise InputError(
             f"`{name}` should see one sample at a time. Found batch {x.shape[1 - axis]}."
         )
-    hidden = tuple(k for k, v in arguments.items() if v is x)
-    seen = as_tokens(record.kept.keep(x), axis)
-    call = AttentionCall(name, module, arguments, hidden, axis, seen, seen)
-    if any(isinstance(arguments.get(k), Tensor) and k not in hidden for k in _VALUES):
+    keys = x if source is None else source
+    moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
+    hidden = tuple(k for k, v in arguments.items() if v is moved)
+    seen = as_tokens(record.kept.keep(moved), axis)
+    call = AttentionCall(name, module, arguments, hidden, axis, seen, seen, record.side)
+    if still is not None:
+        call.context = as_tokens(record.kept.keep(still), axis)
+    if any(isinstance(v := arguments.get(k), Tensor) and v is not keys for k in _VALUES):
         call.refusal = (
-            f"`{name}` should take queries, keys and values from one tensor. Found values of "
-            "another one (positions or a bottleneck before the queries?); use the map `block` or "
+            f"`{name}` should take its values from where its keys are from. Found values of "
+            "another tensor (positions or a bottleneck before the queries?); use the map `block` or "
             "`model`."
         )
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)
-    call.kept = [x]  # alive, so that no later tensor can take its place in memory
+    call.kept = [moved]  # alive, so that no later tensor can take its place in memory
     record.calls.append(call)
     return call
 

@@ -11,9 +11,13 @@ from lipscope.capture.sites import AttentionCall, family
 
 @family("GPT2Attention", "DecisionTransformerGPT2Attention")
 def gpt2(call: AttentionCall) -> DotProduct:
-    """Read ``c_attn`` and ``c_proj``; the scale may depend on the layer's index."""
+    """Read ``c_attn`` (``q_attn`` too, across) and ``c_proj``; the scale may depend on the layer's index."""
     module: Any = call.module
-    query, key, value = affine(module.c_attn).rows([module.split_size] * 3)
+    inside = affine(module.c_attn)
+    if getattr(module, "is_cross_attention", False):
+        query, (key, value) = affine(module.q_attn), inside.rows([module.split_size] * 2)
+    else:
+        query, key, value = inside.rows([module.split_size] * 3)
     return dot_product(
         call,
         query,

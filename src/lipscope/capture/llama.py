@@ -17,6 +17,11 @@ from lipscope.capture.sites import AttentionCall, family
 )
 def llama(call: AttentionCall) -> DotProduct:
     """Read the four projections."""
+    return grouped(call)
+
+
+def grouped(call: AttentionCall, **options: Any) -> DotProduct:
+    """Four projections of grouped heads, and what a family does with them (`dot_product`)."""
     module: Any = call.module
     config = module.config
     return dot_product(
@@ -28,4 +33,5 @@ def llama(call: AttentionCall) -> DotProduct:
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
         scale=module.scaling,
+        **options,
     )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.capture.calls import Trace, as_tokens, first_tensor
-from lipscope.capture.masks import check_visible
 from lipscope.capture.prepare import exact_maths
 from lipscope.capture.replay import (
     ClosedForm,
@@ -108,6 +107,11 @@ def build_map(
         raise InputError(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
+    if record.side != "self" and name in ("block", "model"):
+        raise InputError(
+            f"The sides of cross-attention go with the maps heads, attention, normed, residual. "
+            f"Found `map = {name}`."
+        )
     call = record.calls[0] if name == "model" else _call(record, layer)
     check_request(record, layer, name, call.num_tokens, memory)
     if name == "model":
@@ -130,7 +134,6 @@ def _call(record: Trace, layer: int | None) -> AttentionCall:
 def _layer_map(
     record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
 ) -> LayerMap:
-    check_visible(call)
     if name == "block":
         return _block_map(record, call, layer)
     if call.refusal:
@@ -298,7 +301,8 @@ def check_request(
     if name not in ("block", "model") and closed_form(call) is not None:
         return
     layers = len(record.calls) if name == "model" else 1
-    pairs = (count_heads(call.module) or 1) * num_tokens**2
+    others = num_tokens if call.context is None else call.context.shape[0]
+    pairs = (count_heads(call.module) or 1) * num_tokens * others
     needed = _GENERIC_COPIES * layers * pairs * call.x.element_size()
     if needed > memory:
         raise InputError(
@@ -310,10 +314,11 @@ def check_request(
 
 def _check_agreement(built: LayerMap, record: Trace) -> None:
     """The rebuilt map must give the model's own output at the captured input."""
-    if not bool(built.output.isfinite().all()):
+    rows = _rows_that_read(built, record)
+    if not bool(built.output[rows].isfinite().all()):
         return  # reported as non-finite by the solver
     with torch.no_grad():
-        error = distance(built(built.x), built.output)
+        error = distance(built(built.x)[rows], built.output[rows])
     limit = _AGREEMENT.get(built.x.dtype, 1e-2)
     if not error <= limit:
         where = record.calls[built.layer].name if built.layer is not None else "the model"
@@ -322,3 +327,13 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
             f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
             "this model computes something that lipscope does not rebuild."
         )
+
+
+def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
+    """All rows but those that may read no token, for which every model has its own habit."""
+    if built.attention is None or built.layer is None:
+        return slice(None)
+    call = record.calls[built.layer]
+    keys = call.x if call.side != "query" or call.context is None else call.context
+    empty = built.attention.empty_rows(keys)
+    return slice(None) if empty is None else ~empty.reshape(-1, empty.shape[-1]).any(0)

@@ -2,98 +2,110 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from lipscope.capture.sites import AttentionCall, NotCoveredError
-from lipscope.errors import InputError
+from lipscope.capture.sites import AttentionCall
+
+# Where models hand a mask to an attention module (T5 calls it `mask`).
+_NAMES = ("attention_mask", "mask")
 
 
-def read_mask(call: AttentionCall) -> tuple[bool, Tensor | None]:
-    """The mask of a call as ``(causal, mask)``, the simplest form that says the same.
+class Masking(NamedTuple):
+    """What a call lets its tokens read, in the simplest form that says the same.
+
+    Attributes:
+        causal: Token i reads tokens j <= i only.
+        window: With ``causal``: token i reads tokens j > i - window only; None for no window.
+        mask: Any other mask, ``(n, m)`` or ``(h, n, m)`` booleans, True where visible.
+        bias: What is added to the scores, ``(n, m)`` or ``(h, n, m)``, or None.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def read_mask(call: AttentionCall) -> Masking:
+    """The mask of a call.
 
     Under fused attention a missing mask stands for a causal one where the module is causal;
     under eager attention it stands for none.
 
     Args:
-        call: A call with ``attention_mask`` of shape ``(1, 1 or h, n, n)``, boolean (True is
-            visible) or additive (0 or very negative), or None; or one of torch's own attention.
+        call: A call with a mask of shape ``(1, 1 or h, 1 or n, m)``, boolean (True is visible)
+            or additive (very negative where hidden, else a bias of the scores), or None; or
+            one of torch's own attention.
 
     Returns:
-        Whether the mask is the causal one, and any other mask as ``(n, n)`` or ``(h, n, n)``
-        booleans, True where visible.
-
-    Raises:
-        NotCoveredError: For an additive mask with other values, a score bias.
+        The mask.
     """
-    n = call.num_tokens
     if isinstance(call.module, nn.MultiheadAttention):
-        visible = _visible_in_torch(call)
-    else:
-        mask = call.arguments.get("attention_mask")
-        if mask is None:
-            fused = call.implementation not in (None, "eager")
-            causal = call.arguments.get("is_causal")
-            if causal is None:
-                causal = getattr(call.module, "is_causal", False)
-            return bool(fused and causal and n > 1), None
-        visible = mask if mask.dtype == torch.bool else ~_hidden(mask)
+        return _simplest(call, *_read_torch(call))
+    mask = next((call.arguments[n] for n in _NAMES if call.arguments.get(n) is not None), None)
+    if mask is None:
+        return Masking(causal=_causal_without_mask(call))
+    return _simplest(call, *_read(mask))
+
+
+def _causal_without_mask(call: AttentionCall) -> bool:
+    fused = call.implementation not in (None, "eager") and call.side == "self"
+    causal = call.arguments.get("is_causal")
+    if causal is None:
+        causal = getattr(call.module, "is_causal", False)
+    return bool(fused and causal and call.num_tokens > 1)
+
+
+def _simplest(call: AttentionCall, visible: Tensor | None, bias: Tensor | None) -> Masking:
+    """A mask of shape ``(1, 1 or h, 1 or n, m)`` as `Masking`."""
+    bias = None if bias is None else _by_head(call, bias)
     if visible is None:
-        return False, None
-    visible = visible[0].expand(*visible.shape[1:-2], n, n)
-    visible = visible[0] if visible.shape[0] == 1 else visible
+        return Masking(bias=bias)
+    visible = _by_head(call, visible)
     if bool(visible.all()):
-        return False, None
-    if visible.ndim == 2 and bool((visible == torch.ones_like(visible).tril()).all()):
-        return True, None
-    return False, visible
+        return Masking(bias=bias)
+    if visible.ndim == 2 and visible.shape[0] == visible.shape[1]:
+        window = int(visible[-1].sum())
+        band = torch.ones_like(visible).tril().triu(1 - window)
+        if visible.equal(band):
+            return Masking(True, None if window == len(visible) else window, bias=bias)
+    return Masking(mask=visible, bias=bias)
 
 
-def _visible_in_torch(call: AttentionCall) -> Tensor | None:
-    """What ``attn_mask`` and ``key_padding_mask`` leave visible, ``(1, 1 or h, 1 or n, n)``.
+def _by_head(call: AttentionCall, values: Tensor) -> Tensor:
+    """``(1, 1 or h, 1 or n, m)`` as ``(n, m)`` or ``(h, n, m)``."""
+    values = values[0].expand(values.shape[1], call.num_queries, values.shape[-1])
+    return values[0] if values.shape[0] == 1 else values
+
+
+def _read(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a boolean mask or an additive one leaves visible, and what it adds there."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    added = mask.masked_fill(hidden, 0.0)
+    return ~hidden, added if bool(added.any()) else None
+
+
+def _read_torch(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """What ``attn_mask`` and ``key_padding_mask`` leave visible, and what they add.
 
     In a boolean mask of torch's attention, True means hidden. Its flag ``is_causal`` only
     says what the mask is.
     """
-    n, hidden = call.num_tokens, None
-    for name, shape in (("attn_mask", (1, -1, n, n)), ("key_padding_mask", (1, 1, 1, n))):
+    n, m = call.num_queries, call.num_keys
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    for name, shape in (("attn_mask", (1, -1, n, m)), ("key_padding_mask", (1, 1, 1, m))):
         mask = call.arguments.get(name)
-        if mask is not None:
-            part = (mask if mask.dtype == torch.bool else _hidden(mask)).reshape(shape)
-            hidden = part if hidden is None else hidden | part
-    return None if hidden is None else ~hidden
-
-
-def _hidden(mask: Tensor) -> Tensor:
-    """Where an additive mask hides."""
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    if bool((mask.masked_fill(hidden, 0.0) != 0).any()):
-        raise NotCoveredError
-    return hidden
-
-
-def check_visible(call: AttentionCall) -> None:
-    """Refuse a row that may read no token: its softmax is undefined.
-
-    Raises:
-        InputError: If a row of the mask hides every token.
-    """
-    mask = call.arguments.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 4:
-        return
-    if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-    else:
-        hidden = mask if _hides(call) else ~mask
-    rows = hidden.all(-1).flatten().nonzero()
-    if len(rows):
-        row = int(rows[0]) % mask.shape[-2]
-        raise InputError(
-            f"Every token should read at least one token. Found that token {row} of "
-            f"`{call.name}` reads none (left padding?); pad on the right or drop the padding."
-        )
-
-
-def _hides(call: AttentionCall) -> bool:
-    """Whether True in a boolean mask means hidden; MPT's means so, all others' visible."""
-    return type(call.module).__module__.startswith("transformers.models.mpt.")
+        if mask is None:
+            continue
+        shown, added = _read(~mask if mask.dtype == torch.bool else mask)
+        shown = shown.reshape(shape)
+        visible = shown if visible is None else visible & shown
+        if added is not None:
+            bias = added.reshape(shape) if bias is None else bias + added.reshape(shape)
+    return visible, bias

@@ -150,6 +150,23 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
             setattr(config, key, value)
 
 
+def implementation_for(model: nn.Module, *, closed: bool) -> str:
+    """The attention implementation for a capture.
+
+    Args:
+        model: The model.
+        closed: Whether every layer will be read in closed form: fused attention keeps the
+            forward pass small then, where the model has it. The generic path replays modules
+            and needs the attention whose derivatives all exist.
+
+    Returns:
+        ``sdpa`` or ``eager``.
+    """
+    parts = _outermost(model, "set_attn_implementation")
+    fused = all(getattr(part, "_supports_sdpa", True) for part in parts)
+    return "sdpa" if closed and fused else "eager"
+
+
 def _switch(part: nn.Module, setter: str, choice: str) -> None:
     try:
         with quiet():  # it warns of parts that have nothing to set

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lipscope.attention import Attention
+from lipscope.attention.projections import Part
 from lipscope.capture.calls import BlockCall, as_tokens, first_tensor
 from lipscope.capture.prepare import exact_maths
 from lipscope.capture.sites import AttentionCall
@@ -42,24 +43,40 @@ class ClosedForm:
     """The attention of a known family, from its weights."""
 
     def __init__(self, call: AttentionCall, attention: Attention) -> None:
-        self.attention = attention
+        self.attention, self.call = attention, call
         attention.to(call.x)
 
     def attend(self, x: Tensor) -> Tensor:
         """The map ``attention``."""
-        return self.attention(x)
+        return self.attention(*self._sides(x))
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
-        return self.attention.heads(x)
+        return self.attention.heads(*self._sides(x))
 
     def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         """The Jacobian of `attend`."""
-        return self.attention.linearise(x, memory=memory, per_head=per_head)
+        return self._linearise(x, memory, per_head, "attention")
 
     def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
         """The Jacobian of `heads`."""
-        return self.attention.linearise(x, memory=memory, per_head=per_head, part="heads")
+        return self._linearise(x, memory, per_head, "heads")
+
+    def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens of the queries, and of keys and values where these are others."""
+        context = self.call.context
+        return (context, x) if context is not None and self.call.side == "key" else (x, context)
+
+    def _linearise(self, x: Tensor, memory: int, per_head: bool, part: Part) -> Operator:
+        queries, context = self._sides(x)
+        return self.attention.linearise(
+            queries,
+            memory=memory,
+            per_head=per_head,
+            part=part,
+            context=context,
+            side="key" if self.call.side == "key" else "query",
+        )
 
 
 class Replayed:

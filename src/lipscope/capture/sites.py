@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
@@ -13,9 +13,16 @@ from lipscope.attention import Attention
 from lipscope.errors import InputError
 
 
+Side = Literal["self", "query", "key"]
+SIDES: tuple[str, ...] = get_args(Side)
+
+
 @dataclass
 class AttentionCall:
     """One call of an attention module, as the model made it on one input.
+
+    In cross-attention, queries are made of some tokens and keys and values of others: one of
+    the two is the layer's input here, the other its fixed context.
 
     Attributes:
         name: Dotted path of the module in the model.
@@ -24,6 +31,8 @@ class AttentionCall:
         hidden: Names of the arguments that hold the layer's input.
         token_axis: Axis of the tokens in the input, 0 or 1; the other one has length 1.
         x: Input, ``(n, d)``.
+        side: What the input makes: all (``self``), queries, or keys and values.
+        context: Cross-attention: the tokens that stay, ``(m, d)``; else None.
         output: Output with the output projection, ``(n, d_out)``.
         projection: The output projection, where a module of its own.
         projection_inside: Whether the module applies the projection itself.
@@ -41,6 +50,8 @@ class AttentionCall:
     token_axis: int
     x: Tensor
     output: Tensor
+    side: Side = "self"
+    context: Tensor | None = None
     projection: nn.Module | None = None
     projection_inside: bool = True
     goes_on: bool = False
@@ -52,8 +63,21 @@ class AttentionCall:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens n."""
+        """Number of tokens n of the input."""
         return self.x.shape[0]
+
+    @property
+    def num_queries(self) -> int:
+        """Number of tokens that read."""
+        return self._tokens("query").shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Number of tokens that may be read."""
+        return self._tokens("key").shape[0]
+
+    def _tokens(self, side: Side) -> Tensor:
+        return self.x if self.context is None or self.side == side else self.context
 
 
 class NotCoveredError(Exception):
@@ -63,6 +87,7 @@ class NotCoveredError(Exception):
 Reader = Callable[[AttentionCall], Attention]
 _FAMILIES: dict[str, tuple[str, Reader]] = {}
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
+_OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
 
 def family(*class_names: str, package: str = "transformers") -> Callable[[Reader], Reader]:
@@ -85,7 +110,11 @@ def reader_of(module: nn.Module) -> Reader | None:
     package, reader = _FAMILIES.get(kind.__name__, ("", None))
     known = kind.__module__.startswith(package + ".")
     plain = all(type(leaf).__module__.startswith(_PLAIN) for leaf in linears(module))
-    plain = plain and all(is_linear(c) for c in module.children() if hasattr(c, "weight"))
+    plain = plain and all(
+        is_linear(c) or type(c).__module__.startswith(_OWN)
+        for c in module.children()
+        if hasattr(c, "weight")
+    )
     return reader if known and plain else None
 
 
@@ -100,15 +129,18 @@ def closed_form(call: AttentionCall) -> Attention | None:
         return None
 
 
-def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, nn.Module]:
-    """The self-attention modules of a model by dotted path, in model order.
+def attention_sites(
+    model: nn.Module, modules: str | None = None, *, side: Side = "self"
+) -> dict[str, nn.Module]:
+    """The attention modules of a model by dotted path, in model order.
 
-    By default the innermost modules whose class name ends in ``Attention``, without those
-    that are named cross-attention.
+    By default the innermost modules whose class name ends in ``Attention``; for
+    self-attention without those that are named cross-attention.
 
     Args:
         model: Any module.
         modules: Regular expression searched in the dotted paths instead.
+        side: ``self``, or a side of cross-attention.
 
     Returns:
         Path to module.
@@ -136,7 +168,8 @@ def attention_sites(model: nn.Module, modules: str | None = None) -> dict[str, n
         for name, m in found.items()
         if not any(other.startswith(name + ".") for other in found)
     }
-    chosen = {name: m for name, m in inner.items() if not _is_cross(name, m)}
+    # What is not named so may be called either way: the calls decide.
+    chosen = {name: m for name, m in inner.items() if side != "self" or not _is_cross(name, m)}
     if not chosen:
         raise InputError(
             "The model should contain a module whose class name ends in `Attention`. Found none "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from lipscope.capture.calls import (
     hook_site,
 )
 from lipscope.capture.prepare import exact_maths
-from lipscope.capture.sites import block_of, first_block_of
+from lipscope.capture.sites import Side, block_of, first_block_of
 from lipscope.capture.sums import Kept, SeenSums
 from lipscope.errors import InputError
 
@@ -36,6 +36,7 @@ def trace(
     norms: bool = False,
     blocks: bool = False,
     dtype: torch.dtype = torch.float32,
+    side: Side = "self",
 ) -> Trace:
     """Run ``model`` on one input and record its attention calls.
 
@@ -46,6 +47,7 @@ def trace(
         norms: Also record every normalisation (for the maps ``normed`` and ``residual``).
         blocks: Also record the Transformer blocks around the sites.
         dtype: Floating type of the run.
+        side: ``self``, or through which side the calls of cross-attention are layers.
 
     Returns:
         The trace; its ``calls`` are the layers.
@@ -53,17 +55,23 @@ def trace(
     Raises:
         InputError: If no attention module was called.
     """
-    record = _traced(model, inputs, sites, norms, blocks, dtype, Kept())
+    record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept())
     if record.kept.overwritten():
-        record = _traced(model, inputs, sites, norms, blocks, dtype, Kept(copies=True))
+        record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept(copies=True))
     if not record.calls:
-        names = ", ".join(list(sites)[:3])
-        how = "none of them" if not record.crossed else "them only with keys from elsewhere"
-        raise InputError(
-            f"The model should call its self-attention modules ({names}, …). Found that it "
-            f"called {how} on this input."
-        )
+        _complain(record, list(sites))
     return record
+
+
+def _complain(record: Trace, sites: list[str]) -> NoReturn:
+    """Say that no module was called as the layers are."""
+    names, own = ", ".join(sites[:3]), record.side == "self"
+    kind = "self-attention" if own else "cross-attention"
+    elsewhere = "with keys from elsewhere" if own else "with keys of their own tokens"
+    raise InputError(
+        f"The model should call its {kind} modules ({names}, …). Found that it called "
+        f"{f'them only {elsewhere}' if record.others else 'none of them'} on this input."
+    )
 
 
 def _traced(
@@ -73,9 +81,10 @@ def _traced(
     norms: bool,
     blocks: bool,
     dtype: torch.dtype,
+    side: Side,
     kept: Kept,
 ) -> Trace:
-    record = Trace(model, inputs, kept, SeenSums(kept))
+    record = Trace(model, inputs, kept, SeenSums(kept), side)
     with contextlib.ExitStack() as stack:
         for name, module in sites.items():
             hook_site(stack, record, name, module)
