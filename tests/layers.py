@@ -13,6 +13,7 @@ from lipscope.attention import (
     LipschitzNormAttention,
     Rotary,
     ScaledCosineAttention,
+    TokenNorm,
 )
 from lipscope.bounds import catalogue, evaluate
 from lipscope.operator import materialise
@@ -43,6 +44,8 @@ REGIMES = (
     "heads, relative bias, causal",
     "rotary, relative bias",
     "window, causal",
+    "soft cap, causal",
+    "heads, grouped, normalised",
 )
 
 
@@ -84,6 +87,10 @@ def draw(regime: str, seed: int) -> tuple[DotProduct, Tensor]:
         options["rotary"] = Rotary(angle.cos(), angle.sin())
     if "relative bias" in regime:
         options["score_bias"] = 2 * t(heads, n, n)
+    if "soft cap" in regime:
+        options["softcap"] = 1.5
+    if "normalised" in regime:
+        options |= {"query_norm": TokenNorm(t(k), 0.1), "key_norm": TokenNorm(t(k), 0.1)}
     if "window" in regime:
         options["window"] = 3
     output = None if "no projection" in regime else t(4, heads * d_v)

@@ -18,7 +18,7 @@ from lipscope.bounds import catalogue
 from tiny import TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
-MPNET, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("mpnet", "gemma2"))
+OLMO, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("olmo", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
 BETWEEN = ["--between", "The quick brown fox.", "--between", "It sleeps over there."]
@@ -220,9 +220,9 @@ def test_the_page_of_theorems_is_up_to_date(command):
     [
         (["bounds", BERT, "--layer", "9"], ["between 0 and 1", "Found 9"]),
         (["bounds", BERT, "--layer", "one"], ["--layer", "one"]),
-        (["bounds", MPNET], ["Weight-based bounds are not available for this layer, because"]),
-        (["attack", GEMMA], ["not available for this layer", "soft-caps"]),
-        (["certify", MPNET], ["not available for this layer"]),
+        (["bounds", OLMO], ["Weight-based bounds are not available for this layer, because"]),
+        (["attack", OLMO], ["not available for this layer", "no closed form"]),
+        (["certify", GEMMA], ["scores are soft-capped"]),
         (["bounds", BERT, "--radius", "-1"], ["radius = -1"]),
         (["bounds", BERT, "--radius", "0.01"], ["at least the largest token norm"]),
         (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),

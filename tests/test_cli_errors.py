@@ -11,7 +11,7 @@ import pytest
 from command import BERT, GPT2, NEOX, SHORT, TEXT, refused
 from tiny import TINY
 
-QWEN3 = f"random:qwen3:{TINY['qwen3']}"  # no closed form
+OLMO = f"random:olmo:{TINY['olmo']}"  # no closed form
 
 
 def test_unknown_model(lipscope):
@@ -59,8 +59,8 @@ def test_a_folder_without_a_config(lipscope):
         ([BERT, "--read", "middle"], ["--read", "middle"]),
         ([BERT, "--memory", "much"], ["memory", "much"]),
         ([BERT, "--device", "abacus"], ["device", "abacus"]),
-        ([QWEN3, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
-        ([QWEN3, "--lengths", "6,1024", "--memory", "2MiB"], ["at 1024 tokens", "shorter lengths"]),
+        ([OLMO, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
+        ([OLMO, "--lengths", "6,1024", "--memory", "2MiB"], ["at 1024 tokens", "shorter lengths"]),
         ([BERT, "--map", "model", "--lengths", "512", "--memory", "1MiB"], ["--memory"]),
         ([BERT, "--tight", "--dtype", "float32"], ["float64"]),
         (["random:brt"], ["random:brt", "bert"]),

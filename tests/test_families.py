@@ -330,7 +330,11 @@ class Probe(nn.Module):
 
 @pytest.mark.parametrize(
     ("how", "match"),
-    [("cross", "keys from elsewhere"), ("two", "keys from elsewhere"), ("one", "from one tensor")],
+    [
+        ("cross", "keys from elsewhere"),
+        ("two", "keys from elsewhere"),
+        ("one", "values of another tensor"),
+    ],
 )
 def test_attention_whose_keys_or_values_come_from_elsewhere_is_refused(how, match):
     x = torch.randn(1, 5, 8, dtype=torch.float64)

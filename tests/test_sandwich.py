@@ -71,15 +71,41 @@ def test_functions_keep_their_names_beside_the_modules():
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("mpnet", "no closed form is known for `MPNetSelfAttention`"),
-        ("qwen3", "normalises its queries and keys"),
-        ("gemma2", "soft-caps its scores"),
+        ("olmo", "no closed form is known for `OlmoAttention`"),
+        ("phi", "`PhiAttention` normalises its queries and keys"),
+        ("vaultgemma", "`VaultGemmaAttention` soft-caps its scores"),
     ],
 )
 def test_other_families_say_why_there_are_no_bounds(family, words):
+    extra = {"phi": ",qk_layernorm=true"}.get(family, "")
+    model = f"random:{family}:{TINY['olmo']}{extra}"
     with pytest.raises(ls.InputError, match="not available for this layer") as found:
-        ls.capture(tiny(family).model, IDS, layer=0)
+        ls.capture(model, TEXT, layer=0, length=6)
     assert words in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("qwen3", "its queries and keys are normalised"), ("gemma2", "its scores are soft-capped")],
+)
+def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
+    layer, x = ls.capture(tiny(family).model, IDS, layer=0)
+    found = ls.bounds(layer, x)
+    reasons = {b.reason for b in found if "stated for" not in b.reason and "asks" not in b.reason}
+    assert not any(b.applicable for b in found)
+    assert words in reasons
+    with pytest.raises(ls.InputError, match=words):
+        ls.certify(layer, x, eps=0.1)
+
+
+def test_a_relative_bias_keeps_the_bounds_at_an_input():
+    layer, x = ls.capture(tiny("mpnet").model, IDS, layer=0)
+    found = {b.theorem: b for b in ls.bounds(layer, x) if b.applicable and b.kind == "upper"}
+    sigma = float(torch.linalg.matrix_norm(ls.materialise(layer.linearise(x)), 2))
+    assert {"f1", "f2", "yudin_centred", "castin_thm_e_3", "global_g1", "global_g2"} <= set(found)
+    values = [b.value for b in found.values() if b.metric == "frobenius" and b.value is not None]
+    assert min(values) >= sigma
+    assert ls.certify(layer, x, eps=0.1).sigma_bound >= sigma
 
 
 def test_what_cannot_be_captured():

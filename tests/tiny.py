@@ -22,6 +22,9 @@ TINY = {
     "distilbert": "dim=12,n_heads=3,n_layers=2,hidden_dim=16,vocab_size=300",
     "gemma2": "hidden_size=12,num_attention_heads=3,num_key_value_heads=1,num_hidden_layers=2,"
     "intermediate_size=16,vocab_size=300,head_dim=4",
+    # No closed form is known for it: the generic path.
+    "olmo": "hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16,"
+    "vocab_size=300,pad_token_id=0,eos_token_id=2",
     "mpnet": "hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16,"
     "vocab_size=300",
 }

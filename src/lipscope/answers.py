@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from lipscope.capture import LoadedModel, Sample
-from lipscope.ranges import parse_tokens
 from lipscope.record import Measurement, version
 from lipscope.sensitivity import Answer, Question
 
@@ -44,7 +42,7 @@ def row_of(
     Returns:
         The row.
     """
-    remarks = [*notes, *_on_padding(item, question.move, reply.num_tokens), *reply.notes]
+    remarks = [*notes, *reply.notes]
     return Measurement(
         id=id,
         **named(loaded),  # pyright: ignore[reportArgumentType]
@@ -54,6 +52,8 @@ def row_of(
         metric=question.metric,
         move=question.move,
         read=question.read,
+        side=question.side,
+        position_offset=question.position_offset,
         input=item.kind,
         num_tokens=reply.num_tokens,
         sample=item.sample,
@@ -67,13 +67,3 @@ def row_of(
         note="; ".join(remarks) or None,
         **reply.columns(),
     )
-
-
-def _on_padding(item: Sample, move: str, num_tokens: int) -> list[str]:
-    """A remark where padding, which the mask keeps from being read, is free to move."""
-    mask = item.arguments.get("attention_mask") if isinstance(item.arguments, Mapping) else None
-    if not isinstance(mask, Tensor) or mask.shape != (1, num_tokens):
-        return []
-    chosen = parse_tokens(move, num_tokens, "move")
-    count = sum(not bool(mask[0, i]) for i in (range(num_tokens) if chosen is None else chosen))
-    return [f"{count} of the tokens that may move are padding: leave them out"] if count else []

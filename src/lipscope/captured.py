@@ -30,6 +30,7 @@ from lipscope.capture import (
     reader_of,
     samples_of,
     trace,
+    why_run,
 )
 from lipscope.capture.prepare import exact_maths
 from lipscope.capture.residual import norm_before
@@ -363,15 +364,8 @@ def _captured(name: str, record: Trace, item: Sample, layer: int, map: CapturedM
 
 
 def _refusal(module: nn.Module) -> str:
-    """What stands between a module and the closed form, where it can be seen."""
-    kind = type(module).__name__
-    why = f"no closed form is known for `{kind}`"
-    if getattr(module, "attn_logit_softcapping", None):
-        why = f"`{kind}` soft-caps its scores"
-    elif any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
-        why = f"`{kind}` normalises its queries and keys"
     return (
-        f"Weight-based bounds are not available for this layer, because {why}. "
+        f"Weight-based bounds are not available for this layer, because {why_run(module)}. "
         "`lipscope measure` measures it."
     )
 

@@ -14,21 +14,24 @@ from torch import Tensor, nn
 from lipscope.answers import named, row_of
 from lipscope.capture import (
     MAPS,
+    SIDES,
     LayerMap,
     LoadedModel,
     Sample,
+    Side,
     Trace,
     adopt_model,
     attention_sites,
     build_map,
     check_request,
     implementation_for,
+    inputs_of,
     load_model,
     moved,
     prepared,
     reader_of,
-    samples_of,
     trace,
+    without_padding,
 )
 from lipscope.capture.windows import WindowKind
 from lipscope.errors import InputError
@@ -42,6 +45,7 @@ Progress = Callable[[int, int, Measurement | None], None]
 Metric = Literal["frobenius", "token-relative"]
 _METRICS = ("frobenius", "token-relative")
 _BYTES = "there is no tokenizer: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
+_TWICE = "encoder and decoder read the same window, the decoder one token later"
 _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
@@ -59,6 +63,10 @@ def measure(
     metric: Metric = "frobenius",
     move: str = "all",
     read: str = "all",
+    side: Side = "self",
+    position_offset: int = 0,
+    images: str | Path | None = None,
+    resolutions: Sequence[int] | None = None,
     rest: bool = False,
     average: bool = False,
     tol: float = 1e-3,
@@ -91,7 +99,7 @@ def measure(
             text if None.
         layers: Layer indices from 0, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
-        samples: Windows per length; 10 if None.
+        samples: Windows per length, or pictures; 10 if None.
         windows: ``spread`` over the text, or ``consecutive``.
         special_tokens: Put the model's own special tokens around each window.
         map: ``heads``, ``attention``, ``normed``, ``residual``, ``block`` or ``model``.
@@ -100,6 +108,12 @@ def measure(
         move: Tokens that may move: ``all``, ``first``, ``last``, ``not-first``, ``a:b`` (both
             included).
         read: Output tokens that are read, likewise.
+        side: ``self``, or the layers of cross-attention instead, moved through their ``query``
+            side (a decoder's tokens) or their ``key`` side (encoder states, retrieved
+            passages) while the other stays.
+        position_offset: Position ids start this much later, to tell length from position.
+        images: Pictures instead of a text: a folder, or ``random`` pixels.
+        resolutions: Sides of the pictures in pixels; the model's own if None.
         rest: Also sigma with the most sensitive token held fixed.
         average: Also ``‖J‖_F`` by random probes.
         tol: Relative tolerance of the stopping rule.
@@ -143,11 +157,23 @@ def measure(
         dtype=_dtype(dtype, tight),
         seed=seed,
         memory=parse_bytes(memory),
+        side=_one_of("side", side, SIDES),
+        position_offset=position_offset,
     )
     where = _device(device)
     known = isinstance(model, LoadedModel)
     loaded = model if known else _loaded(model, tokenizer, revision, seed, allow_pickle)
-    inputs = samples_of(loaded, data, lengths, samples, windows, special_tokens)
+    inputs = inputs_of(
+        loaded,
+        data,
+        lengths=lengths,
+        samples=samples,
+        windows=windows,
+        special_tokens=special_tokens,
+        images=images,
+        resolutions=resolutions,
+        position_offset=position_offset,
+    )
     for item in inputs:
         if item.num_tokens is not None:
             parse_tokens(move, item.num_tokens, "move")
@@ -156,7 +182,7 @@ def measure(
     return run.carry_out(layers, out, windows)
 
 
-def _one_of(name: str, value: str, choices: Sequence[str]) -> str:
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> Any:
     if value not in choices:
         raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
     return value
@@ -209,7 +235,7 @@ class _Run:
         self.loaded, self.inputs, self.question = loaded, inputs, question
         self.named = named(loaded)
         self.device, self.modules, self.progress = device, modules, progress
-        self.sites = attention_sites(loaded.model, modules)
+        self.sites = attention_sites(loaded.model, modules, side=question.side)
         self.probed: dict[int | None, LayerMap] = {}  # the maps of the first input
         closed = all(reader_of(m) for m in self.sites.values()) and question.map in _CLOSED_MAPS
         self.implementation = implementation_for(loaded.model, closed=closed)
@@ -223,17 +249,20 @@ class _Run:
             device=self.device,
             implementation=self.implementation,
         ) as (model, notes):
-            self.sites = attention_sites(model, self.modules)
-            reads_bytes = self.loaded.tokenizer is None and self.inputs[0].kind == "text"
-            self.notes = notes + [_BYTES] * reads_bytes
+            self.sites = attention_sites(model, self.modules, side=self.question.side)
+            text = self.inputs[0].kind == "text"
+            reads_bytes = text and self.loaded.tokenizer is None
+            twice = text and "decoder_input_ids" in self.inputs[0].arguments
+            self.notes = notes + [_BYTES] * reads_bytes + [_TWICE] * twice
             first = self._trace(model, self.inputs[0])
             chosen = self._layers(first, layers)
             longest = max(i.num_tokens or first.calls[0].num_tokens for i in self.inputs)
             for layer in chosen:
                 check_request(first, layer, self.question.map, longest, self.question.memory)
             heads = [self._heads(first, layer) for layer in chosen]
-            for option, text in (("move", self.question.move), ("read", self.question.read)):
-                parse_tokens(text, first.calls[0].num_tokens, option)
+            one = self.probed[chosen[0]]
+            parse_tokens(self.question.move, len(one.x), "move")
+            parse_tokens(self.question.read, len(one.output), "read")
             folder = self._folder(out, chosen, windows)
             finished: dict[str, Measurement] = dict(folder.done) if folder else {}
             kept: list[TokenShare] = folder.tokens() if folder else []
@@ -257,6 +286,7 @@ class _Run:
             norms=self.question.map in ("normed", "residual"),
             blocks=self.question.map in ("block", "model"),
             dtype=self.question.dtype,
+            side=self.question.side,
         )
 
     def _layers(self, record: Trace, layers: Sequence[int] | str) -> list[int | None]:
@@ -276,7 +306,8 @@ class _Run:
 
     def _build(self, record: Trace, layer: int | None) -> LayerMap:
         q = self.question
-        return build_map(record, layer, q.map, memory=q.memory, per_head=q.per_head)
+        built = build_map(record, layer, q.map, memory=q.memory, per_head=q.per_head)
+        return without_padding(built, record)
 
     def _heads(self, record: Trace, layer: int | None) -> int | None:
         """Number of heads to measure one by one, or None for all together.

@@ -43,6 +43,9 @@ class Measurement:
         metric: How a perturbation is measured.
         move: Tokens that may move.
         read: Output tokens that are read.
+        side: What the moving tokens make: all of self-attention (``self``), or the queries
+            (``query``), or the keys and values (``key``) of cross-attention.
+        position_offset: How much later than usual the position ids start.
         input: Kind of input: "text", "batch", or what built it, such as "two_cluster" or
             "ascent".
         num_tokens: Number of tokens n.
@@ -85,6 +88,8 @@ class Measurement:
     metric: str
     move: str
     read: str
+    side: str = "self"
+    position_offset: int = 0
     input: str
     num_tokens: int
     sample: int

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.capture import LayerMap
+from lipscope.capture import LayerMap, Side
 from lipscope.errors import InputError
 from lipscope.operator import Operator, restrict
 from lipscope.ranges import parse_tokens
@@ -45,6 +45,8 @@ class Question:
     dtype: torch.dtype
     seed: int
     memory: int
+    side: Side = "self"
+    position_offset: int = 0
 
     def __post_init__(self) -> None:
         smallest = SMALLEST_TOL[self.dtype]
@@ -62,6 +64,9 @@ class Question:
         """Everything that determines an answer, as plain values."""
         spec = asdict(self) | {"dtype": str(self.dtype)[6:]}
         del spec["memory"]
+        for name, usual in (("side", "self"), ("position_offset", 0)):
+            if spec[name] == usual:  # rows of before there was such an option keep their ids
+                del spec[name]
         return spec
 
 

@@ -18,19 +18,23 @@ from lipscope.capture import (
 from lipscope.capture.calls import Trace
 from lipscope.capture.changed import as_decoder, quantised, reinitialised
 from lipscope.capture.controls import random_tokens, repeated_token, shuffled_words
+from lipscope.capture.inputs import inputs_of
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
+from lipscope.capture.padding import without_padding
 from lipscope.capture.prepare import implementation_for, prepared
 from lipscope.capture.samples import Sample, moved, samples_of
-from lipscope.capture.sites import attention_sites, reader_of
+from lipscope.capture.sites import SIDES, Side, attention_sites, reader_of, why_run
 from lipscope.capture.trace import trace
 from lipscope.capture.windows import Window, default_text, whole_text, windows_of_text
 
 __all__ = [
     "MAPS",
+    "SIDES",
     "LayerMap",
     "LoadedModel",
     "Sample",
+    "Side",
     "Trace",
     "Window",
     "adopt_model",
@@ -46,6 +50,7 @@ __all__ = [
     "gpt2",
     "gpt_neox",
     "implementation_for",
+    "inputs_of",
     "llama",
     "load_model",
     "moved",
@@ -65,5 +70,7 @@ __all__ = [
     "trace",
     "vit",
     "whole_text",
+    "why_run",
     "windows_of_text",
+    "without_padding",
 ]

@@ -166,8 +166,8 @@ def _begin(
     if any(isinstance(v := arguments.get(k), Tensor) and v is not keys for k in _VALUES):
         call.refusal = (
             f"`{name}` should take its values from where its keys are from. Found values of "
-            "another tensor (positions or a bottleneck before the queries?); use the map `block` or "
-            "`model`."
+            "another tensor (positions or a bottleneck before the queries?); use the map `block` "
+            "or `model`."
         )
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)

@@ -11,7 +11,7 @@ from lipscope.capture.sites import AttentionCall, family
 
 @family("GPT2Attention", "DecisionTransformerGPT2Attention")
 def gpt2(call: AttentionCall) -> DotProduct:
-    """Read ``c_attn`` (``q_attn`` too, across) and ``c_proj``; the scale may depend on the layer's index."""
+    """Read ``c_attn``, ``c_proj``, across also ``q_attn``; the scale may depend on the layer."""
     module: Any = call.module
     inside = affine(module.c_attn)
     if getattr(module, "is_cross_attention", False):

@@ -21,7 +21,7 @@ from lipscope.capture.replay import (
     replay_block,
 )
 from lipscope.capture.residual import norm_before, residual
-from lipscope.capture.sites import AttentionCall, closed_form
+from lipscope.capture.sites import AttentionCall, closed_form, why_run
 from lipscope.capture.sums import close, distance
 from lipscope.capture.trace import run
 from lipscope.errors import InputError
@@ -142,6 +142,7 @@ def _layer_map(
     core: ClosedForm | Replayed
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
+    note = None if attention is not None else _generic(call)
 
     def finished(
         x: Tensor,
@@ -159,6 +160,7 @@ def _layer_map(
             attention,
             heads,
             lambda: _head_outputs(call, core, name, heads),
+            note,
         )
 
     if name == "heads":
@@ -182,6 +184,13 @@ def _layer_map(
             ),
         )
     return finished(*residual(record, call, norm, core))
+
+
+def _generic(call: AttentionCall) -> str:
+    return (
+        f"generic path: {why_run(call.module)}, so no bound from weights (local, in a ball or "
+        "global) is available for this layer"
+    )
 
 
 def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:

@@ -45,7 +45,10 @@ def read_mask(call: AttentionCall) -> Masking:
     """
     if isinstance(call.module, nn.MultiheadAttention):
         return _simplest(call, *_read_torch(call))
-    mask = next((call.arguments[n] for n in _NAMES if call.arguments.get(n) is not None), None)
+    # GPT-2 hands both masks to its cross-attention, which reads the encoder's.
+    names = ("encoder_attention_mask",) if "encoder_attention_mask" in call.arguments else _NAMES
+    names = _NAMES if call.side == "self" else names
+    mask = next((call.arguments[n] for n in names if call.arguments.get(n) is not None), None)
     if mask is None:
         return Masking(causal=_causal_without_mask(call))
     return _simplest(call, *_read(mask))

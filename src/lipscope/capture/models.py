@@ -55,15 +55,26 @@ class LoadedModel:
         )
         if not isinstance(limit, int):
             return None
-        # RoBERTa and its copies spend the ids up to the padding id.
-        offset = getattr(config, "pad_token_id", None) or 0
-        padded = getattr(config, "model_type", "") in (
-            "roberta",
-            "xlm-roberta",
-            "camembert",
-            "mpnet",
-        )
-        return limit - offset - 1 if padded else limit
+        return limit - self.first_position
+
+    @property
+    def first_position(self) -> int:
+        """Position id of the first token: RoBERTa and its copies start behind the padding id."""
+        config = self.config
+        if getattr(config, "model_type", "") not in _BEHIND_PADDING:
+            return 0
+        return (getattr(config, "pad_token_id", None) or 0) + 1
+
+
+_BEHIND_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
 
 
 @dataclass(frozen=True)

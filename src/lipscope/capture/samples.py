@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -93,11 +94,29 @@ def _text_inputs(
         special_tokens=special_tokens,
         vocab_size=vocab,
     )
-    return [_window_input(w) for w in cut]
+    start = _decoder_start(loaded)
+    return [_window_input(w, start) for w in cut]
 
 
-def _window_input(w: Window) -> Sample:
-    return Sample("text", {"input_ids": w.ids}, w.sample, w.start, w.num_tokens, w.sha256, w.tokens)
+def _window_input(w: Window, decoder_start: int | None) -> Sample:
+    """A window; an encoder-decoder reads it twice, its decoder one token later."""
+    arguments = {"input_ids": w.ids}
+    if decoder_start is not None:
+        first = torch.full_like(w.ids[:, :1], decoder_start)
+        arguments["decoder_input_ids"] = torch.cat([first, w.ids[:, :-1]], dim=1)
+    return Sample("text", arguments, w.sample, w.start, w.num_tokens, w.sha256, w.tokens)
+
+
+def _decoder_start(loaded: LoadedModel) -> int | None:
+    """What a decoder's input starts with; None where there is no decoder to feed."""
+    if "decoder_input_ids" not in inspect.signature(loaded.model.forward).parameters:
+        return None
+    config = loaded.config
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    return 0
 
 
 def _check_windows(

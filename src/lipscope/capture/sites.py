@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 
-
 Side = Literal["self", "query", "key"]
 SIDES: tuple[str, ...] = get_args(Side)
 
@@ -116,6 +115,18 @@ def reader_of(module: nn.Module) -> Reader | None:
         if hasattr(c, "weight")
     )
     return reader if known and plain else None
+
+
+def why_run(module: nn.Module) -> str:
+    """What stands between a module and the closed form, where it can be seen."""
+    kind = type(module).__name__
+    if kind in _FAMILIES:
+        return f"`{kind}` holds something that its family does not (an adapter, appended keys)"
+    if getattr(module, "attn_logit_softcapping", None):
+        return f"no closed form is known for `{kind}`, which soft-caps its scores"
+    if any(hasattr(module, name) for name in ("q_norm", "q_layernorm", "query_norm")):
+        return f"no closed form is known for `{kind}`, which normalises its queries and keys"
+    return f"no closed form is known for `{kind}`"
 
 
 def closed_form(call: AttentionCall) -> Attention | None:

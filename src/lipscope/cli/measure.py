@@ -48,6 +48,12 @@ def measure(
     metric: Annotated[str, typer.Option(help="or token-relative.")] = "frobenius",
     move: Annotated[str, typer.Option(help="first, last, not-first, a:b.")] = "all",
     read: Annotated[str, typer.Option(help="Outputs that are read.")] = "all",
+    side: Annotated[
+        str, typer.Option(help="query or key: of cross-attention instead.")
+    ] = "self",
+    position_offset: Annotated[int, typer.Option(help="First position id.")] = 0,
+    images: Annotated[str | None, typer.Option(help="Folder of pictures, or random.")] = None,
+    resolutions: Annotated[str | None, typer.Option(help="Sides of pictures, pixels.")] = None,
     rest: Annotated[
         bool, typer.Option("--rest", help="Also with the top token held fixed.")
     ] = False,
@@ -80,8 +86,9 @@ def measure(
     """
     folder = out if out is not None else default_folder(model)
     chosen = "all" if layers == "all" else parse_integers(layers, "layers")
-    wanted = parse_integers(lengths, "lengths")
-    content = read_text(text)
+    wanted = parse_integers(lengths, "lengths") if images is None else None
+    content = read_text(text) if images is None else None
+    sides = None if resolutions is None else parse_integers(resolutions, "resolutions")
     from lipscope import measure as run
 
     with _resumable(), Bar() as bar:
@@ -98,6 +105,10 @@ def measure(
             metric=metric,  # pyright: ignore[reportArgumentType]
             move=move,
             read=read,
+            side=side,  # pyright: ignore[reportArgumentType]
+            position_offset=position_offset,
+            images=images,
+            resolutions=sides,
             rest=rest,
             average=average,
             tol=tol,

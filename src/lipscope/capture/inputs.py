@@ -1,0 +1,44 @@
+"""What is measured: windows of a text, a batch, or pictures, at the positions asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lipscope.capture.images import image_samples
+from lipscope.capture.models import LoadedModel
+from lipscope.capture.positions import offset_positions
+from lipscope.capture.samples import Sample, samples_of
+from lipscope.errors import InputError
+
+
+def inputs_of(
+    loaded: LoadedModel,
+    data: Any,
+    *,
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    windows: str,
+    special_tokens: bool,
+    images: str | Path | None = None,
+    resolutions: Sequence[int] | None = None,
+    position_offset: int = 0,
+) -> list[Sample]:
+    """The samples of a text, a batch or pictures; see `measure` for the arguments.
+
+    Returns:
+        One sample per window, batch entry or picture.
+
+    Raises:
+        InputError: If they cannot be measured as asked, or exclude each other.
+    """
+    if images is None:
+        if resolutions is not None:
+            raise InputError("`resolutions` are those of `images`. Found no images.")
+        found = samples_of(loaded, data, lengths, samples, windows, special_tokens)
+    else:
+        if data is not None or lengths is not None:
+            raise InputError("`images` take the place of a text. Found both; leave one out.")
+        found = image_samples(loaded, images, resolutions=resolutions, samples=samples)
+    return offset_positions(loaded, found, position_offset)

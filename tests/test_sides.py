@@ -1,0 +1,197 @@
+"""Cross-attention through its query side and its key side: against the dense SVD.
+
+Both in float64 and to 1e-9, like the closed forms of self-attention.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+import lipscope as ls
+from lipscope.capture import Side, attention_sites, build_map, prepared, trace
+from lipscope.errors import InputError
+from lipscope.operator import materialise
+from test_closed_forms import (
+    _BART,
+    _GPT2,
+    _T5,
+    _TEXT,
+    HEADS,
+    WIDTH,
+    agree,
+    check,
+    check_heads,
+    foreign,
+    randomised,
+)
+from tiny import TEXT
+
+QUERIES, KEYS = 4, 6
+_CROSS = {"is_decoder": True, "add_cross_attention": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", _T5),
+    "bart": ("bart", _BART),
+    "bert": ("bert", {**_TEXT, **_CROSS}),
+    "gpt2": ("gpt2", {**_GPT2, "add_cross_attention": True}),
+}
+SIDES: tuple[Side, ...] = ("query", "key")
+
+
+class Torch(nn.Module):
+    """Torch's own decoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 24, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x: Tensor, states: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.decoder(x, states, memory_key_padding_mask=padding)
+
+
+def model_of(family: str) -> nn.Module:
+    if family == "torch":
+        return randomised(Torch())
+    kind, options = MODELS[family]
+    return randomised(AutoModel.from_config(AutoConfig.for_model(kind, **options)))
+
+
+def inputs_of(family: str, *, padded: bool = False) -> Any:
+    gen = torch.Generator().manual_seed(2)
+    mask = torch.tensor([[1] * (KEYS - 2) + [0] * 2])
+    if family == "torch":
+        x, states = (
+            torch.randn(1, n, WIDTH, generator=gen, dtype=torch.float64) for n in (QUERIES, KEYS)
+        )
+        return (x, states, mask == 0) if padded else (x, states)
+    ids = torch.randint(3, 60, (1, KEYS), generator=gen)
+    if family in ("t5", "bart"):
+        given = {"input_ids": ids, "decoder_input_ids": ids[:, :QUERIES]}
+        return {**given, "attention_mask": mask} if padded else given
+    states = torch.randn(1, KEYS, WIDTH, generator=gen, dtype=torch.float64)
+    given = {"input_ids": ids[:, :QUERIES], "encoder_hidden_states": states}
+    return {**given, "encoder_attention_mask": mask} if padded else given
+
+
+def maps(family: str, side: Side, names: tuple[str, ...], **inputs: Any) -> dict[str, Any]:
+    """Maps of the second layer, in closed form and on the generic path."""
+    options: Any = {"dtype": torch.float64, "device": torch.device("cpu")}
+    model = model_of(family)
+    with prepared(model, implementation="eager", **options) as (ready, _):
+        sites = attention_sites(ready, side=side)
+        given = inputs_of(family, **inputs)
+        record = trace(ready, given, sites, norms=True, dtype=torch.float64, side=side)
+        assert len(record.calls) == 2
+        closed = [build_map(record, 1, name) for name in names]
+        _all_foreign(ready)
+        generic = [build_map(record, 1, name) for name in names]
+    assert all(one.attention is not None for one in closed)
+    assert all(one.attention is None for one in generic)
+    return dict(zip(names, zip(closed, generic, strict=True), strict=True))
+
+
+def _all_foreign(model: nn.Module) -> None:
+    foreign(model)
+    for site in attention_sites(model, side="query").values():
+        if type(site).__module__ != "elsewhere":
+            site.__class__ = type(type(site).__name__, (type(site),), {"__module__": "elsewhere"})
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("family", [*MODELS, "torch"])
+def test_either_side_of_every_family(family, side):
+    names = ("heads", "attention")
+    names += ("normed",) if family == "t5" or (family == "gpt2" and side == "query") else ()
+    names += ("residual",) if side == "query" else ()
+    found = maps(family, side, names)
+    for name, pair in found.items():
+        seen = check(*pair)
+        assert seen.shape == (QUERIES, QUERIES if side == "query" else KEYS)
+        if side == "query":  # a query moves its own row only
+            assert seen.equal(torch.eye(QUERIES, dtype=torch.bool))
+        else:
+            assert bool(seen.all())
+        if name != "residual":
+            check_heads(*pair)
+
+
+@pytest.mark.parametrize("family", [*MODELS, "torch"])
+def test_padded_encoder_states_are_not_read(family):
+    seen = check(*maps(family, "key", ("attention",), padded=True)["attention"])
+    assert not seen[:, KEYS - 2 :].any()
+    assert bool(seen[:, : KEYS - 2].all())
+
+
+def test_both_sides_together_are_the_whole_derivative():
+    """Along one tensor that feeds both, the two Jacobians add up."""
+    options: Any = {"dtype": torch.float64, "device": torch.device("cpu")}
+    model = randomised(Torch())
+    x = torch.randn(1, QUERIES, WIDTH, dtype=torch.float64)
+    total = torch.zeros(QUERIES * WIDTH, QUERIES * WIDTH, dtype=torch.float64)
+    with prepared(model, implementation="eager", **options) as (ready, _):
+        sites = attention_sites(ready, "multihead_attn")
+        for side in SIDES:
+            record = trace(ready, (x, x.clone()), sites, dtype=torch.float64, side=side)
+            layer = build_map(record, 0, "attention")
+            total += materialise(layer.linearise(layer.x))
+        queries = trace(ready, (x, x.clone()), sites, dtype=torch.float64, side="query").calls[0].x
+        site: Any = ready.get_submodule("decoder.layers.0.multihead_attn")
+
+        def both(z: Tensor) -> Tensor:
+            return site(z[None] + queries - x[0], z[None], z[None])[0][0]
+
+        truth: Any = torch.autograd.functional.jacobian(both, x[0])
+    agree(total, truth.reshape(total.shape))
+
+
+# --- the verb
+
+
+T5 = "random:t5:d_model=12,num_heads=3,d_kv=4,d_ff=16,num_layers=2,vocab_size=300"
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_measure_takes_a_side(side):
+    model = model_of("t5").float()
+    inputs = inputs_of("t5")
+    rows = ls.measure(model, inputs, side=side, dtype="float64", tol=1e-8)
+    assert [(row.layer, row.side) for row in rows] == [(0, side), (1, side)]
+    assert {row.num_tokens for row in rows} == {QUERIES if side == "query" else KEYS}
+    # The heads' contributions of the same layer, one by one: each at most the whole of them.
+    heads = ls.measure(model, inputs, side=side, layers=[1], per_head=True, dtype="float64")
+    assert [row.head for row in heads] == list(range(HEADS))
+    whole = rows[1].sigma or 0.0
+    assert whole <= math.fsum(row.sigma or 0.0 for row in heads) * (1 + 1e-6)
+
+
+def test_an_encoder_decoder_reads_a_text_twice():
+    rows = ls.measure(T5, TEXT, lengths=[5], samples=1)
+    assert [row.layer for row in rows] == [0, 1, 2, 3]  # the encoder's layers, the decoder's
+    assert all("the decoder one token later" in (row.note or "") for row in rows)
+    across = ls.measure(T5, TEXT, lengths=[5], samples=1, side="key")
+    assert len({row.id for row in [*rows, *across]}) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"side": "query", "map": "block"}, "The sides of cross-attention"),
+        ({"side": "key", "map": "model"}, "The sides of cross-attention"),
+        ({"side": "key", "map": "residual"}, "residual"),
+    ],
+)
+def test_what_a_side_does_not_have(options, words):
+    with pytest.raises(InputError, match=words):
+        ls.measure(T5, TEXT, lengths=[5], samples=1, **options)
+
+
+def test_a_model_without_cross_attention_says_so():
+    bert = "random:bert:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,vocab_size=300"
+    with pytest.raises(InputError, match="with keys of their own tokens"):
+        ls.measure(bert, TEXT, lengths=[5], samples=1, side="query")
