@@ -38,19 +38,82 @@ def test_embeddings_in_place_of_ids():
 def test_a_mapping_with_a_padding_mask():
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     batch = {"input_ids": IDS.expand(2, N), "attention_mask": mask}
-    whole, padded = measured("bert", batch, move="0:3", read="0:3")
+    whole, padded = measured("bert", batch)
     # The mask holds in the first block too, so that the layer's input is that of 4 tokens.
     short = Truth("bert", IDS[:, :4])
     _, x = short.map("attention")
     expected = top(dense_jacobian(short.attention, x))
     assert math.isclose(padded.sigma or 0, expected, rel_tol=1e-6)
     assert not math.isclose(whole.sigma or 0, expected, rel_tol=1e-2)
+    assert (whole.num_tokens, padded.num_tokens) == (6, 4)
     assert whole.tokens_sha256 != padded.tokens_sha256
-    assert whole.note is None and padded.note is None
-    for move, count in (("all", 2), ("2:4", 1), ("last", 1)):
-        whole, padded = measured("bert", batch, move=move)
-        assert "padding" not in (whole.note or "")
-        assert f"{count} of the tokens that may move are padding" in (padded.note or "")
+    assert whole.note is None
+    assert padded.note == "2 padding tokens are held fixed and not read"
+    with pytest.raises(InputError, match="4"):  # the real tokens are counted
+        measured("bert", {name: value[1:] for name, value in batch.items()}, move="2:4")
+
+
+@pytest.mark.parametrize("map", ["heads", "attention", "residual", "block", "model"])
+def test_padding_changes_nothing_for_the_real_tokens(map):
+    """Every map of a padded text is that of the text alone."""
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    options: Any = {"map": map, "dtype": "float64", "tol": 1e-8}
+    alone = measured("bert", IDS[:, :4], **options)
+    padded = measured("bert", {"input_ids": IDS, "attention_mask": mask}, **options)
+    for a, b in zip(alone, padded, strict=True):
+        assert math.isclose(a.sigma or 0, b.sigma or 0, rel_tol=1e-7)
+        assert math.isclose(a.relative or 0, b.relative or 0, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo"])
+def test_padding_on_the_left_of_a_decoder(family):
+    """Rows that read nothing are padding; rotary angles do not see a shift, so nothing changes."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    options: Any = {"dtype": "float64", "tol": 1e-8}
+    alone = measured(family, IDS[:, 2:], **options)
+    padded = measured(family, {"input_ids": IDS, "attention_mask": mask}, **options)
+    for a, b in zip(alone, padded, strict=True):
+        assert math.isclose(a.sigma or 0, b.sigma or 0, rel_tol=1e-7)
+        assert b.num_tokens == 4 and "2 padding tokens" in (b.note or "")
+
+
+def test_nothing_but_padding_is_refused():
+    with pytest.raises(InputError, match="keep at least one token"):
+        measured("bert", {"input_ids": IDS, "attention_mask": torch.zeros(1, 6, dtype=torch.long)})
+
+
+# --- positions
+
+
+@pytest.mark.parametrize(("family", "first"), [("bert", 0), ("gpt2", 0), ("roberta", 2)])
+def test_positions_that_start_later_are_the_models_own(family, first):
+    """RoBERTa starts behind its padding id."""
+    later = measured(family, IDS, position_offset=3)
+    given = {"input_ids": IDS, "position_ids": torch.arange(first + 3, first + 9)[None]}
+    for a, b, c in zip(later, measured(family, given), measured(family, IDS), strict=True):
+        assert a.sigma == b.sigma and a.position_offset == 3
+        assert not math.isclose(a.sigma or 0, c.sigma or 0, rel_tol=1e-5)
+
+
+def test_rotary_positions_do_not_see_an_offset():
+    options: Any = {"layers": "all"}
+    here, later = (measured("llama", IDS, position_offset=k, **options) for k in (0, 11))
+    for a, b in zip(here, later, strict=True):
+        assert math.isclose(a.sigma or 0, b.sigma or 0, rel_tol=1e-7)
+        assert a.id != b.id
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"), [(-1, "at least 0"), (507, "at most 506 for 6 tokens")]
+)
+def test_positions_that_a_model_does_not_have(offset, words):
+    with pytest.raises(InputError, match=words):
+        measured("bert", IDS, position_offset=offset)
+
+
+def test_a_model_without_position_ids_says_so():
+    with pytest.raises(InputError, match="which does not; leave it out"):
+        ls.measure("random:t5:d_model=12,num_heads=3,num_layers=1", position_offset=1)
 
 
 def vit() -> Any:
@@ -93,6 +156,54 @@ def test_images():
 
         truth = dense_jacobian(f, x)
         assert math.isclose(rows[3].sigma or 0, top(truth), rel_tol=1e-6)
+
+
+def test_random_pixels_at_several_resolutions():
+    rows = ls.measure(vit(), images="random", resolutions=[16, 8], samples=2, layers=[1])
+    assert [(r.num_tokens, r.sample, r.input) for r in rows] == [
+        (5, 0, "image"), (5, 1, "image"), (17, 0, "image"), (17, 1, "image"),
+    ]  # fmt: skip
+    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    assert ls.measure(vit(), pixels, layers=[1])[0].tokens_sha256 == rows[1].tokens_sha256
+
+
+def test_pictures_from_a_folder(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("b.png", (255, 0, 0)), ("a.jpg", (51, 102, 204))):
+        image.new("RGB", (20, 12), colour).save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no picture")
+    rows = ls.measure(vit(), images=tmp_path, layers=[1])
+    assert [r.sample for r in rows] == [0, 1]  # in the order of their names
+    red = (torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1).expand(1, 3, 8, 8) - 0.5) / 0.5
+    (truth,) = ls.measure(vit(), red.contiguous(), layers=[1])
+    assert rows[1].tokens_sha256 == truth.tokens_sha256
+    assert math.isclose(rows[1].sigma or 0, truth.sigma or 0, rel_tol=1e-5)  # another start
+    (tmp_path / "c.png").write_bytes(b"not a picture")
+    with pytest.raises(InputError, match=r"c\.png` should be a picture"):
+        ls.measure(vit(), images=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"images": "nowhere"}, "should be a folder of pictures, or random"),
+        ({"images": "."}, "should hold pictures"),
+        ({"images": "random", "resolutions": [6]}, "multiples of 4"),
+        ({"images": "random", "samples": 0}, "at least 1"),
+        ({"images": "random", "lengths": [6]}, "leave one out"),
+        ({"resolutions": [8]}, "no images"),
+        ({"images": "random", "position_offset": 2}, "leave it out"),
+    ],
+)
+def test_pictures_that_cannot_be_measured(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=words):
+        ls.measure(vit(), **options)
+
+
+def test_a_model_of_words_reads_no_pictures():
+    with pytest.raises(InputError, match="reads pixels"):
+        ls.measure(model_of("bert"), images="random")
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -30,6 +30,7 @@ from lipscope.capture import (
     moved,
     prepared,
     reader_of,
+    remarks_on,
     trace,
     without_padding,
 )
@@ -44,8 +45,6 @@ from lipscope.sensitivity import Answer, Question, answer
 Progress = Callable[[int, int, Measurement | None], None]
 Metric = Literal["frobenius", "token-relative"]
 _METRICS = ("frobenius", "token-relative")
-_BYTES = "there is no tokenizer: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
-_TWICE = "encoder and decoder read the same window, the decoder one token later"
 _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
@@ -160,7 +159,6 @@ def measure(
         side=_one_of("side", side, SIDES),
         position_offset=position_offset,
     )
-    where = _device(device)
     known = isinstance(model, LoadedModel)
     loaded = model if known else _loaded(model, tokenizer, revision, seed, allow_pickle)
     inputs = inputs_of(
@@ -178,7 +176,7 @@ def measure(
         if item.num_tokens is not None:
             parse_tokens(move, item.num_tokens, "move")
             parse_tokens(read, item.num_tokens, "read")
-    run = _Run(loaded, inputs, question, where, modules, progress)
+    run = _Run(loaded, inputs, question, _device(device), modules, progress)
     return run.carry_out(layers, out, windows)
 
 
@@ -250,10 +248,7 @@ class _Run:
             implementation=self.implementation,
         ) as (model, notes):
             self.sites = attention_sites(model, self.modules, side=self.question.side)
-            text = self.inputs[0].kind == "text"
-            reads_bytes = text and self.loaded.tokenizer is None
-            twice = text and "decoder_input_ids" in self.inputs[0].arguments
-            self.notes = notes + [_BYTES] * reads_bytes + [_TWICE] * twice
+            self.notes = [*notes, *remarks_on(self.loaded, self.inputs[0])]
             first = self._trace(model, self.inputs[0])
             chosen = self._layers(first, layers)
             longest = max(i.num_tokens or first.calls[0].num_tokens for i in self.inputs)

@@ -18,7 +18,7 @@ from lipscope.capture import (
 from lipscope.capture.calls import Trace
 from lipscope.capture.changed import as_decoder, quantised, reinitialised
 from lipscope.capture.controls import random_tokens, repeated_token, shuffled_words
-from lipscope.capture.inputs import inputs_of
+from lipscope.capture.inputs import inputs_of, remarks_on
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
 from lipscope.capture.padding import without_padding
@@ -59,10 +59,11 @@ __all__ = [
     "phi3",
     "prepared",
     "quantised",
-    "random_tokens",
     "qwen3",
+    "random_tokens",
     "reader_of",
     "reinitialised",
+    "remarks_on",
     "repeated_token",
     "samples_of",
     "shuffled_words",

@@ -12,6 +12,17 @@ from lipscope.capture.positions import offset_positions
 from lipscope.capture.samples import Sample, samples_of
 from lipscope.errors import InputError
 
+_BYTES = "there is no tokenizer: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
+_TWICE = "encoder and decoder read the same window, the decoder one token later"
+
+
+def remarks_on(loaded: LoadedModel, item: Sample) -> list[str]:
+    """What a row should say about how a text became an input."""
+    if item.kind != "text":
+        return []
+    notes = [_BYTES] if loaded.tokenizer is None else []
+    return notes + ([_TWICE] if "decoder_input_ids" in item.arguments else [])
+
 
 def inputs_of(
     loaded: LoadedModel,

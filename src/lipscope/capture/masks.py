@@ -73,7 +73,7 @@ def _simplest(call: AttentionCall, visible: Tensor | None, bias: Tensor | None) 
     if visible.ndim == 2 and visible.shape[0] == visible.shape[1]:
         window = int(visible[-1].sum())
         band = torch.ones_like(visible).tril().triu(1 - window)
-        if visible.equal(band):
+        if window and visible.equal(band):
             return Masking(True, None if window == len(visible) else window, bias=bias)
     return Masking(mask=visible, bias=bias)
 
