@@ -42,18 +42,17 @@ def measure(
     ] = True,
     map_name: Annotated[
         str,
-        typer.Option("--map", help="heads, attention, normed, residual, block or model."),
+        typer.Option(
+            "--map", help="attention|heads|normed|residual|block|model", show_default=False
+        ),
     ] = "attention",
     per_head: Annotated[bool, typer.Option("--per-head", help="One row per head.")] = False,
     metric: Annotated[str, typer.Option(help="or token-relative.")] = "frobenius",
     move: Annotated[str, typer.Option(help="first, last, not-first, a:b.")] = "all",
     read: Annotated[str, typer.Option(help="Outputs that are read.")] = "all",
-    side: Annotated[
-        str, typer.Option(help="query or key: of cross-attention instead.")
-    ] = "self",
+    side: Annotated[str, typer.Option(help="Across: query, key.")] = "self",
     position_offset: Annotated[int, typer.Option(help="First position id.")] = 0,
-    images: Annotated[str | None, typer.Option(help="Folder of pictures, or random.")] = None,
-    resolutions: Annotated[str | None, typer.Option(help="Sides of pictures, pixels.")] = None,
+    images: Annotated[str | None, typer.Option(help="DIR or random, then @224,448.")] = None,
     rest: Annotated[
         bool, typer.Option("--rest", help="Also with the top token held fixed.")
     ] = False,
@@ -79,16 +78,12 @@ def measure(
         bool, typer.Option("--allow-pickle", help="Load pickled weights, weights only.")
     ] = False,
 ) -> None:
-    """Measure sigma, the local Lipschitz constant of attention, on a text.
-
-    sigma says how far the output moves for a small move of the input. Every row has
-    an interval [sigma, upper] that holds with probability 1 - delta.
-    """
+    """Measure sigma, how far attention moves with its input, with intervals."""
     folder = out if out is not None else default_folder(model)
     chosen = "all" if layers == "all" else parse_integers(layers, "layers")
     wanted = parse_integers(lengths, "lengths") if images is None else None
     content = read_text(text) if images is None else None
-    sides = None if resolutions is None else parse_integers(resolutions, "resolutions")
+    folder_of, sides = _images(images)
     from lipscope import measure as run
 
     with _resumable(), Bar() as bar:
@@ -107,7 +102,7 @@ def measure(
             read=read,
             side=side,  # pyright: ignore[reportArgumentType]
             position_offset=position_offset,
-            images=images,
+            images=folder_of,
             resolutions=sides,
             rest=rest,
             average=average,
@@ -123,6 +118,18 @@ def measure(
             progress=bar.update,
         )
     _publish(rows, folder, jsonl=jsonl)
+
+
+def _images(text: str | None) -> tuple[str | None, list[int] | None]:
+    """A folder of pictures and, behind an ``@``, their sides in pixels.
+
+    >>> _images("cats@224,448")
+    ('cats', [224, 448])
+    """
+    if text is None or Path(text).exists() or "@" not in text:
+        return text, None
+    where, _, sides = text.rpartition("@")
+    return where, parse_integers(sides, "images")
 
 
 @contextmanager
