@@ -17,8 +17,9 @@ FOLDER = Path(__file__).parent / "images"
 def photograph(page: Path, image: Path) -> None:
     """The opening view of a report, at one and a half pixels a point."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from browser import ARGUMENTS, find
     from playwright.sync_api import sync_playwright
+
+    from browser import ARGUMENTS, find
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)

@@ -292,7 +292,7 @@ def layer_maps(
         model: A name for `load_model`, or a loaded model.
         data: Text or a batch; the default text if None.
         layers: Indices from 0, or "all".
-        map: As in `measure`, except ``model``.
+        map: As in `measure`; ``model`` is one map, whatever the layers.
         lengths: Numbers of tokens of text windows; None for a batch.
         samples: Windows per length; None for a batch.
         windows: ``spread`` or ``consecutive``.
@@ -316,9 +316,10 @@ def layer_maps(
     ):
         sites = attention_sites(module)
         for item in inputs:
-            record = _traced(module, item, sites, _DTYPES[dtype], blocks=map == "block")
+            record = _traced(module, item, sites, _DTYPES[dtype], blocks=map in ("block", "model"))
             total = range(len(record.calls))
-            for layer in total if isinstance(layers, str) else layers:
+            asked = [None] if map == "model" else total if isinstance(layers, str) else layers
+            for layer in asked:
                 yield item, build_map(record, layer, map)
 
 

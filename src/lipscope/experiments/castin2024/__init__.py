@@ -4,9 +4,24 @@ from lipscope.experiments.castin2024 import (
     figure1,
     figure2,
     figure3,
+    figure4,
     large_radius,
+    long_context,
+    looseness,
     mean_field,
+    robustness,
     scaling_factor,
 )
 
-__all__ = ["figure1", "figure2", "figure3", "large_radius", "mean_field", "scaling_factor"]
+__all__ = [
+    "figure1",
+    "figure2",
+    "figure3",
+    "figure4",
+    "large_radius",
+    "long_context",
+    "looseness",
+    "mean_field",
+    "robustness",
+    "scaling_factor",
+]

@@ -93,7 +93,7 @@ def figure1(study: Study) -> Findings:
             *_control_tables(controlled),
             *(table for case in cases for table in offsets(study, case.loaded, case.text)),
         ),
-        remarks=_remarks(study),
+        remarks=(*_remarks(study), *_on_samples(paired)),
     )
 
 
@@ -363,6 +363,12 @@ def _control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
         )
         columns = ("layer", *(c.name for c in mine))
         yield Table(f"What carries the growth: {model}, {text}", columns, lines)
+
+
+def _on_samples(paired: dict[str, Rows]) -> Iterator[str]:
+    """What few windows do to an interval."""
+    notes = {fit.note for rows in paired.values() for fit in _fits(rows).values() if fit}
+    yield from (f"Same passages: {note}." for note in sorted(filter(None, notes)))
 
 
 def _remarks(study: Study) -> tuple[str, ...]:

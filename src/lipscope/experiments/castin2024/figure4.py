@@ -1,0 +1,108 @@
+"""Figures 4 to 6: models with learnt positions, the radius of their tokens, and sigma."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lipscope.experiments.experiment import Study, experiment
+from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope.growth import slope_of
+from lipscope.panels import Panel, Series, power_law
+from lipscope.record import Measurement
+from lipscope.report import Rows
+
+
+@experiment(
+    "castin2024/figure4",
+    title="How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma",
+    cite="castin2024",
+    models=("minilm", "random:gpt2"),
+    quick_models=("minilm",),
+)
+def figure4(study: Study) -> Findings:
+    """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
+    found = {
+        f"{name}, {text.name}": _rows(study, name, text.content, k)
+        for name in study.models
+        for k, text in enumerate(study.texts)
+    }
+    places = [
+        (f"{name}, layer {layer}", [row for row in rows if row.layer == layer], fit)
+        for name, rows in found.items()
+        for (_, layer, *_), fit in rows.growth().items()
+    ]
+    _draw(study, [(name, rows) for name, rows, _ in places])
+    radius = [_slope(rows) for _, rows, _ in places]
+    across = [_against_radius(rows) for _, rows, _ in places]
+    lines = tuple(
+        (name, f"{r:.3f}", exponent(fit), f"{a:.2f}")
+        for (name, _, fit), r, a in zip(places, radius, across, strict=True)
+    )
+    columns = ("model, text, layer", "radius in n", "sigma in n", "sigma in the radius, at fixed n")
+    return Findings(
+        (
+            Claim(
+                "radius against n",
+                "grows with n in pretrained GPT-2, by its learnt positions (Appendix E.2)",
+                f"exponents {middle(radius, 3)}",
+            ),
+            Claim(
+                "sigma against the radius at one n",
+                "sigma ≤ C R² √n (Theorem 3.3)",
+                f"exponents {middle(across)}",
+            ),
+        ),
+        (Table("Exponents", columns, lines),),
+        tuple(
+            filter(
+                None,
+                (
+                    study.not_run("gpt2"),
+                    "The statement is about pretrained GPT-2; what stands here is about other "
+                    "models with learnt positions.",
+                    "Images (DINOv2, n varied by resolution) were not run.",
+                ),
+            )
+        ),
+    )
+
+
+def _rows(study: Study, name: str, text: str, place: int) -> Rows:
+    loaded = study.load(name)
+    count = int(loaded.config.num_hidden_layers)
+    return study.measure(
+        f"rows-{name}-{place}".replace(":", "-"),
+        loaded,
+        text,
+        layers=[0, count // 2],
+        lengths=study.pick([8, 16, 32, 64], range(2, 101, 2)),
+        samples=study.pick(4, 10),
+        windows="consecutive",
+        special_tokens=False,
+    )
+
+
+def _slope(rows: Sequence[Measurement]) -> float:
+    return slope_of((row.num_tokens, row.radius_rms or 0.0) for row in rows)
+
+
+def _against_radius(rows: Sequence[Measurement]) -> float:
+    """Slope of sigma in the radius over the windows of the largest n."""
+    longest = max(row.num_tokens for row in rows)
+    last = [row for row in rows if row.num_tokens == longest]
+    return slope_of((row.radius_rms or 0.0, row.sigma or 0.0) for row in last)
+
+
+def _draw(study: Study, places: Sequence[tuple[str, list[Measurement]]]) -> None:
+    panels = []
+    for name, rows in places:
+        radius = tuple((row.num_tokens, row.radius_rms or 0.0) for row in rows)
+        sigma = tuple((row.num_tokens, row.sigma or 0.0) for row in rows)
+        law = power_law(sigma, 0.5, "∝ n^(1/2)")
+        both = tuple((row.radius_rms or 0.0, row.sigma or 0.0) for row in rows)
+        panels += [
+            Panel(name, (Series("radius", radius, "points"),), y="radius"),
+            Panel(name, (Series("sigma", sigma, "points"), law)),
+            Panel(name, (Series("sigma", both, "points"),), x="radius"),
+        ]
+    study.draw("figure4", "Figures 4 to 6: radius and sigma", panels, columns=3)

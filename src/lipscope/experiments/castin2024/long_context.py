@@ -1,0 +1,145 @@
+"""Long inputs: two clusters to 131,072 tokens, and real text as far as a model allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lipscope.attention import DotProduct
+from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope.growth import slope_of
+from lipscope.inputs import two_cluster, weighted_two_atoms
+from lipscope.panels import Panel, Series, power_law
+from lipscope.report import Rows
+from lipscope.singular import top_singular
+from lipscope.table import number
+
+_RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
+
+
+@experiment(
+    "castin2024/long-context",
+    title="How Smooth Is Attention?: long contexts",
+    cite="castin2024",
+    models=("smollm2",),
+    quick_models=("minilm",),
+)
+def long_context(study: Study) -> Findings:
+    """Sigma against n far beyond the paper's 512."""
+    counts = [2**k for k in range(3, 18)]
+    measured = 2 ** study.pick(10, 13)
+    clusters = study.values(
+        "clusters", [_job(name, n, n <= measured) for name in _RADII for n in counts]
+    )
+    real = {
+        f"{name}, {text.name}": _rows(study, name, text.content, k)
+        for name in study.models
+        for k, text in enumerate(study.texts)
+    }
+    _draw(study, clusters, real)
+    both = [r for r in clusters if r["direct"] is not None]
+    error = max(abs(r["direct"] / r["sigma"] - 1) for r in both)
+    claims = [
+        Claim(
+            f"two clusters, {name}",
+            "√n while n - 1 ≤ e^(2γR²), then less (Propositions 3.4 and 3.6)",
+            _course([r for r in clusters if r["case"] == name]),
+        )
+        for name in _RADII
+    ]
+    claims.append(
+        Claim(
+            "weighted tokens against the layer on all tokens",
+            "equal (derived here)",
+            f"to {error:.1e} up to n = {max(r['n'] for r in both):,}",
+        )
+    )
+    slopes = [fit for rows in real.values() for fit in rows.growth().values() if fit]
+    longest = max(row.num_tokens for rows in real.values() for row in rows)
+    claims.append(
+        Claim(
+            f"real text to n = {longest:,}",
+            "growth close to n^(1/4), seen to 512 (Section 5.3)",
+            f"exponents {middle(fit.slope for fit in slopes)}",
+        )
+    )
+    lines = tuple(
+        (place, str(key.layer), exponent(fit))
+        for place, rows in real.items()
+        for key, fit in rows.growth().items()
+    )
+    return Findings(
+        tuple(claims), (_table(clusters), Table("Real text", ("where", "layer", "exponent"), lines))
+    )
+
+
+def _layer() -> DotProduct:
+    eye = torch.eye(2, dtype=torch.float64)
+    return DotProduct(eye, -eye, eye, scale=1.0)
+
+
+def _job(name: str, n: int, measured: bool) -> Job:
+    def compute() -> dict[str, Any]:
+        layer, radius, direct = _layer(), _RADII[name], None
+        if measured:
+            x = two_cluster(layer, num_tokens=n, radius=radius).x
+            start = torch.Generator().manual_seed(0)
+            direct = top_singular(layer.linearise(x), tol=1e-6, generator=start).sigma
+        sigma = weighted_two_atoms(layer, radius=radius, num_tokens=n).sigma
+        return {"sigma": sigma, "direct": direct}
+
+    return {"case": name, "n": n, "measured": measured}, compute
+
+
+def _rows(study: Study, name: str, text: str, place: int) -> Rows:
+    loaded = study.load(name)
+    count = int(loaded.config.num_hidden_layers)
+    most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
+    return study.measure(
+        f"real-{name}-{place}".replace(":", "-"),
+        loaded,
+        text,
+        layers=[0, count // 2],
+        lengths=[n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n <= most],
+        samples=study.pick(2, 5),
+        special_tokens=False,
+    )
+
+
+def _course(records: list[dict[str, Any]]) -> str:
+    top = max(records, key=lambda r: r["sigma"])
+    early = slope_of((r["n"], r["sigma"]) for r in records if 32 <= r["n"] <= 512)
+    late = slope_of((r["n"], r["sigma"]) for r in records if r["n"] >= 2**15)
+    return (
+        f"exponent {early:.2f} from 32 to 512, {late:.2f} from 32,768 to 131,072; largest sigma "
+        f"{number(top['sigma'])} at n = {top['n']:,}"
+    )
+
+
+def _draw(study: Study, clusters: list[dict[str, Any]], real: dict[str, Rows]) -> None:
+    curves = {n: tuple((r["n"], r["sigma"]) for r in clusters if r["case"] == n) for n in _RADII}
+    law = power_law(curves["γR² = 9"], 0.5, "∝ n^(1/2)")
+    panels = [Panel("two clusters, A = -I", (*(Series(n, c) for n, c in curves.items()), law))]
+    for place, rows in real.items():
+        layers = dict.fromkeys(row.layer for row in rows)
+        series = [
+            Series(
+                f"layer {layer}",
+                tuple((r.num_tokens, r.sigma or 0.0) for r in rows if r.layer == layer),
+                "points",
+            )
+            for layer in layers
+        ]
+        panels.append(Panel(place, tuple(series)))
+    study.draw("long-context", "Long contexts", panels, columns=2)
+
+
+def _table(clusters: list[dict[str, Any]]) -> Table:
+    value = {(r["case"], r["n"]): r for r in clusters}
+    lines = tuple(
+        (f"{n:,}", *(number(value[name, n]["sigma"]) for name in _RADII))
+        for n in dict.fromkeys(r["n"] for r in clusters)
+    )
+    return Table("Two clusters, A = -I: sigma", ("n", *_RADII), lines)

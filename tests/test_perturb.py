@@ -1,0 +1,72 @@
+"""Moves of one size, and what a few samples say about a mean or a share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from lipscope import DotProduct
+from lipscope.atoms import repeated_tokens
+from lipscope.perturb import (
+    ascent_move,
+    of_size,
+    random_move,
+    sign_move,
+    singular_move,
+    split_change,
+)
+from lipscope.sampling import mean_interval, share_interval
+from small import drawn, line, sigma
+
+X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+
+
+@pytest.mark.parametrize("size", [1e-3, 2.0])
+def test_all_moves_have_the_size(size: float) -> None:
+    layer = drawn(0)
+    moves = [
+        random_move(X, size, 1),
+        sign_move(layer, X, size, 1),
+        ascent_move(layer, X, size, 1, steps=3),
+        singular_move(layer.linearise(X), size, 1),
+        of_size(X, size),
+    ]
+    for move in moves:
+        assert float(move.norm()) == pytest.approx(size, rel=1e-9)
+    signs = sign_move(layer, X, size, 1)
+    assert float(signs.abs().std()) < 1e-12 * size
+
+
+def test_ascent_reaches_sigma_for_small_moves() -> None:
+    layer, size = drawn(2), 1e-4
+    move = ascent_move(layer, X, size, 0, steps=60)
+    change = float((layer(X + move) - layer(X)).norm())
+    assert change / size == pytest.approx(sigma(layer, X), rel=1e-2)
+
+
+def test_splitting_a_duplicated_input() -> None:
+    """One dimension, A = -1, X = (-3, -0.3): copies moved apart do more than any joint move."""
+    layer, x = line(), torch.tensor([[-3.0], [-0.3]]).double()
+    exact = repeated_tokens(layer, x, (2, 2))
+    assert exact.splitting > exact.moving
+    change = split_change(layer, x, 1e-5, 0)
+    assert change / 1e-5 == pytest.approx(exact.splitting, rel=1e-3)
+
+
+def test_equal_tokens_cannot_be_split() -> None:
+    layer = DotProduct(*3 * [torch.eye(2).double()])
+    assert split_change(layer, torch.ones(3, 2).double(), 1e-6, 0) < 1e-11
+
+
+def test_intervals_against_scipy() -> None:
+    values = [1.0, 2.5, 3.0, 4.5]
+    mean, low, high = mean_interval(values)
+    expected = stats.t.interval(0.95, 3, loc=mean, scale=stats.sem(values))
+    assert (low, high) == pytest.approx(expected)
+    assert math.isnan(mean_interval([1.0])[1])
+    for hits in (0, 3, 10):
+        exact = stats.binomtest(hits, 10).proportion_ci(0.95, method="exact")
+        assert share_interval(hits, 10) == pytest.approx((exact.low, exact.high))
