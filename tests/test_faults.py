@@ -1,5 +1,6 @@
 """Memory that runs out: the measurement goes on with less, and the row says so."""
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -63,6 +64,24 @@ def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     (row,) = ls.measure(tiny("gpt2").model, IDS, layers=[0], memory="96MiB")
     assert row.error == "RuntimeError: a broken kernel"
     assert len([m for m in tried if m != 8 * chunked.CHUNK_BYTES]) == 1
+
+
+def test_a_layer_that_overflows_in_half_precision_is_computed_in_float32() -> None:
+    """Weights that float16 holds, and whose products it does not."""
+    model: Any = tiny("gpt2").model
+    model.h[0].attn.c_attn.weight.data[:, -12:] *= 3e3
+    model.h[0].attn.c_proj.weight.data *= 3e3
+    half = copy.deepcopy(model).half()
+    rounded = copy.deepcopy(half).float()
+    assert all(p.isfinite().all() for p in half.parameters())
+    layer, x = ls.capture(rounded, IDS, layer=0)
+    narrow = ls.top_singular(layer.half().linearise(x.half()), tol=0.1)
+    assert narrow.status == "non_finite" and "float32" in (narrow.note or "")
+    (row,), (expected,) = (ls.measure(m, IDS, layers=[0]) for m in (half, rounded))
+    assert row.status == "converged"
+    assert row.sigma == pytest.approx(expected.sigma, rel=1e-5)
+    assert "the weights are float16: every layer was computed in float32" in (row.note or "")
+    assert "float16" not in (expected.note or "")
 
 
 LONG = """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope.capture import LayerMap, Side
-from lipscope.errors import InputError
+from lipscope.errors import InputError, out_of_memory
 from lipscope.operator import Operator, restrict
 from lipscope.ranges import parse_tokens
 from lipscope.record import TokenShare
@@ -167,7 +167,7 @@ def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
         try:
             found = _Solve(layer, halved, key, heads).answers(began)
         except (RuntimeError, MemoryError) as problem:
-            if _out_of_memory(problem) and halved.memory > _LEAST_MEMORY:
+            if out_of_memory(problem) and halved.memory > _LEAST_MEMORY:
                 halved = replace(halved, memory=halved.memory // 2)
                 continue
             seconds = (time.perf_counter() - began) / len(heads)
@@ -178,14 +178,6 @@ def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
             return found
         said = f"out of memory: done again with `memory = {halved.memory / 2**20:.3g}MiB`"
         return [replace(one, notes=(*one.notes, said)) for one in found]
-
-
-def _out_of_memory(problem: BaseException) -> bool:
-    """Whether an allocation failed; on a CPU torch says so in words only."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(problem, MemoryError | torch.OutOfMemoryError) or any(
-        text in str(problem) for text in words
-    )
 
 
 class _Solve:

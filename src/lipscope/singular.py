@@ -345,7 +345,8 @@ class _Stop:
             nan,
             run.products,
             "non_finite",
-            "a product with the Jacobian is not finite: the map overflows at this input",
+            "a product with the Jacobian is not finite: the map overflows at this input"
+            + ("; compute it in float32" if self.op.dtype.itemsize < 4 else ""),
         )
 
 

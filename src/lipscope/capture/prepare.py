@@ -84,6 +84,10 @@ def prepared(
     """
     notes: list[str] = []
     floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if narrow := sorted({str(t.dtype)[6:] for t in floating if t.dtype.itemsize < 4}):
+        # In half precision, sums and scores of real layers overflow; here they cannot.
+        kinds = " and ".join(narrow)
+        notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     if any(t.dtype != dtype or t.device.type != device.type for t in floating):
         model = _copied(model).to(device=device, dtype=dtype)
     modes = {m: m.training for m in model.modules()}
