@@ -1,9 +1,12 @@
 """Ball certificates: never violated, equal to the local ones at radius 0, honest when wide."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
+from scipy.optimize import minimize
 
 from lipscope import DotProduct, InputError
 from lipscope.bounds import heads_of
@@ -168,6 +171,62 @@ def test_bad_input() -> None:
 
 
 def test_a_wide_certificate_says_so() -> None:
-    layer, x = case("rotary", 0)
-    answer = certify(layer, x, eps=4.0)
+    """A switch of width 1e-3 inside the ball: steep, and yet less than the values allow."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    x = torch.tensor([[0.008], [1.0], [-1.0]], dtype=torch.float64)
+    answer = certify(DotProduct(one, 1000 * one, one), x, eps=0.0069)
+    assert answer.ratio > 100
     assert answer.note is not None and "smaller `eps`" in answer.note
+
+
+@pytest.mark.parametrize("kind", ["plain", "rotary"])
+@pytest.mark.parametrize("ball", ["token", "frobenius"])
+def test_a_ball_too_large_has_no_certificate(kind: str, ball: str) -> None:
+    """What is refused would indeed let outputs move further than any X' in the ball moves them."""
+    layer, x = case(kind, 0)
+    for eps in (30.0, 1e90, 1e200):
+        with pytest.raises(InputError, match=r"^No certificate: ") as error:
+            certify(layer, x, eps=eps, ball=ball)
+        said = str(error.value)
+        assert said.count("ertificate") == 1 and "\n" not in said and "smaller `eps`" in said
+    certify(layer, x, eps=0.5, ball=ball)  # and a smaller one has its certificate
+    with pytest.raises(InputError) as error:
+        certify(layer, x, eps=30.0, ball=ball)
+    moved, allowed = (
+        float(re.search(rf"{words} ([\d.e+]+)", str(error.value)).group(1))
+        for words in ("move by", "more than the")
+    )
+    g = torch.Generator().manual_seed(0)
+    points = torch.stack([x + move(x, 30.0, ball, g) for _ in range(50)])
+    found = float((layer(points) - layer(x)).flatten(1).norm(dim=1).max())
+    assert found <= allowed <= moved
+
+
+@pytest.mark.slow
+def test_the_attack_is_as_good_as_a_general_optimiser() -> None:
+    """Against scipy's L-BFGS-B from eight starts, on moves written as directions and sizes."""
+    for kind, ball in (("plain", "token"), ("sharp", "frobenius"), ("rotary", "token")):
+        layer, x = case(kind, 1)
+        eps = 0.1 * float(x.norm(dim=1).max())
+        ours = attack_in_ball(layer, x, eps, ball=ball, random=5, ascents=3, steps=30)
+
+        def inside(e: torch.Tensor, eps: float = eps, ball: str = ball) -> torch.Tensor:
+            norm = e.norm() if ball == "frobenius" else e.norm(dim=-1, keepdim=True)
+            return e * (eps / norm.clamp_min(eps))
+
+        def minus_ratio(flat: np.ndarray, layer=layer, x=x, inside=inside):
+            e = torch.from_numpy(flat).view_as(x).requires_grad_(True)
+            ratio = (layer(x + inside(e)) - layer(x)).norm() / inside(e).norm()
+            (slope,) = torch.autograd.grad(-ratio, e)
+            return -ratio.item(), slope.flatten().numpy()
+
+        rng = np.random.default_rng(0)
+        best = max(
+            -minimize(
+                minus_ratio, eps * rng.normal(size=x.numel()), jac=True, method="L-BFGS-B"
+            ).fun
+            for _ in range(8)
+        )
+        assert ours.ratio >= 0.98 * best, (kind, ball)
+        # and it is better than no search: at X itself there is sigma
+        assert ours.ratio > certify(layer, x, eps=0.0).sigma

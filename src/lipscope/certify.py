@@ -22,6 +22,7 @@ from lipscope.bounds.search import Search, sigma_of
 from lipscope.bounds.theorem import NotApplicableError
 from lipscope.errors import InputError
 
+_OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
 _WIDE = 100.0  # times sigma at X, from which on a certificate says so
 
 
@@ -111,7 +112,9 @@ def certify(
         The certificate.
 
     Raises:
-        InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate.
+        InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate,
+            because every form overflows, or because the value exceeds 100 times sigma at X and
+            would let the output move further than a mean of values can.
 
     Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
 
@@ -130,18 +133,22 @@ def certify(
     try:
         bound = BallLayer(own, x, part, sharp)
         found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
+        around, alone = bound.around(radii, ball)
     except NotApplicableError as error:
-        raise InputError(f"No certificate: {error}.") from error
-    if not all(math.isfinite(each.total) for each in found):
-        raise InputError("No certificate: every form overflows; choose a smaller `eps`.")
+        words = str(error).removeprefix("no certificate: ")
+        raise InputError(f"No certificate: {words}.") from error
+    except OverflowError:  # of a power of plain numbers; tensors become infinite
+        raise InputError(_OVERFLOW) from None
     value, last = sum(each.total for each in found) / steps, found[-1]
-    around, alone = bound.around(radii, ball)
+    if not math.isfinite(value):
+        raise InputError(_OVERFLOW)
     value, form = min((value, last.form), (around, "expansion"))
     top = sigma_of(own, x, part, seed)
     norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
     ratio = value / top.sigma if top.sigma > 0 else (1.0 if value == 0 else math.inf)
     note = None
     if ratio > _WIDE:
+        _refuse_if_vacuous(bound, radii, ball, value)
         note = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
     return BallCertificate(
         value=value,
@@ -165,6 +172,22 @@ def certify(
         ratio=ratio,
         note=note,
     )
+
+
+def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
+    """Raise where the bound lets outputs move further than their values let them.
+
+    Row i of a head is a mean of values: ``|o'_i - o_i| <= max_j |v_j - o_i| + ‖V‖ max_j eps_j``.
+    """
+    moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
+    rows = [c.nu.masked_fill(~c.allowed, 0.0).amax(-1) for c in bound.centres]
+    wide = float(radii.max())
+    sizes = [float((r + c.norm_v * wide).norm()) for r, c in zip(rows, bound.centres, strict=True)]
+    if moved >= sum(sizes):
+        raise InputError(
+            f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "
+            f"more than the {sum(sizes):.3g} that values allow at all; choose a smaller `eps`."
+        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +235,8 @@ def attack_in_ball(
         head: One head alone, or None.
         part: ``attention`` or ``heads``.
         random: Random points.
-        ascents: Ascents of each kind; the first starts along the top singular vector.
+        ascents: Ascents of each kind; the first start along the top singular vector,
+            towards both sides.
         steps: Steps of each.
         seed: Of the random points.
 
@@ -237,6 +261,6 @@ def attack_in_ball(
     for _ in range(random):
         search.see(search.to_edge(search.draw()))
     for i in range(ascents):
-        search.climb_ratio(top.v if i == 0 else search.draw(), steps)
+        search.climb_ratio([top.v, -top.v][i] if i < 2 else search.draw(), steps)
         search.climbsigma_of(top.v if i == 0 else search.draw(), steps)
     return Attack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)
