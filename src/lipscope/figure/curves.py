@@ -58,7 +58,9 @@ def _colours(panels: Sequence[Panel]) -> alt.Color:
     hues = HUES if len(measured) <= len(HUES) else marks.palette(len(measured))
     greys = [_REFERENCES[i % len(_REFERENCES)] for i in range(len(lines))]
     scale = alt.Scale(domain=[*measured, *lines], range=[*hues[: len(measured)], *greys])
-    legend = alt.Legend(title=None, labelLimit=320, symbolType="stroke", symbolStrokeWidth=3)
+    dots = all(kind == "points" for kind in kinds.values())  # they have no stroke to show
+    symbol = "circle" if dots else "stroke"
+    legend = alt.Legend(title=None, labelLimit=320, symbolType=symbol, symbolStrokeWidth=3)
     return alt.Color("name:N", scale=scale, legend=legend, sort=[*measured, *lines])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from lipscope.experiments.experiment import Study, experiment
@@ -10,6 +11,9 @@ from lipscope.growth import slope_of
 from lipscope.panels import Panel, Series, power_law
 from lipscope.record import Measurement
 from lipscope.report import Rows
+from lipscope.table import number
+
+_LEAST = 1.1  # range of the radius below which a slope in it says nothing
 
 
 @experiment(
@@ -35,7 +39,7 @@ def figure4(study: Study) -> Findings:
     radius = [_slope(rows) for _, rows, _ in places]
     across = [_against_radius(rows) for _, rows, _ in places]
     lines = tuple(
-        (name, f"{r:.3f}", exponent(fit), f"{a:.2f}")
+        (name, f"{r:.3f}", exponent(fit), number(a, 3))
         for (name, _, fit), r, a in zip(places, radius, across, strict=True)
     )
     columns = ("model, text, layer", "radius in n", "sigma in n", "sigma in the radius, at fixed n")
@@ -49,7 +53,9 @@ def figure4(study: Study) -> Findings:
             Claim(
                 "sigma against the radius at one n",
                 "sigma ≤ C R² √n (Theorem 3.3)",
-                f"exponents {middle(across)}",
+                f"exponents {middle(a for a in across if math.isfinite(a))}; in "
+                f"{sum(map(math.isnan, across))} of {len(across)} layers the radius varies by less "
+                f"than {_LEAST - 1:.0%}",
             ),
         ),
         (Table("Exponents", columns, lines),),
@@ -87,9 +93,12 @@ def _slope(rows: Sequence[Measurement]) -> float:
 
 
 def _against_radius(rows: Sequence[Measurement]) -> float:
-    """Slope of sigma in the radius over the windows of the largest n."""
+    """Slope of sigma in the radius over the windows of the largest n; NaN if it hardly varies."""
     longest = max(row.num_tokens for row in rows)
     last = [row for row in rows if row.num_tokens == longest]
+    norms = [row.radius_rms or 0.0 for row in last]
+    if max(norms) < _LEAST * min(norms):
+        return math.nan
     return slope_of((row.radius_rms or 0.0, row.sigma or 0.0) for row in last)
 
 

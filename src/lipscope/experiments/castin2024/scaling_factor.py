@@ -43,6 +43,7 @@ def scaling_factor(study: Study) -> Findings:
     _draw(study, found, peaks)
     small = [r for r in found if r["layer"] == _IDEAL]
     reached = next((r["t"] for r in small if r["slope"] >= 0.45), math.nan)
+    steepest = max(small, key=lambda r: r["slope"])
     shares = [p["n"] / math.exp(2 * p["t"]) for p in peaks]
     real = [r["slope"] for r in found if r["layer"] != _IDEAL and r["t"] >= 4]
     return Findings(
@@ -50,8 +51,9 @@ def scaling_factor(study: Study) -> Findings:
             Claim(
                 "exponent over n = 10 to 100 against γR²",
                 "smaller radii grow slower than √n; left open (Section 5.2)",
-                f"{_IDEAL}: below 0.45 up to γR² = {reached:g}; there e^(2γR²) = "
-                f"{math.exp(2 * reached):.0f} has passed n",
+                f"{_IDEAL}: first above 0.45 at γR² = {reached:g}, where e^(2γR²) = "
+                f"{math.exp(2 * reached):.0f}; largest {steepest['slope']:.2f} at γR² = "
+                f"{steepest['t']:g}; {small[-1]['slope']:.2f} at γR² = {small[-1]['t']:g}",
             ),
             Claim(
                 "the n of the largest sigma",
