@@ -48,6 +48,8 @@ KEYS = [
     "error",
     "text",
     "step",
+    "side",
+    "position_offset",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
 BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "radius"]

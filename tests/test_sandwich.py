@@ -72,8 +72,8 @@ def test_functions_keep_their_names_beside_the_modules():
     ("family", "words"),
     [
         ("olmo", "no closed form is known for `OlmoAttention`"),
-        ("phi", "`PhiAttention` normalises its queries and keys"),
-        ("vaultgemma", "`VaultGemmaAttention` soft-caps its scores"),
+        ("phi", "`PhiAttention`, which normalises its queries and keys"),
+        ("vaultgemma", "`VaultGemmaAttention`, which soft-caps its scores"),
     ],
 )
 def test_other_families_say_why_there_are_no_bounds(family, words):

@@ -43,9 +43,6 @@ class Measurement:
         metric: How a perturbation is measured.
         move: Tokens that may move.
         read: Output tokens that are read.
-        side: What the moving tokens make: all of self-attention (``self``), or the queries
-            (``query``), or the keys and values (``key``) of cross-attention.
-        position_offset: How much later than usual the position ids start.
         input: Kind of input: "text", "batch", or what built it, such as "two_cluster" or
             "ascent".
         num_tokens: Number of tokens n.
@@ -76,6 +73,11 @@ class Measurement:
         error: What went wrong; null unless the status is "failed".
         text: Name of the text in a sweep; null elsewhere.
         step: Training step of a checkpoint in a sweep; null elsewhere.
+    side: str = "self"
+    position_offset: int = 0
+        side: What the moving tokens make: all of self-attention (``self``), or the queries
+            (``query``), or the keys and values (``key``) of cross-attention.
+        position_offset: How much later than usual the position ids start.
     """
 
     id: str
@@ -88,8 +90,6 @@ class Measurement:
     metric: str
     move: str
     read: str
-    side: str = "self"
-    position_offset: int = 0
     input: str
     num_tokens: int
     sample: int
