@@ -73,8 +73,6 @@ class Measurement:
         error: What went wrong; null unless the status is "failed".
         text: Name of the text in a sweep; null elsewhere.
         step: Training step of a checkpoint in a sweep; null elsewhere.
-    side: str = "self"
-    position_offset: int = 0
         side: What the moving tokens make: all of self-attention (``self``), or the queries
             (``query``), or the keys and values (``key``) of cross-attention.
         position_offset: How much later than usual the position ids start.
@@ -119,6 +117,8 @@ class Measurement:
     error: str | None = None
     text: str | None = None
     step: int | None = None
+    side: str = "self"
+    position_offset: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
