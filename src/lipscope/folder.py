@@ -110,13 +110,7 @@ class RunFolder:
         )
 
     def _check_same(self, manifest: Path) -> None:
-        held = load_manifest(manifest)["spec"]
-        if held != self.spec:
-            other = sorted(k for k in {*held, *self.spec} if held.get(k) != self.spec.get(k))
-            raise InputError(
-                f"`--out {self.path}` holds the run of another specification (it differs in "
-                f"{', '.join(other)}); choose another `--out` or repeat the same command."
-            )
+        check_same(self.path, load_manifest(manifest)["spec"], self.spec)
         if not os.access(self.path, os.W_OK):
             raise InputError(f"`--out {self.path}` cannot be written; choose another folder.")
 
@@ -163,6 +157,11 @@ class RunFolder:
             part.replace(self.path / "manifest.json")
         except OSError as problem:
             raise self._unwritable(problem) from problem
+
+    @property
+    def models(self) -> Mapping[str, Mapping[str, Any]]:
+        """What is known of the models of this run, by name."""
+        return self._manifest["models"]
 
     def append(
         self,
@@ -267,6 +266,26 @@ class RunFolder:
 def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
     """What belongs to finished rows: a kill may leave tokens whose row was never written."""
     return side.join(rows.select("id"), on="id", how="semi", maintain_order="left")
+
+
+def check_same(path: Path, held: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
+    """Refuse a folder with the run of another specification, and name what differs.
+
+    Args:
+        path: The folder.
+        held: Its specification.
+        spec: The one that is wanted.
+
+    Raises:
+        InputError: If they differ.
+    """
+    wanted = json.loads(json.dumps(spec, default=str))
+    if held != wanted:
+        other = sorted(k for k in {*held, *wanted} if held.get(k) != wanted.get(k))
+        raise InputError(
+            f"`--out {path}` holds the run of another specification (it differs in "
+            f"{', '.join(other)}); choose another `--out` or repeat the same command."
+        )
 
 
 def load_manifest(path: Path) -> dict[str, Any]:

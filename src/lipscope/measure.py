@@ -44,7 +44,7 @@ from lipscope.sensitivity import Answer, Question, answer
 
 Progress = Callable[[int, int, Measurement | None], None]
 Metric = Literal["frobenius", "token-relative"]
-_METRICS = ("frobenius", "token-relative")
+METRICS = ("frobenius", "token-relative")
 _CLOSED_MAPS = ("heads", "attention", "normed", "residual")
 
 
@@ -145,7 +145,7 @@ def measure(
     question = Question(
         map=_one_of("map", map, MAPS),
         per_head=per_head,
-        metric=_one_of("metric", metric, _METRICS),
+        metric=_one_of("metric", metric, METRICS),
         move=move,
         read=read,
         rest=rest,
@@ -176,7 +176,7 @@ def measure(
         if item.num_tokens is not None:
             parse_tokens(move, item.num_tokens, "move")
             parse_tokens(read, item.num_tokens, "read")
-    run = _Run(loaded, inputs, question, _device(device), modules, progress)
+    run = _Run(loaded, inputs, question, device_of(device), modules, progress)
     return run.carry_out(layers, out, windows)
 
 
@@ -195,7 +195,8 @@ def _dtype(name: str | None, tight: bool) -> torch.dtype:
     return torch.float64 if name == "float64" else torch.float32
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of this name; ``auto`` takes a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -144,7 +144,7 @@ class Rows(Sequence[Measurement]):
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
         said = [f"{part[0].group.model}: " * several + _sentences(part) for part in parts]
-        return "\n".join([*said, *self._chance()])
+        return "\n".join([*said, *filter(None, [self.confidence()])])
 
     def failure_probability(self) -> float:
         """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
@@ -157,14 +157,14 @@ class Rows(Sequence[Measurement]):
             if row.upper is not None
         )
 
-    def _chance(self) -> list[str]:
-        """The failure probability of all intervals, as a line."""
+    def confidence(self) -> str:
+        """The failure probability of all intervals as a sentence; "" if there are none."""
         count = sum(row.upper is not None for row in self._rows)
         if not count:
-            return []
+            return ""
         kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
         total = _rounded_up(min(self.failure_probability(), 1.0))
-        return [f"{kind} with probability at least 1 - {total}."]
+        return f"{kind} with probability at least 1 - {total}."
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write ``growth.svg``, ``growth.png`` and ``growth.html``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,6 +73,7 @@ def bounds(
     part: Part = "attention",
     head: int | None = None,
     metric: Metric | None = None,
+    names: Collection[str] | None = None,
     sharp: bool = False,
 ) -> list[Bound]:
     """Ask every theorem of the catalogue about a layer.
@@ -93,6 +95,7 @@ def bounds(
         part: ``attention``, or ``heads`` for the concatenation before the projection.
         head: One query head alone; all together if None.
         metric: Only bounds in this metric; all if None.
+        names: Only these theorems; all if None.
         sharp: Also the forms that take seconds a head.
 
     Returns:
@@ -120,6 +123,8 @@ def bounds(
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
+            continue
+        if names is not None and theorem.name not in names:
             continue
         value, reason = None, ""
         try:

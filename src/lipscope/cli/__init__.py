@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import attack, bounds, certify, doctor, measure, report, reproduce, theorems
+from lipscope.cli import attack, bounds, certify, doctor, measure, report, reproduce, rows, sweep, theorems
 from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 
@@ -50,7 +50,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, theorems, reproduce, report, doctor)
+COMMANDS = (measure, bounds, attack, certify, theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]
     app.command(epilog=_command.EXAMPLE)(getattr(_command, _name))

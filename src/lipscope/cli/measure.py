@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from lipscope.cli.terminal import Bar, default_folder, errors, read_text
+from lipscope.cli.terminal import Bar, default_folder, errors, read_text, resumable
 from lipscope.ranges import parse_integers
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def measure(
     folder_of, sides = _images(images)
     from lipscope import measure as run
 
-    with _resumable(), Bar() as bar:
+    with resumable(), Bar() as bar:
         rows = run(
             model,
             content,
@@ -130,16 +128,6 @@ def _images(text: str | None) -> tuple[str | None, list[int] | None]:
         return text, None
     where, _, sides = text.rpartition("@")
     return where, parse_integers(sides, "images")
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """End an interrupted run with advice; typer would end it without a word."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
-        raise typer.Exit(130) from None
 
 
 def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:

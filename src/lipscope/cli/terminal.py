@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -51,6 +53,16 @@ def default_folder(model: str, suffix: str = "") -> Path:
     """Where a run goes if nobody says: a folder named after the day and the model."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
     return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}{suffix}"
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """End an interrupted run with advice; typer would end it without a word."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
+        raise typer.Exit(130) from None
 
 
 class Bar:

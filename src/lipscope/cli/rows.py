@@ -1,0 +1,172 @@
+"""`lipscope rows`: print or export any selection of a run folder."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lipscope.errors import InputError
+from lipscope.table import number
+
+if TYPE_CHECKING:
+    import polars
+
+    from lipscope.run import Run
+
+EXAMPLE = 'Example: lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv'
+_ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "status")
+_WHERE_VARIED = (
+    "model", "step", "text", "input", "head", "map", "metric", "move", "read", "dtype", "seed",
+)  # fmt: skip
+Form = Literal["csv", "parquet", "json", "latex"]
+
+
+def rows(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
+    where: Annotated[
+        str | None,
+        typer.Option(help="SQL condition on the columns; also on tokens and bounds, by id."),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.  [default: standard output]")
+    ] = None,
+) -> None:
+    """Print or export the rows of a run folder.
+
+    The table and latex have the columns that vary; csv, parquet and json have all.
+    """
+    if to not in (None, "csv", "parquet", "json", "latex"):
+        raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
+    from lipscope.run import read_run
+
+    found = selected(read_run(folder), where)
+    if to is None and out is None:
+        _print(found)
+        return
+    content = exported(found, to or _form_of(out))  # pyright: ignore[reportArgumentType]
+    if out is not None:
+        _write(out, content)
+    elif to == "parquet" and sys.stdout.isatty():
+        raise InputError("Parquet is no text for a terminal; name a file with `--out`.")
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content)
+
+
+def selected(run: Run, where: str | None) -> polars.DataFrame:
+    """The rows for which a condition holds.
+
+    Args:
+        run: The run; its tables are ``rows``, ``tokens`` and ``bounds``.
+        where: What stands after WHERE, in polars' SQL; all rows if None.
+
+    Returns:
+        The rows.
+
+    Raises:
+        InputError: If it is no such condition.
+    """
+    import polars as pl
+
+    if where is None:
+        return run.rows
+    tables = {"rows": run.rows}
+    for name in ("tokens", "bounds"):
+        if name in where:
+            tables[name] = getattr(run, name)
+    try:
+        return pl.SQLContext(tables, eager=True).execute(f"SELECT rows.* FROM rows WHERE {where}")
+    except pl.exceptions.PolarsError as problem:
+        why = " ".join(str(problem).split())[:200]
+        raise InputError(f"`--where` should be an SQL condition. Found `{where}`: {why}.") from None
+
+
+def exported(frame: polars.DataFrame, form: Form) -> bytes:
+    """Rows as the content of a file.
+
+    Args:
+        frame: Rows.
+        form: ``csv``, ``parquet``, ``json`` (a list of objects) or ``latex`` (a tabular with
+            the columns that vary).
+
+    Returns:
+        The content.
+    """
+    if form == "latex":
+        return latex(shown(frame)).encode()
+    if form == "csv":
+        return frame.write_csv().encode()
+    content = io.BytesIO()
+    frame.write_parquet(content) if form == "parquet" else frame.write_json(content)
+    return content.getvalue() + b"\n" * (form == "json")
+
+
+def shown(frame: polars.DataFrame) -> polars.DataFrame:
+    """The columns that one looks at: the answer, and what is not the same in all rows."""
+    varied = [n for n in _WHERE_VARIED if frame[n].n_unique() > 1]
+    return frame.select(*varied, *_ALWAYS)
+
+
+def latex(frame: polars.DataFrame) -> str:
+    """A ``tabular`` with rules of the package booktabs."""
+    sides = "".join("r" if kind.is_numeric() else "l" for kind in frame.dtypes)
+    lines = [f"\\begin{{tabular}}{{{sides}}}", "\\toprule"]
+    lines += [" & ".join(map(_escaped, frame.columns)) + r" \\", "\\midrule"]
+    lines += [" & ".join(_escaped(_cell(v)) for v in row) + r" \\" for row in frame.iter_rows()]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return number(value)
+    return "–" if value is None else str(value)
+
+
+def _escaped(text: str) -> str:
+    """Text that LaTeX prints as it is."""
+    special = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "–": "--"}
+    special |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(special.get(c, c) for c in text)
+
+
+def _form_of(out: Path | None) -> str:
+    """The form that a file's ending says."""
+    endings = {".csv": "csv", ".parquet": "parquet", ".json": "json", ".tex": "latex"}
+    ending = out.suffix if out is not None else ""
+    if ending not in endings:
+        raise InputError(
+            f"`--out` should end in {', '.join(endings)} where no `--to` is given. Found `{out}`."
+        )
+    return endings[ending]
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as problem:
+        raise InputError(f"`--out {path}` cannot be written ({problem.strerror}).") from None
+
+
+def _print(frame: polars.DataFrame) -> None:
+    """A table, as wide as it has to be."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    chosen = shown(frame)
+    for name, kind in chosen.schema.items():
+        table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
+    for row in chosen.iter_rows():
+        table.add_row(*(Text(_cell(value)) for value in row))
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(console.width, console.measure(table).maximum))
+    console.print(table)
+    console.print(f"{len(frame):,} rows")

@@ -1,0 +1,97 @@
+"""`lipscope sweep`: every combination of a specification, resumed where it stopped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from lipscope.cli.terminal import Bar, errors, resumable
+
+if TYPE_CHECKING:
+    from lipscope.report import Rows
+    from lipscope.sweep import Estimate
+
+EXAMPLE = "Example: lipscope sweep growth.yaml --out runs/growth --workers 2"
+_REASONS = 5  # of failed rows that are told
+
+
+def sweep(
+    spec: Annotated[
+        Path,
+        typer.Argument(metavar="SPEC.yaml", help="Models, layers, …: see docs/sweeps.md."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder.  [default: runs/SPEC]", show_default=False)
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes on this machine.  [default: 2]")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="A Dask scheduler, such as tcp://host:8786.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say how many jobs and how long.")
+    ] = False,
+) -> None:
+    """Measure every combination of models, layers, maps, lengths, texts, … of a file.
+
+    Finished rows are on the disk at once. The same command on the same folder goes on with
+    what is missing.
+    """
+    from lipscope.sweep import estimate, folder_of, read_spec
+    from lipscope.sweep import sweep as run
+
+    if dry_run:
+        _tell(estimate(spec, out, workers=workers, cluster=cluster))
+        return
+    with resumable(), Bar() as bar:
+        rows = run(spec, out, workers=workers, cluster=cluster, progress=bar.update)
+    _publish(rows, folder_of(read_spec(spec), out))
+
+
+def _tell(found: Estimate) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go.",
+        markup=False,
+        soft_wrap=True,
+    )
+    if found.jobs > found.done:
+        console.print(
+            f"About {in_words(found.seconds)}. {found.basis}", markup=False, soft_wrap=True
+        )
+
+
+def in_words(seconds: float) -> str:
+    """A time to two digits.
+
+    >>> in_words(5.2), in_words(754.0), in_words(9000.0), in_words(4e5)
+    ('5 s', '13 min', '2.5 h', '4.6 days')
+    """
+    for size, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    if seconds >= 99.5:
+        return f"{seconds / 60:.0f} min"
+    return f"{max(seconds, 1):.0f} s"
+
+
+def _publish(rows: Rows, folder: Path) -> None:
+    """What there is now, why some failed, and where to go on."""
+    console = Console(highlight=False)
+    reasons = Counter(row.error for row in rows if row.status == "failed")
+    failed = f" ({sum(reasons.values()):,} failed)" if reasons else ""
+    lines = [f"{len(rows):,} rows{failed} in {folder}."]
+    lines += [f"  {count:,} failed: {why}" for why, count in reasons.most_common(_REASONS)]
+    if len(reasons) > _REASONS:
+        lines.append(
+            f"  and {len(reasons) - _REASONS} other reasons: --where \"status = 'failed'\""
+        )
+    lines += filter(None, [rows.confidence()])
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    errors.print(f"Look at them: lipscope rows {folder}", markup=False, soft_wrap=True)

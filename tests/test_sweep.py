@@ -1,0 +1,282 @@
+"""Sweeps in worker processes that are really started, and really killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lipscope as ls
+from command import BERT, TEXT
+from lipscope.errors import InputError
+from lipscope.folder import RunFolder
+from lipscope.sweep import local, read_spec
+from lipscope.sweep.batches import Batches
+from lipscope.sweep.plan import Shape, plan
+from sweeps import FAILED, JOBS, SPEC, rows_of, same_run
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    told: list[tuple[int, int]] = []
+    rows = ls.sweep(SPEC, folder, workers=1, progress=lambda *now: told.append(now[:2]))
+    assert len(rows) == JOBS and [r.num_tokens for r in rows] == [6] * JOBS
+    assert told[0] == (0, JOBS) and told[-1] == (JOBS, JOBS) and told == sorted(told)
+    return folder
+
+
+@pytest.fixture
+def children(monkeypatch) -> list[subprocess.Popen[bytes]]:
+    """The worker processes of this test as they are started."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Recorded(subprocess.Popen):  # pyright: ignore[reportMissingTypeArgument]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(local.subprocess, "Popen", Recorded)
+    return started
+
+
+def at(done: int, act: Callable[[], None]) -> Callable[..., None]:
+    """Progress that acts once, when so many jobs are done."""
+    waiting = [act]
+
+    def progress(now: int, total: int, row: object) -> None:
+        del total, row
+        if now >= done and waiting:
+            waiting.pop()()
+
+    return progress
+
+
+def test_rows_are_those_of_measure(uninterrupted):
+    measured = ls.measure(BERT, lengths=[6], samples=4)
+    swept = [r for r in ls.read_run(uninterrupted).measurements() if r.input == "text"]
+    place = ("layer", "sample")
+    ours = {tuple(getattr(r, k) for k in place): r for r in swept}
+    for one in measured:
+        other = ours[one.layer, one.sample]
+        assert other.sigma == pytest.approx(one.sigma, rel=1e-6)
+        assert (other.tokens_sha256, other.start) == (one.tokens_sha256, one.start)
+        assert other.upper >= one.sigma  # pyright: ignore[reportOptionalOperand]
+
+
+def test_a_job_that_raises_is_a_row_with_its_error(uninterrupted):
+    run = ls.read_run(uninterrupted)
+    failed = [r for r in run.measurements() if r.status == "failed"]
+    assert len(failed) == FAILED
+    for row in failed:
+        assert (row.input, row.sigma) == ("l2_extremal", None)
+        assert row.error == (
+            "`l2_extremal` is not available for this layer: made for L2 attention. "
+            "Found `DotProduct`."
+        )
+    assert set(run.bounds["theorem"]) == {"castin_thm_3_3"}
+    values = run.bounds.join(run.rows, on="id").select("value", "sigma")
+    assert len(values) == JOBS - FAILED and (values["value"] >= values["sigma"]).all()
+
+
+def test_the_manifest_says_what_was_done(uninterrupted):
+    manifest = ls.read_run(uninterrupted).manifest
+    spec = read_spec(SPEC).spec
+    assert manifest["spec"] == json.loads(json.dumps(spec.as_dict()))
+    about = {"revision": None, "weights": "random", "layers": 2, "heads": None}
+    assert manifest["models"] == {BERT: about}
+    assert {"lipscope", "torch", "python", "machine", "cores"} <= set(manifest["provenance"])
+    assert manifest["files"]["rows"]["lines"] == JOBS
+
+
+def test_a_finished_sweep_starts_no_process(uninterrupted, children):
+    before = (uninterrupted / "rows.jsonl").read_bytes()
+    assert len(ls.sweep(SPEC, uninterrupted)) == JOBS
+    assert children == [] and (uninterrupted / "rows.jsonl").read_bytes() == before
+
+
+def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, monkeypatch):
+    returned: list[int] = []
+    give_back = Batches.give_back
+
+    def recorded(self: Batches, jobs: Any) -> Any:
+        returned.append(len(jobs))
+        return give_back(self, jobs)
+
+    monkeypatch.setattr(Batches, "give_back", recorded)
+    progress = at(3, lambda: children[0].send_signal(signal.SIGKILL))
+    rows = ls.sweep(SPEC, tmp_path / "run", workers=1, progress=progress)
+    assert children[0].returncode == -signal.SIGKILL and len(children) == 2
+    assert returned and returned[0] >= 1  # it was doing something
+    assert len(rows) == JOBS
+    same_run(tmp_path / "run", uninterrupted)
+
+
+def test_a_driver_that_is_killed_and_started_again(tmp_path, uninterrupted):
+    (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))  # JSON is YAML
+    command = [sys.executable, "-m", "lipscope.cli", "sweep", "spec.yaml", "--workers", "1"]
+    driver = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    folder = tmp_path / "runs" / "spec"
+    lines, limit = folder / "rows.jsonl", time.monotonic() + 240
+    while not (lines.exists() and lines.read_bytes().count(b"\n") >= 2):
+        assert driver.poll() is None and time.monotonic() < limit
+        time.sleep(0.002)
+    workers = _children_of(driver.pid)
+    driver.kill()
+    driver.wait()
+    kept = lines.read_text().split("\n")[:-1]
+    assert len(workers) == 1 and len(kept) < JOBS, "not in the middle"
+    limit = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < limit, "a worker outlived its driver"
+        time.sleep(0.05)
+    ls.sweep(tmp_path / "spec.yaml", folder, workers=1)
+    assert lines.read_text().splitlines()[: len(kept)] == kept
+    same_run(folder, uninterrupted)
+
+
+def _children_of(pid: int) -> list[int]:
+    found = [f.read_text() for f in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(word) for text in found for word in text.split()]
+
+
+def test_a_full_disk_and_half_a_line(tmp_path, uninterrupted):
+    """No file may grow beyond what three rows take; then there is room again."""
+    folder = tmp_path / "run"
+    room = sum(map(len, (uninterrupted / "rows.jsonl").read_bytes().splitlines()[:3])) + 100
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The manifest and the Parquet copy of no rows are written first, and are larger.
+    limit = at(0, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max(room, 3000), before[1])))
+    try:
+        with pytest.raises(InputError, match="cannot be written") as caught:
+            ls.sweep(SPEC, folder, workers=1, progress=limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    kept = (folder / "rows.jsonl").read_text().split("\n")[:-1]
+    assert 1 <= len(kept) < JOBS
+    # A kill in the middle of a write, in every file.
+    for name in ("rows.jsonl", "tokens.jsonl", "bounds.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"id": "half a li')
+    parquet = folder / "rows.parquet"
+    parquet.write_bytes(parquet.read_bytes()[: parquet.stat().st_size // 2])
+    (folder / "manifest.part").write_text('{"spec": ')
+    ls.sweep(SPEC, folder, workers=1)
+    assert (folder / "rows.jsonl").read_text().splitlines()[: len(kept)] == kept
+    same_run(folder, uninterrupted)
+
+
+def test_a_job_that_runs_out_of_memory(tmp_path, children):
+    """The worker may take 300 MB more than it has when its first job is done."""
+    model = BERT + ",max_position_embeddings=40000"
+    spec = {"models": [model], "layers": 0, "lengths": [6, 30000], "samples": 1, "tokens": False}
+    (tmp_path / "text.txt").write_text(TEXT * 20)
+
+    def narrow() -> None:
+        status = Path(f"/proc/{children[0].pid}/status").read_text()
+        (size,) = [int(x.split()[1]) for x in status.splitlines() if x.startswith("VmSize")]
+        limit = 1024 * size + 300 * 2**20
+        resource.prlimit(children[0].pid, resource.RLIMIT_AS, (limit, limit))
+
+    spec["texts"] = [str(tmp_path / "text.txt")]
+    rows = ls.sweep(spec, tmp_path / "run", workers=1, progress=at(1, narrow))
+    assert len(children) == 1  # the worker goes on
+    assert [r.status for r in rows] == ["converged", "failed"]
+    assert "memory" in (rows[1].error or "")
+
+
+def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
+    """As the system does when memory runs out; here by a worker that answers nothing else."""
+    stub = (
+        "import sys, os, json\n"
+        "sys.stdin.readline()\n"
+        "for line in sys.stdin:\n"
+        "    for job in json.loads(line)[0]:\n"
+        "        if job[9] == 1: os.kill(os.getpid(), 9)\n"
+        "        print(json.dumps([job[0], job[1], {}, []]), flush=True)\n"
+    )
+    monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", stub])
+    request = read_spec(SPEC | {"inputs": "real", "samples": 1})
+    shapes = [Shape(3, None)]
+    jobs = plan(request.spec, shapes)
+    assert [job.layer for job in jobs] == [0, 1, 2]
+    found = [one for some in local.local_results(request, shapes, jobs, 2) for one in some]
+    assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
+    (lost,) = [one for one in found if one.finished]
+    (row,) = [each.row for each in lost.finished]
+    assert (lost.job, row.layer, row.status) == (jobs[1].id, 1, "failed")
+    assert row.error == (
+        "The worker process was killed by SIGKILL, perhaps for want of memory, 3 times in a row."
+    )
+
+
+def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
+    request = read_spec(SPEC)
+    shapes = [Shape(2, None)]
+    jobs = plan(request.spec, shapes)
+    for command, expected in (
+        ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its first"),
+        (["/no/such/python"], "could not start"),
+    ):
+        monkeypatch.setattr(local, "COMMAND", command)
+        with pytest.raises(InputError, match=expected) as caught:
+            list(local.local_results(request, shapes, jobs, 1))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_second_driver_is_refused(tmp_path):
+    spec = read_spec(SPEC).spec
+    with RunFolder(tmp_path / "run", spec.as_dict()):
+        with pytest.raises(InputError, match="in use by another process") as caught:
+            ls.sweep(SPEC, tmp_path / "run")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=r"another specification \(it differs in samples\)"):
+        ls.sweep(SPEC | {"samples": 5}, tmp_path / "run")
+
+
+def test_a_model_that_was_changed_is_not_mixed_in(tmp_path, uninterrupted):
+    del uninterrupted
+    spec = read_spec(SPEC).spec
+    with RunFolder(tmp_path, spec.as_dict()) as folder:
+        folder.add_model("lm", {"revision": "sha256:1", "layers": 2})
+        folder.add_model("lm", {"revision": "sha256:1", "layers": 2})
+        with pytest.raises(InputError, match=r"`lm` should be the model.*differs in revision"):
+            folder.add_model("lm", {"revision": "sha256:2", "layers": 2})
+
+
+BEFORE = {
+    "a layer": ({"layers": [2]}, "`layers` should be between 0 and 1"),
+    "a length": ({"lengths": [6, 100000]}, "should be at most 512, the positions"),
+    "a map": ({"models": ["random:gpt2:n_embd=12,n_head=3,n_layer=1"], "maps": ["normed"],
+               "inputs": "real", "theorems": "none", "modules": "nothing"}, "modules|attention"),
+    "a model": ({"models": ["random:brt"]}, "nearest are bert"),
+    "workers": ({}, "`workers` should be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_what_no_job_could_answer_is_said_before_any_begins(tmp_path, what, children):
+    change, expected = BEFORE[what]
+    with pytest.raises(InputError, match=expected) as caught:
+        ls.sweep(SPEC | change, tmp_path / "run", workers=0 if what == "workers" else 1)
+    assert "\n" not in str(caught.value) and children == []
+
+
+def test_rows_of_a_killed_run_can_be_looked_at(tmp_path, uninterrupted):
+    """The half that is there, in every reader; nothing of lipscope needs to run."""
+    os.makedirs(tmp_path / "run")
+    data = (uninterrupted / "rows.jsonl").read_bytes()
+    (tmp_path / "run" / "rows.jsonl").write_bytes(data[: len(data) // 2])
+    (tmp_path / "run" / "manifest.json").write_bytes((uninterrupted / "manifest.json").read_bytes())
+    found = rows_of(tmp_path / "run")
+    assert 0 < len(found) < JOBS
