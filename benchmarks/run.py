@@ -47,6 +47,8 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     import stopping
     import where
 
+    import sweeps
+
     return {
         "speed": lambda: speed.section(quick=quick, threads=threads),
         "profile": lambda: where.section(quick=quick),
@@ -58,6 +60,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),
+        "sweeps": lambda: sweeps.section(quick=quick),
         "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 

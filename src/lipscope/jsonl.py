@@ -29,11 +29,13 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
     """
     if not lines:
         return
-    with path.open("ab") as file:
+    # No buffer: closing would try once more to write what did not fit, behind the cut.
+    with path.open("ab", buffering=0) as file:
         end = file.tell()
+        left = memoryview("".join(line + "\n" for line in lines).encode())
         try:
-            file.write("".join(line + "\n" for line in lines).encode())
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
             _cut(path, end)

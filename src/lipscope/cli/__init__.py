@@ -12,7 +12,18 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import attack, bounds, certify, doctor, measure, report, reproduce, rows, sweep, theorems
+from lipscope.cli import (
+    attack,
+    bounds,
+    certify,
+    doctor,
+    measure,
+    report,
+    reproduce,
+    rows,
+    sweep,
+    theorems,
+)
 from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 

@@ -1,0 +1,165 @@
+"""Sweeps at scale: planning, the overhead of a job, reading rows back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import Section, Target, milliseconds, say, table
+
+import lipscope as ls
+from lipscope.folder import Finished, RunFolder
+from lipscope.record import Measurement
+from lipscope.sweep import read_spec
+from lipscope.sweep.bench import Bench
+from lipscope.sweep.local import cores
+from lipscope.sweep.plan import Shape, plan
+
+TINY = "random:bert:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16"
+_PLAN = """
+import resource, sys, time
+began = time.perf_counter()
+from lipscope.sweep import read_spec
+from lipscope.sweep.plan import Shape, plan
+loaded = time.perf_counter()
+spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",
+                  "samples": int(sys.argv[1]), "seeds": "0:9"}).spec
+jobs = plan(spec, [Shape(10, None)] * 10)
+ended = time.perf_counter()
+print(len(jobs), loaded - began, ended - loaded,
+      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def section(*, quick: bool) -> Section:
+    """The scale that a thesis may reach; figures of one process, nothing else running."""
+    count = 10_000 if quick else 100_000
+    out = Section("Sweeps")
+    out.add(
+        f"""{count:,} jobs and {count:,} rows, as from 10 models, 10 layers, 10 lengths, 10 seeds
+and {count // 10_000} samples. *Planning* is reading the specification and listing the jobs with
+their ids, in a process of its own; its memory is that process's peak, torch included. *Overhead*
+is the time of a sweep with one worker, from the first to the last job, less the time of the same
+jobs done one after the other without driver, files and messages; with and without the 16 tokens
+of each row."""
+    )
+    words = _run(_PLAN, str(count // 10_000)).split()
+    jobs, imported, planned, memory = int(words[0]), *map(float, words[1:])
+    assert jobs == count
+    lines = [
+        [
+            f"import, then plan {count:,} jobs",
+            f"{imported:.1f} s + {planned:.1f} s, {memory:.0f} MB",
+        ]
+    ]
+    out.targets = [
+        Target(f"plan {count:,} jobs: below 10 s", f"{planned:.1f} s", planned < 10),
+        Target(f"plan {count:,} jobs: below 500 MB", f"{memory:.0f} MB", memory < 500),
+    ]
+    for tokens in (True, False):
+        spent = overhead(100 if quick else 1000, tokens=tokens)
+        kind = "with tokens" if tokens else "without"
+        lines.append([f"overhead of a job, {kind}", f"{milliseconds(spent)} ms"])
+        out.targets.append(
+            Target(
+                f"overhead of a job, {kind}: below 5 ms", f"{milliseconds(spent)} ms", spent < 5e-3
+            )
+        )
+    lines += _folder(count)
+    out.add(table(["what", "takes"], lines))
+    return out
+
+
+def overhead(samples: int, *, tokens: bool) -> float:
+    """Seconds that a job takes in a sweep with one worker beside the job itself."""
+    asked: dict[str, Any] = {"models": [TINY], "lengths": [16], "samples": samples}
+    asked["tokens"] = tokens
+    request = read_spec(asked)
+    jobs = plan(request.spec, [Shape(2, None)])
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        ls.sweep(
+            asked,
+            Path(folder) / "run",
+            workers=1,
+            progress=lambda done, total, row: times.append(time.perf_counter()) if done else None,
+        )
+    swept = (times[-1] - times[0]) / (len(jobs) - 1)
+    torch.set_num_threads(cores())
+    bench = Bench(request.spec, request.texts)
+    bench.result(jobs[0], Shape(2, None))
+    began = time.perf_counter()
+    for job in jobs[1:]:
+        bench.result(job, Shape(2, None))
+    return swept - (time.perf_counter() - began) / (len(jobs) - 1)
+
+
+def _folder(count: int) -> list[list[str]]:
+    """A folder of so many rows, written in portions, read back, and opened to go on."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "run"
+        say(f"sweeps: writing {count:,} rows")
+        with RunFolder(path, {}) as folder:
+            for start in range(0, count, 1000):
+                folder.extend([Finished(_row(i)) for i in range(start, start + 1000)])
+            compacted = _timed(folder.compact)
+        read = _timed(lambda: ls.read_run(path).measurements())
+        opened = _timed(lambda: RunFolder(path, {}).done)
+    return [
+        [f"compact {count:,} rows", f"{compacted:.1f} s"],
+        [f"read {count:,} rows back, as records", f"{read:.1f} s"],
+        ["open the folder to go on", f"{opened:.1f} s"],
+    ]
+
+
+def _row(i: int) -> Measurement:
+    return Measurement(
+        id=f"{i:016x}",
+        model=f"model-{i % 10}",
+        weights="float32",
+        layer=i // 10 % 10,
+        map="attention",
+        metric="frobenius",
+        move="all",
+        read="all",
+        input="text",
+        num_tokens=10 * (1 + i // 100 % 10),
+        sample=i // 1000,
+        sigma=1.0 + i / 7,
+        upper=1.1 + i / 7,
+        delta=1e-6,
+        status="converged",
+        solver_residual=1e-4,
+        products=30,
+        relative=0.5,
+        top_token=0,
+        top_share=0.9,
+        radius_max=1.0,
+        radius_rms=1.0,
+        input_norm=1.0,
+        output_norm=1.0,
+        seconds=0.1,
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        tokens_sha256=f"{i % 10000:064x}",
+        version="0",
+    )
+
+
+def _timed(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _run(code: str, *arguments: str) -> str:
+    """What a program prints in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout

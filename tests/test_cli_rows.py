@@ -1,0 +1,119 @@
+"""`lipscope rows`: any selection of a run folder, printed and exported."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import duckdb
+import polars
+import pytest
+
+from lipscope import cli
+from lipscope.folder import RunFolder
+from rows import KEYS, SPEC, row, tokens_of
+from test_run import bound_of
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    with RunFolder(tmp_path / "run", SPEC) as run:
+        for layer in range(4):
+            one = row(layer=layer, sigma=2.0 + layer, model="a_b & c")
+            run.append(one, tokens_of(one, ["x"] * (layer + 1)), [bound_of(one, 3.0 * (layer + 2))])
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def called(monkeypatch, capfdbinary):
+    def call(*words: object) -> tuple[int, bytes, str]:
+        monkeypatch.setattr(sys, "argv", ["lipscope", "rows", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capfdbinary.readouterr()
+        assert isinstance(end.value.code, int)
+        return end.value.code, said.out, said.err.decode()
+
+    return call
+
+
+WHERE = {
+    "layer >= 2 and sigma < 5": [2],
+    "sigma = (select max(sigma) from rows)": [3],
+    "id in (select id from bounds where value > 10)": [2, 3],
+    "id in (select id from tokens group by id having count(*) = 2)": [1],
+    "model like 'a%' order by sigma desc limit 2": [3, 2],
+    "top_share > 1": [],
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_selection_is_the_one_that_duckdb_makes(folder, called, where):
+    status, out, _ = called(folder, "--where", where, "--to", "json")
+    assert status == 0
+    found = json.loads(out)
+    assert [one["layer"] for one in found] == WHERE[where]
+    with duckdb.connect() as db:
+        for name in ("rows", "tokens", "bounds"):
+            db.sql(f"create view {name} as select * from '{folder}/{name}.parquet'")
+        expected = db.sql(f"select layer from rows where {where}").fetchall()
+    assert sorted(one["layer"] for one in found) == sorted(x for (x,) in expected)
+
+
+def test_every_form_holds_the_same_rows(folder, called, tmp_path):
+    expected = polars.read_parquet(folder / "rows.parquet")
+    assert expected.columns == KEYS
+    _, out, _ = called(folder, "--to", "csv")
+    text = polars.read_csv(io.BytesIO(out), schema=expected.schema)
+    assert text.equals(expected)
+    _, out, _ = called(folder, "--to", "parquet")
+    assert polars.read_parquet(io.BytesIO(out)).equals(expected)
+    status, out, _ = called(folder, "--out", tmp_path / "x.parquet")
+    assert (status, out) == (0, b"")
+    assert polars.read_parquet(tmp_path / "x.parquet").equals(expected)
+    _, out, _ = called(folder, "--to", "json")
+    assert json.loads(out) == expected.to_dicts()
+
+
+def test_latex_escapes_what_it_must(folder, called, tmp_path):
+    with RunFolder(folder, SPEC) as run:
+        run.append(row(layer=9, sigma=None, model="other%"))
+    status, out, _ = called(folder, "--to", "latex")
+    lines = out.decode().splitlines()
+    assert status == 0
+    assert lines[0] == r"\begin{tabular}{lrrrrrrl}" and lines[-1] == r"\end{tabular}"
+    assert lines[2] == (
+        r"model & layer & num\_tokens & sample & sigma & upper & relative & status \\"
+    )
+    assert lines[4] == r"a\_b \& c & 0 & 16 & 0 & 2.000 & 2.040 & 0.5000 & converged \\"
+    assert lines[8] == r"other\% & 9 & 16 & 0 & -- & -- & 0.5000 & converged \\"
+
+
+def test_a_table_shows_what_varies(folder, called):
+    status, out, _ = called(folder)
+    text = out.decode()
+    assert status == 0 and "4 rows" in text
+    assert "sigma" in text and "5.000" in text and "frobenius" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--where", "sigm > 1"], "`--where` should be an SQL condition. Found `sigm > 1`"),
+        (["--where", "sigma >"], "`--where` should be an SQL condition"),
+        (["--to", "xml"], "`--to` should be one of csv, parquet, json, latex. Found `xml`"),
+        (["--out", "x.xml"], "`--out` should end in .csv, .parquet, .json, .tex"),
+        (["--to", "csv", "--out", "/no/such/x.csv"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line(folder, called, words, expected):
+    status, out, err = called(folder, *words)
+    assert (status, out) == (2, b"") and expected in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_what_is_no_run_folder(called, tmp_path):
+    status, _, err = called(tmp_path)
+    assert status == 2 and "should be a run folder" in err

@@ -1,0 +1,61 @@
+"""Sweeps on a real Dask cluster: a scheduler and worker processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from distributed import LocalCluster
+
+import lipscope as ls
+from lipscope.errors import InputError
+from sweeps import JOBS, SPEC, same_run
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "local"
+    ls.sweep(SPEC, folder, workers=1)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dask, about a worker that was killed
+def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_path, local):
+    killed: list[int] = []
+    with LocalCluster(
+        n_workers=2,
+        threads_per_worker=1,
+        processes=True,
+        host="127.0.0.1",
+        dashboard_address=None,
+        silence_logs=50,
+    ) as cluster:
+
+        def kill(done: int, total: int, row: object) -> None:
+            del total, row
+            if done and not killed:
+                worker = next(iter(cluster.workers.values()))
+                killed.append(worker.pid)
+                os.kill(worker.pid, signal.SIGKILL)
+
+        rows = ls.sweep(SPEC, tmp_path / "run", cluster=cluster.scheduler_address, progress=kill)
+    assert killed and len(rows) == JOBS
+    same_run(tmp_path / "run", local)
+
+
+def test_no_scheduler_is_one_line(tmp_path, monkeypatch):
+    from lipscope.sweep import cluster
+
+    monkeypatch.setattr(cluster, "_CONNECT", "1s")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        for where in (address, "nowhere"):
+            with pytest.raises(InputError, match="`--cluster` should be the address") as caught:
+                ls.sweep(SPEC, tmp_path / "run", cluster=where)
+            assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match="exclude each other"):
+        ls.sweep(SPEC, tmp_path / "run", cluster=address, workers=2)
