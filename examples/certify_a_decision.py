@@ -14,6 +14,7 @@ classifier = classifier_of_texts("minilm", [good, bad], layer=3)
 
 text = "We loved every minute of this lovely picture, and the actors were a joy to watch. " * 2
 layer, x = ls.capture("minilm", text, layer=3, length=12)
+assert isinstance(layer, ls.Attention)
 
 for ball in ("token", "frobenius"):
     proved = ls.certified_radius(layer, x, classifier.weight, bias=classifier.bias, ball=ball)

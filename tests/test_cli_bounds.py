@@ -248,7 +248,7 @@ def test_the_page_of_theorems_is_up_to_date(command):
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
         (["certify", BERT, *BETWEEN[:2]], ["two classes at least"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
-        (["certify", GEMMA, *BETWEEN], ["not available for this layer", "soft-caps"]),
+        (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
         (["certify", BERT, "--random", "-1"], ["random"]),
         (["theorems", "--kind", "upward"], ["upper, lower"]),
