@@ -203,10 +203,8 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:
-        text = str(problem).split("\n")[0]
-        raise InputError(
-            f"`device` should be a device of this machine. Found `{name}`: {text}"
-        ) from None
+        why = str(problem).split("\n")[0]
+        raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
     return device
 
 
