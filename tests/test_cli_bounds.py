@@ -211,8 +211,10 @@ def test_theorems(command):
 
 
 def test_the_page_of_theorems_is_up_to_date(command):
-    """`lipscope theorems --markdown > docs/theorems.md`."""
+    """`lipscope theorems --markdown > docs/theorems.md`, `--families > docs/families.md`."""
     assert command("theorems", "--markdown").out == PAGE.read_text(encoding="utf-8")
+    families = PAGE.with_name("families.md").read_text(encoding="utf-8")
+    assert command("theorems", "--families").out == families
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from lipscope.capture import LayerMap, attention_sites, build_map, prepared, trace
+from lipscope.capture import LayerMap, attention_sites, build_map, families, prepared, trace
 from lipscope.errors import InputError
 from lipscope.operator import materialise
 from lipscope.singular import top_singular
@@ -198,6 +198,7 @@ def traced(
                 foreign(ready)
             return build_map(record, layer_of(family), name, **more)
 
+        build.site = record.calls[layer_of(family)].module
         yield build
 
 
@@ -257,6 +258,20 @@ def check_heads(closed: LayerMap, generic: LayerMap, heads: int = HEADS) -> None
     agree(ours.rmv(g), truth.rmv(g))
 
 
+def check_registry(layer: LayerMap, kind: str) -> None:
+    """What the table of families says of the scores is what was read."""
+    attention: Any = layer.attention
+    found = {
+        "soft cap": attention.softcap is not None,
+        "normalised": attention.query_norm is not None,
+        "relative bias": attention.score_bias is not None,
+        "rotary": attention.rotary is not None,
+        "plain": True,
+    }
+    scores = next(name for name, is_so in found.items() if is_so)
+    assert [one.scores for one in families() if kind in one.classes] == [scores]
+
+
 # Maps that a family does not have: DINOv2 scales before it adds, OLMo-2 has no norm before.
 LACKING = {
     "dinov2": ("residual",),
@@ -273,6 +288,7 @@ def test_every_map_of_every_family(family):
         for name in LACKING.get(family, ()):
             with pytest.raises(InputError, match=name):
                 build(name)
+        check_registry(maps["attention"][0], type(build.site).__name__)
         seen = {name: check(*pair) for name, pair in maps.items()}
         heads = 2 if family == "gpt_neox" else HEADS
         for name in ("heads", "attention", "normed"):

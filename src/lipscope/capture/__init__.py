@@ -24,7 +24,7 @@ from lipscope.capture.models import LoadedModel, adopt_model, load_model
 from lipscope.capture.padding import without_padding
 from lipscope.capture.prepare import implementation_for, prepared
 from lipscope.capture.samples import Sample, moved, samples_of
-from lipscope.capture.sites import SIDES, Side, attention_sites, reader_of, why_run
+from lipscope.capture.sites import SIDES, Side, attention_sites, families, reader_of, why_run
 from lipscope.capture.trace import trace
 from lipscope.capture.windows import Window, default_text, whole_text, windows_of_text
 
@@ -46,6 +46,7 @@ __all__ = [
     "check_request",
     "default_text",
     "distilbert",
+    "families",
     "gemma",
     "gpt2",
     "gpt_neox",

@@ -9,20 +9,20 @@ from lipscope.capture.llama import grouped
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("GemmaAttention")
+@family("GemmaAttention", scores="rotary")
 def gemma(call: AttentionCall) -> DotProduct:
     """Read the four projections; the width of a head is not that of the model's share."""
     return grouped(call)
 
 
-@family("Gemma2Attention")
+@family("Gemma2Attention", scores="soft cap")
 def gemma2(call: AttentionCall) -> DotProduct:
     """Read the four projections and the soft cap; every other layer has a window."""
     module: Any = call.module
     return grouped(call, softcap=module.attn_logit_softcapping)
 
 
-@family("Gemma3Attention")
+@family("Gemma3Attention", scores="normalised")
 def gemma3(call: AttentionCall) -> DotProduct:
     """Read the four projections and both norms; its eager attention knows no soft cap."""
     query, key = (_norm(module) for module in (call.module.q_norm, call.module.k_norm))

@@ -9,7 +9,7 @@ from lipscope.capture.affine import Affine, affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("GPTNeoXAttention")
+@family("GPTNeoXAttention", scores="rotary")
 def gpt_neox(call: AttentionCall) -> DotProduct:
     """Read ``query_key_value`` and ``dense``; the rotary embedding turns part of a head."""
     module: Any = call.module

@@ -14,6 +14,7 @@ from lipscope.capture.sites import AttentionCall, family
     "MistralAttention",
     "MixtralAttention",
     "Qwen2Attention",
+    scores="rotary",
 )
 def llama(call: AttentionCall) -> DotProduct:
     """Read the four projections."""

@@ -9,7 +9,7 @@ from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("MPNetSelfAttention")
+@family("MPNetSelfAttention", scores="relative bias")
 def mpnet(call: AttentionCall) -> DotProduct:
     """Read ``q``, ``k``, ``v``, ``o`` and the bias that is passed in."""
     module: Any = call.module

@@ -9,7 +9,7 @@ from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("Phi3Attention")
+@family("Phi3Attention", scores="rotary")
 def phi3(call: AttentionCall) -> DotProduct:
     """Read ``qkv_proj`` and ``o_proj``; the rotary embedding may turn part of a head."""
     module: Any = call.module

@@ -9,7 +9,7 @@ from lipscope.capture.llama import grouped
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("Qwen3Attention", "Qwen3MoeAttention", "Olmo2Attention")
+@family("Qwen3Attention", "Qwen3MoeAttention", "Olmo2Attention", scores="normalised")
 def qwen3(call: AttentionCall) -> DotProduct:
     """Read the four projections, ``q_norm`` and ``k_norm``, as wide as a head or as all."""
     query, key = (_norm(module) for module in (call.module.q_norm, call.module.k_norm))

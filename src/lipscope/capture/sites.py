@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,14 +86,49 @@ class NotCoveredError(Exception):
 
 Reader = Callable[[AttentionCall], Attention]
 _FAMILIES: dict[str, tuple[str, Reader]] = {}
+Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family whose weights are read.
+
+    Attributes:
+        reader: How.
+        classes: Names of its attention modules.
+        scores: What its logits are besides inner products, masks and windows.
+    """
+
+    reader: Reader
+    classes: tuple[str, ...]
+    scores: Scores
+
+    @property
+    def title(self) -> str:
+        """What the file that reads it says it is."""
+        text = inspect.getmodule(self.reader)
+        return (text.__doc__ or "").strip().splitlines()[0] if text is not None else ""
+
+
+_REGISTRY: list[Family] = []
+
+
+def families() -> list[Family]:
+    """Every family with a closed form."""
+    return sorted(_REGISTRY, key=lambda one: one.reader.__name__)
+
+
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
 _OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
 
-def family(*class_names: str, package: str = "transformers") -> Callable[[Reader], Reader]:
+def family(
+    *class_names: str, package: str = "transformers", scores: Scores = "plain"
+) -> Callable[[Reader], Reader]:
     """Register how to read the weights of a package's attention modules with these names."""
 
     def register(reader: Reader) -> Reader:
+        _REGISTRY.append(Family(reader, class_names, scores))
         _FAMILIES.update(dict.fromkeys(class_names, (package, reader)))
         return reader
 

@@ -11,7 +11,7 @@ from lipscope.capture.affine import affine, dot_product
 from lipscope.capture.sites import AttentionCall, family
 
 
-@family("T5Attention", "MT5Attention")
+@family("T5Attention", "MT5Attention", scores="relative bias")
 def t5(call: AttentionCall) -> DotProduct:
     """Read ``q``, ``k``, ``v``, ``o`` and the bias that is passed in or computed here."""
     module: Any = call.module

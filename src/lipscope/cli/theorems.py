@@ -30,6 +30,9 @@ def theorems(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="The page docs/theorems.md.")
     ] = False,
+    families: Annotated[
+        bool, typer.Option("--families", help="The page docs/families.md.")
+    ] = False,
 ) -> None:
     """List every bound: statement, source, scope, metric."""
     for name, value, choices in (
@@ -40,6 +43,11 @@ def theorems(
             raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
     from lipscope.bounds import catalogue
 
+    if families:
+        from lipscope.cli.families import page as families_page
+
+        sys.stdout.write(families_page())
+        return
     chosen = [one for one in catalogue() if kind in (None, one.kind) and scope in (None, one.scope)]
     if jsonl:
         for one in chosen:
