@@ -18,6 +18,7 @@ from lipscope.growth import growth
 from rows import row as measurement
 
 BERT = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=128"
+LONG = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=512"
 GPT2 = "random:gpt2:n_embd=12,n_head=3,n_layer=2,n_positions=128,vocab_size=300"
 
 
@@ -157,3 +158,15 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         n = int(size)
         if n % 2:
             assert float(last) == pytest.approx((n - 1) / n, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["figure2", "figure4", "large-radius", "looseness", "long-context", "scaling-factor"]
+)
+def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
+    found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / "a")
+    assert found.claims and found.tables
+    text = (tmp_path / "a" / "findings.md").read_text()
+    assert "nan" not in text.split("\n## ")[0]
+    assert list((tmp_path / "a").glob("*.png"))
