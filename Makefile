@@ -57,7 +57,7 @@ chromium: $(VENV)/.dev  ## find or fetch the browser for the tests of the page
 	  $(BIN)/python tests/browser.py || { \
 	    echo "No Chromium was found or fetched: install one, or set LIPSCOPE_CHROMIUM."; exit 1; }; }
 
-bench: $(VENV)/.bench  ## compare speed with other solvers (writes docs/benchmarks.md)
+bench: $(VENV)/.bench chromium  ## compare speed with other solvers (writes docs/benchmarks.md)
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.dev  ## build the pages into site/

@@ -43,6 +43,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     import counts
     import memory
     import products
+    import report
     import speed
     import stopping
     import where
@@ -61,6 +62,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),
         "sweeps": lambda: sweeps.section(quick=quick),
+        "page": lambda: report.section(quick=quick),
         "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 

@@ -141,6 +141,19 @@ def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:
         assert part in said, part
 
 
+def test_every_further_row_takes_little_room(tmp_path: Path) -> None:
+    """Ten thousand rows would stay below five megabytes; the slow test has them all."""
+    sizes = []
+    for layers in (1, 10):
+        rows = grown(layers=layers, heads=2, lengths=(16, 32, 64, 128, 256), samples=5)
+        run = written(tmp_path / f"run-{layers}", rows)
+        (made,) = report([run], tmp_path / "report.html")
+        sizes.append(made.stat().st_size)
+    each = (sizes[1] - sizes[0]) / 450
+    assert sizes[0] + 10_000 * each < 5_000_000
+
+
+@pytest.mark.slow
 def test_ten_thousand_rows_stay_below_five_megabytes(tmp_path: Path) -> None:
     rows = grown(layers=20, heads=5, lengths=(16, 32, 64, 128, 256), samples=20)
     assert len(rows) == 10_000

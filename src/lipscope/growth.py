@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import special
@@ -27,6 +27,8 @@ LACK_OF_FIT = 0.01
 """A lack-of-fit p-value below this withdraws the power law."""
 
 RESAMPLES = 10_000
+
+Of = Literal["sigma", "sigma_rest"]
 
 
 class Group(NamedTuple):
@@ -136,7 +138,9 @@ def usable(sigma: float | None) -> bool:
     return sigma is not None and math.isfinite(sigma) and sigma > 0
 
 
-def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growth | None:
+def growth(
+    rows: Sequence[Measurement], *, paired: bool, seed: int = 0, of: Of = "sigma"
+) -> Growth | None:
     """The exponent of sigma in the number of tokens, with its interval and its test.
 
     The slope is the least-squares slope of ``log sigma`` on ``log n`` over all rows. The
@@ -156,6 +160,7 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
         paired: Whether one sample index is the same passage at every length (windows
             "spread"), rather than a fresh one (windows "consecutive").
         seed: Seed of the bootstrap.
+        of: What grows: sigma, or sigma with the top token held fixed.
 
     Returns:
         The growth, or None below three lengths with a finite, positive sigma.
@@ -168,7 +173,7 @@ def growth(rows: Sequence[Measurement], *, paired: bool, seed: int = 0) -> Growt
             "`rows` should be of one layer, head, map, metric, move and read. Found "
             f"{len(groups(rows))} different groups; take them from `groups(rows)`."
         )
-    logs = _log_sigma(rows)
+    logs = _log_sigma(rows, of)
     lengths = sorted({n for n, _ in logs})
     if len(lengths) < 3:
         return None
@@ -286,11 +291,12 @@ def format_p(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
-def _log_sigma(rows: Sequence[Measurement]) -> dict[tuple[int, int], float]:
+def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], float]:
     """``log sigma`` by (length, sample), of the rows that have one."""
     logs: dict[tuple[int, int], float] = {}
     for row in rows:
-        if row.sigma is None or not usable(row.sigma):
+        sigma: float | None = getattr(row, of)
+        if sigma is None or not usable(sigma):
             continue
         key = (row.num_tokens, row.sample)
         if key in logs:
@@ -298,7 +304,7 @@ def _log_sigma(rows: Sequence[Measurement]) -> dict[tuple[int, int], float]:
                 "`rows` should hold one row for each sample and length. Found two for "
                 f"sample {row.sample} at {row.num_tokens} tokens."
             )
-        logs[key] = math.log(row.sigma)
+        logs[key] = math.log(sigma)
     return logs
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from lipscope.errors import InputError
-from lipscope.growth import Growth, growth
+from lipscope.growth import Growth, Of, growth
 from lipscope.marks import layer_labels, positive, tick_values
 from lipscope.page.items import REAL, Item
 from lipscope.record import Measurement
@@ -17,8 +17,8 @@ from lipscope.record import Measurement
 MAX_POINTS = 10_000
 """Rows that a page carries one by one; beyond, a part of them."""
 
-MAX_CURVES = 3_000
-"""Curves (a layer or head of one setting) whose means and exponents a page carries."""
+MAX_CURVES = 1_500
+"""Curves whose means and exponents a page carries: layers first, then single heads."""
 
 _WORST = 20  # rows of a setting that are carried whatever their number
 SETTING = ("model", "map", "metric", "move", "read")
@@ -59,7 +59,7 @@ def points_of(items: Sequence[Item]) -> Points:
     curves: dict[tuple[Any, ...], list[Item]] = {}
     for item in items:
         curves.setdefault(item.curve, []).append(item)
-    kept = _evenly(list(curves), MAX_CURVES)
+    kept = _layers_first(list(curves))
     remarks = []
     if len(carried) < len(items):
         remarks.append(
@@ -68,8 +68,8 @@ def points_of(items: Sequence[Item]) -> Points:
         )
     if len(kept) < len(curves):
         remarks.append(
-            f"Lines and exponents show {len(kept):,} of {len(curves):,} layers and heads, evenly "
-            "chosen."
+            f"Lines and exponents show {len(kept):,} of {len(curves):,} curves: layers first, "
+            "single heads evenly chosen."
         )
     index = {s: k for k, s in enumerate(settings)}
     samples = sorted({item.row.sample for item in items})
@@ -132,17 +132,20 @@ def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
         "rows": len(items),
         "deltas": sorted({item.row.delta for item in items}),
         "axes": {
-            name: {
-                kind: axes([i.row for i in drawn if (i.row.head is None) == together and wanted(i)])
-                for kind, wanted in (("every", bool), (REAL, _is_real))
-            }
-            for name, together in (("all", True), ("heads", False))
+            "all": _both([item for item in drawn if item.row.head is None]),
+            "heads": _both([item for item in drawn if item.row.head is not None]),
         },
     }
 
 
-def _is_real(item: Item) -> bool:
-    return item.kind == REAL
+def _both(items: Sequence[Item]) -> dict[str, Any]:
+    """The axes of all rows, and those of rows on real inputs."""
+    real = [item.row for item in items if item.kind == REAL]
+    found = axes(real)
+    return {
+        REAL: found,
+        "every": found if len(real) == len(items) else axes([item.row for item in items]),
+    }
 
 
 def axes(rows: Sequence[Measurement]) -> dict[str, Any] | None:
@@ -198,6 +201,13 @@ def _evenly(things: list[Any], count: int) -> list[Any]:
     if len(things) <= count:
         return things
     return [things[k * len(things) // count] for k in range(count)]
+
+
+def _layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """All curves, or as many as are carried: whole layers, then an even part of the heads."""
+    layers = _evenly([c for c in curves if c[-1] is None], MAX_CURVES)
+    heads = _evenly([c for c in curves if c[-1] is not None], MAX_CURVES - len(layers))
+    return [*layers, *heads]
 
 
 def _point(item: Item, setting: int) -> dict[str, Any]:
@@ -272,18 +282,17 @@ def _fits(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
     rows, paired = [item.row for item in items], all(item.paired for item in items)
     found = [(first.kind, _growth(rows, paired=paired))]
     if first.kind == REAL and any(row.sigma_rest for row in rows):
-        rest = [replace(row, sigma=row.sigma_rest) for row in rows]
-        found.append(("rest", _growth(rest, paired=paired)))
+        found.append(("rest", _growth(rows, paired=paired, of="sigma_rest")))
     where = {"s": setting, "layer": label(first.row.layer), "head": first.row.head}
     return [where | {"kind": kind} | _fit(fit) for kind, fit in found if fit is not None]
 
 
-def _growth(rows: Sequence[Measurement], *, paired: bool) -> Growth | None:
+def _growth(rows: Sequence[Measurement], *, paired: bool, of: Of = "sigma") -> Growth | None:
     try:
-        return growth(rows, paired=paired)
+        return growth(rows, paired=paired, of=of)
     except InputError:  # the same sample twice, from several runs: other passages
-        alone = [replace(row, sample=k, model=rows[0].model) for k, row in enumerate(rows)]
-        return growth(alone, paired=False)
+        alone = [replace(row, sample=k, input=rows[0].input) for k, row in enumerate(rows)]
+        return growth(alone, paired=False, of=of)
 
 
 def _fit(fit: Growth) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""How long a report of many rows takes: read, written, and drawn by a browser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tables import Section, Target, table
+
+from lipscope.folder import RunFolder
+from lipscope.record import Measurement, TokenShare, provenance, to_line
+from lipscope.run import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+LENGTHS, SAMPLES = (4, 8, 16, 32), 10
+
+
+def section(*, quick: bool) -> Section:
+    """Seconds and megabytes of the page for 10,000 and 100,000 rows."""
+    out = Section("The page of many rows")
+    out.add(
+        f"""Rows made by a formula, of models with 25 layers and 10 heads, {SAMPLES} windows at
+each of {len(LENGTHS)} lengths, with all tokens of all windows; the folder has its Parquet
+copies, as every finished run has. *Report*: the whole command `lipscope report`, start of Python
+included. *Drawn*: from opening the file in headless Chromium until the last chart stands."""
+    )
+    rows = []
+    for count in (10_000,) if quick else (10_000, 100_000):
+        with tempfile.TemporaryDirectory() as folder:
+            megabytes, seconds, drawn = _measured(Path(folder), count)
+        rows.append([f"{count:,} rows", f"{megabytes:.1f}", f"{seconds:.1f}", f"{drawn:.1f}"])
+        if count == 10_000:
+            name = "page of 10,000 rows below 5 MB"
+            out.targets.append(Target(name, f"{megabytes:.1f} MB", megabytes < 5))
+        else:
+            name, both = "100,000 rows read and drawn below 20 s", seconds + drawn
+            out.targets.append(Target(name, f"{both:.1f} s", both < 20))
+    out.add(table(["folder", "page, MB", "report, s", "drawn, s"], rows))
+    return out
+
+
+def _measured(folder: Path, count: int) -> tuple[float, float, float]:
+    """Megabytes of the page, seconds of the command, seconds of the browser."""
+    run, page = folder / "run", folder / "report.html"
+    _write(run, count)
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "lipscope.cli", "report", str(run), "-o", str(page)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - began
+    return page.stat().st_size / 1e6, seconds, _drawn(page)
+
+
+def _drawn(page: Path) -> float:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from playwright.sync_api import sync_playwright
+
+    from browser import ARGUMENTS, find
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
+        opened = browser.new_page()
+        began = time.perf_counter()
+        opened.goto(page.as_uri())
+        opened.wait_for_function("document.documentElement.dataset.drawn === 'yes'", timeout=120e3)
+        seconds = time.perf_counter() - began
+        browser.close()
+    return seconds
+
+
+def _write(folder: Path, count: int) -> None:
+    """A finished run, with its Parquet copies."""
+    with RunFolder(folder, {"windows": "spread"}, provenance(device="cpu")):
+        pass
+    rows = list(_rows(count))
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(row.to_json() + "\n" for row in rows)
+    with (folder / "tokens.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(to_line(token) + "\n" for row in rows for token in _tokens(row))
+    read_run(folder)
+
+
+def _rows(count: int) -> Iterator[Measurement]:
+    for k in range(count):
+        sample, length = k % SAMPLES, LENGTHS[k // SAMPLES % len(LENGTHS)]
+        curve = k // (SAMPLES * len(LENGTHS))
+        head, layer, model = curve % 10, curve // 10 % 25, curve // 250
+        sigma = (1 + layer + head) * (1 + 0.1 * sample) * length**0.3
+        yield Measurement(
+            id=f"{k:016x}",
+            model=f"model-{model}",
+            weights="float32",
+            layer=layer,
+            head=head,
+            map="attention",
+            metric="frobenius",
+            move="all",
+            read="all",
+            input="text",
+            num_tokens=length,
+            sample=sample,
+            start=100 * sample,
+            sigma=sigma,
+            upper=1.05 * sigma,
+            delta=1e-6,
+            status="converged",
+            solver_residual=1e-4,
+            products=24,
+            relative=sigma / 2,
+            top_token=0,
+            top_share=0.9,
+            sigma_rest=sigma / 3,
+            frobenius=5 * sigma,
+            radius_max=10.0 + 0.01 * length,
+            radius_rms=9.0,
+            input_norm=9.0,
+            output_norm=18.0,
+            seconds=0.01,
+            dtype="float32",
+            device="cpu",
+            seed=0,
+            tokens_sha256=f"{length}/{sample}",
+            version="0",
+        )
+
+
+def _tokens(row: Measurement) -> Iterator[TokenShare]:
+    rest = 0.1 / max(row.num_tokens - 1, 1)
+    for k in range(row.num_tokens):
+        share = rest if k else 0.9
+        yield TokenShare(
+            id=row.id, index=k, text=f"word{k}", share_in=share, share_out=share, norm=1.0
+        )
