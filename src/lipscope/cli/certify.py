@@ -30,9 +30,7 @@ def certify(
         ),
     ] = "minilm",
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
-    eps: Annotated[
-        float | None, typer.Option(help="Radius of the ball around the input.  [default: 0.01]")
-    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
     ball: Annotated[
         str | None,
         typer.Option(
@@ -53,25 +51,21 @@ def certify(
             help="The same without a file: the nearest of these texts, one option each.",
         ),
     ] = None,
-    pool: Annotated[str, typer.Option(help="Of a decision: mean over tokens, or first.")] = "mean",
+    pool: Annotated[str, typer.Option(help="Pool by mean or first.")] = "mean",
     text: Annotated[
         str | None,
-        typer.Option(help="Text file, or - for standard input. Default: Python's manual."),
+        typer.Option(help="Text file, or -.  [default: Python's manual]"),
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
-    head: Annotated[
-        int | None, typer.Option(help="One query head alone.  [default: all together]")
-    ] = None,
+    head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
     map_name: Annotated[str, typer.Option("--map", help="attention or heads.")] = "attention",
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
-    sharp: Annotated[
-        bool, typer.Option(help="Also the sharpest bound at the input, which takes longer.")
-    ] = True,
+    sharp: Annotated[bool, typer.Option(help="Also the sharpest bound, slow.")] = True,
     random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
     ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random starts.")] = 0,
     special_tokens: Annotated[
-        bool, typer.Option(help="Put the model's special tokens around the window.")
+        bool, typer.Option(help="Put [CLS] and the like around.", show_default=False)
     ] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for row and worst inputs.")] = None,
     jsonl: Annotated[

@@ -85,6 +85,7 @@ def _version(row: Measurement) -> tuple[str, ...]:
         row.revision or "",
         row.weights,
         row.text or "",
+        "" if row.side == "self" else f"side {row.side}",
         row.dtype,
         f"seed {row.seed}",
     )
