@@ -25,9 +25,7 @@ _BALLS = ("token", "frobenius")
 def certify(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="[MODEL]", help="minilm, smollm2, a folder, a hub id, or random:FAMILY…"
-        ),
+        typer.Argument(metavar="[MODEL]", help="minilm, a folder, a hub id, random:FAMILY…"),
     ] = "minilm",
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
@@ -39,16 +37,13 @@ def certify(
     ] = None,
     read_out: Annotated[
         Path | None,
-        typer.Option(
-            help="A decision instead: matrix (classes, width) on the pooled output, .npy or "
-            ".safetensors."
-        ),
+        typer.Option(help="A decision: matrix (classes, width), .npy or .safetensors."),
     ] = None,
     between: Annotated[
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="The same without a file: the nearest of these texts, one option each.",
+            help="The same: nearest of these texts, one option each.",
         ),
     ] = None,
     pool: Annotated[str, typer.Option(help="Pool by mean or first.")] = "mean",
