@@ -198,8 +198,9 @@ def traced(
                 foreign(ready)
             return build_map(record, layer_of(family), name, **more)
 
-        build.site = record.calls[layer_of(family)].module
-        yield build
+        named: Any = build
+        named.site = record.calls[layer_of(family)].module
+        yield named
 
 
 def captured(model: nn.Module, inputs: Any, name: str, **options: Any) -> LayerMap:
