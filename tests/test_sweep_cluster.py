@@ -12,13 +12,15 @@ from distributed import LocalCluster
 
 import lipscope as ls
 from lipscope.errors import InputError
+from lipscope.sweep.local import cores
 from sweeps import JOBS, SPEC, same_run
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory) -> Path:
+    """With one thread for each worker, as on the cluster below: threads change the rounding."""
     folder = tmp_path_factory.mktemp("runs") / "local"
-    ls.sweep(SPEC, folder, workers=1)
+    ls.sweep(SPEC, folder, workers=cores())
     return folder
 
 
