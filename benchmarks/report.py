@@ -55,10 +55,10 @@ def _measured(folder: Path, count: int) -> tuple[float, float, float]:
 
 
 def _drawn(page: Path) -> float:
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.append(str(ROOT / "tests"))
     from playwright.sync_api import sync_playwright
 
-    from browser import ARGUMENTS, find
+    from browser import ARGUMENTS, find  # pyright: ignore[reportMissingImports]
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find(), args=ARGUMENTS)
