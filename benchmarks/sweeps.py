@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,6 @@ from lipscope.folder import Finished, RunFolder
 from lipscope.record import Measurement
 from lipscope.sweep import read_spec
 from lipscope.sweep.bench import Bench
-from lipscope.sweep.local import cores
 from lipscope.sweep.plan import Shape, plan
 
 TINY = "random:bert:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16"
@@ -45,9 +45,9 @@ def section(*, quick: bool) -> Section:
         f"""{count:,} jobs and {count:,} rows, as from 10 models, 10 layers, 10 lengths, 10 seeds
 and {count // 10_000} samples. *Planning* is reading the specification and listing the jobs with
 their ids, in a process of its own; its memory is that process's peak, torch included. *Overhead*
-is the time of a sweep with one worker, from the first to the last job, less the time of the same
-jobs done one after the other without driver, files and messages; with and without the 16 tokens
-of each row."""
+is the time of a job in a sweep with one worker, driver and worker on one and the same core, less
+the time of the same job without driver, files and messages; with and without the 16 tokens of
+each row. It means something on an idle machine only."""
     )
     words = _run(_PLAN, str(count // 10_000)).split()
     jobs, imported, planned, memory = int(words[0]), *map(float, words[1:])
@@ -82,22 +82,30 @@ def overhead(samples: int, *, tokens: bool) -> float:
     asked["tokens"] = tokens
     request = read_spec(asked)
     jobs = plan(request.spec, [Shape(2, None)])
-    times: list[float] = []
-    with tempfile.TemporaryDirectory() as folder:
-        ls.sweep(
-            asked,
-            Path(folder) / "run",
-            workers=1,
-            progress=lambda done, total, row: times.append(time.perf_counter()) if done else None,
-        )
-    swept = (times[-1] - times[0]) / (len(jobs) - 1)
-    torch.set_num_threads(cores())
-    bench = Bench(request.spec, request.texts)
-    bench.result(jobs[0], Shape(2, None))
-    began = time.perf_counter()
-    for job in jobs[1:]:
-        bench.result(job, Shape(2, None))
-    return swept - (time.perf_counter() - began) / (len(jobs) - 1)
+    times: list[tuple[int, float]] = []
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})  # inherited: driver and worker share this core
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            ls.sweep(
+                asked,
+                Path(folder) / "run",
+                workers=1,
+                progress=lambda done, *_: times.append((done, time.perf_counter())),
+            )
+        # From an early batch on: the first jobs wait for the worker to start and to load.
+        (first, began), (last, ended) = times[len(times) // 10], times[-1]
+        swept = (ended - began) / (last - first)
+        torch.set_num_threads(1)
+        bench = Bench(request.spec, request.texts)
+        for job in jobs[:first]:
+            bench.result(job, Shape(2, None))
+        began = time.perf_counter()
+        for job in jobs[first:]:
+            bench.result(job, Shape(2, None))
+        return swept - (time.perf_counter() - began) / (last - first)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _folder(count: int) -> list[list[str]]:
