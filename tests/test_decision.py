@@ -40,6 +40,7 @@ def largest_form(hessian: torch.Tensor, x: torch.Tensor, ball: str) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_second_derivative_exceeds_the_curvature(kind: str, ball: str) -> None:

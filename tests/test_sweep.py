@@ -121,6 +121,7 @@ def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, m
     same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_and_started_again(tmp_path, uninterrupted):
     (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))  # JSON is YAML
     command = [sys.executable, "-m", "lipscope.cli", "sweep", "spec.yaml", "--workers", "1"]
@@ -149,6 +150,7 @@ def _children_of(pid: int) -> list[int]:
     return [int(word) for text in found for word in text.split()]
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_half_a_line(tmp_path, uninterrupted):
     """No file may grow beyond what three rows take; then there is room again."""
     folder = tmp_path / "run"

@@ -25,6 +25,7 @@ def local(tmp_path_factory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")  # of Dask, about a worker that was killed
+@pytest.mark.slow
 def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_path, local):
     killed: list[int] = []
     with LocalCluster(

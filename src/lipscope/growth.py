@@ -1,8 +1,7 @@
 """Growth of sigma with the number of tokens: exponent, interval, and whether one fits.
 
-A power law ``sigma ~ n^s`` is a straight line of log sigma on log n. This module fits the
-line, says how far its slope moves when other passages are drawn, and tests whether a line
-is an adequate description at all.
+A power law ``sigma ~ n^s`` is a line of log sigma on log n: fitted, with an interval for its
+slope when other passages are drawn, and a test of whether a line describes the data at all.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from lipscope.record import Measurement
 
 CONFIDENCE = 0.95
 """Nominal coverage of the growth interval."""
-
 LACK_OF_FIT = 0.01
 """A lack-of-fit p-value below this withdraws the power law."""
-
 RESAMPLES = 10_000
 
 Of = Literal["sigma", "sigma_rest"]
