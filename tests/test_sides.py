@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 import lipscope as ls
-from lipscope.capture import Side, attention_sites, build_map, prepared, trace
-from lipscope.errors import InputError
-from lipscope.operator import materialise
-from test_closed_forms import (
-    _BART,
-    _GPT2,
-    _T5,
-    _TEXT,
+from layouts import (
+    BART,
+    GPT2,
     HEADS,
+    SMALL,
+    T5,
     WIDTH,
     agree,
     check,
@@ -30,15 +27,18 @@ from test_closed_forms import (
     foreign,
     randomised,
 )
+from lipscope.capture import Side, attention_sites, build_map, prepared, trace
+from lipscope.errors import InputError
+from lipscope.operator import materialise
 from tiny import TEXT
 
 QUERIES, KEYS = 4, 6
 _CROSS = {"is_decoder": True, "add_cross_attention": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": ("t5", _T5),
-    "bart": ("bart", _BART),
-    "bert": ("bert", {**_TEXT, **_CROSS}),
-    "gpt2": ("gpt2", {**_GPT2, "add_cross_attention": True}),
+    "t5": ("t5", T5),
+    "bart": ("bart", BART),
+    "bert": ("bert", {**SMALL, **_CROSS}),
+    "gpt2": ("gpt2", {**GPT2, "add_cross_attention": True}),
 }
 SIDES: tuple[Side, ...] = ("query", "key")
 
