@@ -34,8 +34,7 @@ demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes run
 test: export HF_HUB_OFFLINE = 1
 test: lint chromium  ## every check: style, types, floors, tests, doctests, examples, pages
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-	@set -e; for example in examples/*.py; do \
-	  test -e "$$example" || continue; echo "$$example"; $(BIN)/python "$$example"; done
+	ls examples/*.py | xargs -t -n 1 -P $(JOBS) $(BIN)/python
 	$(MAKE) docs
 
 test-slow: export HF_HUB_OFFLINE = 1

@@ -357,6 +357,7 @@ def test_minilm_against_an_independent_lanczos():
     assert truth <= top.upper * (1 + 1e-5)
 
 
+@pytest.mark.slow  # half a minute, most of it to read the model in float64
 def test_smollm2_against_an_independent_lanczos():
     loaded = load_model("smollm2")
     assert loaded.weights == "dequantised Q4_1"

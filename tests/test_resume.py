@@ -23,7 +23,7 @@ from rows import lines
 
 MODEL = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=4,intermediate_size=64"
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 40
-SAMPLES = 16
+SAMPLES = 8
 
 
 @pytest.fixture(scope="module")
