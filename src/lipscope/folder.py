@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope.errors import InputError
-from lipscope.record import SCHEMA, BoundValue, Measurement, TokenShare, to_line
+from lipscope.record import SCHEMA, BoundValue, Measurement, TokenShare, records_of, to_line
 from lipscope.stored import Mark, Table, marks_of, tables, write_parquet
 
 if sys.platform == "win32":
@@ -145,7 +145,7 @@ class RunFolder:
                 "choose another `--out` or remove the folder."
             ) from problem
         frame = self._compact(own=False)
-        return {one["id"]: Measurement(**one) for one in frame.iter_rows(named=True)}
+        return {one.id: one for one in records_of(Measurement, frame)}
 
     def _write_manifest(self) -> None:
         files = {name: vars(mark) for name, mark in self._marks.items()}
@@ -224,7 +224,7 @@ class RunFolder:
     def tokens(self) -> list[TokenShare]:
         """The tokens of all finished rows, each once."""
         frame = self._tables[1].read(self._marks.get("tokens"), own=True)
-        return [TokenShare(**one) for one in frame.to_dicts() if one["id"] in self.done]
+        return [one for one in records_of(TokenShare, frame) if one.id in self.done]
 
     def compact(self) -> None:
         """Write ``rows.parquet``, ``tokens.parquet`` and ``bounds.parquet``.

@@ -6,6 +6,7 @@ slope when other passages are drawn, and a test of whether a line describes the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -248,8 +249,8 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | Non
     if samples < 2 or count < 3:
         return None
     x = np.log(lengths)
-    design = np.column_stack([np.ones(count), x - x.mean()])
-    deviation = table - table @ np.linalg.pinv(design).T @ design.T
+    x -= x.mean()
+    deviation = table - table.mean(axis=1, keepdims=True) - np.outer(table @ x / (x @ x), x)
     common = deviation.mean(axis=0)
     lof = samples * float(common @ common)
     differ = float(((deviation - common) ** 2).sum())
@@ -338,25 +339,34 @@ def _interval(
     smallest = min(len(column) for column in columns)
     if smallest < 2:
         return None, None
-    random = np.random.default_rng(seed)
     weights = _weights(columns, lengths)
     if paired:
         # The slope of resampled means is the mean of the samples' own slopes.
-        own = np.column_stack(columns) @ weights
-        slopes = own[random.integers(smallest, size=(RESAMPLES, smallest))].mean(axis=1)
+        own, (parts,) = np.column_stack(columns) @ weights, _resampled(seed, (smallest,))
+        slopes = parts @ own
         free = smallest - 1
     else:
-        means = np.column_stack(
-            [c[random.integers(len(c), size=(RESAMPLES, len(c)))].mean(axis=1) for c in columns]
-        )
+        parts = _resampled(seed, tuple(len(column) for column in columns))
+        slopes = np.column_stack([p @ c for p, c in zip(parts, columns, strict=True)]) @ weights
         free = sum(len(column) for column in columns) - len(columns)
-        slopes = means @ weights
     # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
     # too small for k samples: the tail is chosen so as to make up for both.
     student = special.stdtrit(free, (1 + CONFIDENCE) / 2)
     tail = float(special.ndtr(-student * math.sqrt(smallest / (smallest - 1))))
     low, high = np.quantile(slopes, [tail, 1 - tail])
     return float(low), float(high)
+
+
+@functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
+def _resampled(seed: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """What part each value has in the means of all resamples, shape ``(RESAMPLES, size)``."""
+    random = np.random.default_rng(seed)
+    found = []
+    for size in sizes:
+        drawn = random.integers(size, size=(RESAMPLES, size)) + size * np.arange(RESAMPLES)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=RESAMPLES * size)
+        found.append(counts.reshape(RESAMPLES, size) / size)
+    return found
 
 
 def _lack_of_fit(columns: list[np.ndarray], lengths: list[int], *, paired: bool) -> float | None:

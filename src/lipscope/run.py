@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError
 from lipscope.folder import RunFolder, belonging, load_manifest
-from lipscope.record import BoundValue, Measurement, TokenShare
+from lipscope.record import BoundValue, Measurement, TokenShare, records_of
 from lipscope.stored import marks_of, tables
 
 if TYPE_CHECKING:
@@ -48,15 +48,15 @@ class Run:
 
     def measurements(self) -> list[Measurement]:
         """The rows as records."""
-        return [Measurement(**one) for one in self.rows.iter_rows(named=True)]
+        return records_of(Measurement, self.rows)
 
     def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
         """The tokens of some rows, or of all, as records."""
-        return [TokenShare(**one) for one in _of(self.tokens, ids).iter_rows(named=True)]
+        return records_of(TokenShare, _of(self.tokens, ids))
 
     def bound_values(self, ids: Sequence[str] | None = None) -> list[BoundValue]:
         """The bounds of some rows, or of all, as records."""
-        return [BoundValue(**one) for one in _of(self.bounds, ids).iter_rows(named=True)]
+        return records_of(BoundValue, _of(self.bounds, ids))
 
     def _read(self, index: int) -> polars.DataFrame:
         table = tables(self.path)[index]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 from lipscope.bound_rows import ADVERSARIAL, MEASURED, BoundRow
@@ -44,15 +46,12 @@ def items_of(runs: Sequence[Source]) -> list[Item]:
     Returns:
         Items; those of a row that stands in several folders once.
     """
-    seen: set[str] = set()
-    found: list[tuple[Source, Measurement]] = []
+    found: dict[str, tuple[Source, Measurement]] = {}
     for run in runs:
         for row in run.rows:
-            if row.id not in seen:
-                seen.add(row.id)
-                found.append((run, row))
-    names = _names(row for _, row in found)
-    items = [_item(run, row, names) for run, row in found]
+            found.setdefault(row.id, (run, row))
+    names = _names(row for _, row in found.values())
+    items = [_item(run, row, names) for run, row in found.values()]
     held = {(*item.setting, item.row.layer) for item in items if item.kind == REAL}
     for run in runs:
         # The rows of a run folder stand there themselves.
@@ -66,33 +65,44 @@ def items_of(runs: Sequence[Source]) -> list[Item]:
     return items
 
 
-def _names(rows: Iterable[Measurement]) -> dict[tuple[str, ...], str]:
+def _names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
     """Names of models, with what tells apart those that share one."""
-    versions: dict[str, dict[tuple[str, ...], None]] = {}
-    for row in rows:
-        versions.setdefault(row.model, {})[_version(row)] = None
-    names = {}
+    versions: dict[str, dict[tuple[Any, ...], list[str]]] = {}
+    for key in dict.fromkeys(map(_version, rows)):
+        versions.setdefault(key[0], {})[key] = _words(*key[1:])
+    names: dict[tuple[Any, ...], str] = {}
     for model, ways in versions.items():
-        for way in ways:
-            varied = [w for k, w in enumerate(way) if len({v[k] for v in ways}) > 1]
-            names[model, *way] = " · ".join([model, *varied])
+        varied = [len(set(words)) > 1 for words in zip(*ways.values(), strict=True)]
+        for key, words in ways.items():
+            names[key] = " · ".join([model, *filter(None, compress(words, varied))])
     return names
 
 
-def _version(row: Measurement) -> tuple[str, ...]:
-    return (
-        "" if row.step is None else f"step {row.step}",
-        row.revision or "",
-        row.weights,
-        row.text or "",
-        "" if row.side == "self" else f"side {row.side}",
-        row.dtype,
-        f"seed {row.seed}",
-    )
+_version = attrgetter("model", "step", "revision", "weights", "text", "side", "dtype", "seed")
 
 
-def _item(run: Source, row: Measurement, names: Mapping[tuple[str, ...], str]) -> Item:
-    model = names.get((row.model, *_version(row)), row.model)
+def _words(
+    step: int | None,
+    revision: str | None,
+    weights: str,
+    text: str | None,
+    side: str,
+    dtype: str,
+    seed: int,
+) -> list[str]:
+    return [
+        "" if step is None else f"step {step}",
+        revision or "",
+        weights,
+        text or "",
+        "" if side == "self" else f"side {side}",
+        dtype,
+        f"seed {seed}",
+    ]
+
+
+def _item(run: Source, row: Measurement, names: Mapping[tuple[Any, ...], str]) -> Item:
+    model = names.get(_version(row), row.model)
     kind = REAL if row.input in ("text", "batch") else row.input
     return Item(row, (model, row.map, row.metric, row.move, row.read), kind, run.paired)
 

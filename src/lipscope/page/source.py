@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.bound_rows import BoundRow, rows_of_run
 from lipscope.errors import InputError
-from lipscope.record import Measurement, TokenShare, typed_frame
+from lipscope.record import Measurement, TokenShare, records_of, typed_frame
 from lipscope.run import Run, read_run
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def windows_of(
             break
         some = source.tokens.filter(pl.col("id").is_in(sorted(wanted)))
         frame = (some if most is None else some.filter(pl.col("index") < most)).collect()
-        for values in frame.sort("id", "index").rows(named=True):
-            found.setdefault(values["id"], []).append(TokenShare(**values))
+        for one in records_of(TokenShare, frame.sort("id", "index")):
+            found.setdefault(one.id, []).append(one)
         wanted -= found.keys()
     return found
 

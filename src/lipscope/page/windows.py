@@ -10,7 +10,7 @@ from lipscope.page.items import REAL, Item
 from lipscope.page.points import short
 from lipscope.page.source import Source, windows_of
 from lipscope.pieces import spaced
-from lipscope.record import TokenShare
+from lipscope.record import TokenShare, records_of
 
 MAX_TOKENS = 50_000
 """Tokens with shares that a page carries."""
@@ -140,7 +140,7 @@ def _tops(runs: Sequence[Source], items: Iterable[Item]) -> list[str | None]:
     names: dict[str, TokenShare] = {}
     for run in runs:
         found = run.tokens.join(wanted, on=["id", "index"], how="semi").collect()
-        for values in found.rows(named=True):
-            names.setdefault(values["id"], TokenShare(**values))
+        for token in records_of(TokenShare, found):
+            names.setdefault(token.id, token)
     shown = {row_id: spaced([token])[0] for row_id, token in names.items()}
     return [shown.get(item.row.id) for item in items]
