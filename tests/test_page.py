@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -141,6 +142,25 @@ def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:
         assert part in said, part
 
 
+def test_the_methods_sentence_names_the_text(tmp_path: Path) -> None:
+    rows = [row(text=name, sample=k) for k, name in enumerate(("alice", "default"))]
+    rows += [row(layer=1, model="vit", input="image")]
+    run = written(tmp_path / "run", rows, texts={"alice": "ab" * 32, "default": "cd" * 32})
+    items = items_of([read_source(run)])
+    assert [item.kind for item in items] == ["real"] * 3
+    said = methods(items)
+    for part, sentence in zip(
+        (
+            "on 1 window of the text “alice” (SHA-256 abababababab) per length of 16 tokens (",
+            "on 1 window of Python's language manual (SHA-256 cdcdcdcdcdcd) per length of 16",
+            "on 1 picture per length",
+        ),
+        said,
+        strict=True,
+    ):
+        assert part in sentence
+
+
 def test_every_further_row_takes_little_room(tmp_path: Path) -> None:
     """Ten thousand rows would stay below five megabytes; the slow test has them all."""
     sizes = []
@@ -242,6 +262,11 @@ def test_the_command_draws_what_the_commands_wrote(command) -> None:
     data = data_of(Path(first).read_text(encoding="utf-8"))
     assert len(data["points"]["n"]) == 2 * 3 * 2 + 2
     assert [b["metric"] for b in data["bounds"]] and data["windows"]
+    sha256 = hashlib.sha256(TEXT.encode()).hexdigest()[:12]
+    begins = (
+        f"2 windows of the text “{TEXT[:60]}…” (SHA-256 {sha256}) per length of 4, 6 and 8 tokens"
+    )
+    assert begins in Path(first).read_text(encoding="utf-8")
     assert not list(Path("out").glob("*.part"))
 
 

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lipscope.capture import LoadedModel, Sample
+from lipscope.capture import LoadedModel, Sample, default_text
 from lipscope.record import Measurement, version
 from lipscope.sensitivity import Answer, Question
+
+_BEGINNING = 60  # characters of a text that has no name
 
 
 def named(loaded: LoadedModel) -> dict[str, str | None]:
     """What rows say about their model."""
     return {"model": loaded.name, "revision": loaded.revision, "weights": loaded.weights}
+
+
+def source_of(data: Any, images: str | Path | None) -> dict[str, str]:
+    """What a manifest says about what was measured on; never compared, as rows hold digests.
+
+    Args:
+        data: As for `measure`: a text, None for the default one, or a batch.
+        images: As for `measure`.
+
+    Returns:
+        ``images``, or ``text`` (``default``, or how it begins) and ``text_sha256``; nothing for
+        a batch.
+
+    >>> source_of("It was late.", None)["text"]
+    'It was late.'
+    """
+    if images is not None:
+        return {"images": str(images)}
+    text = default_text() if data is None else data
+    if not isinstance(text, str):
+        return {}
+    begins = " ".join(text[:_BEGINNING].split()) + "…" * (len(text) > _BEGINNING)
+    sha256 = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    return {"text": "default" if data is None else begins, "text_sha256": sha256}
 
 
 def row_of(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lipscope.record import BoundValue, Measurement
+from lipscope.record import GIVEN, BoundValue, Measurement
 
 MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
 _OFF_SCALE = 1e6  # times the largest measured value: such a bound would flatten all others
@@ -126,7 +126,7 @@ def rows_of_run(rows: Iterable[Measurement], bounds: Iterable[BoundValue]) -> li
 
 
 def _measured(row: Measurement) -> BoundRow:
-    given = row.input in ("text", "batch")
+    given = row.input in GIVEN
     return BoundRow(
         theorem=MEASURED if given else ADVERSARIAL,
         statement="sigma at this input" if given else row.input,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lipscope.answers import named, row_of
+from lipscope.answers import named, row_of, source_of
 from lipscope.capture import (
     MAPS,
     SIDES,
@@ -177,7 +177,7 @@ def measure(
             parse_tokens(move, item.num_tokens, "move")
             parse_tokens(read, item.num_tokens, "read")
     run = _Run(loaded, inputs, question, device_of(device), modules, progress)
-    return run.carry_out(layers, out, windows)
+    return run.carry_out(layers, out, windows, source_of(data, images))
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> Any:
@@ -238,7 +238,7 @@ class _Run:
         self.implementation = implementation_for(loaded.model, closed=closed)
 
     def carry_out(
-        self, layers: Sequence[int] | Literal["all"], out: str | Path | None, windows: WindowKind
+        self, layers: Sequence[int] | str, out: Any, windows: WindowKind, source: dict[str, str]
     ) -> Rows:
         with prepared(
             self.loaded.model,
@@ -257,7 +257,7 @@ class _Run:
             one = self.probed[chosen[0]]
             parse_tokens(self.question.move, len(one.x), "move")
             parse_tokens(self.question.read, len(one.output), "read")
-            folder = self._folder(out, chosen, windows)
+            folder = self._folder(out, chosen, windows, source)
             finished: dict[str, Measurement] = dict(folder.done) if folder else {}
             kept: list[TokenShare] = folder.tokens() if folder else []
             if folder is not None:
@@ -382,7 +382,7 @@ class _Run:
         )
 
     def _folder(
-        self, out: str | Path | None, layers: Sequence[int | None], windows: str
+        self, out: Any, layers: Sequence[int | None], windows: str, source: dict[str, str]
     ) -> RunFolder | None:
         if out is None:
             return None
@@ -396,4 +396,4 @@ class _Run:
             "samples": len({i.sample for i in self.inputs}),
             **self.question.as_spec(),
         }
-        return RunFolder(Path(out), spec, provenance(device=str(self.device)))
+        return RunFolder(Path(out), spec, provenance(device=str(self.device), **source))

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SCHEMA = 2
 """Version of the files of a run. 1: before `text`, `step` and the bounds; still read."""
 
+GIVEN = ("text", "batch", "image")
+"""Kinds of inputs that were given; all others were built."""
+
 Record = TypeVar("Record")
 Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
 

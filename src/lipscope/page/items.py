@@ -10,7 +10,7 @@ from typing import Any
 
 from lipscope.bound_rows import ADVERSARIAL, MEASURED, BoundRow
 from lipscope.page.source import Source
-from lipscope.record import Measurement
+from lipscope.record import GIVEN, Measurement
 
 REAL = "real"
 
@@ -23,13 +23,13 @@ class Item:
         row: The measurement.
         setting: Model (with what tells it from others of its name), map, metric, move, read.
         kind: `REAL`, or the name of an adversarial input.
-        paired: Whether a sample is the same passage at every length.
+        run: The folder that holds it.
     """
 
     row: Measurement
     setting: tuple[str, ...]
     kind: str
-    paired: bool
+    run: Source
 
     @property
     def curve(self) -> tuple[Any, ...]:
@@ -103,8 +103,8 @@ def _words(
 
 def _item(run: Source, row: Measurement, names: Mapping[tuple[Any, ...], str]) -> Item:
     model = names.get(_version(row), row.model)
-    kind = REAL if row.input in ("text", "batch") else row.input
-    return Item(row, (model, row.map, row.metric, row.move, row.read), kind, run.paired)
+    kind = REAL if row.input in GIVEN else row.input
+    return Item(row, (model, row.map, row.metric, row.move, row.read), kind, run)
 
 
 def _measured(bound: BoundRow) -> Measurement | None:

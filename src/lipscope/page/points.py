@@ -279,7 +279,7 @@ def _average(values: Sequence[float]) -> float | None:
 def _fits(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
     """Exponents of one curve: of sigma, and of sigma with the top token held fixed."""
     first = items[0]
-    rows, paired = [item.row for item in items], all(item.paired for item in items)
+    rows, paired = [item.row for item in items], all(item.run.paired for item in items)
     found = [(first.kind, _growth(rows, paired=paired))]
     if first.kind == REAL and any(row.sigma_rest for row in rows):
         found.append(("rest", _growth(rows, paired=paired, of="sigma_rest")))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +39,28 @@ class Source:
     manifest: Mapping[str, Any] = field(default_factory=dict)
     run: Run | None = None
 
-    @property
+    @cached_property
     def paired(self) -> bool:
         """Whether a sample is the same passage at every length."""
         return self.manifest.get("spec", {}).get("windows", "spread") == "spread"
+
+    def text(self, name: str | None) -> str:
+        """What a row was measured on, in words; "" where the folder does not say.
+
+        Args:
+            name: Of the text, in a sweep.
+        """
+        made = self.manifest.get("provenance", {})
+        if images := made.get("images"):
+            return "random pixels" if images == "random" else f"the folder “{images}”"
+        named = self.manifest.get("spec", {}).get("texts", {})
+        begins, sha256 = made.get("text"), made.get("text_sha256")
+        if name in named:
+            begins, sha256 = name, named[name]
+        if not begins or not sha256:
+            return ""
+        said = "Python's language manual" if begins == "default" else f"the text “{begins}”"
+        return f"{said} (SHA-256 {sha256[:12]})"
 
     @property
     def tokens(self) -> polars.LazyFrame:

@@ -22,6 +22,8 @@ METRICS = {
     "max-token": "the largest token norm",
     "infinity": "the largest absolute entry",
 }
+KINDS = {"text": ("window", "text"), "image": ("picture", ""), "batch": ("input", "")}
+_LISTED = 12  # lengths that are named one by one
 ALWAYS = "castin2024"  # where the local Lipschitz constant of attention is defined
 
 
@@ -48,9 +50,8 @@ def headline(items: Sequence[Item]) -> list[str]:
         layer = _worst(at)
         # The course of the worst layer only: exponents of all take long in large reports.
         kept = [i for i in whole if i.row.num_tokens == last or i.curve == layer]
-        rows = Rows(
-            _distinct(i.row for i in kept), windows="spread" if kept[0].paired else "consecutive"
-        )
+        windows = "spread" if kept[0].run.paired else "consecutive"
+        rows = Rows(_distinct(i.row for i in kept), windows=windows)
         name = f"{setting[0]}, map {setting[1]}: " if len(settings) > 1 else ""
         said.append(name + rows.summary().split("\n")[0])
     return said
@@ -91,24 +92,34 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
     rows = [item.row for item in items]
     lengths = sorted({row.num_tokens for row in rows})
     samples = len({row.sample for row in rows})
-    kind = "windows of text" if rows[0].input == "text" else "inputs"
-    kind = kind if samples > 1 else kind.replace("windows", "window").replace("inputs", "input")
-    tokens = _listed([str(n) for n in lengths])
+    tokens = f"{_listed([str(n) for n in lengths])} tokens"
+    if len(lengths) > _LISTED:
+        tokens = f"{lengths[0]} to {lengths[-1]} tokens ({len(lengths)} lengths)"
     layers = len({row.layer for row in rows})
+    noun, source = KINDS.get(rows[0].input, ("input", ""))
+    source = _listed(_texts(items)) or source
+    inputs = f"{noun}{'s' * (samples > 1)}{f' of {source}' * bool(source)}"
     what = "whole model" if rows[0].layer is None else f"{layers} layer{'s' * (layers > 1)}"
     heads = ", single heads" * any(row.head is not None for row in rows)
     which = "" if (move, read) == ("all", "all") else f", tokens moved: {move}, read: {read}"
     deltas = " or ".join(f"{d:g}" for d in sorted({row.delta for row in rows}))
     versions = _listed(sorted({row.version for row in rows if row.version})) or "of these rows"
-    dtypes = _listed(sorted({row.dtype for row in rows if row.dtype})) or "float32"
+    dtypes = _listed(sorted({row.dtype for row in rows if row.dtype}))
     seeds = _listed([str(s) for s in sorted({row.seed for row in rows})[:8]])
+    how = f" ({dtypes}, seed {seeds})" * bool(dtypes)
     return (
         f"The local Lipschitz constant of the map “{map_name}” of {model} ({what}{heads}{which}), "
         f"the top singular value of its Jacobian in {METRICS.get(metric, metric)} "
-        f"[{ALWAYS}], was measured on {samples} {kind} per length of {tokens} tokens "
-        f"({dtypes}, seed {seeds}) with lipscope {versions} by Golub–Kahan bidiagonalisation; "
-        f"each interval holds with probability at least 1 − δ over its random start, δ = {deltas}."
+        f"[{ALWAYS}], was measured on {samples} {inputs} per length of {tokens}{how} with lipscope "
+        f"{versions} by Golub–Kahan bidiagonalisation; each interval holds with probability at "
+        f"least 1 − δ over its random start, δ = {deltas}."
     )
+
+
+def _texts(items: Sequence[Item]) -> list[str]:
+    """The texts of these measurements, in words."""
+    sources = {(id(item.run), item.row.text): item for item in items}.values()
+    return list(dict.fromkeys(filter(None, (i.run.text(i.row.text) for i in sources))))
 
 
 def _listed(words: Sequence[str]) -> str:
