@@ -55,12 +55,8 @@ def check_registry(layer: LayerMap, kind: str) -> None:
     assert [one.scores for one in families() if kind in one.classes] == [scores]
 
 
-# Maps that a family does not have: DINOv2 scales before it adds, OLMo-2 has no norm before.
-LACKING = {
-    "dinov2": ("residual",),
-    "dinov2_with_registers": ("residual",),
-    "olmo2": ("normed",),
-}
+# Maps that a family does not have: OLMo-2 has no norm before.
+LACKING = {"olmo2": ("normed",)}
 
 
 @pytest.mark.parametrize("family", FULL)

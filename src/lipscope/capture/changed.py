@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.capture.models import LoadedModel, quiet
+from lipscope.capture.models import LoadedModel
+from lipscope.capture.quiet import quiet
 from lipscope.capture.sites import attention_sites, is_linear
 from lipscope.errors import InputError
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.capture.models import LoadedModel, quiet
+from lipscope.capture.models import LoadedModel
+from lipscope.capture.quiet import quiet
 from lipscope.capture.samples import Sample
 from lipscope.capture.windows import digest
 from lipscope.errors import InputError
@@ -30,8 +31,8 @@ def image_samples(
     """One sample per picture and resolution: the number of tokens goes with its square.
 
     Pictures are scaled until their shorter side fits, cut to the middle square and normalised
-    as the model's folder says (to mean 0.5 and deviation 0.5 if it says nothing). ``random``
-    pixels are standard normal, drawn by the index of the sample.
+    as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing).
+    ``random`` pixels are standard normal, drawn by the index of the sample.
 
     Args:
         loaded: The model.
@@ -54,7 +55,8 @@ def image_samples(
     if samples is not None and samples < 1:
         raise InputError(f"`samples` should be at least 1. Found {samples}.")
     own = _side(loaded.config)
-    sides = [own] if resolutions is None else sorted(set(resolutions))
+    usual = own if loaded.pixels is None else loaded.pixels.side
+    sides = [usual] if resolutions is None else sorted(set(resolutions))
     _check_sides(loaded, sides)
     found = []
     for side in sides:
@@ -144,15 +146,24 @@ def _read(file: Path, side: int) -> Tensor:
 
 
 def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of pixels that the model's folder names, ``(1, 3, 1, 1)`` each."""
+    """Mean and deviation of the channels as the model has them, ``(1, 3, 1, 1)`` each."""
+    half = (0.5, 0.5, 0.5)
+    if loaded.pixels is not None:
+        mean, deviation = loaded.pixels.mean, loaded.pixels.deviation
+    else:
+        named = _processor(getattr(loaded.config, "_name_or_path", None))
+        mean, deviation = (named.get(key) or half for key in ("image_mean", "image_std"))
+    return torch.tensor(mean).view(1, -1, 1, 1), torch.tensor(deviation).view(1, -1, 1, 1)
+
+
+def _processor(source: str | None) -> Mapping[str, Any]:
+    """What stands beside the weights about pictures; nothing for a model from no folder."""
     from transformers import BaseImageProcessor
 
-    named: Mapping[str, Any] = {}
-    if not loaded.name.startswith("random:"):
-        with quiet():
-            try:
-                named, _ = BaseImageProcessor.get_image_processor_dict(loaded.name)
-            except (OSError, ValueError):
-                named = {}
-    mean, deviation = (named.get(key) or [0.5] * 3 for key in ("image_mean", "image_std"))
-    return torch.tensor(mean).view(1, -1, 1, 1), torch.tensor(deviation).view(1, -1, 1, 1)
+    if not source:
+        return {}
+    with quiet():
+        try:
+            return BaseImageProcessor.get_image_processor_dict(source)[0]
+        except (OSError, ValueError):
+            return {}

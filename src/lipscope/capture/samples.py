@@ -81,9 +81,10 @@ def _text_inputs(
     _check_windows(loaded, text, lengths, samples, windows)
     vocab = getattr(loaded.config, "vocab_size", None)
     if vocab is None and loaded.tokenizer is None:
+        sees = "pixel_values" in inspect.signature(loaded.model.forward).parameters
         raise InputError(
             f"`{loaded.name}` should read token ids to be measured on text. Found a model without "
-            "a vocabulary; pass a batch of its inputs instead."
+            f"a vocabulary; pass {'`images`' if sees else 'a batch of its inputs'} instead."
         )
     cut = windows_of_text(
         text,

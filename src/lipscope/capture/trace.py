@@ -27,6 +27,9 @@ from lipscope.capture.sites import Side, block_of, first_block_of
 from lipscope.capture.sums import Kept, SeenSums
 from lipscope.errors import InputError
 
+# Modules that may stand between an attention layer and the sum that it enters (`residual`).
+_TOKEN_BY_TOKEN = ("norm", "layerscale")
+
 
 def trace(
     model: nn.Module,
@@ -90,7 +93,7 @@ def _traced(
             hook_site(stack, record, name, module)
         if norms:
             for module in model.modules():
-                if "norm" in type(module).__name__.lower():
+                if any(kind in type(module).__name__.lower() for kind in _TOKEN_BY_TOKEN):
                     hook_norm(stack, record, module)
             stack.enter_context(record.seen)
         if blocks:

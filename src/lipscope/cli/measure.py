@@ -24,7 +24,7 @@ def measure(
         str,
         typer.Argument(
             metavar="[MODEL[@REVISION]]",
-            help="minilm, smollm2, a folder, a hub id, or random:FAMILY[:key=value,…].",
+            help="minilm, smollm2, dinov2, a folder, a hub id, or random:FAMILY[:key=value,…].",
         ),
     ] = "minilm",
     text: Annotated[
