@@ -210,11 +210,14 @@ def test_theorems(command):
     assert some and {(r["kind"], r["scope"]) for r in some} == {("lower", "global")}
 
 
-def test_the_page_of_theorems_is_up_to_date(command):
-    """`lipscope theorems --markdown > docs/theorems.md`, `--families > docs/families.md`."""
-    assert command("theorems", "--markdown").out == PAGE.read_text(encoding="utf-8")
-    families = PAGE.with_name("families.md").read_text(encoding="utf-8")
-    assert command("theorems", "--families").out == families
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [("--markdown", "theorems"), ("--families", "families"), ("--variants", "variants")],
+)
+def test_the_generated_pages_are_up_to_date(command, option, name):
+    """`lipscope theorems --markdown > docs/theorems.md`, and so on."""
+    page = PAGE.with_name(f"{name}.md").read_text(encoding="utf-8")
+    assert command("theorems", option).out == page
 
 
 @pytest.mark.parametrize(

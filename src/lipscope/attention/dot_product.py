@@ -8,8 +8,9 @@ from lipscope.attention.inner_product import InnerProduct
 class DotProduct(InnerProduct):
     """Attention with ``S_ij = scale <Q x_i + b_Q, K x_j + b_K>``.
 
-    Holds for encoders and decoders, grouped keys and values, biases, rotary embeddings
-    and any 0/-inf mask. Not covered: soft-capped scores, normalised queries and keys.
+    Holds for encoders and decoders, grouped keys and values, biases, rotary embeddings, soft-capped
+    scores, normalised queries and keys, and any 0/-inf mask. Bounds from weights ask for less:
+    none holds with a soft cap or with normalised queries or keys.
 
     One head with ``Q = K = V = I`` at zero tokens averages them, so its Jacobian is
     ``1/n`` in every block and its norm 1:

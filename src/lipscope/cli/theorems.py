@@ -33,6 +33,9 @@ def theorems(
     families: Annotated[
         bool, typer.Option("--families", help="The page docs/families.md.")
     ] = False,
+    variants: Annotated[
+        bool, typer.Option("--variants", help="The page docs/variants.md.")
+    ] = False,
 ) -> None:
     """List every bound: statement, source, scope, metric."""
     for name, value, choices in (
@@ -47,6 +50,11 @@ def theorems(
         from lipscope.cli.families import page as families_page
 
         sys.stdout.write(families_page())
+        return
+    if variants:
+        from lipscope.cli.variants import page as variants_page
+
+        sys.stdout.write(variants_page())
         return
     chosen = [one for one in catalogue() if kind in (None, one.kind) and scope in (None, one.scope)]
     if jsonl:
