@@ -128,3 +128,14 @@ def _bound(name: str, cite: str, scope: str, value: float | None, **more: Any) -
         applicable=value is not None,
         **more,
     )
+
+
+def trained(folder: Path, steps: Sequence[int] = (0, 10, 100, 1000)) -> Path:
+    """Checkpoints of one model, sigma of all of them like ``1 + log10(1 + step)``."""
+    rows = []
+    for step in steps:
+        for one in grown(layers=2, model=f"org/lm@step{step}"):
+            level = (1 + math.log10(1 + step)) * (one.sigma or 0.0)
+            values: dict[str, Any] = {"step": step, "sigma": level, "upper": 1.02 * level}
+            rows.append(row(**(vars(one) | values)))
+    return written(folder, rows)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from scipy import stats
 
 import lipscope as ls
 from command import BERT, TEXT
-from folders import NASTY, grown, sandwiched, shares, written
+from folders import NASTY, grown, sandwiched, shares, trained, written
 from lipscope.errors import InputError
+from lipscope.figure import save
 from lipscope.page import points, report
+from lipscope.page.content import Content
+from lipscope.page.files import training_charts
 from lipscope.page.items import items_of
 from lipscope.page.points import axes, points_of
-from lipscope.page.source import read_source
+from lipscope.page.source import Source, read_source
+from lipscope.page.training import training_of
 from lipscope.page.words import bibliography, methods
 from lipscope.pieces import spaced
 from rows import row
@@ -238,6 +245,43 @@ def test_figures_are_those_of_the_page(tmp_path: Path) -> None:
 def test_words_are_spaced_as_their_tokenizer_means_them() -> None:
     texts = ["[CLS]", "how", "smooth", "##ness", "grows", "?"]
     assert "".join(spaced(shares(row(), texts))) == "[CLS] how smoothness grows?"
+
+
+def test_checkpoints_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
+    """The mean of three windows and, in logarithms, its Student interval."""
+    runs = [trained(tmp_path / "run"), written(tmp_path / "other", grown(1))]
+    content = Content([read_source(run) for run in runs])
+    data = content.as_plain()
+    (group,) = data["groups"]
+    assert (group["name"], group["steps"]) == ("org/lm@step*", [0, 10, 100, 1000])
+    assert [s["group"] for s in data["settings"]] == [0, 0, 0, 0, None]
+    steps = data["steps"]
+    assert len(steps["step"]) == 4 * 2 * 3 and set(steps["count"]) == {3}
+    logs = [math.log(1 + 0.1 * k) for k in range(3)]
+    mean, half = fmean(logs), stats.t.ppf(0.975, 2) * stats.sem(logs)
+    for k in range(len(steps["step"])):
+        level = (1 + math.log10(1 + steps["step"][k])) * (1 + int(steps["layer"][k]))
+        level *= steps["n"][k] ** 0.25
+        assert steps["sigma"][k] == pytest.approx(level * math.exp(mean), rel=1e-4)
+        assert steps["low"][k] == pytest.approx(level * math.exp(mean - half), rel=1e-4)
+        assert steps["high"][k] == pytest.approx(1.02 * level * math.exp(mean + half), rel=1e-4)
+    ((name, chart),) = training_charts(content)
+    assert name == "training-org-lm-step--attention-frobenius"
+    said = words(save(chart, tmp_path / "training.svg")).split("\n")
+    assert {"training step", "sigma", "layer", "10", "1,000"} <= set(said)
+
+
+def test_one_window_has_the_interval_of_the_solver_and_far_steps_a_logarithmic_axis(
+    tmp_path: Path,
+) -> None:
+    for steps, turn in (((10, 20), None), ((10, 501), 10.0), ((0, 1), None)):
+        rows = [row(model=f"lm/{k}", step=k, sigma=2.0, upper=3.0) for k in steps]
+        items = items_of([Source(folder=tmp_path, rows=rows)])
+        found = training_of(items, points_of(items).settings)
+        assert found.turn == turn
+        assert [(m["low"], m["sigma"], m["high"]) for m in found.means] == [(2.0, 2.0, 3.0)] * 2
+        low, high = found.groups[0]["axes"]["all"]["16"]["x"]
+        assert low < steps[0] and steps[1] < high
 
 
 @pytest.mark.parametrize("rows", [[], [row(sigma=None)]])

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
-from folders import NASTY, grown, sandwiched, written
+from folders import NASTY, grown, sandwiched, trained, written
 from lipscope.page import report
 
 CHARTS = [
@@ -197,6 +197,24 @@ def test_the_keyboard_reaches_every_control(opened: Opened) -> None:
     opened.page.get_by_role("button", name="1", exact=True).press("Enter")
     opened.drawn()
     assert opened.page.get_by_role("button", name="1", exact=True).get_attribute("aria-pressed")
+
+
+def test_checkpoints_are_drawn_against_their_steps(browser: Browser, tmp_path: Path) -> None:
+    runs = [trained(tmp_path / "run"), written(tmp_path / "other", grown(1))]
+    opened = Opened(browser.new_page(), report(runs, tmp_path / "page.html")[0])
+    assert opened.page.locator("#training h2").is_visible()
+    assert opened.count("steps", "symbol") == 2 * 4 and opened.count("steps", "rule") == 0
+    assert opened.page.locator("#steps .role-mark.mark-rule > line").count() == 2 * 4
+    opened.choose("Length at each step", "16 tokens")
+    opened.page.locator(POINT.format("steps")).last.click()
+    opened.drawn()
+    assert opened.page.get_by_label("Model", exact=True).input_value() == "org/lm@step1000"
+    assert opened.count("steps", "symbol") == 2 * 4 + 3 * 4  # the windows of the layer in front
+    assert "16 tokens" in opened.page.inner_text("#training-about")
+    opened.choose("Model", "minilm")
+    assert "come from a sweep over checkpoints" in opened.page.inner_text("#steps")
+    opened.sane()
+    opened.page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -16,6 +16,7 @@ from lipscope.figure.look import Chart, save
 from lipscope.figure.radius import radius_chart
 from lipscope.figure.sandwich import bounds_chart, sandwich_chart
 from lipscope.figure.text import shaded_text
+from lipscope.figure.training import training_chart
 
 __all__ = [
     "GROWN",
@@ -35,4 +36,5 @@ __all__ = [
     "save",
     "shaded_text",
     "slopes_chart",
+    "training_chart",
 ]

@@ -60,7 +60,9 @@ def up(field: str, title: str) -> alt.Y:
 
 def by_layer(layers: Sequence[str], *, legend: bool) -> alt.Color:
     """One colour for each layer, in even steps."""
-    key = alt.Legend(title="layer", symbolType="stroke", symbolStrokeWidth=3, symbolLimit=0)
+    key = alt.Legend(
+        title="layer", symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1, symbolLimit=0
+    )
     return alt.Color(
         "layer:N",
         sort=list(layers),

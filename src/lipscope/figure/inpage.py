@@ -15,6 +15,7 @@ from lipscope.figure.heads import Quantity, heads_chart
 from lipscope.figure.layers import Grown, layers_chart
 from lipscope.figure.radius import radius_chart
 from lipscope.figure.sandwich import bounds_chart
+from lipscope.figure.training import training_chart
 from lipscope.marks import palette
 
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
@@ -35,13 +36,16 @@ _NAMES = {
 }
 
 
-def in_the_page(layers: Sequence[str]) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+def in_the_page(
+    layers: Sequence[str], *, turn: float | None = None
+) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
     """Specifications by name, without data, and the colours that their names stand for.
 
     A page that names its colours changes from light to dark without drawing anything again.
 
     Args:
         layers: All layers in their order.
+        turn: Step at which the axis of training steps turns logarithmic; None if it does not.
 
     Returns:
         Vega specifications, and the light colour of every name.
@@ -52,6 +56,7 @@ def in_the_page(layers: Sequence[str]) -> tuple[dict[str, Mapping[str, Any]], di
         "exponents": exponents_chart(None, layers, width=FILL),
         "slopes": slopes_chart(None, layers, width=FILL),
         "sigma-radius": radius_chart(None, layers, width=FILL),
+        "training": training_chart(None, None, layers, turn=turn, width=FILL),
         "bounds": bounds_chart(None, None, width=FILL, height=380),
     }
     for quantity in QUANTITIES:

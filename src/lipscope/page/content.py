@@ -13,6 +13,7 @@ from lipscope.page.bounded import bounded
 from lipscope.page.items import Item, items_of
 from lipscope.page.points import Points, as_columns, points_of
 from lipscope.page.source import Source
+from lipscope.page.training import Training, training_of
 from lipscope.page.windows import SCALE, Windows, windows_for
 
 
@@ -63,6 +64,11 @@ class Content:
         return bounded(self.bounds)
 
     @cached_property
+    def training(self) -> Training:
+        """Checkpoints of one model."""
+        return training_of(self.items, self.points.settings)
+
+    @cached_property
     def layers(self) -> list[str]:
         """All layers of all models, in their order."""
         labels = {label for setting in self.points.settings for label in setting["layers"]}
@@ -79,9 +85,13 @@ class Content:
     def as_plain(self) -> dict[str, Any]:
         """The content as the scripts of the page read it."""
         points, windows = self.points, self.windows
-        remarks = [*points.remarks, *([windows.remark] if windows.remark else [])]
+        training = self.training
+        remarks = [*points.remarks, *filter(None, [windows.remark, training.remark])]
+        groups = {s: training.group_of(s) for s in range(len(points.settings))}
         return {
-            "settings": points.settings,
+            "settings": [one | {"group": groups[s]} for s, one in enumerate(points.settings)],
+            "groups": training.groups,
+            "steps": as_columns(training.means),
             "layers": self.layers,
             "points": as_columns(points.points),
             "means": as_columns(points.means),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
         name = f"-{_plain_name(setting)}" if len(settings) > 1 else ""
         for what, chart in _charts(content, k):
             written.append(figure.save(chart, folder / f"{what}{name}.{kind}"))
+    written += [figure.save(chart, folder / f"{n}.{kind}") for n, chart in training_charts(content)]
     for record in content.bounded:
         if record["lines"]:
             words = ("model", "map", "metric", "layer") + ("head",) * (record["head"] is not None)
@@ -138,6 +139,36 @@ def _charts(content: Content, s: int) -> list[tuple[str, figure.Chart]]:
     if tokens:
         found.append(("text", figure.shaded_text(tokens)))
     return found
+
+
+def training_charts(content: Content) -> Iterator[tuple[str, figure.Chart]]:
+    """Sigma against training step of every model with checkpoints, at its largest length.
+
+    Args:
+        content: What the report is about.
+
+    Yields:
+        Name of the file, without ending, and the chart.
+    """
+    training = content.training
+    for g, group in enumerate(training.groups):
+        setting = content.points.settings[group["settings"][0]]
+        head, kind = (None, "all") if setting["together"] else (setting["heads"][0], "heads")
+        some = [m for m in training.means if m["g"] == g and m["head"] == head]
+        last = max(m["n"] for m in some)
+        name = _plain_name({**setting, "model": group["name"]})
+        yield (
+            f"training-{name}",
+            figure.training_chart(
+                [],
+                [m for m in some if m["n"] == last],
+                setting["layers"],
+                turn=training.turn,
+                axes=group["axes"][kind][str(last)],
+                head=head,
+                legend=True,
+            ),
+        )
 
 
 def _largest(means: Records) -> str | None:

@@ -33,7 +33,7 @@ def page(content: Content) -> str:
     Returns:
         HTML with its styles, scripts and data inside.
     """
-    specs, inks = in_the_page(content.layers)
+    specs, inks = in_the_page(content.layers, turn=content.training.turn)
     data = content.as_plain() | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _asset("page.html").format(

@@ -59,7 +59,7 @@ def points_of(items: Sequence[Item]) -> Points:
     curves: dict[tuple[Any, ...], list[Item]] = {}
     for item in items:
         curves.setdefault(item.curve, []).append(item)
-    kept = _layers_first(list(curves))
+    kept = layers_first(list(curves))
     remarks = []
     if len(carried) < len(items):
         remarks.append(
@@ -203,8 +203,15 @@ def _evenly(things: list[Any], count: int) -> list[Any]:
     return [things[k * len(things) // count] for k in range(count)]
 
 
-def _layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """All curves, or as many as are carried: whole layers, then an even part of the heads."""
+def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """All curves, or as many as are carried: whole layers, then an even part of the heads.
+
+    Args:
+        curves: What names each of them; its head, or None, stands last.
+
+    Returns:
+        At most `MAX_CURVES`.
+    """
     layers = _evenly([c for c in curves if c[-1] is None], MAX_CURVES)
     heads = _evenly([c for c in curves if c[-1] is not None], MAX_CURVES - len(layers))
     return [*layers, *heads]

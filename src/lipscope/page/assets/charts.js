@@ -34,6 +34,11 @@ const CHARTS = {
     data: () => ({ slopes: fits.filter(real).flatMap(localSlopes) }),
     signals: () => ({ layer: state.front, head: state.head }),
     empty: "A local slope takes three lengths." },
+  steps: { spec: "training", say: () => `Sigma against training step at ${state.trained} tokens`,
+    data: () => ({ means: stepsHere(), points: stepPoints() }),
+    signals: () => ({ axes: group()?.axes[state.head === null ? "all" : "heads"][state.trained],
+      layer: state.front, head: state.head }),
+    empty: "No checkpoints of this model. They come from a sweep over checkpoints." },
   heatmap: { spec: () => `heads-${state.quantity}`, say: () => "Layers and heads",
     data: () => ({ cells: cells() }),
     signals: () => ({ layer: state.layer, head: state.head }),
@@ -62,6 +67,18 @@ function localSlopes(fit) {
   return fit.local.map((slope, k) => ({ layer: fit.layer, head: fit.head, kind: fit.kind, slope,
     f: fit.f, from: fit.lengths[k], span: `${fit.lengths[k]}–${fit.lengths[k + 1]}` }));
 }
+
+// Checkpoints of the chosen model at one length: the largest one unless another is chosen.
+const group = () => D.groups[setting().group];
+function stepsHere() {
+  const mine = steps.filter((t) => t.g === setting().group && t.head === state.head);
+  const lengths = distinct(mine.map((t) => t.n));
+  if (!lengths.includes(state.trained)) state.trained = Math.max(...lengths);
+  return mine.filter((t) => t.n === state.trained);
+}
+const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) && p.kind === "real"
+  && p.head === state.head && p.layer === state.front && p.n === state.trained && p.sigma > 0)
+  .map((p) => ({ ...p, step: D.settings[p.s].step }));
 
 const headMeans = () => means.filter((m) => m.s === state.s && m.head !== null && m.kind === "real");
 function cells() {
@@ -128,7 +145,13 @@ function filled(spec, data, signals) {
 function clicked(datum) {
   if (datum?.i !== undefined) pick(datum.i);
   else if (datum?.m !== undefined) choose({ layer: means[datum.m].layer, head: means[datum.m].head });
+  else if (datum?.t !== undefined) chooseStep(steps[datum.t]);
   else if (datum?.f !== undefined) choose({ layer: fits[datum.f].layer, front: fits[datum.f].layer });
+}
+
+function chooseStep(t) {
+  const s = group().settings.find((k) => D.settings[k].step === t.step);
+  choose({ s, layer: t.layer, front: t.layer });
 }
 
 // The chart as it would be printed: colours of the light theme instead of their names.
@@ -159,6 +182,7 @@ const line = (text) => make("div", {}, text);
 function explain(datum, value) {
   if (datum.i !== undefined) return explainPoint(points[datum.i]);
   if (datum.m !== undefined) return explainMean(means[datum.m]);
+  if (datum.t !== undefined) return explainStep(steps[datum.t]);
   if (datum.f !== undefined) return explainFit(fits[datum.f]);
   return Object.entries(value).map(([name, text]) => line(`${name}: ${text}`));
 }
@@ -184,6 +208,12 @@ function explainMean(m) {
   return [make("b", {}, `${layerName(m.layer)}, ${headName(m.head)}, ${m.n} tokens`),
     line(`sigma ${number(m.sigma)}, relative ${number(m.relative, 3)}`),
     line(`share of the top token ${percent(m.share)}`), line(`mean of ${m.count} windows`)];
+}
+
+function explainStep(t) {
+  return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
+    line(`sigma ${number(t.sigma)} in [${number(t.low)}, ${upward(t.high)}]`),
+    line(`mean of ${t.count} windows`)];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };

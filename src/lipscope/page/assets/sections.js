@@ -89,6 +89,10 @@ function drawLegend() {
   }, layer === null ? null : swatch(layer), text);
   const focusOn = (text) => [...$("legend").children].find((b) => b.textContent === text)?.focus();
   const layers = setting().layers;
+  for (const key of document.querySelectorAll(".layers")) {
+    key.replaceChildren(...layers.length < 2 ? [] : ["layer",
+      ...layers.map((l) => make("span", {}, swatch(l), l))]);
+  }
   if (layers.length < 2) return fill("legend");
   return fill("legend", button(null, "all layers"), ...layers.map((l) => button(l, l)));
 }
@@ -132,6 +136,22 @@ function drawGrowthNotes() {
     + "value of the worst case, no proof that nothing is worse." : "";
   $("exponents-note").textContent = "Dashed: 1/4 and 1/2. The interval says how the exponent moves when "
     + "other passages are drawn, not how exact a single sigma is.";
+}
+
+// --- training ------------------------------------------------------------------------------
+
+function drawTraining() {
+  const lengths = distinct(steps.filter((t) => t.g === setting().group && t.head === state.head)
+    .map((t) => t.n)).sort((a, b) => a - b);
+  const one = group();
+  $("training-about").textContent = one ? `${one.name}, map ${setting().map}, ${headName(state.head)}, `
+    + `${state.trained} tokens` : "";
+  $("training-note").textContent = one ? "Lines: geometric means over windows. Bars: up to the upper end "
+    + "of the solver's interval and, from two windows on, 95 % for the sampling of text. Small points: "
+    + "single windows of the layer in front." : "";
+  if (!lengths.length) return fill("training-controls");
+  return fill("training-controls", select("Length at each step", state.trained,
+    lengths.map((n) => [n, `${n} tokens`]), (trained) => choose({ trained })));
 }
 
 // --- heads, bounds -------------------------------------------------------------------------
@@ -222,6 +242,7 @@ async function drawAll() {
     await draw(id);
     await new Promise((done) => setTimeout(done));  // let the reader's next click through
   }
+  drawTraining();
   drawHeadControls();
   drawBounds();
   drawWorst();
@@ -236,6 +257,7 @@ function watchContents() {
   document.querySelectorAll("main section").forEach((s) => seen.observe(s));
 }
 
+document.querySelectorAll(".training").forEach((e) => { e.hidden = !D.groups.length; });
 $("theme").addEventListener("click", nextTheme);
 $("controls").addEventListener("submit", (e) => e.preventDefault());
 window.addEventListener("beforeprint", () => document.querySelectorAll("details")

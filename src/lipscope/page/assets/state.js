@@ -10,11 +10,12 @@ const records = (columns) => {
 };
 const points = records(D.points).map((p, i) => ({ ...p, i }));
 const means = records(D.means).map((m, k) => ({ ...m, m: k }));
+const steps = records(D.steps).map((t, k) => ({ ...t, t: k }));
 const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, layer: null, head: null, front: null, picked: -1,
-  quantity: "sigma", length: null, metric: null, place: null, sort: "sigma", kind: "real" };
+  quantity: "sigma", length: null, trained: null, metric: null, place: null, sort: "sigma", kind: "real" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"
