@@ -5,7 +5,9 @@ Both in float64 and to 1e-9, like the closed forms of self-attention.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,7 +29,15 @@ from layouts import (
     foreign,
     randomised,
 )
-from lipscope.capture import Side, attention_sites, build_map, prepared, trace
+from lipscope.capture import (
+    Side,
+    attention_sites,
+    build_map,
+    prepared,
+    trace,
+    without_padding,
+)
+from lipscope.capture.prepare import exact_maths
 from lipscope.errors import InputError
 from lipscope.operator import materialise
 from tiny import TEXT
@@ -77,6 +87,13 @@ def inputs_of(family: str, *, padded: bool = False) -> Any:
     states = torch.randn(1, KEYS, WIDTH, generator=gen, dtype=torch.float64)
     given = {"input_ids": ids[:, :QUERIES], "encoder_hidden_states": states}
     return {**given, "encoder_attention_mask": mask} if padded else given
+
+
+@contextlib.contextmanager
+def ready_model(family: str) -> Iterator[Any]:
+    options: Any = {"dtype": torch.float64, "device": torch.device("cpu")}
+    with prepared(model_of(family), implementation="eager", **options) as (ready, _):
+        yield ready
 
 
 def maps(family: str, side: Side, names: tuple[str, ...], **inputs: Any) -> dict[str, Any]:
@@ -150,6 +167,90 @@ def test_both_sides_together_are_the_whole_derivative():
     agree(total, truth.reshape(total.shape))
 
 
+# --- blocks and models
+
+
+@contextlib.contextmanager
+def wholes(family: str, side: Side, **inputs: Any) -> Iterator[list[Any]]:
+    """The maps of both blocks and of the model."""
+    with ready_model(family) as ready:
+        sites = attention_sites(ready, side=side)
+        given = inputs_of(family, **inputs)
+        record = trace(ready, given, sites, blocks=True, dtype=torch.float64, side=side)
+        pairs = [(0, "block"), (1, "block"), (None, "model")]
+        yield [without_padding(build_map(record, *pair), record) for pair in pairs]
+
+
+def last_states(family: str, ready: Any, side: Side) -> tuple[Any, Tensor]:
+    """The decoder as a function of its embeddings or of its states, by its own arguments."""
+    given = inputs_of(family)
+    if family == "torch":
+        x, states = given
+        return (lambda z: ready(z, states)) if side == "query" else (lambda z: ready(x, z)), (
+            x if side == "query" else states
+        )
+    decoder, ids = ready, given["input_ids"]
+    if family in ("t5", "bart"):
+        decoder, ids = ready.decoder, given["decoder_input_ids"]
+        states = ready.encoder(given["input_ids"]).last_hidden_state
+    else:
+        states = given["encoder_hidden_states"]
+    if side == "key":
+        options: Any = {"input_ids": ids, "use_cache": False}
+        return lambda z: decoder(encoder_hidden_states=z, **options).last_hidden_state, states
+    options = {"encoder_hidden_states": states, "use_cache": False}
+    embedded = decoder.get_input_embeddings()(ids)
+    return lambda z: decoder(inputs_embeds=z, **options).last_hidden_state, embedded
+
+
+# The embeddings of BART and BERT end in a norm: what enters the first block is no argument.
+WHOLE: list[tuple[str, Side]] = [
+    (family, side)
+    for family in (*MODELS, "torch")
+    for side in SIDES
+    if side == "key" or family not in ("bart", "bert")
+]
+
+
+@pytest.mark.parametrize(("family", "side"), WHOLE)
+def test_the_model_through_either_side(family, side):
+    """Against automatic differentiation through the model's own arguments."""
+    with wholes(family, side) as (*_, built):
+        assert built.x.shape[0] == (QUERIES if side == "query" else KEYS)
+        op = built.linearise(built.x)
+        e, g = torch.randn_like(built.x), torch.randn_like(built.output)
+        products = op.mv(e), op.rmv(g)
+    with ready_model(family) as ready, exact_maths(torch.float64):
+        function, at = last_states(family, ready, side)
+        _, along = torch.autograd.functional.jvp(lambda z: function(z)[0], at, e[None])
+        _, back = torch.autograd.functional.vjp(lambda z: function(z)[0], at, g)
+    agree(products[0], along)
+    agree(products[1], back[0])
+
+
+@pytest.mark.parametrize("family", ["bart", "bert", "torch"])
+def test_blocks_make_up_the_model(family):
+    """Chain rule, where nothing follows the blocks: ``J = B₂`` of the states ``+ B₂ B₁``."""
+    with wholes(family, "query") as found:
+        first, second, whole = (one.linearise(one.x) for one in found)
+        e = torch.randn_like(found[0].x)
+        agree(whole.mv(e), second.mv(first.mv(e)))
+        with wholes(family, "key") as states:
+            own, last, whole = (one.linearise(one.x) for one in states)
+            e = torch.randn_like(states[0].x)
+            agree(whole.mv(e), last.mv(e) + second.mv(own.mv(e)))
+
+
+@pytest.mark.parametrize("family", ["t5", "bert"])
+def test_padded_states_do_not_move_a_block(family):
+    with wholes(family, "key", padded=True) as (block, _, model):
+        assert block.x.shape == model.x.shape == (KEYS - 2, WIDTH)
+        assert block.output.shape == model.output.shape == (QUERIES, WIDTH)
+        assert "2 padding tokens" in (model.note or "")
+    with wholes(family, "query", padded=True) as (block, *_):
+        assert block.x.shape == block.output.shape == (QUERIES, WIDTH)
+
+
 # --- the verb
 
 
@@ -170,6 +271,28 @@ def test_measure_takes_a_side(side):
     assert whole <= math.fsum(row.sigma or 0.0 for row in heads) * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ["block", "model"])
+def test_measure_takes_a_side_of_blocks_and_models(name, side):
+    with wholes("t5", side) as found:
+        chosen = found[2:] if name == "model" else found[1:2]
+        jacobians = [materialise(one.linearise(one.x)) for one in chosen]
+    rows = ls.measure(
+        model_of("t5"),
+        inputs_of("t5"),
+        layers=[1],
+        side=side,
+        map=name,
+        dtype="float64",
+        tol=1e-8,
+    )
+    assert [row.layer for row in rows] == ([None] if name == "model" else [1])
+    for row, jacobian in zip(rows, jacobians, strict=True):
+        dense = float(torch.linalg.matrix_norm(jacobian, 2))
+        assert row.sigma == pytest.approx(dense, rel=1e-9)
+        assert (row.side, row.status) == (side, "converged")
+
+
 def test_an_encoder_decoder_reads_a_text_twice():
     rows = ls.measure(T5, TEXT, lengths=[5], samples=1)
     assert [row.layer for row in rows] == [0, 1, 2, 3]  # the encoder's layers, the decoder's
@@ -181,8 +304,7 @@ def test_an_encoder_decoder_reads_a_text_twice():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"side": "query", "map": "block"}, "The sides of cross-attention"),
-        ({"side": "key", "map": "model"}, "The sides of cross-attention"),
+        ({"side": "query", "map": "block", "per_head": True}, "`per_head` goes with"),
         ({"side": "key", "map": "residual"}, "residual"),
     ],
 )

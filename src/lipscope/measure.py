@@ -109,7 +109,8 @@ def measure(
         read: Output tokens that are read, likewise.
         side: ``self``, or the layers of cross-attention instead, moved through their ``query``
             side (a decoder's tokens) or their ``key`` side (encoder states, retrieved
-            passages) while the other stays.
+            passages) while the other stays; of ``block`` and ``model``, what enters the
+            decoder's block, or its first one, from either side.
         position_offset: Position ids start this much later, to tell length from position.
         images: Pictures instead of a text: a folder, or ``random`` pixels.
         resolutions: Sides of the pictures in pixels; the model's own if None.

@@ -48,7 +48,8 @@ class Trace:
         others: Names of attention modules that were called the other way: no layers.
         norms: Calls of normalisation modules, in order.
         blocks: Calls of Transformer blocks, one per layer; empty unless asked for.
-        first: Module, name of its input and input of the first block, for the map ``model``.
+        firsts: By path: module, name of its input and input of the first block of a list of
+            blocks, in the order in which they were called; for the map ``model``.
         output: The model's output tensor (``last_hidden_state`` where it has one).
     """
 
@@ -61,7 +62,7 @@ class Trace:
     others: list[str] = field(default_factory=list)
     norms: list[NormCall] = field(default_factory=list)
     blocks: list[BlockCall] = field(default_factory=list)
-    first: tuple[nn.Module, str, Tensor] | None = None
+    firsts: dict[str, tuple[nn.Module, str, Tensor]] = field(default_factory=dict)
     output: Tensor | None = None
 
 
@@ -334,14 +335,14 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
     stack.callback(module.register_forward_hook(finish).remove)
 
 
-def hook_first(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> None:
-    """Keep the input of the first block of all, whether or not it holds attention."""
+def hook_first(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
+    """Keep the input of the first block of a list, whether or not it holds attention."""
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = bound_arguments(block, args, kwargs)
         hidden = next(iter(arguments), "")
         x = arguments.get(hidden)
-        if record.first is None and isinstance(x, Tensor):
-            record.first = block, hidden, record.kept.keep(x)
+        if name not in record.firsts and isinstance(x, Tensor):
+            record.firsts[name] = block, hidden, record.kept.keep(x)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)

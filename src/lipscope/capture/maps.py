@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.capture.calls import Trace, as_tokens, first_tensor
-from lipscope.capture.prepare import exact_maths
+from lipscope.capture.blocks import Whole, block_parts, model_parts
+from lipscope.capture.calls import Trace, as_tokens
 from lipscope.capture.replay import (
     ClosedForm,
     Replayed,
     TokenModule,
     count_heads,
     projection_by_head,
-    replay_block,
 )
 from lipscope.capture.residual import norm_before, residual
 from lipscope.capture.sites import AttentionCall, closed_form, why_run
 from lipscope.capture.sums import close, distance
-from lipscope.capture.trace import run
 from lipscope.errors import InputError
 from lipscope.operator import Operator, compose, linearise
 
@@ -107,15 +105,10 @@ def build_map(
         raise InputError(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
-    if record.side != "self" and name in ("block", "model"):
-        raise InputError(
-            f"The sides of cross-attention go with the maps heads, attention, normed, residual. "
-            f"Found `map = {name}`."
-        )
     call = record.calls[0] if name == "model" else _call(record, layer)
     check_request(record, layer, name, call.num_tokens, memory)
     if name == "model":
-        built = _model_map(record)
+        built = _whole(None, name, None, model_parts(record))
     else:
         built = _layer_map(record, call, layer, name, per_head)
     _check_agreement(built, record)
@@ -135,7 +128,7 @@ def _layer_map(
     record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
 ) -> LayerMap:
     if name == "block":
-        return _block_map(record, call, layer)
+        return _whole(layer, name, count_heads(call.module), block_parts(record, call))
     if call.refusal:
         raise InputError(call.refusal)
     attention = closed_form(call)
@@ -225,68 +218,18 @@ def _no_heads() -> Tensor:
     raise InputError("Blocks and models have no single heads; leave out `per_head`.")
 
 
-def _block_map(record: Trace, call: AttentionCall, layer: int | None) -> LayerMap:
-    # A block with shared weights is called once per layer: its calls pair up with the site's.
-    calls = [c for c in record.calls if c.name == call.name]
-    blocks = [b for b in record.blocks if call.name.startswith(b.name + ".")]
-    turn = next(i for i, c in enumerate(calls) if c is call)
-    block = blocks[turn] if len(blocks) == len(calls) else None
-    if block is None:
-        raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
-    axis = call.token_axis
-    x = as_tokens(block.x, axis)
-    function = replay_block(block, axis)
+def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> LayerMap:
+    """A map of whole blocks, which are always run again."""
+    x, output, function = parts
     return LayerMap(
         layer,
-        "block",
+        name,
         x,
-        as_tokens(block.output, axis),
+        output,
         function,
-        lambda x, m, h: linearise(function, x),
+        lambda x, memory, per_head: linearise(function, x),
         None,
-        count_heads(call.module),
-        _no_heads,
-    )
-
-
-def _model_map(record: Trace) -> LayerMap:
-    if record.first is None:
-        raise InputError(
-            "The map `model` needs blocks in a list, from the first of which it starts. "
-            f"Found none around `{record.calls[0].name}`."
-        )
-    first, hidden, start = record.first
-    if record.output is None or record.output.shape[-1] != start.shape[-1]:
-        raise InputError(
-            "The map `model` goes from the first block to a last hidden state of the same width. "
-            "Found another output; leave out the head, or take one part of a composite model."
-        )
-    axis = record.calls[0].token_axis
-
-    def function(x: Tensor) -> Tensor:
-        def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            handle.remove()  # a block with shared weights is called again for later layers
-            shaped = x.unsqueeze(1 - axis).clone()
-            if args:
-                return (shaped, *args[1:]), kwargs
-            return args, {**kwargs, hidden: shaped}
-
-        handle = first.register_forward_pre_hook(replace, with_kwargs=True)
-        try:
-            with exact_maths(x.dtype):
-                return as_tokens(first_tensor(run(record.model, record.inputs)), axis)
-        finally:
-            handle.remove()
-
-    return LayerMap(
-        None,
-        "model",
-        as_tokens(start, axis),
-        as_tokens(record.output, axis),
-        function,
-        lambda x, m, h: linearise(function, x),
-        None,
-        None,
+        heads,
         _no_heads,
     )
 
@@ -311,8 +254,11 @@ def check_request(
         return
     layers = len(record.calls) if name == "model" else 1
     others = num_tokens if call.context is None else call.context.shape[0]
-    pairs = (count_heads(call.module) or 1) * num_tokens * others
-    needed = _GENERIC_COPIES * layers * pairs * call.x.element_size()
+    pairs = num_tokens * others
+    if call.context is not None and name in ("block", "model"):  # it attends to itself, too
+        pairs += (num_tokens if call.side == "query" else others) ** 2
+    heads = count_heads(call.module) or 1
+    needed = _GENERIC_COPIES * layers * heads * pairs * call.x.element_size()
     if needed > memory:
         raise InputError(
             f"The map `{name}` of this model goes through the generic path, which would need "

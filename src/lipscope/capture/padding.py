@@ -17,8 +17,9 @@ from lipscope.operator import Operator, restrict
 def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     """The map from the real tokens to their outputs, at the same input.
 
-    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder:
-    ``decoder_attention_mask``), one entry per token. Padding stands where it is: its keys are
+    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder behind an
+    encoder ``decoder_attention_mask``; of states that are handed to a decoder
+    ``encoder_attention_mask``), one entry per token. Padding stands where it is: its keys are
     hidden by the mask, and its own outputs are left out.
 
     Args:
@@ -31,9 +32,9 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     Raises:
         InputError: If no token is real.
     """
-    decodes, side = _in_decoder(built, record), record.side
-    moved = _real(record, built.x.shape[0], decodes and side != "key")
-    read = _real(record, built.output.shape[0], decodes)
+    moves, reads = _parts(built, record)
+    moved = _real(record, moves, built.x.shape[0])
+    read = _real(record, reads, built.output.shape[0])
     if moved is None and read is None:
         return built
 
@@ -60,20 +61,38 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     )
 
 
-def _in_decoder(built: LayerMap, record: Trace) -> bool:
-    """Whether a layer belongs to the decoder of two parts; the map ``model`` has none."""
-    given = record.inputs
-    if built.layer is None or not isinstance(given, Mapping):
-        return False
-    return "decoder" in record.calls[built.layer].name.split(".")
+def _parts(built: LayerMap, record: Trace) -> tuple[str, str]:
+    """Whose tokens move and whose are read: those of ``states`` that a decoder reads, or ``own``.
+
+    In a model of two parts, ``own`` tokens of a layer of the encoder are its states.
+    """
+    if record.side != "self":
+        return ("states" if record.side == "key" else "own"), "own"
+    if built.layer is None:
+        first = next(iter(record.firsts), "")
+        return ("own" if _decodes(first) or not _two_parts(record) else "states"), "own"
+    name = record.calls[built.layer].name
+    return ("own", "own") if _decodes(name) or not _two_parts(record) else ("states", "states")
 
 
-def _real(record: Trace, count: int, decodes: bool) -> Tensor | None:
+def _decodes(name: str) -> bool:
+    return "decoder" in name.split(".")
+
+
+def _two_parts(record: Trace) -> bool:
+    return isinstance(record.inputs, Mapping) and any(
+        name.startswith("decoder_input") for name in record.inputs
+    )
+
+
+def _real(record: Trace, of: str, count: int) -> Tensor | None:
     """Indices of the real tokens, or None if all are."""
     given = record.inputs
     mask = None
     if isinstance(given, Mapping):
-        mask = given.get("decoder_attention_mask" if decodes else "attention_mask")
+        two = ("attention_mask", "decoder_attention_mask")
+        states, own = two if _two_parts(record) else ("encoder_attention_mask", "attention_mask")
+        mask = given.get(states if of == "states" else own)
     # A mask of another length speaks of other tokens (a picture's, an encoder's).
     if not isinstance(mask, Tensor) or mask.shape != (1, count):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,11 +200,13 @@ class TokenModule:
             return first_tensor(self.module(x.reshape(self.shape).clone())).reshape(x.shape[0], -1)
 
 
-def replay_block(block: BlockCall, axis: int) -> Callable[[Tensor], Tensor]:
-    """A block as a function of its input, all other arguments as the model passed them."""
+def replay_block(block: BlockCall, axis: int, moved: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """A block as a function of these arguments, all others as the model passed them."""
 
     def function(x: Tensor) -> Tensor:
-        arguments = {**block.arguments, block.hidden: x.unsqueeze(1 - axis).clone()}
+        given = {block.hidden: block.x, **dict.fromkeys(moved, x.unsqueeze(1 - axis))}
+        # Copies: a block may write into its input.
+        arguments = {**block.arguments, **{name: value.clone() for name, value in given.items()}}
         with exact_maths(x.dtype):
             return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
 

@@ -101,7 +101,7 @@ def _traced(
             for name in around:
                 hook_block(stack, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
-                hook_first(stack, record, model.get_submodule(name))
+                hook_first(stack, record, name, model.get_submodule(name))
         stack.enter_context(torch.no_grad())
         stack.enter_context(exact_maths(dtype, differentiable=False))
         record.output = first_tensor(_run_once(model, inputs))
