@@ -1,4 +1,7 @@
-"""The tutorials run as they are printed: Python blocks in order, commands one by one."""
+"""What the pages print runs: tutorials as they are, the other pages on a small model.
+
+Python blocks run in their order and share their names, commands run one by one.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,40 @@ def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch) -> None:
         else:
             for line in code.strip().splitlines():
                 _command(line, monkeypatch)
+
+
+SMALL = "random:bert:hidden_size=16,num_attention_heads=4,num_hidden_layers=4,intermediate_size=16"
+# What the reader of these pages brings along.
+GIVEN = """
+import torch
+from pathlib import Path
+import lipscope as ls
+
+text = "It was a dark and stormy night; the rain fell in torrents. " * 60
+error, weight = torch.zeros(()), torch.eye(2, 16)
+f, x = torch.sin, torch.randn(6, 16)
+layer = ls.DotProduct(torch.eye(16), torch.eye(16), torch.eye(16))
+my_module = torch.nn.TransformerEncoder(
+    torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0),
+    num_layers=2, enable_nested_tensor=False,
+)
+batch = torch.randn(1, 6, 16)
+SPEC = "models: ['%s']\\nlayers: [0]\\nlengths: [16]\\nsamples: 1\\ntheorems: [f2]\\n"
+Path("growth.yaml").write_text(SPEC)
+ls.measure("%s", text, layers=[0], lengths=[8], samples=1, out="runs/demo")
+"""
+
+
+def test_every_block_of_the_other_pages_runs(tmp_path: Path, monkeypatch) -> None:
+    """One after another in one folder: the sweep of one page is read by the next one."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "pages"}
+    exec(GIVEN.replace("%s", SMALL), names)
+    for page in ("README.md", "docs/index.md", "docs/api.md", "docs/sweeps.md"):
+        text = (ROOT / page).read_text(encoding="utf-8").replace('"minilm"', f'"{SMALL}"')
+        for language, code in _BLOCK.findall(text):
+            if language == "python" and not code.startswith(">>>"):  # those are doctests
+                exec(compile(code, page, "exec"), names)
 
 
 def _command(line: str, monkeypatch) -> None:
