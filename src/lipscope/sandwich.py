@@ -20,6 +20,7 @@ from lipscope.bound_rows import ADVERSARIAL, MEASURED, BoundRow
 from lipscope.bounds import Bound, bounds, catalogue, infinity_norm, max_token_norm
 from lipscope.bounds.table import Map
 from lipscope.bounds.theorem import Metric
+from lipscope.capture import LoadedModel
 from lipscope.captured import Captured, captures
 from lipscope.errors import InputError
 from lipscope.singular import top_singular_batch
@@ -102,7 +103,7 @@ class Sandwich(Sequence[BoundRow]):
 
 
 def sandwich(
-    model: str = "minilm",
+    model: str | LoadedModel = "minilm",
     data: str | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | Literal["all"],
@@ -129,7 +130,7 @@ def sandwich(
     measurement in its own metric and map only.
 
     Args:
-        model: A name for `load_model`.
+        model: A name for `load_model`, or a loaded model.
         data: Text or a batch; the default text if None.
         layers: Indices from 0, or "all".
         lengths: Numbers of tokens; not for a batch.

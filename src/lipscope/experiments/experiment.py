@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,6 +119,12 @@ class Study:
         """One of two settings."""
         return quick if self.quick else full
 
+    def places(self) -> Iterator[tuple[LoadedModel, Text]]:
+        """Every model on every text."""
+        for name in self.models:
+            for text in self.texts:
+                yield self.load(name), text
+
     def not_run(self, *names: str) -> str | None:
         """A remark on models that the paper used and this run did not."""
         missing = [name for name in names if name not in self.models]
@@ -134,7 +140,7 @@ class Study:
             self._tell(part, done, total)
 
         loaded = self.load(model) if isinstance(model, str) else model
-        where = self.folder.path / "parts" / part
+        where = self.folder.path / "parts" / _file_name(part)
         rows = measure(loaded, data, out=where, progress=progress, **options)
         self._keep(rows)
         return rows
@@ -150,7 +156,7 @@ class Study:
         Returns:
             Key and values together, in the order of the jobs.
         """
-        path = self.folder.path / f"{part}.jsonl"
+        path = self.folder.path / f"{_file_name(part)}.jsonl"
         held = _held(path)
         jobs = list(jobs)
         found = []
@@ -184,6 +190,8 @@ class Study:
     ) -> None:
         """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first.
 
+        In the names of the files everything but letters, digits, - and _ becomes -.
+
         Nothing is saved where there is nothing to draw.
         """
         from lipscope.figure import curves_chart, save
@@ -191,6 +199,7 @@ class Study:
         if not panels:
             return
         chart = curves_chart(title, panels, notes=notes, columns=columns)
+        stem = _file_name(stem)
         for kind in ("svg", "png"):
             save(chart, self.folder.path / f"{stem}.{kind}")
         self.figures.append((f"{stem}.svg", title))
@@ -257,6 +266,11 @@ def reproduce(
         )
         _write(folder.path / "findings.md", text)
     return findings
+
+
+def _file_name(words: str) -> str:
+    """Words as a name for a file on any system."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in words).strip("-")
 
 
 def _command(name: str, models: Sequence[str] | None, texts: Sequence[Text], quick: bool) -> str:

@@ -11,6 +11,7 @@ from lipscope.capture import default_text
 from lipscope.errors import InputError
 
 AG_NEWS = "ag_news"
+AG_NEWS_TITLE = "AG_NEWS"
 
 
 @dataclass(frozen=True)
@@ -80,4 +81,4 @@ def _ag_news() -> Text:
             f"The text `{AG_NEWS}` should be had from the hub or its cache. Found "
             f"{type(problem).__name__}: {said}; leave it out, or pass a file."
         ) from None
-    return Text("AG_NEWS", " ".join(lines))
+    return Text(AG_NEWS_TITLE, " ".join(lines))

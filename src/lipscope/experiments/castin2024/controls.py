@@ -18,6 +18,7 @@ from lipscope.capture import (
     shuffled_words,
     windows_of_text,
 )
+from lipscope.capture.windows import special_tokens_of
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Table
 from lipscope.experiments.texts import Text
@@ -73,7 +74,8 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
     yield ask.repeated("one token", loaded, same_place=False)
     yield ask.tokens("random tokens", loaded)
     yield ask.text("shuffled words", loaded, shuffled_words(text.content))
-    yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
+    if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
+        yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
     yield ask.text("random weights", reinitialised(loaded), text.content)
     if loaded.weights == "float32":
         yield ask.text("Q4_1 weights", quantised(loaded), text.content)
@@ -110,19 +112,18 @@ class _Ask:
         self.content = text.content
         count = int(loaded.config.num_hidden_layers)
         self.layers = study.pick([0, count // 2], [0, count // 2, count - 1])
-        self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128, 256])
-        self.samples = study.pick(3, 6)
+        self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
+        self.samples = study.pick(3, 10)
 
     def named(self, name: str, rows: Sequence[Measurement]) -> Control:
         return Control(name, self.loaded.name, self.text_name, list(rows))
 
-    def part(self, name: str) -> str:
-        words = f"control-{name}-{self.loaded.name}-{self.text_name}"
-        return "".join(c if c.isalnum() else "-" for c in words)
+    def part(self, name: str, source: str) -> str:
+        return f"control-{name}-{self.loaded.name}-{source}"
 
     def text(self, name: str, loaded: LoadedModel, content: str, **options: Any) -> Control:
         rows = self.study.measure(
-            self.part(name),
+            self.part(name, self.text_name),
             loaded,
             content,
             layers=self.layers,
@@ -136,7 +137,7 @@ class _Ask:
         rows: list[Measurement] = []
         for n in self.lengths:
             ids = random_tokens(loaded, n, self.samples)
-            rows += self.study.measure(f"{self.part(name)}-{n}", loaded, ids, layers=self.layers)
+            rows += self.study.measure(self.part(name, str(n)), loaded, ids, layers=self.layers)
         return self.named(name, rows)
 
     def offset(self, num_tokens: int, start: int) -> Sequence[Measurement]:
@@ -151,7 +152,7 @@ class _Ask:
         ids = torch.cat([window.ids for window in windows])
         positions = torch.arange(start, start + num_tokens).expand_as(ids).contiguous()
         batch = {"input_ids": ids, "position_ids": positions}
-        part = self.part(f"from-position-{start}")
+        part = self.part(f"from-position-{start}", self.text_name)
         return self.study.measure(part, self.loaded, batch, layers=self.layers)
 
     def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
@@ -162,5 +163,5 @@ class _Ask:
             batch: Any = {"input_ids": ids}
             if same_place:
                 batch["position_ids"] = torch.zeros_like(ids)
-            rows += self.study.measure(f"{self.part(name)}-{n}", loaded, batch, layers=self.layers)
+            rows += self.study.measure(self.part(name, str(n)), loaded, batch, layers=self.layers)
         return self.named(name, rows)

@@ -11,9 +11,14 @@ from lipscope.capture import LoadedModel, as_decoder
 from lipscope.captured import layer_maps
 from lipscope.experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope.experiments.castin2024.controls import Control, controls, offsets
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.castin2024.windows import (
+    as_in_the_paper,
+    consecutive,
+    first_and_middle,
+)
+from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
-from lipscope.experiments.texts import Text
+from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.growth import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope.panels import Panel, Series, power_law
 from lipscope.published import castin_scripts
@@ -44,19 +49,13 @@ class Case:
     @property
     def layers(self) -> list[int]:
         """First and middle, as the paper's 0 and 6 of 12; of masked BERT and GPT-2 the latter."""
-        middle_one = int(self.loaded.config.num_hidden_layers) // 2
         masked = self.loaded.name.endswith(", causal") or self.family == "gpt2"
-        return [middle_one] if masked else [0, middle_one]
+        return first_and_middle(self.loaded)[masked:]
 
     @property
     def name(self) -> str:
         """As tables say it."""
         return f"{self.loaded.name}, {self.text.name}"
-
-    @property
-    def part(self) -> str:
-        """A name for files."""
-        return "".join(c if c.isalnum() else "-" for c in self.name).strip("-")
 
 
 @experiment(
@@ -69,7 +68,7 @@ class Case:
 def figure1(study: Study) -> Findings:
     """Both rows of the figure, what its scripts compute, and the controls."""
     cases = [Case(m, text) for m in _models(study) for text in study.texts]
-    real = {case.name: _real(study, case) for case in cases}
+    real = {case.name: consecutive(study, case.loaded, case.text, case.layers) for case in cases}
     coded = {case.name: _as_coded(study, case) for case in cases}
     paired = {case.name: _paired(study, case) for case in cases}
     worst = [
@@ -105,37 +104,18 @@ def _models(study: Study) -> Iterator[LoadedModel]:
             yield as_decoder(loaded)
 
 
-def _lengths(study: Study, case: Case) -> Sequence[int]:
-    """Those of the paper: even ones to 100 (Alice), or every tenth to 512 (AG_NEWS)."""
-    if study.quick:
-        return [8, 16, 32, 64]
-    return range(2, 512, 10) if case.text.name == "AG_NEWS" else range(2, 101, 2)
-
-
 def _every(case: Case) -> list[int]:
-    """All layers; of deep models every fifth."""
+    """All layers; of deep models every fifth, of random ones (all alike) three."""
     count = int(case.loaded.config.num_hidden_layers)
+    if case.loaded.weights.startswith("random"):
+        return sorted({0, count // 2, count - 1})
     return list(range(0, count, 1 if count <= 12 else 5))
-
-
-def _real(study: Study, case: Case) -> Rows:
-    """First row: the paper's consecutive windows, without special tokens."""
-    return study.measure(
-        f"consecutive-{case.part}",
-        case.loaded,
-        case.text.content,
-        layers=case.layers,
-        lengths=_lengths(study, case),
-        samples=study.pick(3, 10),
-        windows="consecutive",
-        special_tokens=False,
-    )
 
 
 def _paired(study: Study, case: Case) -> Rows:
     """The same passages at every length: nested prefixes, for all layers."""
     return study.measure(
-        f"nested-{case.part}",
+        f"nested-{case.name}",
         case.loaded,
         case.text.content,
         layers=study.pick(case.layers, _every(case)),
@@ -149,29 +129,27 @@ def _paired(study: Study, case: Case) -> Rows:
 def _as_coded(study: Study, case: Case) -> dict[int, list[tuple[int, float]]]:
     """The quantity of the published scripts on the windows of the first row, by layer."""
     what = _AS_CODED.get(case.family, "attention")
+    options = as_in_the_paper(study, case.text)
 
-    def job(n: int) -> Job:
-        def compute() -> dict[str, Any]:
-            maps = layer_maps(
-                case.loaded,
-                case.text.content,
-                layers=case.layers,
-                map=what,
-                lengths=[n],
-                samples=study.pick(3, 10),
-                windows="consecutive",
-                special_tokens=False,
-            )
-            found = [{"layer": one.layer, "value": castin_scripts(one)} for _, one in maps]
-            return {"values": found}
+    def compute() -> dict[str, Any]:
+        maps = layer_maps(
+            case.loaded,
+            case.text.content,
+            layers=case.layers,
+            map=what,
+            **options,
+        )
+        found = [
+            {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for _, one in maps
+        ]
+        return {"values": found}
 
-        return {"case": case.name, "map": what, "n": n}, compute
-
-    found: dict[int, list[tuple[int, float]]] = {layer: [] for layer in case.layers}
-    for record in study.values(f"as-coded-{case.part}", [job(n) for n in _lengths(study, case)]):
-        for one in record["values"]:
-            found[one["layer"]].append((record["n"], one["value"]))
-    return found
+    key = {"case": case.name, "map": what, "lengths": str(options["lengths"])}
+    (record,) = study.values(f"as-coded-{case.name}", [(key, compute)])
+    return {
+        layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
+        for layer in case.layers
+    }
 
 
 def _of(rows: Rows, layer: int) -> list[Measurement]:
@@ -205,8 +183,9 @@ def _draw(
             if case.text is text
             for layer in case.layers
         ]
-        stem = "real-" + "".join(c if c.isalnum() else "-" for c in text.name)
-        study.draw(stem, f"Figure 1, first row: {text.name}", panels, [_HOW], columns=2)
+        study.draw(
+            f"real-{text.name}", f"Figure 1, first row: {text.name}", panels, [_HOW], columns=2
+        )
     panels = [_worst_panel(one) for one in worst]
     study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
 
@@ -377,7 +356,7 @@ def _remarks(study: Study) -> tuple[str, ...]:
         "Text: "
         + ", ".join(text.name for text in study.texts)
         + "."
-        + " AG_NEWS was not run." * all(t.name != "AG_NEWS" for t in study.texts),
+        + " AG_NEWS was not run." * all(t.name != AG_NEWS_TITLE for t in study.texts),
         "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
         "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
         "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py).",

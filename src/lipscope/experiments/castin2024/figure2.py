@@ -29,12 +29,7 @@ _LENGTHS = (128, 512, 4096)
 )
 def figure2(study: Study) -> Findings:
     """Gamma of every head and the radius of its layer's input on text."""
-    found = [
-        record
-        for name in study.models
-        for text in study.texts
-        for record in _of(study, study.load(name), text)
-    ]
+    found = [record for place in study.places() for record in _of(study, *place)]
     _draw(study, found)
     positive = [r["factor"] for r in found if r["factor"] is not None]
     missing = sum(r["factor"] is None for r in found)
@@ -74,7 +69,7 @@ def figure2(study: Study) -> Findings:
 
 def _of(study: Study, loaded: LoadedModel, text: Text) -> list[dict[str, Any]]:
     """Records of all heads of a model on one text."""
-    where = f"gamma-{loaded.name}-{text.name}".replace(":", "-").replace(" ", "-")
+    where = f"gamma-{loaded.name}-{text.name}"
     try:
         held = list(
             captures(

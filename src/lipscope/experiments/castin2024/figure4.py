@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lipscope.experiments.castin2024.windows import consecutive, first_and_middle
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope.growth import slope_of
 from lipscope.panels import Panel, Series, power_law
 from lipscope.record import Measurement
-from lipscope.report import Rows
 from lipscope.table import number
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
@@ -26,9 +26,8 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 def figure4(study: Study) -> Findings:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
     found = {
-        f"{name}, {text.name}": _rows(study, name, text.content, k)
-        for name in study.models
-        for k, text in enumerate(study.texts)
+        f"{loaded.name}, {text.name}": consecutive(study, loaded, text, first_and_middle(loaded))
+        for loaded, text in study.places()
     }
     places = [
         (f"{name}, layer {layer}", [row for row in rows if row.layer == layer], fit)
@@ -70,21 +69,6 @@ def figure4(study: Study) -> Findings:
                 ),
             )
         ),
-    )
-
-
-def _rows(study: Study, name: str, text: str, place: int) -> Rows:
-    loaded = study.load(name)
-    count = int(loaded.config.num_hidden_layers)
-    return study.measure(
-        f"rows-{name}-{place}".replace(":", "-"),
-        loaded,
-        text,
-        layers=[0, count // 2],
-        lengths=study.pick([8, 16, 32, 64], range(2, 101, 2)),
-        samples=study.pick(4, 10),
-        windows="consecutive",
-        special_tokens=False,
     )
 
 

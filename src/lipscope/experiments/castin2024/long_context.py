@@ -7,8 +7,11 @@ from typing import Any
 import torch
 
 from lipscope.attention import DotProduct
+from lipscope.capture import LoadedModel
+from lipscope.experiments.castin2024.windows import first_and_middle
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope.experiments.texts import Text
 from lipscope.growth import slope_of
 from lipscope.inputs import two_cluster, weighted_two_atoms
 from lipscope.panels import Panel, Series, power_law
@@ -34,9 +37,7 @@ def long_context(study: Study) -> Findings:
         "clusters", [_job(name, n, n <= measured) for name in _RADII for n in counts]
     )
     real = {
-        f"{name}, {text.name}": _rows(study, name, text.content, k)
-        for name in study.models
-        for k, text in enumerate(study.texts)
+        f"{loaded.name}, {text.name}": _rows(study, loaded, text) for loaded, text in study.places()
     }
     _draw(study, clusters, real)
     both = [r for r in clusters if r["direct"] is not None]
@@ -93,15 +94,13 @@ def _job(name: str, n: int, measured: bool) -> Job:
     return {"case": name, "n": n, "measured": measured}, compute
 
 
-def _rows(study: Study, name: str, text: str, place: int) -> Rows:
-    loaded = study.load(name)
-    count = int(loaded.config.num_hidden_layers)
+def _rows(study: Study, loaded: LoadedModel, text: Text) -> Rows:
     most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
     return study.measure(
-        f"real-{name}-{place}".replace(":", "-"),
+        f"real-{loaded.name}-{text.name}",
         loaded,
-        text,
-        layers=[0, count // 2],
+        text.content,
+        layers=first_and_middle(loaded),
         lengths=[n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n <= most],
         samples=study.pick(2, 5),
         special_tokens=False,

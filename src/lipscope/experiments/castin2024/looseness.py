@@ -63,7 +63,12 @@ def _layers(study: Study, name: str) -> list[int]:
 def _job(study: Study, name: str, text: str, content: str, layer: int, n: int, metric: str) -> Job:
     def compute() -> dict[str, Any]:
         rows = sandwich(
-            name, content, layers=[layer], lengths=[n], metric=metric, special_tokens=False
+            study.load(name),
+            content,
+            layers=[layer],
+            lengths=[n],
+            metric=metric,
+            special_tokens=False,
         )
         kept = [row for row in rows if row.looseness is not None]
         return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,18 +12,22 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.capture import LayerMap, LoadedModel
-from lipscope.captured import Captured, captures, layer_maps
+from lipscope.captured import captures, layer_maps
 from lipscope.certify import certify
+from lipscope.errors import InputError
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.texts import Text
 from lipscope.panels import Panel, Series
-from lipscope.perturb import ascent_move, random_move, sign_move, singular_move, split_change
+from lipscope.perturb import ascent_move, of_size, random_move, sign_move, split_change
 from lipscope.sampling import mean_interval, share_interval
-from lipscope.singular import top_singular
+from lipscope.singular import TopSingular, top_singular
 from lipscope.table import number
 
-_SHARES = (0.01, 0.1, 0.3)  # size of the move as a share of ‖X‖
+Record = dict[str, Any]
+
+_TOKENS = 32
+_SHARES = (0.001, 0.01, 0.1, 0.3)  # size of the move as a share of ‖X‖
 _KINDS = {
     "random": "random direction",
     "singular": "top singular vector of the layer",
@@ -41,44 +47,20 @@ _KINDS = {
 )
 def robustness(study: Study) -> Findings:
     """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
-    found = [
-        record
-        for name in study.models
-        for text in study.texts
-        for record in _of(study, study.load(name), text)
-    ]
+    found = [case for place in study.places() for case in _cases(study, *place)]
     _draw(study, found)
-    first = [r for r in found if r["share"] == _SHARES[0]]
-    above = [r for r in found if r["certificate"] and r["pgd"] > r["certificate"] * (1 + 1e-5)]
-    over = sum(r["pgd"] > 1.01 * r["sigma"] * r["size"] for r in found)
     return Findings(
+        (*_of_sigma(found), _of_the_certificate(found), *_of_neighbours(found)),
+        (_layer_table(found), _model_table(found)),
         (
-            Claim(
-                f"layer: change / (sigma · size) along the top singular vector, {_SHARES[0]:.0%}",
-                "tends to 1 as the size goes to 0 (Section 3.1)",
-                _interval([r["singular"] / (r["sigma"] * r["size"]) for r in first]),
-            ),
-            Claim(
-                f"layer: random direction, {_SHARES[0]:.0%}",
-                "at most sigma · size, far below in high dimension",
-                _interval([r["random"] / (r["sigma"] * r["size"]) for r in first]),
-            ),
-            Claim(
-                "layer: largest change found above sigma · size",
-                "possible: sigma speaks of small moves only",
-                f"in {over} of {len(found)} cases by more than 1 %",
-            ),
-            Claim(
-                "ball certificate",
-                "no move inside the ball changes more (derived here)",
-                f"exceeded in {len(above)} of {sum(r['certificate'] is not None for r in found)} "
-                "cases",
-            ),
-            *_neighbours(found),
-        ),
-        (_table(found),),
-        (
-            "The move is one of the first layer's input, which is also the first block's input.",
+            f"Windows of {_TOKENS} tokens; the move is one of the first layer's input, which is "
+            "also the first block's input.",
+            "Sigma speaks of small moves; sigma · size is what it would allow if the map were "
+            "linear. The certificate holds for every move of the ball.",
+            "A certificate is refused where it would allow more than the values of the layer do. "
+            "It was not asked for beyond the smallest size at which it was refused.",
+            f"Nearest neighbour: the mean token, by cosine, among {study.pick(12, 60)} windows of "
+            "the same text.",
             "Mass splitting doubles the tokens; its norms are weighted, and it acts on the layer "
             "only.",
             "Attacks made of real tokens are not in this table.",
@@ -86,37 +68,61 @@ def robustness(study: Study) -> Findings:
     )
 
 
-def _neighbours(found: Sequence[dict[str, Any]]) -> list[Claim]:
-    claims = []
-    for share in _SHARES:
-        mine = [r for r in found if r["share"] == share]
-        cells = []
-        for kind, key in (("random", "random"), ("PGD on the model", "pgd model")):
-            hits = sum(r[f"{key} neighbour"] for r in mine)
-            low, high = share_interval(hits, len(mine))
-            cells.append(f"{kind} {hits}/{len(mine)} [{low:.2f}, {high:.2f}]")
-        about = f"nearest neighbour changes, move of {share:.0%} of ‖X‖"
-        claims.append(Claim(about, "not in the paper", "; ".join(cells)))
-    return claims
+# --- what is computed ------------------------------------------------------------------------
 
 
-def _of(study: Study, loaded: LoadedModel, text: Text) -> list[dict[str, Any]]:
+@dataclass
+class _Window:
+    """One window: the first layer, the whole model, and their common input."""
+
+    attention: Attention
+    model: LayerMap
+    x: Tensor
+    seed: int
+
+    @cached_property
+    def layer_top(self) -> TopSingular:
+        """Sigma of the layer, and where it is attained."""
+        return self._top(self.attention)
+
+    @cached_property
+    def model_top(self) -> TopSingular:
+        """The same of the model."""
+        return self._top(self.model)
+
+    def _top(self, f: Any) -> TopSingular:
+        return top_singular(f.linearise(self.x), generator=torch.Generator().manual_seed(self.seed))
+
+    def moves(self, size: float, steps: int) -> dict[str, Tensor]:
+        """One move of this size of every kind but splitting."""
+        x, seed = self.x, self.seed
+        return {
+            "random": random_move(x, size, seed),
+            "singular": of_size(self.layer_top.v, size),
+            "singular model": of_size(self.model_top.v, size),
+            "fgsm": sign_move(self.model, x, size, seed),
+            "pgd": ascent_move(self.attention, x, size, seed, steps=steps),
+            "pgd model": ascent_move(self.model, x, size, seed, steps=steps),
+        }
+
+
+def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
     """Records of all windows and sizes of a model on one text."""
-    options: dict[str, Any] = {"lengths": [32], "samples": study.pick(4, 30)}
-    ends = [
-        _embedding(one(one.x))
-        for _, one in layer_maps(loaded, text.content, layers=[0], map="model", **options)
-    ]
-    bank = torch.stack(ends)
-    where = f"moves-{loaded.name}-{text.name}".replace(":", "-").replace(" ", "-")
-    held = captures(loaded, text.content, layers=[0], dtype="float32", **options)
+    every, windows = study.pick((3, 12), (6, 60))
+    options: Record = {"layers": [0], "lengths": [_TOKENS], "samples": windows}
+    chosen = range(0, windows, every)
+    maps = layer_maps(loaded, text.content, map="model", **options)
+    bank = torch.stack([_embedding(one(one.x)) for _, one in maps])
+    held = captures(loaded, text.content, chosen=chosen, dtype="float32", **options)
     inputs = {c.sample: c for c in list(held)}
-    found: list[dict[str, Any]] = []
-    for item, model in layer_maps(loaded, text.content, layers=[0], map="model", **options):
-        key = {"model": loaded.name, "text": text.name, "sample": item.sample}
-        jobs = [_job(study, key, share, inputs[item.sample], model, bank) for share in _SHARES]
-        found += study.values(f"{where}-{item.sample}", jobs)
-    return found
+    for item, model in layer_maps(loaded, text.content, map="model", **options):
+        if item.sample in inputs:
+            c = inputs[item.sample]
+            window = _Window(c.attention, model, c.x, item.sample)
+            key = {"model": loaded.name, "text": text.name, "sample": item.sample}
+            part = f"moves-{loaded.name}-{text.name}-{item.sample}"
+            (record,) = study.values(part, [_job(study, key, window, bank)])
+            yield from record["cases"]
 
 
 def _embedding(hidden: Tensor) -> Tensor:
@@ -124,136 +130,164 @@ def _embedding(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.detach().mean(0), dim=0)
 
 
-def _job(
-    study: Study,
-    key: dict[str, Any],
-    share: float,
-    c: Captured,
-    model: LayerMap,
-    bank: Tensor,
-) -> Job:
-    attention, x = c.attention, c.x
-    certified = key["sample"] < study.pick(1, 10)  # seconds each
-    size = share * float(x.norm())
-    seed = key["sample"]
+def _job(study: Study, key: Record, window: _Window, bank: Tensor) -> Job:
+    steps = study.pick(10, 20)
+    certified = key["sample"] == 0 or not study.quick  # seconds each
 
-    def compute() -> dict[str, Any]:
-        start = torch.Generator().manual_seed(seed)
-        sigma = top_singular(attention.linearise(x), generator=start)
-        steps = study.pick(10, 30)
-        moves = {
-            "random": random_move(x, size, seed),
-            "singular": singular_move(attention.linearise(x), size, seed),
-            "singular model": singular_move(model.linearise(x), size, seed),
-            "fgsm": sign_move(model, x, size, seed),
-            "pgd": ascent_move(attention, x, size, seed, steps=steps),
-            "pgd model": ascent_move(model, x, size, seed, steps=steps),
-        }
-        record: dict[str, Any] = {"size": size, "sigma": sigma.sigma, "upper": sigma.upper}
-        for name, move in moves.items():
-            record |= _effect(name, attention, model, x, move, bank, seed)
-        record["split"] = split_change(attention, x, size, seed)
-        record["certificate"] = _certificate(attention, x, size) if certified else None
-        return record
+    def compute() -> Record:
+        sizes = [share * float(window.x.norm()) for share in _SHARES]
+        promised = _certificates(window, sizes if certified else [], sharp=not study.quick)
+        cases = []
+        for share, size, most in zip(_SHARES, sizes, promised, strict=True):
+            moves = window.moves(size, steps)
+            case: Record = {"share": share, "size": size, "certificate": most}
+            case["sigma"], case["sigma model"] = window.layer_top.sigma, window.model_top.sigma
+            for name, move in moves.items():
+                case |= _effect(name, window, move, bank)
+            case["split"] = split_change(window.attention, window.x, size, window.seed)
+            cases.append(case)
+        return {"cases": cases}
 
-    return {**key, "share": share}, compute
+    return {**key, "steps": steps}, compute
 
 
-def _effect(
-    name: str,
-    layer: Callable[[Tensor], Tensor],
-    model: Callable[[Tensor], Tensor],
-    x: Tensor,
-    move: Tensor,
-    bank: Tensor,
-    sample: int,
-) -> dict[str, Any]:
+def _certificates(window: _Window, sizes: Sequence[float], *, sharp: bool) -> list[float | None]:
+    """What the Frobenius balls of these sizes allow at most; None from a refusal on."""
+    found: list[float | None] = []
+    for size in sizes:
+        try:
+            one = certify(window.attention, window.x, eps=size, ball="frobenius", sharp=sharp)
+        except InputError:
+            break
+        found.append(one.value * size)
+    return found + [None] * (len(_SHARES) - len(found))
+
+
+def _effect(name: str, window: _Window, move: Tensor, bank: Tensor) -> Record:
     """Change of the layer's and the model's output, and whether the neighbour is another."""
+    x = window.x
     with torch.no_grad():
-        here, there = model(x), model(x + move)
-        change = float((layer(x + move) - layer(x)).norm())
+        here, there = window.model(x), window.model(x + move)
+        change = float((window.attention(x + move) - window.attention(x)).norm())
     others = bank.clone()
-    others[sample] = 0.0  # not its own neighbour
+    others[window.seed] = 0.0  # not its own neighbour
     before, after = (int((others @ _embedding(y)).argmax()) for y in (here, there))
     return {
         name: change,
-        f"{name} output": float((there - here).norm() / here.norm()),
+        f"{name} output": float((there - here).norm()),
+        f"{name} relative": float((there - here).norm() / here.norm()),
         f"{name} neighbour": before != after,
     }
 
 
-def _certificate(attention: Attention, x: Tensor, size: float) -> float:
-    """What the Frobenius ball of this size allows at most."""
-    bound = certify(attention, x, eps=size, ball="frobenius", steps=1, sharp=False)
-    return bound.value * size
+# --- what is said ----------------------------------------------------------------------------
 
 
-def _draw(study: Study, found: Sequence[dict[str, Any]]) -> None:
-    def means(key: str) -> tuple[tuple[float, float], ...]:
-        known = [r for r in found if r[key] is not None]
-        return tuple(
-            (s, mean_interval([r[key] / r["size"] for r in known if r["share"] == s])[0])
-            for s in _SHARES
-        )
+def _at(found: Sequence[Record], share: float) -> list[Record]:
+    return [r for r in found if r["share"] == share]
 
-    promised = tuple(
-        (s, mean_interval([r["sigma"] for r in found if r["share"] == s])[0]) for s in _SHARES
+
+def _gain(records: Sequence[Record], kind: str) -> list[float]:
+    """Change of the layer's output divided by what sigma says of a move of this size."""
+    return [r[kind] / (r["sigma"] * r["size"]) for r in records]
+
+
+def _of_sigma(found: Sequence[Record]) -> Iterator[Claim]:
+    first = _at(found, _SHARES[0])
+    yield Claim(
+        f"layer: change / (sigma · size) along the top singular vector, {_SHARES[0]:.1%}",
+        "tends to 1 as the size goes to 0 (Section 3.1)",
+        _interval(_gain(first, "singular")),
     )
-    layer = Panel(
-        "layer 0: change of the output / size of the move",
-        (
-            *(Series(_KINDS[k], means(k)) for k in ("random", "singular", "pgd", "split")),
-            Series("sigma", promised, "dashes"),
-            Series("ball certificate", means("certificate"), "dashes"),
-        ),
-        x="size of the move / ‖X‖",
-        y="gain",
+    yield Claim(
+        f"layer: random direction, {_SHARES[0]:.1%}",
+        "at most sigma · size, far below in high dimension",
+        _interval(_gain(first, "random")),
     )
-    kinds = ("random", "singular", "singular model", "fgsm", "pgd model")
-    model = Panel(
-        "whole model: relative change of the output",
-        tuple(
-            Series(
-                _KINDS[k],
-                tuple(
-                    (s, mean_interval([r[f"{k} output"] for r in found if r["share"] == s])[0])
-                    for s in _SHARES
-                ),
-            )
-            for k in kinds
-        ),
-        x="size of the move / ‖X‖",
-        y="change / norm",
+    over = {share: sum(g > 1.01 for g in _gain(_at(found, share), "pgd")) for share in _SHARES}
+    yield Claim(
+        "layer: largest change found above sigma · size, by more than 1 %",
+        "possible: sigma speaks of small moves only",
+        "; ".join(f"{hits} of {len(first)} windows at {s:.1%}" for s, hits in over.items()),
     )
-    study.draw("robustness", "Moves of one size", [layer, model], columns=2)
 
 
-def _table(found: Sequence[dict[str, Any]]) -> Table:
+def _of_the_certificate(found: Sequence[Record]) -> Claim:
+    known = [r for r in found if r["certificate"] is not None]
+    above = sum(r[kind] > r["certificate"] * (1 + 1e-5) for r in known for kind in _KINDS)
+    given = [
+        f"{len(mine)} at {s:.1%}" for s in _SHARES if (mine := _at(known, s)) or s == _SHARES[1]
+    ]
+    loose = [r["certificate"] / (r["sigma"] * r["size"]) for r in known]
+    return Claim(
+        "ball certificate",
+        "no move inside the ball changes more (derived here)",
+        f"exceeded by {above} of {len(known) * len(_KINDS)} moves; given for "
+        f"{', '.join(given)} of {len(_at(found, _SHARES[0]))} windows each, where it allows "
+        f"{_interval(loose)} times sigma · size",
+    )
+
+
+def _of_neighbours(found: Sequence[Record]) -> Iterator[Claim]:
+    for share in _SHARES:
+        cells = []
+        for kind in ("random", "singular model", "pgd model"):
+            hits, total, low, high = _changed(_at(found, share), kind)
+            cells.append(f"{_KINDS[kind]} {hits}/{total} [{low:.2f}, {high:.2f}]")
+        about = f"nearest neighbour changes, move of {share:.1%} of ‖X‖"
+        yield Claim(about, "not in the paper", "; ".join(cells))
+
+
+def _changed(records: Sequence[Record], kind: str) -> tuple[int, int, float, float]:
+    hits = sum(r[f"{kind} neighbour"] for r in records)
+    return hits, len(records), *share_interval(hits, len(records))
+
+
+def _layer_table(found: Sequence[Record]) -> Table:
     lines = []
     for share in _SHARES:
-        mine = [r for r in found if r["share"] == share]
+        mine = _at(found, share)
+        known = [r for r in mine if r["certificate"] is not None]
         for kind, words in _KINDS.items():
-            outputs = [r[f"{kind} output"] for r in mine] if kind != "split" else None
-            hits = sum(r[f"{kind} neighbour"] for r in mine) if kind != "split" else None
+            part = [r[kind] / r["certificate"] for r in known]
             lines.append(
                 (
-                    f"{share:.0%}",
+                    f"{share:.1%}",
                     words,
-                    _interval([r[kind] / (r["sigma"] * r["size"]) for r in mine]),
-                    _interval([r[kind] / r["certificate"] for r in mine if r["certificate"]]),
-                    "–" if outputs is None else _interval(outputs),
-                    "–" if hits is None else f"{hits} of {len(mine)}",
+                    _interval(_gain(mine, kind)),
+                    _interval(part) if part else "no certificate",
+                )
+            )
+    columns = ("size / ‖X‖", "move", "change / (sigma · size)", "change / certificate")
+    return Table("The layer: means with 95 % intervals over windows", columns, tuple(lines))
+
+
+def _model_table(found: Sequence[Record]) -> Table:
+    lines = []
+    for share in _SHARES:
+        mine = _at(found, share)
+        for kind, words in _KINDS.items():
+            if kind == "split":
+                continue
+            gains = [r[f"{kind} output"] / (r["sigma model"] * r["size"]) for r in mine]
+            hits, total, low, high = _changed(mine, kind)
+            lines.append(
+                (
+                    f"{share:.1%}",
+                    words,
+                    _interval(gains),
+                    _interval([r[f"{kind} relative"] for r in mine]),
+                    f"{hits} of {total} [{low:.2f}, {high:.2f}]",
                 )
             )
     columns = (
         "size / ‖X‖",
         "move",
-        "layer: change / (sigma · size)",
-        "layer: change / certificate",
-        "model: relative change",
-        "neighbour changes",
+        "change / (sigma of the model · size)",
+        "change / ‖output‖",
+        "nearest neighbour changes",
     )
-    return Table("Means with 95 % intervals over windows", columns, tuple(lines))
+    return Table("The model: means with 95 % intervals over windows", columns, tuple(lines))
 
 
 def _interval(values: Sequence[float]) -> str:
@@ -261,3 +295,36 @@ def _interval(values: Sequence[float]) -> str:
     if len(values) < 2:
         return number(mean, 3)
     return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
+
+
+# --- what is drawn ---------------------------------------------------------------------------
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    def means(key: str, unit: str) -> tuple[tuple[float, float], ...]:
+        at = {s: [r for r in _at(found, s) if r[key] is not None] for s in _SHARES}
+        return tuple(
+            (s, mean_interval([r[key] / r[unit] for r in mine])[0])
+            for s, mine in at.items()
+            if mine
+        )
+
+    found = [r | {"one": 1.0} for r in found]
+    layer = Panel(
+        "layer 0: change of the output / size of the move",
+        (
+            *(Series(_KINDS[k], means(k, "size")) for k in ("random", "singular", "pgd", "split")),
+            Series("sigma", means("sigma", "one"), "dashes"),
+            Series("ball certificate", means("certificate", "size"), "dashes"),
+        ),
+        x="size of the move / ‖X‖",
+        y="gain",
+    )
+    kinds = ("random", "singular", "singular model", "fgsm", "pgd model")
+    model = Panel(
+        "whole model: change of the output / its norm",
+        tuple(Series(_KINDS[k], means(f"{k} relative", "one")) for k in kinds),
+        x="size of the move / ‖X‖",
+        y="change / norm",
+    )
+    study.draw("robustness", "Moves of one size", [layer, model], columns=2)

@@ -1,0 +1,37 @@
+"""The windows of the paper's experiments: fresh text at every length, no special tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lipscope.capture import LoadedModel
+from lipscope.experiments.experiment import Study
+from lipscope.experiments.texts import AG_NEWS_TITLE, Text
+from lipscope.report import Rows
+
+
+def first_and_middle(loaded: LoadedModel) -> list[int]:
+    """The layers that stand for the paper's 0 and 6 of 12."""
+    return [0, int(loaded.config.num_hidden_layers) // 2]
+
+
+def as_in_the_paper(study: Study, text: Text) -> dict[str, Any]:
+    """How the paper cuts a text: ten consecutive windows without overlap at each length.
+
+    Lengths are the even ones to 100 (Alice), or every tenth to 512 (AG_NEWS).
+    """
+    full = range(2, 512, 10) if text.name == AG_NEWS_TITLE else range(2, 101, 2)
+    return {
+        "lengths": study.pick([8, 16, 32, 64], [*full]),
+        "samples": study.pick(3, 10),
+        "windows": "consecutive",
+        "special_tokens": False,
+    }
+
+
+def consecutive(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int]) -> Rows:
+    """Sigma of `attention` on the paper's windows."""
+    part = f"consecutive-{loaded.name}-{text.name}"
+    options = as_in_the_paper(study, text)
+    return study.measure(part, loaded, text.content, layers=layers, **options)
