@@ -33,6 +33,10 @@ def reproduce(
         list[str] | None,
         typer.Option(help="Text file, or ag_news, besides the default text; may be repeated."),
     ] = None,
+    images: Annotated[
+        str | None,
+        typer.Option(help="Folder of pictures for models that read them. Default: random pixels."),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="About a minute on two cores, not the paper's size.")
     ] = False,
@@ -59,6 +63,7 @@ def reproduce(
                 name,
                 models=None if models is None else _names(models),
                 texts=text or (),
+                images=images,
                 quick=quick,
                 out=folder,
                 told=parts.tell,

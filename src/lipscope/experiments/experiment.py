@@ -37,6 +37,7 @@ class Experiment:
         models: Models by default; none where the experiment needs no model.
         quick_models: Those of ``--quick``.
         reads_text: Whether it reads texts.
+        reads_images: Whether it reads pictures, where a model does.
         function: Does it.
     """
 
@@ -46,6 +47,7 @@ class Experiment:
     models: tuple[str, ...]
     quick_models: tuple[str, ...]
     reads_text: bool
+    reads_images: bool
     function: Callable[[Study], Findings]
 
 
@@ -60,6 +62,7 @@ def experiment(
     models: Sequence[str] = (),
     quick_models: Sequence[str] | None = None,
     reads_text: bool = True,
+    reads_images: bool = False,
 ) -> Callable[[Callable[[Study], Findings]], Callable[[Study], Findings]]:
     """Enter an experiment into the register.
 
@@ -70,6 +73,7 @@ def experiment(
         models: Models by default.
         quick_models: Models of ``--quick``; the same if None.
         reads_text: Whether texts are read.
+        reads_images: Whether pictures are read, by models that read them.
 
     Returns:
         The decorator, which leaves the function as it is.
@@ -77,7 +81,9 @@ def experiment(
 
     def enter(function: Callable[[Study], Findings]) -> Callable[[Study], Findings]:
         quick = tuple(models if quick_models is None else quick_models)
-        _REGISTER[name] = Experiment(name, title, cite, tuple(models), quick, reads_text, function)
+        _REGISTER[name] = Experiment(
+            name, title, cite, tuple(models), quick, reads_text, reads_images, function
+        )
         return function
 
     return enter
@@ -96,6 +102,7 @@ class Study:
         folder: Its run folder.
         models: Names of models.
         texts: Texts.
+        images: Folder of pictures, or ``random`` pixels.
         quick: Whether a minute is enough.
         told: Called as ``told(part, done, total)``.
     """
@@ -108,8 +115,9 @@ class Study:
         texts: tuple[Text, ...],
         quick: bool,
         told: Told | None,
+        images: str = "random",
     ) -> None:
-        self.entry, self.folder, self.quick = entry, folder, quick
+        self.entry, self.folder, self.quick, self.images = entry, folder, quick, images
         self.models, self.texts = models, texts
         self.figures: list[tuple[str, str]] = []
         self._told = told
@@ -168,7 +176,7 @@ class Study:
                 _append(path, held[name])
             found.append(held[name])
         self._tell(part, len(jobs), len(jobs))
-        _compact(path, found)
+        _compact(path, [*held.values()])
         return found
 
     def rows(
@@ -219,6 +227,7 @@ def reproduce(
     *,
     models: Sequence[str] | None = None,
     texts: Sequence[str] = (),
+    images: str | None = None,
     quick: bool = False,
     out: str | Path,
     told: Told | None = None,
@@ -229,6 +238,7 @@ def reproduce(
         name: As in the register.
         models: Names for `load_model`; those of the experiment if None.
         texts: Files, or ``ag_news``, besides the default text.
+        images: Folder of pictures for models that read them; random pixels if None.
         quick: About a minute instead of the paper's size.
         out: Folder of the rows, figures and ``findings.md``.
         told: Called as ``told(part, done, total)``.
@@ -247,19 +257,23 @@ def reproduce(
         raise InputError(f"`--models` goes with experiments on models. Found it with `{name}`.")
     if texts and not entry.reads_text:
         raise InputError(f"`--text` goes with experiments on text. Found it with `{name}`.")
+    if images is not None and not entry.reads_images:
+        raise InputError(f"`--images` goes with experiments on pictures. Found it with `{name}`.")
     chosen = tuple(models) if models else (entry.quick_models if quick else entry.models)
     held = texts_of(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
     spec |= {"texts": [(text.name, text.sha256) for text in held]}
+    if images is not None:
+        spec["images"] = str(images)
     origin = provenance()
     with RunFolder(Path(out), spec, origin) as folder:
-        study = Study(entry, folder, chosen, held, quick, told)
+        study = Study(entry, folder, chosen, held, quick, told, images or "random")
         findings = entry.function(study)
         text = page(
             findings,
             title=entry.title,
             cite=entry.cite,
-            command=_command(name, models, held[1:], quick),
+            command=_command(name, models, held[1:], images, quick),
             figures=study.figures,
             origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
             f"{origin['transformers']}",
@@ -273,12 +287,20 @@ def _file_name(words: str) -> str:
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in words).strip("-")
 
 
-def _command(name: str, models: Sequence[str] | None, texts: Sequence[Text], quick: bool) -> str:
+def _command(
+    name: str,
+    models: Sequence[str] | None,
+    texts: Sequence[Text],
+    images: str | None,
+    quick: bool,
+) -> str:
     words = ["lipscope reproduce", name]
     if models:
         words += ["--models", ",".join(models)]
     for text in texts:
         words += ["--text", text.name]
+    if images is not None:
+        words += ["--images", Path(images).name]
     return " ".join([*words, "--quick"] if quick else words)
 
 

@@ -15,6 +15,7 @@ from lipscope.experiments.castin2024.windows import (
     as_in_the_paper,
     consecutive,
     first_and_middle,
+    is_deep,
 )
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
@@ -109,7 +110,7 @@ def _every(case: Case) -> list[int]:
     count = int(case.loaded.config.num_hidden_layers)
     if case.loaded.weights.startswith("random"):
         return sorted({0, count // 2, count - 1})
-    return list(range(0, count, 1 if count <= 12 else 5))
+    return list(range(0, count, 5 if is_deep(case.loaded) else 1))
 
 
 def _paired(study: Study, case: Case) -> Rows:
@@ -129,7 +130,7 @@ def _paired(study: Study, case: Case) -> Rows:
 def _as_coded(study: Study, case: Case) -> dict[int, list[tuple[int, float]]]:
     """The quantity of the published scripts on the windows of the first row, by layer."""
     what = _AS_CODED.get(case.family, "attention")
-    options = as_in_the_paper(study, case.text)
+    options = as_in_the_paper(study, case.loaded, case.text)
 
     def compute() -> dict[str, Any]:
         maps = layer_maps(

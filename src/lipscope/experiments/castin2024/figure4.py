@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from lipscope.capture import LoadedModel
+from lipscope.errors import InputError
 from lipscope.experiments.castin2024.windows import consecutive, first_and_middle
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope.growth import slope_of
 from lipscope.panels import Panel, Series, power_law
 from lipscope.record import Measurement
+from lipscope.report import Rows
 from lipscope.table import number
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
@@ -20,28 +23,27 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
     "castin2024/figure4",
     title="How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma",
     cite="castin2024",
-    models=("minilm", "random:gpt2"),
+    models=("minilm", "random:gpt2", "dinov2"),
     quick_models=("minilm",),
+    reads_images=True,
 )
 def figure4(study: Study) -> Findings:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
-    found = {
-        f"{loaded.name}, {text.name}": consecutive(study, loaded, text, first_and_middle(loaded))
-        for loaded, text in study.places()
-    }
+    missing: list[str] = []
     places = [
-        (f"{name}, layer {layer}", [row for row in rows if row.layer == layer], fit)
-        for name, rows in found.items()
+        (f"{where}, layer {layer}", [row for row in rows if row.layer == layer], fit)
+        for where, rows in _rows(study, missing)
         for (_, layer, *_), fit in rows.growth().items()
     ]
     _draw(study, [(name, rows) for name, rows, _ in places])
     radius = [_slope(rows) for _, rows, _ in places]
     across = [_against_radius(rows) for _, rows, _ in places]
     lines = tuple(
-        (name, f"{r:.3f}", exponent(fit), number(a, 3))
-        for (name, _, fit), r, a in zip(places, radius, across, strict=True)
+        (name, f"{min(lengths)} to {max(lengths)}", f"{r:.3f}", exponent(fit), number(a, 3))
+        for (name, rows, fit), r, a in zip(places, radius, across, strict=True)
+        for lengths in [[row.num_tokens for row in rows]]
     )
-    columns = ("model, text, layer", "radius in n", "sigma in n", "sigma in the radius, at fixed n")
+    columns = ("where", "n", "radius in n", "sigma in n", "sigma in the radius, at the largest n")
     return Findings(
         (
             Claim(
@@ -65,10 +67,45 @@ def figure4(study: Study) -> Findings:
                     study.not_run("gpt2"),
                     "The statement is about pretrained GPT-2; what stands here is about other "
                     "models with learnt positions.",
-                    "Images (DINOv2, n varied by resolution) were not run.",
+                    "Pictures: the same ones at every resolution; at any but the model's own the "
+                    "learnt positions are interpolated.",
+                    *(f"Not run: {why}" for why in missing),
                 ),
             )
         ),
+    )
+
+
+def _rows(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
+    """Rows of every model on every text, or on pictures if it reads them."""
+    for name in study.models:
+        try:
+            loaded = study.load(name)
+        except InputError as why:
+            if name != "dinov2":  # whose package is not part of the set-up
+                raise
+            missing.append(str(why))
+            continue
+        if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
+            what = "random pixels" if study.images == "random" else "pictures"
+            yield f"{name}, {what}", _seen(study, loaded)
+            continue
+        for text in study.texts:
+            layers = first_and_middle(loaded)
+            yield f"{name}, {text.name}", consecutive(study, loaded, text, layers)
+
+
+def _seen(study: Study, loaded: LoadedModel) -> Rows:
+    """Sigma on pictures of sides from 4 to 32 patches."""
+    patch = int(loaded.config.patch_size)
+    sides = study.pick([4, 8, 16], [4, 6, 8, 12, 16, 24, 32])
+    return study.measure(
+        f"pictures-{loaded.name}",
+        loaded,
+        images=study.images,
+        resolutions=[patch * side for side in sides],
+        layers=first_and_middle(loaded),
+        samples=None if study.images != "random" else study.pick(3, 10),
     )
 
 

@@ -183,6 +183,10 @@ def _effect(name: str, window: _Window, move: Tensor, bank: Tensor) -> Record:
 # --- what is said ----------------------------------------------------------------------------
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
 def _at(found: Sequence[Record], share: float) -> list[Record]:
     return [r for r in found if r["share"] == share]
 
@@ -195,12 +199,12 @@ def _gain(records: Sequence[Record], kind: str) -> list[float]:
 def _of_sigma(found: Sequence[Record]) -> Iterator[Claim]:
     first = _at(found, _SHARES[0])
     yield Claim(
-        f"layer: change / (sigma · size) along the top singular vector, {_SHARES[0]:.1%}",
+        f"layer: change / (sigma · size) along the top singular vector, {_percent(_SHARES[0])}",
         "tends to 1 as the size goes to 0 (Section 3.1)",
         _interval(_gain(first, "singular")),
     )
     yield Claim(
-        f"layer: random direction, {_SHARES[0]:.1%}",
+        f"layer: random direction, {_percent(_SHARES[0])}",
         "at most sigma · size, far below in high dimension",
         _interval(_gain(first, "random")),
     )
@@ -208,7 +212,7 @@ def _of_sigma(found: Sequence[Record]) -> Iterator[Claim]:
     yield Claim(
         "layer: largest change found above sigma · size, by more than 1 %",
         "possible: sigma speaks of small moves only",
-        "; ".join(f"{hits} of {len(first)} windows at {s:.1%}" for s, hits in over.items()),
+        "; ".join(f"{hits} of {len(first)} windows at {_percent(s)}" for s, hits in over.items()),
     )
 
 
@@ -216,7 +220,9 @@ def _of_the_certificate(found: Sequence[Record]) -> Claim:
     known = [r for r in found if r["certificate"] is not None]
     above = sum(r[kind] > r["certificate"] * (1 + 1e-5) for r in known for kind in _KINDS)
     given = [
-        f"{len(mine)} at {s:.1%}" for s in _SHARES if (mine := _at(known, s)) or s == _SHARES[1]
+        f"{len(mine)} at {_percent(s)}"
+        for s in _SHARES
+        if (mine := _at(known, s)) or s == _SHARES[1]
     ]
     loose = [r["certificate"] / (r["sigma"] * r["size"]) for r in known]
     return Claim(
@@ -234,7 +240,7 @@ def _of_neighbours(found: Sequence[Record]) -> Iterator[Claim]:
         for kind in ("random", "singular model", "pgd model"):
             hits, total, low, high = _changed(_at(found, share), kind)
             cells.append(f"{_KINDS[kind]} {hits}/{total} [{low:.2f}, {high:.2f}]")
-        about = f"nearest neighbour changes, move of {share:.1%} of ‖X‖"
+        about = f"nearest neighbour changes, move of {_percent(share)} of ‖X‖"
         yield Claim(about, "not in the paper", "; ".join(cells))
 
 
@@ -252,7 +258,7 @@ def _layer_table(found: Sequence[Record]) -> Table:
             part = [r[kind] / r["certificate"] for r in known]
             lines.append(
                 (
-                    f"{share:.1%}",
+                    f"{_percent(share)}",
                     words,
                     _interval(_gain(mine, kind)),
                     _interval(part) if part else "no certificate",
@@ -273,7 +279,7 @@ def _model_table(found: Sequence[Record]) -> Table:
             hits, total, low, high = _changed(mine, kind)
             lines.append(
                 (
-                    f"{share:.1%}",
+                    f"{_percent(share)}",
                     words,
                     _interval(gains),
                     _interval([r[f"{kind} relative"] for r in mine]),
