@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import SIZES, TEXT
 from lipscope import cli
@@ -16,9 +17,13 @@ from lipscope.experiments import experiments, reproduce
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
 from lipscope.growth import growth
 from rows import row as measurement
+from small import drawn
 
 BERT = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=128"
 LONG = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=512"
+VIT = (
+    "random:vit:hidden_size=32,num_attention_heads=2,num_hidden_layers=2,image_size=32,patch_size=8"
+)
 GPT2 = "random:gpt2:n_embd=12,n_head=3,n_layer=2,n_positions=128,vocab_size=300"
 
 
@@ -56,6 +61,7 @@ def test_list(monkeypatch, capsys) -> None:
         ([], "`NAME` should name an experiment"),
         (["castin2024/figure1", "--text", "absent.txt", "--out", "x"], "absent.txt"),
         (["castin2024/figure1", "--models", "minilmm", "--out", "x"], "minilm"),
+        (["castin2024/figure1", "--images", "random", "--out", "x"], "`--images` goes with"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, expected) -> None:
@@ -162,7 +168,16 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["figure2", "figure4", "large-radius", "looseness", "long-context", "scaling-factor"]
+    "name",
+    [
+        "figure2",
+        "figure4",
+        "large-radius",
+        "looseness",
+        "long-context",
+        "robustness",
+        "scaling-factor",
+    ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
     found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / "a")
@@ -170,3 +185,36 @@ def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
     text = (tmp_path / "a" / "findings.md").read_text()
     assert "nan" not in text.split("\n## ")[0]
     assert list((tmp_path / "a").glob("*.png"))
+
+
+def test_figure4_reads_pictures(tmp_path, short_text) -> None:
+    """Sides of 4, 8 and 16 patches: 17, 65 and 257 tokens with the class token."""
+    found = reproduce(
+        "castin2024/figure4", models=[VIT], images="random", quick=True, out=tmp_path / "a"
+    )
+    (table,) = found.tables
+    assert [line[0] for line in table.lines] == [f"{VIT}, random pixels, layer {i}" for i in (0, 1)]
+    assert {line[1] for line in table.lines} == {"17 to 257"}
+    text = (tmp_path / "a" / "findings.md").read_text()
+    assert "--images random" in text
+
+
+def test_certificates_end_at_the_first_refusal() -> None:
+    """A ball within which the certificate allows more than the values do has none."""
+    from lipscope.experiments.castin2024.robustness import _certificates, _Window
+
+    layer, x = drawn(0), torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
+    window = _Window(layer, layer, x, 0)
+    found = _certificates(window, [1e-3, 1e-2, 1e3, 1e-3], sharp=False)
+    assert found[0] is not None and found[1] is not None and found[2:] == [None, None]
+    assert found[0] >= 1e-3 * window.layer_top.sigma
+
+
+def test_parts_are_files_on_any_system(tmp_path) -> None:
+    from lipscope.experiments.experiment import _REGISTER, Study
+    from lipscope.folder import RunFolder
+
+    with RunFolder(tmp_path / "run", {"a": 1}) as folder:
+        study = Study(_REGISTER["castin2024/figure1"], folder, (), (), True, None)
+        study.values("random:gpt2, alice29.txt", [({"i": 0}, lambda: {"x": 1})])
+    assert (tmp_path / "run" / "random-gpt2--alice29-txt.jsonl").is_file()

@@ -231,7 +231,10 @@ def _claims(
 ) -> tuple[Claim, ...]:
     fresh = [fit for case in cases for fit in _fits(real[case.name]).values() if fit]
     same = [fit for case in cases for fit in _fits(paired[case.name]).values() if fit]
-    quarter = "growth close to n^(1/4), whatever the text, the depth and the mask (Section 5.3)"
+    quarter = (
+        "growth close to n^(1/4) (exponent as on the authors' slides, January 2025), whatever the "
+        "text, the depth and the mask (Section 5.3)"
+    )
     ratio = [
         slope_of(values) - fit.slope
         for case in cases
@@ -253,7 +256,7 @@ def _claims(
             "came from it is unknown)",
             f"its exponent minus that of sigma: {middle(ratio)}",
         ),
-        Claim("adversarial inputs", "growth like n^(1/2)", f"exponents {middle(heads)}"),
+        Claim("adversarial inputs", "growth like n^(1/2) (slides)", f"exponents {middle(heads)}"),
         Claim(
             "one token repeated, at one position",
             "exactly no growth in an unmasked layer (derived here, docs/theory/inputs.md)",
