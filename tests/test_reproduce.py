@@ -156,6 +156,14 @@ def test_experiments_without_a_model(name: str, tmp_path) -> None:
         reproduce(name, models=["minilm"], out=tmp_path / "b")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["witness", "castin2024/figure3", "castin2024/mean-field"])
+def test_full_sizes_without_a_model(name: str, tmp_path) -> None:
+    """Other sizes than those of ``--quick``, which the other tests run."""
+    found = reproduce(name, out=tmp_path / "a")
+    assert found.claims and "--quick" not in (tmp_path / "a" / "findings.md").read_text()
+
+
 def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
     """Against the closed form of one dimension: (n-1)/n R² as R grows."""
     found = reproduce("castin2024/figure3", quick=True, out=tmp_path / "a")

@@ -55,7 +55,7 @@ def large_radius(study: Study) -> Findings:
                 for group, mine in groups.items()
             ),
             Claim(
-                "real heads at their own radius, s = 1",
+                "heads of models on text, at their own radius, s = 1",
                 "an oversimplified model of real data (Section 3.2)",
                 f"sigma / limit {middle(far)}",
             ),

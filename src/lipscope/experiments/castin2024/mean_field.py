@@ -38,8 +38,9 @@ def mean_field(study: Study) -> Findings:
     along = study.values(
         "against-R", [_job(name, k / steps) for name in _SIGNS for k in range(1, steps + 1)]
     )
-    counts = [10 ** (k / study.pick(2, 6)) for k in range(1, 1 + study.pick(2, 6) * 7)]
-    across = study.values("against-n", [_count_job(round(n)) for n in counts])
+    fine = study.pick(2, 6)
+    counts = sorted({max(2, round(10 ** (k / fine))) for k in range(1, 1 + fine * 7)})
+    across = study.values("against-n", [_count_job(n) for n in counts])
     _draw(study, along, across)
     last = {name: [r for r in along if r["layer"] == name][-1] for name in _SIGNS}
     edge = [(r["n"], r["sigma"]) for r in across]
