@@ -361,6 +361,15 @@ def _remarks(study: Study) -> tuple[str, ...]:
         + ", ".join(text.name for text in study.texts)
         + "."
         + " AG_NEWS was not run." * all(t.name != AG_NEWS_TITLE for t in study.texts),
+        study.pick(
+            "Quick: 3 windows a length, few lengths, two layers.",
+            "10 windows a length. Consecutive ones: every even n from 2 to 100, or for models of "
+            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256, all layers, or "
+            "every fifth of more than 12, or three of random weights. Controls: n = 16 to 128.",
+        ),
+        "Consecutive windows all lie at the beginning of the text, and those of one length overlap "
+        "those of another: their interval speaks of that beginning only. The same passages are "
+        "spread over the whole text.",
         "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
         "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
         "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py).",

@@ -32,7 +32,7 @@ _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
 def long_context(study: Study) -> Findings:
     """Sigma against n far beyond the paper's 512."""
     counts = [2**k for k in range(3, 18)]
-    measured = 2 ** study.pick(10, 13)
+    measured = 2 ** study.pick(10, 11)
     clusters = study.values(
         "clusters", [_job(name, n, n <= measured) for name in _RADII for n in counts]
     )
@@ -95,13 +95,13 @@ def _job(name: str, n: int, measured: bool) -> Job:
 
 
 def _rows(study: Study, loaded: LoadedModel, text: Text) -> Rows:
-    most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
+    most = min(loaded.max_tokens or 2**11, study.pick(256, 2**11))
     return study.measure(
         f"real-{loaded.name}-{text.name}",
         loaded,
         text.content,
         layers=first_and_middle(loaded),
-        lengths=[n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n <= most],
+        lengths=[n for n in (32, 64, 128, 256, 512, 1024, 2048) if n <= most],
         samples=study.pick(2, 5),
         special_tokens=False,
     )

@@ -30,7 +30,7 @@ _METRICS = ("frobenius", "max-token")
 )
 def looseness(study: Study) -> Findings:
     """Upper bounds divided by the measured norm of the same map, input and metric."""
-    lengths = study.pick([16, 32], [16, 32, 64, 128])
+    lengths = study.pick([16, 32], [16, 32, 64])
     places = [
         (loaded, text, layer, n)
         for loaded, text in study.places()
