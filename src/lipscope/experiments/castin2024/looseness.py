@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from lipscope.sandwich import sandwich
 from lipscope.singular import top_singular
 from lipscope.table import number
 
+_MOST = 1e6  # times above sigma, as far as the figure goes
 _METRICS = ("frobenius", "max-token")
 
 
@@ -67,7 +69,7 @@ def looseness(study: Study) -> Findings:
             "L2 attention: the layer's own query, value and output weights and its own input, "
             "with tied keys and without biases; no model was trained so. Its infinity norm is a "
             "lower value by Hager's iteration, so that ratios are at most those shown.",
-            "No theorem on dot-product attention is stated in the infinity norm.",
+            "No theorem of the catalogue on dot-product attention is stated in the infinity norm.",
         ),
     )
 
@@ -145,25 +147,28 @@ def _ratio(points: Sequence[dict[str, Any]], theorem: str) -> str:
 
 
 def _draw(study: Study, points: Sequence[dict[str, Any]]) -> None:
+    """Medians over layers and texts; theorems by looseness, as the colours go."""
     panels = []
     for layers, metric in dict.fromkeys((p["layers"], p["metric"]) for p in points):
         mine = [p for p in points if (p["layers"], p["metric"]) == (layers, metric)]
-        names = dict.fromkeys(p["theorem"] for p in mine)
+        curves = {name: _medians(mine, name) for name in dict.fromkeys(p["theorem"] for p in mine)}
         series = [
-            Series(
-                name,
-                tuple(
-                    (p["n"], p["ratio"]) for p in mine if p["theorem"] == name and p["ratio"] < 1e6
-                ),
-                "points",
-            )
-            for name in names
+            Series(name, curve)
+            for name, curve in sorted(curves.items(), key=lambda pair: -pair[1][0][1])
+            if curve[-1][1] < _MOST
         ]
-        panels.append(
-            Panel(f"layers {layers}, metric {metric}", tuple(series), y="bound / measured")
-        )
-    notes = ["Bounds more than a million times above are in the table only."]
+        title = f"layers: {layers}, metric: {metric}"
+        panels.append(Panel(title, tuple(series), y="bound / measured"))
+    notes = [f"Medians. Bounds more than {_MOST:,.0f} times above are in the table only."]
     study.draw("looseness", "Every theorem above sigma", panels, notes, columns=2)
+
+
+def _medians(points: Sequence[dict[str, Any]], theorem: str) -> tuple[tuple[int, float], ...]:
+    mine = [p for p in points if p["theorem"] == theorem]
+    return tuple(
+        (n, statistics.median(p["ratio"] for p in mine if p["n"] == n))
+        for n in sorted({p["n"] for p in mine})
+    )
 
 
 def _table(points: Sequence[dict[str, Any]], lengths: Sequence[int]) -> Table:
