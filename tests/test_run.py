@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pandas
 import polars
 import pytest
 
+import lipscope as ls
+from command import BERT
 from lipscope.bound_rows import rows_of_run
 from lipscope.errors import InputError
 from lipscope.folder import RunFolder
@@ -88,6 +91,30 @@ def test_a_folder_of_the_first_schema_is_read_and_goes_on(tmp_path):
     assert [r.layer for r in read_run(tmp_path).measurements()] == [0, 1, 2, 3]
     assert read_run(tmp_path).rows["step"].to_list() == [None, None, None, 100]
     assert read_run(tmp_path).manifest["provenance"] == {"a": "b"}
+
+
+@pytest.mark.parametrize("version", ["schema-1", "schema-2"])
+def test_folders_that_older_versions_wrote_are_read_and_go_on(tmp_path, version):
+    """Stored as they were written: the first schema, and the second before `side`."""
+    folder = tmp_path / version
+    shutil.copytree(Path(__file__).parent / "written" / version, folder)
+    stored = lines(folder / "rows.jsonl")
+    run = read_run(folder)
+    assert run.rows.columns == KEYS and len(run.tokens) == 16
+    later = {"text": None, "step": None, "side": "self", "position_offset": 0}
+    assert [r.to_dict() for r in run.measurements()] == [later | one for one in stored]
+    told: list[tuple[int, int]] = []
+    rows = ls.measure(
+        BERT,
+        "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 20,
+        lengths=[4],
+        samples=2,
+        rest=True,
+        out=folder,
+        progress=lambda *now: told.append(now[:2]),
+    )
+    assert told == [(4, 4)] and list(rows) == run.measurements()
+    assert lines(folder / "rows.jsonl") == stored
 
 
 def test_a_folder_of_a_later_schema_is_refused_in_one_line(tmp_path):
