@@ -58,10 +58,15 @@ def up(field: str, title: str) -> alt.Y:
     )
 
 
-def by_layer(layers: Sequence[str], *, legend: bool) -> alt.Color:
-    """One colour for each layer, in even steps."""
+def by_layer(layers: Sequence[str], *, legend: bool, symbol: str = "stroke") -> alt.Color:
+    """One colour for each layer, in even steps; ``symbol`` shows it in the legend."""
     key = alt.Legend(
-        title="layer", symbolType="stroke", symbolStrokeWidth=3, symbolOpacity=1, symbolLimit=0
+        title="layer",
+        symbolType=symbol,
+        symbolStrokeWidth=3 * (symbol == "stroke"),
+        symbolOpacity=1,
+        symbolLimit=0,
+        offset=40,  # room for the names of the guides
     )
     return alt.Color(
         "layer:N",

@@ -54,8 +54,9 @@ def heads_chart(
     key = alt.Legend(
         title=TITLES[quantity],
         format=".0%" if share else "~g",
-        orient="right",
-        gradientLength=140,
+        orient="top",  # beside few layers it would be longer than the map
+        gradientLength=220,
+        titleLimit=0,
         tickCount=4,
     )
     colour = alt.Color(f"{quantity}:Q", scale=scale, legend=key)

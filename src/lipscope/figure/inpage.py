@@ -21,6 +21,7 @@ from lipscope.marks import palette
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 GROWN: dict[str, Grown] = {"radius-n": "radius", "rank": "rank"}
 FILL = "container"
+_NAMED = 24  # pixels beside names of lines, whose width is an estimate
 
 # The style sheet of the page gives these colours a light and a dark value.
 _NAMES = {
@@ -65,10 +66,11 @@ def in_the_page(
         charts[name] = layers_chart(None, None, layers, grown=grown, width=FILL)
     names = {colour: f"--l{k}" for k, colour in enumerate(palette(len(layers)))} | _NAMES
     specs = {name: _compiled(chart, names) for name, chart in charts.items()}
+    specs["bounds"]["padding"] = {"left": 2, "top": 2, "bottom": 2, "right": _NAMED}
     return specs, {name: colour for colour, name in names.items()}
 
 
-def _compiled(chart: Any, names: Mapping[str, str]) -> Mapping[str, Any]:
+def _compiled(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
     spec = vl_convert.vegalite_to_vega(chart.to_dict(validate=False))  # our own: tests check it
     spec.pop("$schema", None)  # only a name, but a page that fetches nothing holds no address
     spec["background"] = None

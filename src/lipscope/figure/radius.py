@@ -44,7 +44,7 @@ def radius_chart(
         x=alt.X("radius:Q", title="radius: largest token norm", scale=scale, axis=axis),
         y=alt.Y("sigma:Q", title="sigma", scale=scale, axis=axis),
         size=alt.Size("n:Q", legend=None, scale=alt.Scale(range=[18, 90])),
-        color=by_layer(layers, legend=legend),
+        color=by_layer(layers, legend=legend, symbol="circle"),
         opacity=alt.when(front).then(alt.value(0.65)).otherwise(alt.value(0.07)),
         tooltip="i:Q",
     )

@@ -18,6 +18,12 @@ from lipscope.record import version
 
 # Ends of the range of layers on a dark page: bright enough for it, in even steps as well.
 DARK = ["#8c7bff", "#a868e6", "#c65fc8", "#df65a0", "#f07a76", "#f89a4c", "#fbbf3c", "#f2e34c"]
+_PARTS = {
+    "spec": "Specification",
+    "provenance": "Where and with what",
+    "models": "Models",
+    "files": "Files and their digests",
+}
 _SCRIPTS = ("state.js", "charts.js", "sections.js")
 
 
@@ -115,7 +121,7 @@ def _provenance(content: Content) -> str:
         )
         for part, values in one["parts"].items():
             open_ = " open" if part == "provenance" and k == 0 else ""
-            name = {"spec": "Specification", "provenance": "Where and with what"}.get(part, part)
+            name = _PARTS.get(part, part)
             said.append(
                 f"<details{open_}><summary>{html.escape(name)}</summary>{_facts(values)}</details>"
             )

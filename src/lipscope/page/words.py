@@ -100,7 +100,8 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
     source = _listed(_texts(items)) or source
     inputs = f"{noun}{'s' * (samples > 1)}{f' of {source}' * bool(source)}"
     what = "whole model" if rows[0].layer is None else f"{layers} layer{'s' * (layers > 1)}"
-    heads = ", single heads" * any(row.head is not None for row in rows)
+    single = {row.head is not None for row in rows}
+    heads = "" if single == {False} else ", single heads" if single == {True} else ", also by head"
     which = "" if (move, read) == ("all", "all") else f", tokens moved: {move}, read: {read}"
     deltas = " or ".join(f"{d:g}" for d in sorted({row.delta for row in rows}))
     versions = _listed(sorted({row.version for row in rows if row.version})) or "of these rows"
@@ -177,6 +178,8 @@ def provenance(runs: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{name} {one}" for name, one in value.items() if one is not None]
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 400 else text[:397] + "…"
 

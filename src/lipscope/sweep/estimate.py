@@ -14,6 +14,7 @@ from lipscope.record import Measurement
 from lipscope.run import Run
 from lipscope.sweep.bench import Bench
 from lipscope.sweep.driver import folder_of, left_over, number_of_workers
+from lipscope.sweep.local import start_time
 from lipscope.sweep.plan import Job, Shape, plan
 from lipscope.sweep.spec import Request, read_spec
 from lipscope.sweep.survey import shapes_of
@@ -51,10 +52,11 @@ def estimate(
 ) -> Estimate:
     """How many jobs a sweep is and how long it should take; nothing is written.
 
-    The times are those of rows that the folder holds already, if it holds some of every kind
-    (model, floating type, map and input) that is left; else some jobs are done now, for
+    The times of jobs are those of rows that the folder holds already, if it holds some of every
+    kind (model, floating type, map and input) that is left; else some jobs are done now, for
     about ten seconds, at increasing lengths. Other lengths are interpolated on logarithms,
-    and beyond the longest one the time grows like the last two lengths say, or like n².
+    and beyond the longest one the time grows like the last two lengths say, or like n². Looking
+    at the models, starting a worker and loading come on top, as long as they take now.
 
     Args:
         spec: As for `sweep`.
@@ -71,7 +73,9 @@ def estimate(
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
     held = _held(folder_of(request, out), request)
+    began = time.perf_counter()
     shapes = shapes_of(request, held.models)
+    looked = time.perf_counter() - began
     jobs = plan(request.spec, shapes)
     todo = left_over(jobs, shapes, held.rows)
     if not todo:
@@ -82,12 +86,16 @@ def estimate(
     if not {kind for kind, _ in wanted} <= set(times):
         times, basis = _calibrated(request, shapes, todo), "jobs done just now to see"
     total = math.fsum(n * seconds_at(times[kind], size) for (kind, size), n in wanted.items())
+    loads = len({(job.model, job.weights) for job in todo})
+    each = looked / len({model.entry for model in request.spec.models})
+    start = looked + loads * each / count + (0.0 if cluster is not None else start_time())
     measured = sorted({n for by_length in times.values() for n in by_length})
     beyond = sorted({n for _, n in wanted} - set(measured))
     words = f"From {basis}, at {_listed(measured)} tokens"
     if beyond:
         words += f"; {_listed(beyond)} tokens by interpolation or beyond"
-    return Estimate(len(jobs), len(jobs) - len(todo), total / count, words + ".")
+    words += f". Of it {start:.0f} s to start and to load."
+    return Estimate(len(jobs), len(jobs) - len(todo), start + total / count, words)
 
 
 def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,6 +66,20 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def start_time() -> float:
+    """Seconds that a worker takes to start: one with nothing to do ends when it has."""
+    began = time.perf_counter()
+    with contextlib.suppress(OSError):
+        nothing = subprocess.DEVNULL
+        subprocess.run(COMMAND, stdin=nothing, stdout=nothing, env=_environment(1), check=False)
+    return time.perf_counter() - began
+
+
+def _environment(threads: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return os.environ | {"PYTHONPATH": path} | dict.fromkeys(_THREADS, str(threads))
+
+
 class _Worker:
     """A process, the model that it holds and the jobs that it was given."""
 
@@ -94,8 +109,7 @@ class _Pool:
         self.start_line = json.dumps(
             {"spec": request.spec.as_dict(), "texts": dict(request.texts), "threads": threads}
         )
-        path = os.pathsep.join(filter(None, sys.path))
-        self.environment = os.environ | {"PYTHONPATH": path} | dict.fromkeys(_THREADS, str(threads))
+        self.environment = _environment(threads)
         self.workers: list[_Worker] = []
         self.told: _Told = queue.SimpleQueue()
 

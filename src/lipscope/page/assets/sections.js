@@ -216,7 +216,7 @@ function drawWorst() {
     make("td", {}, make("button", { type: "button", disabled: p.kind === "real" ? null : "",
       onclick: () => { pick(p.i); $("overview").scrollIntoView(); } }, "show")),
     cell(p.layer, "number"), cell(p.head === null ? "all" : p.head), cell(p.n, "number"),
-    cell(p.kind === "real" ? `window ${p.sample}` : p.kind), cell(ends(p), "whole"),
+    cell(p.kind === "real" ? `window ${p.sample}` : p.kind, "whole"), cell(ends(p), "whole"),
     cell(number(p.relative, 3), "number"),
     cell(p.token === null ? "–" : `${D.tops[p.i] ? `“${D.tops[p.i].trim()}” ` : ""}(${p.token})`, "whole"),
     cell(percent(p.share), "number"), cell(number(p.rest), "number"), cell(number(p.rank, 3), "number"),
