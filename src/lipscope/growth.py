@@ -6,7 +6,6 @@ slope when other passages are drawn, and a test of whether a line describes the 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ from scipy import special
 
 from lipscope.errors import InputError
 from lipscope.record import Measurement
+from lipscope.sampling import resampled
 
 CONFIDENCE = 0.95
 """Nominal coverage of the growth interval."""
 LACK_OF_FIT = 0.01
 """A lack-of-fit p-value below this withdraws the power law."""
-RESAMPLES = 10_000
 
 Of = Literal["sigma", "sigma_rest"]
 
@@ -342,11 +341,11 @@ def _interval(
     weights = _weights(columns, lengths)
     if paired:
         # The slope of resampled means is the mean of the samples' own slopes.
-        own, (parts,) = np.column_stack(columns) @ weights, _resampled(seed, (smallest,))
+        own, (parts,) = np.column_stack(columns) @ weights, resampled(seed, (smallest,))
         slopes = parts @ own
         free = smallest - 1
     else:
-        parts = _resampled(seed, tuple(len(column) for column in columns))
+        parts = resampled(seed, tuple(len(column) for column in columns))
         slopes = np.column_stack([p @ c for p, c in zip(parts, columns, strict=True)]) @ weights
         free = sum(len(column) for column in columns) - len(columns)
     # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
@@ -355,18 +354,6 @@ def _interval(
     tail = float(special.ndtr(-student * math.sqrt(smallest / (smallest - 1))))
     low, high = np.quantile(slopes, [tail, 1 - tail])
     return float(low), float(high)
-
-
-@functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
-def _resampled(seed: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """What part each value has in the means of all resamples, shape ``(RESAMPLES, size)``."""
-    random = np.random.default_rng(seed)
-    found = []
-    for size in sizes:
-        drawn = random.integers(size, size=(RESAMPLES, size)) + size * np.arange(RESAMPLES)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=RESAMPLES * size)
-        found.append(counts.reshape(RESAMPLES, size) / size)
-    return found
 
 
 def _lack_of_fit(columns: list[np.ndarray], lengths: list[int], *, paired: bool) -> float | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
 from scipy import special
 
 CONFIDENCE = 0.95
+RESAMPLES = 10_000
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -52,3 +55,24 @@ def share_interval(hits: int, total: int) -> tuple[float, float]:
     low = 0.0 if hits == 0 else float(special.betaincinv(hits, total - hits + 1, tail))
     high = 1.0 if hits == total else float(special.betaincinv(hits + 1, total - hits, 1 - tail))
     return low, high
+
+
+@functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
+def resampled(seed: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    """The part that each value has in the means of resamples: a bootstrap as matrices.
+
+    Args:
+        seed: Of the draws.
+        sizes: Numbers of values, drawn from independently.
+
+    Returns:
+        For each size a matrix of shape ``(RESAMPLES, size)``, whose rows sum to 1; not to be
+        written to.
+    """
+    random = np.random.default_rng(seed)
+    found = []
+    for size in sizes:
+        drawn = random.integers(size, size=(RESAMPLES, size)) + size * np.arange(RESAMPLES)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=RESAMPLES * size)
+        found.append(counts.reshape(RESAMPLES, size) / size)
+    return found

@@ -39,7 +39,7 @@ _NAMES = {
 
 def in_the_page(
     layers: Sequence[str], *, turn: float | None = None
-) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Specifications by name, without data, and the colours that their names stand for.
 
     A page that names its colours changes from light to dark without drawing anything again.
