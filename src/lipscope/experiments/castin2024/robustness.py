@@ -301,7 +301,7 @@ def _model_table(found: Sequence[Record]) -> Table:
 
 def _interval(values: Sequence[float]) -> str:
     mean, low, high = mean_interval(values)
-    if len(values) < 2:
+    if len(values) < 3:  # an interval of two values says nothing
         return number(mean, 3)
     return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
 
