@@ -84,6 +84,29 @@ def test_a_layer_that_overflows_in_half_precision_is_computed_in_float32() -> No
     assert "float16" not in (expected.note or "")
 
 
+def test_where_a_model_in_half_precision_overflows_is_said() -> None:
+    """As hooks on the model itself see it; in float32 every layer has its sigma."""
+    model: Any = tiny("gpt2").model
+    model.h[1].attn.c_attn.weight.data[:, -12:] *= 3e3
+    model.h[1].attn.c_proj.weight.data *= 3e3
+    half, seen = copy.deepcopy(model).half().train(), []
+    for block in half.h:
+        hook = block.attn.register_forward_hook(lambda *a: seen.append(a[2][0].isfinite().all()))
+        half(IDS)
+        hook.remove()
+    assert seen == [True, False]
+    rows = ls.measure(half, IDS, layers=[0, 1])
+    assert [row.status for row in rows] == ["converged", "converged"] and half.training
+    said = "in float16 layer 1 overflows at this input"
+    assert [said in (row.note or "") for row in rows] == [False, True]
+    (whole,) = ls.measure(half, IDS, map="model")
+    assert said in (whole.note or "") and whole.status == "converged"
+    # float32 holds as much as bfloat16, and is looked at by the solver itself.
+    for other in (model, copy.deepcopy(model).bfloat16(), tiny("gpt2").model.half()):
+        for row in ls.measure(other, IDS):
+            assert row.status == "converged" and "overflows" not in (row.note or "")
+
+
 LONG = """
 import lipscope as ls
 

@@ -24,10 +24,12 @@ from lipscope.capture import (
     attention_sites,
     build_map,
     check_request,
+    device_of,
     implementation_for,
     inputs_of,
     load_model,
     moved,
+    overflows,
     prepared,
     reader_of,
     remarks_on,
@@ -108,9 +110,8 @@ def measure(
             included).
         read: Output tokens that are read, likewise.
         side: ``self``, or the layers of cross-attention instead, moved through their ``query``
-            side (a decoder's tokens) or their ``key`` side (encoder states, retrieved
-            passages) while the other stays; of ``block`` and ``model``, what enters the
-            decoder's block, or its first one, from either side.
+            side (the decoder's stream) or their ``key`` side (encoder states, retrieved
+            passages) while the other stays.
         position_offset: Position ids start this much later, to tell length from position.
         images: Pictures instead of a text: a folder, or ``random`` pixels.
         resolutions: Sides of the pictures in pixels; the model's own if None.
@@ -196,19 +197,6 @@ def _dtype(name: str | None, tight: bool) -> torch.dtype:
     return torch.float64 if name == "float64" else torch.float32
 
 
-def device_of(name: str) -> torch.device:
-    """The device of this name; ``auto`` takes a GPU where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        why = str(problem).split("\n")[0]
-        raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
-    return device
-
-
 def _loaded(
     model: str | nn.Module, tokenizer: Any, revision: str | None, seed: int, allow_pickle: bool
 ) -> LoadedModel:
@@ -273,16 +261,18 @@ class _Run:
         return Rows([finished[i] for i in order], tokens=kept, windows=windows)
 
     def _trace(self, model: nn.Module, item: Sample) -> Trace:
-        arguments = moved(item.arguments, self.device, self.question.dtype)
-        return trace(
+        q = self.question
+        record = trace(
             model,
-            arguments,
+            moved(item.arguments, self.device, q.dtype),
             self.sites,
-            norms=self.question.map in ("normed", "residual"),
-            blocks=self.question.map in ("block", "model"),
-            dtype=self.question.dtype,
-            side=self.question.side,
+            norms=q.map in ("normed", "residual"),
+            blocks=q.map in ("block", "model"),
+            dtype=q.dtype,
+            side=q.side,
         )
+        record.remarks = overflows(self.loaded.model, item, self.modules, q.side)
+        return record
 
     def _layers(self, record: Trace, layers: Sequence[int] | str) -> list[int | None]:
         if self.question.map == "model":

@@ -21,8 +21,9 @@ from lipscope.capture.controls import random_tokens, repeated_token, shuffled_wo
 from lipscope.capture.inputs import inputs_of, remarks_on
 from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
+from lipscope.capture.overflow import overflows
 from lipscope.capture.padding import without_padding
-from lipscope.capture.prepare import implementation_for, prepared
+from lipscope.capture.prepare import device_of, implementation_for, prepared
 from lipscope.capture.samples import Sample, moved, samples_of
 from lipscope.capture.sites import SIDES, Side, attention_sites, families, reader_of, why_run
 from lipscope.capture.trace import trace
@@ -45,6 +46,7 @@ __all__ = [
     "build_map",
     "check_request",
     "default_text",
+    "device_of",
     "distilbert",
     "families",
     "gemma",
@@ -57,6 +59,7 @@ __all__ = [
     "moved",
     "mpnet",
     "multihead",
+    "overflows",
     "phi3",
     "prepared",
     "quantised",

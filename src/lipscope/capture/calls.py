@@ -51,6 +51,7 @@ class Trace:
         firsts: By path: module, name of its input and input of the first block of a list of
             blocks, in the order in which they were called; for the map ``model``.
         output: The model's output tensor (``last_hidden_state`` where it has one).
+        remarks: What rows of a layer should say about this input, by layer.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Trace:
     blocks: list[BlockCall] = field(default_factory=list)
     firsts: dict[str, tuple[nn.Module, str, Tensor]] = field(default_factory=dict)
     output: Tensor | None = None
+    remarks: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -112,7 +112,8 @@ def build_map(
     else:
         built = _layer_map(record, call, layer, name, per_head)
     _check_agreement(built, record)
-    return built
+    remark = record.remarks.get(len(record.calls) - 1 if layer is None else layer)
+    return replace(built, note="; ".join(filter(None, (built.note, remark))) or None)
 
 
 def _call(record: Trace, layer: int | None) -> AttentionCall:

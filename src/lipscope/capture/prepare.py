@@ -107,6 +107,19 @@ def prepared(
             p.requires_grad_(needs)
 
 
+def device_of(name: str) -> torch.device:
+    """The device of this name; ``auto`` takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        why = str(problem).split("\n")[0]
+        raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
+    return device
+
+
 def _copied(model: nn.Module) -> nn.Module:
     """A deep copy; tensors computed from weights (by weight norm) are copied as constants."""
     memo: dict[int, Any] = {

@@ -18,8 +18,10 @@ from lipscope.capture import (
     Trace,
     attention_sites,
     build_map,
+    device_of,
     load_model,
     moved,
+    overflows,
     prepared,
     reader_of,
     remarks_on,
@@ -28,7 +30,6 @@ from lipscope.capture import (
 )
 from lipscope.errors import InputError
 from lipscope.folder import Finished
-from lipscope.measure import device_of
 from lipscope.ranges import parse_bytes
 from lipscope.sensitivity import Question, answer
 from lipscope.sweep.built import asked, rebuilt
@@ -233,7 +234,7 @@ class Bench:
         def run() -> Trace:
             self._held.pop("map", None)
             dtype = getattr(torch, job.dtype)
-            return trace(
+            record = trace(
                 model,
                 moved(item.arguments, self.device, dtype),
                 attention_sites(model, self.spec.modules),
@@ -241,6 +242,8 @@ class Bench:
                 blocks=bool({"block", "model"} & set(maps)),
                 dtype=dtype,
             )
+            record.remarks = overflows(self._loaded(job).model, item, self.spec.modules)
+            return record
 
         return self._once("trace", job.window, run)
 
