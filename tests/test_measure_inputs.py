@@ -13,6 +13,7 @@ from transformers import ViTConfig, ViTModel
 
 import lipscope as ls
 from lipscope import InputError
+from lipscope.capture import load_model
 from tiny import TEXT, encoder
 from truth import (
     IDS,
@@ -111,8 +112,32 @@ def test_positions_that_a_model_does_not_have(offset, words):
         measured("bert", IDS, position_offset=offset)
 
 
-def test_a_model_without_position_ids_says_so():
-    with pytest.raises(InputError, match="which does not; leave it out"):
+def test_tables_of_positions_start_later():
+    """BART takes no position ids: as if its tables had lost their first rows."""
+    kind = (
+        "random:bart:d_model=12,encoder_attention_heads=3,decoder_attention_heads=3,vocab_size=300"
+    )
+    size = ",encoder_layers=1,decoder_layers=1,encoder_ffn_dim=8,decoder_ffn_dim=8"
+    model: Any = load_model(kind + size + ",max_position_embeddings=16").model
+    for weight in model.parameters():
+        weight.data *= 20 if weight.ndim == 2 else 1  # so that attention is not flat
+    given = {"input_ids": IDS, "decoder_input_ids": IDS[:, :4]}
+    options: Any = {"dtype": "float64", "tol": 1e-8}
+    later = ls.measure(model, given, position_offset=3, **options)
+    here = ls.measure(model, given, **options)
+    with pytest.raises(InputError, match="at most 10 for 6 tokens"):
+        ls.measure(model, given, position_offset=11)
+    for table in (model.encoder.embed_positions, model.decoder.embed_positions):
+        table.weight.data = table.weight.data.roll(-3, dims=0)
+    moved = ls.measure(model, given, **options)
+    for a, b, c in zip(later, moved, here, strict=True):
+        assert math.isclose(a.sigma or 0, b.sigma or 0, rel_tol=1e-7)
+        assert not math.isclose(a.sigma or 0, c.sigma or 0, rel_tol=1e-4)
+        assert a.position_offset == 3 and a.id != c.id
+
+
+def test_a_model_without_positions_says_so():
+    with pytest.raises(InputError, match="which has neither; leave it out"):
         ls.measure("random:t5:d_model=12,num_heads=3,num_layers=1", position_offset=1)
 
 

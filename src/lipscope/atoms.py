@@ -129,13 +129,7 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
 
 def in_double(layer: Attention) -> Attention:
     """A copy of the layer in float64 on the CPU."""
-    other = copy.deepcopy(layer).to("cpu", torch.float64).requires_grad_(False)
-    if layer.mask is not None:
-        other.mask = layer.mask.cpu()
-    if layer.rotary is not None:
-        cos, sin = (t.to("cpu", torch.float64) for t in (layer.rotary.cos, layer.rotary.sin))
-        other.rotary = type(layer.rotary)(cos, sin)
-    return other
+    return copy.deepcopy(layer).to("cpu", torch.float64).requires_grad_(False)
 
 
 def _norm(matrix: Tensor) -> float:

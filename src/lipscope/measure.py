@@ -27,6 +27,7 @@ from lipscope.capture import (
     device_of,
     implementation_for,
     inputs_of,
+    later_positions,
     load_model,
     moved,
     overflows,
@@ -229,12 +230,17 @@ class _Run:
     def carry_out(
         self, layers: Sequence[int] | str, out: Any, windows: WindowKind, source: dict[str, str]
     ) -> Rows:
-        with prepared(
-            self.loaded.model,
-            dtype=self.question.dtype,
-            device=self.device,
-            implementation=self.implementation,
-        ) as (model, notes):
+        with (
+            prepared(
+                self.loaded.model,
+                dtype=self.question.dtype,
+                device=self.device,
+                implementation=self.implementation,
+            ) as (model, notes),
+            contextlib.ExitStack() as stack,
+        ):
+            for moved_on in {model, self.loaded.model}:
+                stack.enter_context(later_positions(moved_on, self.question.position_offset))
             self.sites = attention_sites(model, self.modules, side=self.question.side)
             self.notes = [*notes, *remarks_on(self.loaded, self.inputs[0])]
             first = self._trace(model, self.inputs[0])

@@ -8,6 +8,7 @@ and the output projection live here, once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Bool, Float
@@ -133,6 +134,14 @@ class Attention(nn.Module, ABC):
         self.rotary = rotary
         self.softcap = softcap
         self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        """What ``to``, ``double`` and the like do, to what is no weight too."""
+        if self.mask is not None:
+            self.mask = fn(self.mask)
+        if self.rotary is not None:
+            self.rotary = Rotary(fn(self.rotary.cos), fn(self.rotary.sin))
+        return super()._apply(fn, recurse)
 
     @property
     def positional(self) -> bool:

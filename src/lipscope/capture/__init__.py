@@ -23,6 +23,7 @@ from lipscope.capture.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.capture.models import LoadedModel, adopt_model, load_model
 from lipscope.capture.overflow import overflows
 from lipscope.capture.padding import without_padding
+from lipscope.capture.positions import later_positions
 from lipscope.capture.prepare import device_of, implementation_for, prepared
 from lipscope.capture.samples import Sample, moved, samples_of
 from lipscope.capture.sites import SIDES, Side, attention_sites, families, reader_of, why_run
@@ -54,6 +55,7 @@ __all__ = [
     "gpt_neox",
     "implementation_for",
     "inputs_of",
+    "later_positions",
     "llama",
     "load_model",
     "moved",
