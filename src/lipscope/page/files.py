@@ -13,9 +13,6 @@ from lipscope.page.items import REAL
 from lipscope.page.windows import SCALE
 from lipscope.record import TokenShare
 
-MAX_SETTINGS = 12
-"""Settings (model, map, metric, tokens) whose figures are written."""
-
 Records = list[dict[str, Any]]
 
 
@@ -32,7 +29,7 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    settings = content.points.settings[:MAX_SETTINGS]
+    settings = content.points.settings
     for k, setting in enumerate(settings):
         name = f"-{_plain_name(setting)}" if len(settings) > 1 else ""
         for what, chart in _charts(content, k):

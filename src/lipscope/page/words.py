@@ -23,7 +23,7 @@ METRICS = {
     "infinity": "the largest absolute entry",
 }
 KINDS = {"text": ("window", "text"), "image": ("picture", ""), "batch": ("input", "")}
-_LISTED = 12  # lengths that are named one by one
+_LISTED = 12  # lengths, and settings, that are named one by one
 ALWAYS = "castin2024"  # where the local Lipschitz constant of attention is defined
 
 
@@ -72,7 +72,7 @@ def _distinct(rows: Iterable[Measurement]) -> list[Measurement]:
 
 
 def methods(items: Sequence[Item]) -> list[str]:
-    """One sentence for a methods section for each setting.
+    """One sentence for a methods section for each setting, and how many more there are.
 
     Args:
         items: All measurements.
@@ -84,7 +84,10 @@ def methods(items: Sequence[Item]) -> list[str]:
     for item in items:
         if item.kind == REAL:
             settings.setdefault(item.setting, []).append(item)
-    return [_method(setting, some) for setting, some in list(settings.items())[:12]]
+    said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
+    if (more := len(settings) - len(said)) > 0:
+        said.append(f"Measured likewise: {more} more (model, map, metric, tokens).")
+    return said
 
 
 def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
