@@ -31,6 +31,8 @@ help:  ## this list
 demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes runs/demo)
 	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128,256 --samples 5 --rest
 
+# One thread a process: as many processes as workers run at a time.
+test: export OMP_NUM_THREADS = 1
 test: export HF_HUB_OFFLINE = 1
 test: lint chromium  ## every check: style, types, floors, tests, doctests, examples, pages
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
