@@ -6,6 +6,8 @@ JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Modules are compiled when they are first imported: most of what is installed never is.
+export PIP_NO_COMPILE := 1
 TORCH := 2.13.0
 # PyTorch's own index of builds without CUDA.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
