@@ -5,8 +5,7 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-# Modules are compiled when they are first imported: most of what is installed never is.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
 TORCH := 2.13.0
 # PyTorch's own index of builds without CUDA.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
