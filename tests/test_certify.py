@@ -114,6 +114,7 @@ def test_interval_survives_probabilities_that_underflow() -> None:
     assert math.isfinite(ball_certificate(head, x, 40.0))
 
 
+@pytest.mark.slow
 def test_one_head_of_random_layers_is_within_three_of_the_attack() -> None:
     ratios = []
     for kind in ("plain", "causal", "biased"):

@@ -99,7 +99,13 @@ def test_steps_that_run_out_leave_a_valid_interval():
 
 
 @pytest.mark.parametrize(("delta", "most"), [(0.1, 0.1), (0.3, 0.3)])
-@pytest.mark.parametrize("memory", [2**30, 1], ids=["whole basis", "restarted"])
+@pytest.mark.parametrize(
+    "memory",
+    [
+        pytest.param(2**30, id="whole basis"),
+        pytest.param(1, id="restarted", marks=pytest.mark.slow),
+    ],
+)
 def test_the_upper_end_fails_as_often_as_delta_allows(delta, most, memory):
     """500 starts; three standard deviations of a binomial count are allowed above delta."""
     op = with_spectrum(np.r_[1.0, np.linspace(0.97, 0, 89)])
