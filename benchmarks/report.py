@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from made_up import made_up
 from tables import Section, Target, table
 
 from lipscope.folder import RunFolder
@@ -89,41 +90,19 @@ def _rows(count: int) -> Iterator[Measurement]:
         curve = k // (SAMPLES * len(LENGTHS))
         head, layer, model = curve % 10, curve // 10 % 25, curve // 250
         sigma = (1 + layer + head) * (1 + 0.1 * sample) * length**0.3
-        yield Measurement(
-            id=f"{k:016x}",
+        yield made_up(
+            k,
+            sigma,
             model=f"model-{model}",
-            weights="float32",
             layer=layer,
             head=head,
-            map="attention",
-            metric="frobenius",
-            move="all",
-            read="all",
-            input="text",
             num_tokens=length,
             sample=sample,
             start=100 * sample,
-            sigma=sigma,
-            upper=1.05 * sigma,
-            delta=1e-6,
-            status="converged",
-            solver_residual=1e-4,
-            products=24,
-            relative=sigma / 2,
-            top_token=0,
-            top_share=0.9,
             sigma_rest=sigma / 3,
             frobenius=5 * sigma,
             radius_max=10.0 + 0.01 * length,
-            radius_rms=9.0,
-            input_norm=9.0,
-            output_norm=18.0,
-            seconds=0.01,
-            dtype="float32",
-            device="cpu",
-            seed=0,
             tokens_sha256=f"{length}/{sample}",
-            version="0",
         )
 
 

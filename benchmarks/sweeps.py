@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_up import made_up
 from tables import Section, Target, milliseconds, say, table
 
 import lipscope as ls
@@ -127,37 +128,14 @@ def _folder(count: int) -> list[list[str]]:
 
 
 def _row(i: int) -> Measurement:
-    return Measurement(
-        id=f"{i:016x}",
+    return made_up(
+        i,
+        1.0 + i / 7,
         model=f"model-{i % 10}",
-        weights="float32",
         layer=i // 10 % 10,
-        map="attention",
-        metric="frobenius",
-        move="all",
-        read="all",
-        input="text",
         num_tokens=10 * (1 + i // 100 % 10),
         sample=i // 1000,
-        sigma=1.0 + i / 7,
-        upper=1.1 + i / 7,
-        delta=1e-6,
-        status="converged",
-        solver_residual=1e-4,
-        products=30,
-        relative=0.5,
-        top_token=0,
-        top_share=0.9,
-        radius_max=1.0,
-        radius_rms=1.0,
-        input_norm=1.0,
-        output_norm=1.0,
-        seconds=0.1,
-        dtype="float32",
-        device="cpu",
-        seed=0,
         tokens_sha256=f"{i % 10000:064x}",
-        version="0",
     )
 
 

