@@ -5,7 +5,9 @@ VENV ?= .venv
 JOBS ?= 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install
+# Python compiles what is imported, once: most of the modules of torch and transformers never are.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+export PYTHONDONTWRITEBYTECODE =
 TORCH := 2.13.0
 # PyTorch's own index of builds without CUDA.
 TORCH_CPU := https://download.pytorch.org/whl/cpu

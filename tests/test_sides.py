@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -291,6 +292,29 @@ def test_measure_takes_a_side_of_blocks_and_models(name, side):
         dense = float(torch.linalg.matrix_norm(jacobian, 2))
         assert row.sigma == pytest.approx(dense, rel=1e-9)
         assert (row.side, row.status) == (side, "converged")
+
+
+class Doubling(nn.TransformerDecoderLayer):
+    """A block whose cross-attention does not read the tokens that the block is given."""
+
+    def forward(self, tgt: Tensor, memory: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return super().forward(tgt, 2 * memory, *rest, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("block", "is given the keys' tokens. Found that `layers.0` makes those of"),
+        ("model", "layers that all read the same tokens. Found others in `layers.1"),
+    ],
+)
+def test_states_that_a_block_makes_itself_are_refused(name, words):
+    block = Doubling(WIDTH, HEADS, 24, dropout=0.0, batch_first=True)
+    model = randomised(nn.TransformerDecoder(block, 2))
+    inputs = dict(zip(("tgt", "memory"), inputs_of("torch"), strict=True))
+    with pytest.raises(InputError, match=re.escape(words)):
+        ls.measure(model, inputs, side="key", map=name)
+    assert ls.measure(model, inputs, side="key")[0].status == "converged"
 
 
 def test_an_encoder_decoder_reads_a_text_twice():

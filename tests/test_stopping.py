@@ -107,15 +107,15 @@ def check_by_arpack(truths: Sequence[ls.Measurement]) -> None:
         assert math.isclose(truth.sigma or 0, expected, rel_tol=1e-6)
 
 
-def test_sixty_cases():
-    """Every layer of MiniLM, two windows, three starts; and layers of two tiny models."""
+def test_forty_cases():
+    """Every layer of MiniLM, one window, three starts; and layers of two tiny models."""
     result = Tally()
-    truths = tally("minilm", None, range(3), result, lengths=[16], samples=2)
-    check_by_arpack([truths[0], truths[9]])
+    truths = tally("minilm", None, range(3), result, lengths=[16], samples=1)
+    check_by_arpack([truths[4]])
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
     for family in ("gpt2", "llama"):
         tally(tiny(family).model, ids, range(3), result)
-    result.check(60)
+    result.check(40)
 
 
 @pytest.mark.slow
