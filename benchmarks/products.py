@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -55,24 +56,35 @@ def _pair(op: Operator) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     return lambda: op.mv(e), lambda: op.rmv(g)
 
 
+def _alone(case: Case, n: int) -> Operator:
+    """The layer linearised at its input, or at ``n`` rows resampled from it."""
+    layer = case.map.attention
+    assert layer is not None
+    if n == len(case.x):
+        return layer.linearise(case.x)
+    rows = torch.randint(len(case.x), (n,), generator=torch.Generator().manual_seed(n))
+    return layer.linearise(case.x[rows])
+
+
 # --- against the matmul rate ----------------------------------------------------------------
 
 
 def rate_section(*, quick: bool, threads: Sequence[int]) -> Section:
     """JVP and VJP in percent of the machine's own float32 matmul rate."""
-    n, rounds = (128, 5) if quick else (512, 15)
+    lengths = {128: 5} if quick else {512: 15, 1024: 9, 2048: 5}
+    first = min(lengths)
     out = Section("Products against the machine's matmul rate")
     rows, profiles = [], []
     for name, layer, goal in LAYERS:
-        case = _case(name, layer, n)
-        for count in threads:
-            say(f"products: {case.name}, threads {count}")
+        case = _case(name, layer, first)
+        for n, count in itertools.product(lengths, threads):
+            say(f"products: {case.name}, n = {n}, threads {count}")
             torch.set_num_threads(count)
-            flushed = _shares(case, rounds)
-            row = [case.name, count, *(f"{flushed[k]:.0f}" for k in ("GEMM", "JVP", "VJP"))]
-            if count == 1:  # the switch reaches the calling thread only
+            flushed = _shares(case, n, lengths[n])
+            row = [case.name, n, count, *(f"{flushed[k]:.0f}" for k in ("GEMM", "JVP", "VJP"))]
+            if count == 1 and n == first:  # the switch reaches the calling thread only
                 torch.set_flush_denormal(False)
-                plain = _shares(case, rounds)
+                plain = _shares(case, n, lengths[n])
                 torch.set_flush_denormal(True)
                 row += [f"{plain[k]:.0f}" for k in ("JVP", "VJP")]
             else:
@@ -80,27 +92,30 @@ def rate_section(*, quick: bool, threads: Sequence[int]) -> Section:
             rows.append(row)
             worst = min(flushed["JVP"], flushed["VJP"])
             text = f"JVP {flushed['JVP']:.0f} %, VJP {flushed['VJP']:.0f} %"
-            wanted = f"matmul rate: {case.name}, threads {count}: at least {100 * goal:.0f} %"
+            at = f"{case.name}, n = {n}, threads {count}"
+            wanted = f"matmul rate: {at}: at least {100 * goal:.0f} %"
             out.targets.append(Target(wanted, text, worst >= 100 * goal))
             if worst < 100 * goal:
-                profiles.append(_profile_text(case, count))
+                profiles.append(_profile_text(case, n, count))
+    rounds = ", ".join(map(str, lengths.values()))
     out.add(
-        f"""n = {n}, float32. The rate is that of a {SIDE}³ matrix product into a given output,
-measured in the same rounds ({rounds}, interleaved; medians of the rounds' ratios). A product counts
-8 n d² + 8 n² d flops, the matrix products with projections and without recomputation."""
+        f"""float32. The rate is that of a {SIDE}³ matrix product into a given output, measured in
+the same rounds ({rounds} of them at the lengths in turn, interleaved; medians of the rounds'
+ratios). A product counts 8 n d² + 8 n² d flops, the matrix products with projections and without
+recomputation. Beyond n = {first}: the layer alone, on rows resampled from its input at that n."""
     )
-    headers = ["layer", "threads", "rate, GFLOP/s", "JVP, %", "VJP, %"]
+    headers = ["layer", "n", "threads", "rate, GFLOP/s", "JVP, %", "VJP, %"]
     out.add(table([*headers, "JVP, denormals not flushed", "VJP, not flushed"], rows))
     for text in profiles:
         out.add(text)
     return out
 
 
-def _shares(case: Case, rounds: int) -> dict[str, float]:
+def _shares(case: Case, n: int, rounds: int) -> dict[str, float]:
     """Rate of the matmul (GFLOP/s) and shares of it that the products reach (percent)."""
     a, b, c = (torch.randn(SIDE, SIDE) for _ in range(3))
-    jvp, vjp = _pair(case.map.linearise(case.x))
-    work = flops(*case.x.shape)
+    jvp, vjp = _pair(_alone(case, n))
+    work = flops(n, case.x.shape[1])
     rates: dict[str, list[float]] = {"GEMM": [], "JVP": [], "VJP": []}
     for _ in range(rounds + 1):  # the first one warms up
         rate = 2 * SIDE**3 / seconds(lambda: torch.mm(a, b, out=c))
@@ -110,12 +125,13 @@ def _shares(case: Case, rounds: int) -> dict[str, float]:
     return {k: median(v[1:]) for k, v in rates.items()}
 
 
-def _profile_text(case: Case, threads: int) -> str:
+def _profile_text(case: Case, n: int, threads: int) -> str:
     """Where the time of a JVP and a VJP goes, by operation."""
-    parts = [f"Where the time goes, {case.name}, threads {threads} (milliseconds a product):"]
+    at = f"{case.name}, n = {n}, threads {threads}"
+    parts = [f"Where the time goes, {at} (milliseconds a product):"]
     torch.set_num_threads(threads)
     columns = {}
-    for name, call in zip(("JVP", "VJP"), _pair(case.map.linearise(case.x)), strict=True):
+    for name, call in zip(("JVP", "VJP"), _pair(_alone(case, n)), strict=True):
         columns[name] = _profile(call)
     names = sorted({k for c in columns.values() for k in c})
     names.sort(key=lambda k: -sum(c.get(k, 0.0) for c in columns.values()))
@@ -181,12 +197,8 @@ _COLUMNS = ("ms", "slope", "off, %")
 
 
 def _product_times(case: Case, n: int) -> tuple[float, float]:
-    layer = case.map.attention
-    assert layer is not None
-    rows = torch.randint(len(case.x), (n,), generator=torch.Generator().manual_seed(n))
-    op = layer.linearise(case.x if n == len(case.x) else case.x[rows])
     times = []
-    for call in _pair(op):
+    for call in _pair(_alone(case, n)):
         call()
         times.append(median(seconds(call) for _ in range(5)))
     return times[0], times[1]

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 import lipscope as ls
 from lipscope.attention import chunked
-from tiny import tiny
+from lipscope.errors import InputError
+from rows import lines
+from tiny import TEXT, tiny
 
 IDS = torch.arange(24)[None] % 11
 
@@ -57,6 +60,26 @@ def test_memory_that_never_suffices_is_a_failed_row(monkeypatch: pytest.MonkeyPa
     limited(monkeypatch, 0, MemoryError("nothing left"))
     (row,) = ls.measure(tiny("gpt2").model, IDS, layers=[0], memory="96MiB")
     assert row.status == "failed" and row.error == "MemoryError: nothing left"
+
+
+def test_a_model_that_needs_more_memory_ends_in_one_line_and_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward pass is the model's own: no smaller block helps it."""
+    module = sys.modules["lipscope.measure"]
+    real = module.trace
+
+    def trace(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if max(v.shape[1] for v in inputs.values()) > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(model, inputs, *rest, **more)
+
+    monkeypatch.setattr(module, "trace", trace)
+    small = "random:gpt2:n_layer=1,n_embd=12,n_head=3,vocab_size=300"
+    with pytest.raises(InputError, match=r"own forward pass ran out of memory\. Use shorter"):
+        ls.measure(small, TEXT, lengths=[6, 12], samples=2, out=tmp_path / "run")
+    kept = lines(tmp_path / "run" / "rows.jsonl")
+    assert [(row["num_tokens"], row["status"]) for row in kept] == [(6, "converged")] * 2
 
 
 def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

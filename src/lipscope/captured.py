@@ -34,7 +34,7 @@ from lipscope.capture import (
 )
 from lipscope.capture.prepare import exact_maths
 from lipscope.capture.residual import norm_before
-from lipscope.errors import InputError
+from lipscope.errors import InputError, memory_for
 from lipscope.operator import Operator
 
 DType = Literal["float32", "float64"]
@@ -329,6 +329,7 @@ def _named(model: str | LoadedModel, seed: int, allow_pickle: bool) -> LoadedMod
     return _loaded(model, None, None, seed, allow_pickle)
 
 
+@memory_for("The model's own forward pass")
 def _traced(
     model: nn.Module,
     item: Sample,

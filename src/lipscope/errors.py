@@ -4,6 +4,11 @@ Every public door raises it with one line that says what, where and what to do; 
 command line prints that line and exits with status 2.
 """
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 
@@ -21,3 +26,30 @@ def out_of_memory(problem: BaseException) -> bool:
     return isinstance(problem, MemoryError | torch.OutOfMemoryError) or any(
         text in str(problem) for text in words
     )
+
+
+@contextlib.contextmanager
+def memory_for(work: str) -> Iterator[None]:
+    """Lack of memory that no smaller block mends, told in one line.
+
+    Args:
+        work: What needed it, as the subject of the sentence.
+
+    Raises:
+        InputError: Instead of the error of the allocation.
+
+    >>> with memory_for("The model's own forward pass"):
+    ...     raise MemoryError
+    Traceback (most recent call last):
+    lipscope.errors.InputError: The model's own forward pass ran out of memory. Use shorter \
+inputs, a smaller model or float32; rows measured before are kept.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as problem:
+        if not out_of_memory(problem):
+            raise
+        raise InputError(
+            f"{work} ran out of memory. Use shorter inputs, a smaller model or float32; rows "
+            "measured before are kept."
+        ) from problem

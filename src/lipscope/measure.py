@@ -38,7 +38,7 @@ from lipscope.capture import (
     without_padding,
 )
 from lipscope.capture.windows import WindowKind
-from lipscope.errors import InputError
+from lipscope.errors import InputError, memory_for
 from lipscope.folder import RunFolder
 from lipscope.ranges import parse_bytes, parse_tokens
 from lipscope.record import Measurement, TokenShare, provenance, stable_id
@@ -266,6 +266,7 @@ class _Run:
         order = [i for item in self.inputs for i in self._ids(item, chosen, heads)]
         return Rows([finished[i] for i in order], tokens=kept, windows=windows)
 
+    @memory_for("The model's own forward pass")
     def _trace(self, model: nn.Module, item: Sample) -> Trace:
         q = self.question
         record = trace(
@@ -295,6 +296,7 @@ class _Run:
                 )
         return list(dict.fromkeys(chosen))
 
+    @memory_for("The layer's own forward pass")
     def _build(self, record: Trace, layer: int | None) -> LayerMap:
         q = self.question
         built = build_map(record, layer, q.map, memory=q.memory, per_head=q.per_head)
