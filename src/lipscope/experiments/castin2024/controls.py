@@ -65,7 +65,8 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
     base = ask.text("text", loaded, text.content, rest=True)
     yield base
     yield ask.named("top token fixed", top_held_fixed(base.rows))
-    yield ask.text("normed", loaded, text.content, map="normed")
+    for name in study.pick(("normed",), ("normed", "residual", "block")):
+        yield ask.text(name, loaded, text.content, map=name)
     yield ask.text("token-relative", loaded, text.content, metric="token-relative")
     if family == "bert":
         yield ask.repeated("one token, one position", loaded, same_place=True)

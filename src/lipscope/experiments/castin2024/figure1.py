@@ -49,9 +49,8 @@ class Case:
 
     @property
     def layers(self) -> list[int]:
-        """First and middle, as the paper's 0 and 6 of 12; of masked BERT and GPT-2 the latter."""
-        masked = self.loaded.name.endswith(", causal") or self.family == "gpt2"
-        return first_and_middle(self.loaded)[masked:]
+        """First and middle, as the paper's 0 and 6 of 12; of masked encoders the latter."""
+        return first_and_middle(self.loaded)[self.loaded.name.endswith(", causal") :]
 
     @property
     def name(self) -> str:
@@ -63,7 +62,7 @@ class Case:
     "castin2024/figure1",
     title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
     cite="castin2024",
-    models=("minilm", "smollm2", "random:gpt2"),
+    models=("minilm", "smollm2", "random:gpt2", "random:bert"),
     quick_models=("minilm", "random:gpt2"),
 )
 def figure1(study: Study) -> Findings:
@@ -89,7 +88,7 @@ def figure1(study: Study) -> Findings:
         claims=_claims(cases, real, paired, coded, worst, controlled),
         tables=(
             _exponents(cases, real, paired, coded),
-            _worst_table(worst),
+            *_worst_tables(worst),
             *_control_tables(controlled),
             *(table for case in cases for table in offsets(study, case.loaded, case.text)),
         ),
@@ -101,7 +100,8 @@ def _models(study: Study) -> Iterator[LoadedModel]:
     for name in study.models:
         loaded = study.load(name)
         yield loaded
-        if getattr(loaded.config, "is_decoder", None) is False and name != "random:gpt2":
+        encodes = getattr(loaded.config, "is_decoder", None) is False
+        if encodes and loaded.config.model_type != "gpt2":  # which says so of itself
             yield as_decoder(loaded)
 
 
@@ -256,7 +256,11 @@ def _claims(
             "came from it is unknown)",
             f"its exponent minus that of sigma: {middle(ratio)}",
         ),
-        Claim("adversarial inputs", "growth like n^(1/2) (slides)", f"exponents {middle(heads)}"),
+        Claim(
+            "adversarial inputs",
+            "growth like n^(1/2) (slides)",
+            f"exponents {middle(heads)}" if worst else "not for rotary layers",
+        ),
         Claim(
             "one token repeated, at one position",
             "exactly no growth in an unmasked layer (derived here, docs/theory/inputs.md)",
@@ -320,7 +324,8 @@ def _exponents(
     return Table(title, columns, tuple(lines))
 
 
-def _worst_table(worst: Sequence[Adversarial]) -> Table:
+def _worst_tables(worst: Sequence[Adversarial]) -> Iterator[Table]:
+    """One table, or none where no head can place tokens."""
     lines = tuple(
         (
             one.model,
@@ -333,7 +338,8 @@ def _worst_table(worst: Sequence[Adversarial]) -> Table:
         for name in one.rows
     )
     columns = ("model", "layer", "radius of", "exponent, interval over heads", "by head")
-    return Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
+    if lines:
+        yield Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
 
 
 def _control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
@@ -372,7 +378,8 @@ def _remarks(study: Study) -> tuple[str, ...]:
         "spread over the whole text.",
         "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
         "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
-        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py).",
+        "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "
+        "Their quantity is computed here on the masked layer.",
         "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
         "Rotary layers have no two-cluster inputs: their logits depend on position.",
     ]

@@ -95,13 +95,13 @@ def _job(name: str, n: int, measured: bool) -> Job:
 
 
 def _rows(study: Study, loaded: LoadedModel, text: Text) -> Rows:
-    most = min(loaded.max_tokens or 2**11, study.pick(256, 2**11))
+    most = min(loaded.max_tokens or 2**13, study.pick(256, 2**13))
     return study.measure(
         f"real-{loaded.name}-{text.name}",
         loaded,
         text.content,
         layers=first_and_middle(loaded),
-        lengths=[n for n in (32, 64, 128, 256, 512, 1024, 2048) if n <= most],
+        lengths=[2**k for k in range(5, 14) if 2**k <= most],
         samples=study.pick(2, 5),
         special_tokens=False,
     )

@@ -39,7 +39,8 @@ def looseness(study: Study) -> Findings:
         for layer in _layers(study, loaded)
         for n in lengths
     ]
-    jobs = [_job(*place, metric) for place in places for metric in _METRICS]
+    sharp = study.pick(False, True)
+    jobs = [_job(*place, metric, sharp) for place in places for metric in _METRICS]
     found = study.values("looseness", jobs)
     # The infinity norm is that of a theorem on L2 attention: the same weights with its score.
     found += study.values(
@@ -58,6 +59,7 @@ def looseness(study: Study) -> Findings:
                     ("castin_thm_e_3", "Frobenius", "Theorem 3.3 with biases (Appendix E.3)"),
                     ("global_g2", "Frobenius", "below Theorem 3.3 (derived here)"),
                     ("f2", "Frobenius", "local: reads the input (derived here)"),
+                    ("row_gram_joint", "Frobenius", "local, all heads at once (derived here)"),
                     ("max_token_scalar", "largest-token", "local, without n (derived here)"),
                     ("kim_thm_3_2_infinity", "infinity", "asymptotically tight (abstract)"),
                 )
@@ -84,7 +86,7 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return study.pick([count // 2], [0, count // 2, count - 1])
 
 
-def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str) -> Job:
+def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str, sharp: bool) -> Job:
     def compute() -> dict[str, Any]:
         rows = sandwich(
             loaded,
@@ -92,6 +94,7 @@ def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str) -> Jo
             layers=[layer],
             lengths=[n],
             metric=metric,
+            sharp=sharp,
             special_tokens=False,
         )
         return {
@@ -102,7 +105,8 @@ def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str) -> Jo
             ]
         }
 
-    return _key(loaded, text, layer, n) | {"layers": "as they are", "metric": metric}, compute
+    key = _key(loaded, text, layer, n) | {"layers": "as they are", "metric": metric}
+    return key | {"sharp": sharp}, compute
 
 
 def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> Job:
