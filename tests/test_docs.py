@@ -9,11 +9,16 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from lipscope.cli import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+_FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -64,6 +69,23 @@ def test_every_block_of_the_other_pages_runs(tmp_path: Path, monkeypatch) -> Non
         for language, code in _BLOCK.findall(text):
             if language == "python" and not code.startswith(">>>"):  # those are doctests
                 exec(compile(code, page, "exec"), names)
+
+
+def test_every_command_of_the_pages_can_be_read() -> None:
+    """All printed ones have the commands and options that there are; the tutorials' are run."""
+    known: Any = typer.main.get_command(app)
+    found = 0
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for code in _FENCED.findall(page.read_text(encoding="utf-8")):
+            for line in code.replace("\\\n", " ").splitlines():
+                if line.split(" ")[0] not in ("lipscope", ".venv/bin/lipscope"):
+                    continue
+                words = shlex.split(line, comments=True)
+                name, *rest = words[1:] if words[1] in known.commands else ["", *words[1:]]
+                command = known.commands[name] if name else known
+                command.make_parser(command.context_class(command)).parse_args(rest)
+                found += 1
+    assert found > 40
 
 
 def _command(line: str, monkeypatch) -> None:
