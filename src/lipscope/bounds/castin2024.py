@@ -18,7 +18,7 @@ from lipscope.bounds.head import Head
 from lipscope.bounds.point import Point, at_point
 from lipscope.bounds.theorem import NotApplicableError, theorem
 
-_SLIDES = "as stated on the authors' slides; fails for p = 2"
+_SLIDES = "as stated on the authors' slides (January 2025); fails for p = 2"
 
 
 @theorem(cite="castin2024", statement="Theorems 3.3 and 4.3")
@@ -199,8 +199,8 @@ def castin_thm_c_3(head: Head, x: Tensor) -> float:
 
     Holds for any mask and bias at ``x``; not for rotary embeddings.
 
-    Source: Theorem C.3 of [castin2024]. Its printed formula could not be had; that ``ρ`` must
-    see ``A^T x`` is shown in ``docs/theory/global-bounds.md``.
+    Source: Theorem C.3 of [castin2024]. Its printed formula was not available to us; that ``ρ``
+    must see ``A^T x`` is shown in ``docs/theory/global-bounds.md``.
     """
     rho, rho_t, r = _reach(head, x)
     rho = max(rho, rho_t)
@@ -211,7 +211,7 @@ def castin_thm_c_3(head: Head, x: Tensor) -> float:
     cite="castin2024",
     statement="Theorem C.3, as coded by the authors",
     sound=False,
-    note="the authors' code lacks √3 and A^T x; fails by a factor of 9 on a real example",
+    note="the authors' code lacks √3 and A^T x; fails by a factor of 9 on eight hand-made tokens",
 )
 def castin_thm_c_3_coded(head: Head, x: Tensor) -> float:
     """What the authors' script computes.

@@ -26,7 +26,7 @@ _CELLS = 4096
 
 @theorem(cite=DERIVED, statement="G1")
 def global_g1(head: Head, num_tokens: int, radius: float) -> float:
-    """Theorem 3.3 by rows: a third of it in the median, and never more.
+    """Theorem 3.3 by rows: never above it.
 
     ``‖V‖ (√(n κ(β²)) + α)``, ``κ(t) = max_{p≤1} p (1 + t min(1, 4p(1-p)))``.
 

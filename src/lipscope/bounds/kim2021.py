@@ -81,7 +81,7 @@ def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
 @theorem(
     cite="kim2021",
     statement="Theorem 3.2, Frobenius norm",
-    note="with the fourth power of the query weights; the second, as some print it, fails",
+    note="with the fourth power of the query weights; the second fails",
 )
 def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
     """L2 attention in the Frobenius norm.
