@@ -31,7 +31,7 @@ class BoundRow:
         applicable: Whether there is a value.
         reason: Why there is none, or "".
         note: What a reader must know, or "".
-        sound: False for a statement that is shown as printed although it fails.
+        sound: False for a statement that is shown as found although it fails.
         model: Name of the model.
         layer: Index of the layer.
         head: Query head, or None for all.

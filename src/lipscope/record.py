@@ -173,7 +173,7 @@ class BoundValue:
         value: The bound; null if there is none.
         reason: Why there is none, or "".
         note: What a reader must know, or "".
-        sound: False for a statement that is shown as printed although it fails.
+        sound: False for a statement that is shown as found although it fails.
     """
 
     id: str

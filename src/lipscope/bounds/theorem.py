@@ -41,7 +41,7 @@ class Theorem:
         subject: Type of the first parameter.
         needs: Names of the other parameters that have no default.
         by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
-        sound: False for a statement that is exposed as printed although it fails.
+        sound: False for a statement that is exposed as found although it fails.
         slow: Whether it is left out unless sharper forms are asked for.
         note: What a reader must know about it, or "".
     """
@@ -88,7 +88,7 @@ def theorem(
         kind: ``upper`` or ``lower``.
         metric: Metric of input and output.
         scope: For which inputs; read off the signature if None.
-        sound: False for a statement shown as printed although it fails.
+        sound: False for a statement shown as found although it fails.
         slow: Computed only where sharper forms are asked for.
         note: What a reader must know, in one sentence.
 

@@ -191,7 +191,7 @@ function drawBounds() {
   fill("bounds-table", heading("theorem", "statement", "source", "kind", "scope", ["value", "number"],
     ["× sigma", "number"], "note"),
   make("tbody", {}, ...b.table.map((t) => make("tr", {}, cell(t.theorem),
-    cell(t.statement + (t.sound ? "" : " (as printed; fails)")), cell(t.cite), cell(t.kind),
+    cell(t.statement + (t.sound ? "" : " (as found; fails)")), cell(t.cite), cell(t.kind),
     cell(t.scope), cell(t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper }) : number(t.value),
       "number"), cell(number(t.times, 3), "number"), cell(t.why, "text")))));
 }
