@@ -5,57 +5,63 @@ from __future__ import annotations
 from statistics import median
 
 import torch
-from cases import source
+from cases import Case, source
 from products import seconds
 from tables import Section, milliseconds, say, table
 from torch import Tensor
 
-COUNT = 6  # layers of MiniLM
+COUNT = 6  # layers of MiniLM, and samples of its layer 3
 
 
 def section(*, quick: bool) -> Section:
-    """One JVP of each of six layers: one after the other, and all in one batch."""
+    """One JVP of each of six layers or samples: one after the other, and all in one batch."""
     torch.set_num_threads(1)
     rounds = 5 if quick else 15
-    out = Section("Layers one by one, or in a batch")
+    lengths = (32, 128) if quick else (16, 32, 64, 128, 256)
+    out = Section("Layers or samples one by one, or in a batch")
     out.add(
         f"""The matrix products and elementwise passes of one JVP (projections, scores, values) for
-{COUNT} layers of MiniLM at one window: in a loop over the layers, and with the layers on a leading
-axis. One thread, float32, milliseconds for all of them, median of {rounds} interleaved rounds.
-*Ratio*: loop over batch; a batch pays where it is clearly above 1."""
+{COUNT} layers of MiniLM at one window, and for {COUNT} windows at its layer 3: in a loop over them,
+and with them on a leading axis. One thread, float32, milliseconds for all of them, median of
+{rounds} interleaved rounds. *Ratio*: loop over batch; a batch pays where it is clearly above 1."""
     )
-    rows = []
-    for n in (32, 128) if quick else (16, 32, 64, 128, 256):
-        say(f"batching: n = {n}")
-        layers = _operands(n)
-        batch = [torch.stack(parts) for parts in zip(*layers, strict=True)]
-        loop_times, batch_times = [], []
-        for _ in range(rounds):
-            loop_times.append(seconds(lambda ls=layers: [_product(*one) for one in ls]))
-            batch_times.append(seconds(lambda b=batch: _product(*b)))
-        ratio = median(a / b for a, b in zip(loop_times, batch_times, strict=True))
-        times = (milliseconds(median(t)) for t in (loop_times, batch_times))
-        rows.append([n, *times, f"{ratio:.2f}"])
-    out.add(table(["n", "loop", "batch", "ratio"], rows))
+    rows = [_row(what, n, rounds) for what in ("layers", "samples") for n in lengths]
+    out.add(table(["what", "n", "loop", "batch", "ratio"], rows))
     out.add(
         """`measure` takes layers and samples one by one: a batch would also hold all their
-probabilities at once, and run every layer as long as the slowest of them."""
+probabilities at once, and run every one of them as long as the slowest."""
     )
     return out
 
 
-def _operands(n: int) -> list[tuple[Tensor, ...]]:
-    """Weights, queries, keys, values, probabilities, heads and a direction, per layer."""
+def _row(what: str, n: int, rounds: int) -> list[object]:
+    say(f"batching: {what}, n = {n}")
     model = source("minilm")
-    found = []
-    for case in model.cases(model.windows([n], 1)[0], range(COUNT)):
-        layer = case.map.attention
-        assert layer is not None and layer.output is not None
-        q, k, v = layer.project(case.x)
-        p = layer.probabilities(q, k)
-        weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
-        found.append((weight, layer.output, q, k, v, p, p @ v, torch.randn_like(case.x)))
-    return [tuple(t.detach().contiguous() for t in one) for one in found]
+    if what == "layers":
+        cases = model.cases(model.windows([n], 1)[0], range(COUNT))
+    else:
+        cases = [model.cases(window, [3])[0] for window in model.windows([n], COUNT)]
+    single = [_operands(case) for case in cases]
+    batch = [torch.stack(parts) for parts in zip(*single, strict=True)]
+    if what == "samples":
+        batch[:2] = single[0][:2]  # weights that all of them share
+    loop_times, batch_times = [], []
+    for _ in range(rounds):
+        loop_times.append(seconds(lambda: [_product(*one) for one in single]))
+        batch_times.append(seconds(lambda: _product(*batch)))
+    ratio = median(a / b for a, b in zip(loop_times, batch_times, strict=True))
+    return [what, n, *(milliseconds(median(t)) for t in (loop_times, batch_times)), f"{ratio:.2f}"]
+
+
+def _operands(case: Case) -> tuple[Tensor, ...]:
+    """Weights, queries, keys, values, probabilities, heads and a direction."""
+    layer = case.map.attention
+    assert layer is not None and layer.output is not None
+    q, k, v = layer.project(case.x)
+    p = layer.probabilities(q, k)
+    weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
+    one = (weight, layer.output, q, k, v, p, p @ v, torch.randn_like(case.x))
+    return tuple(t.detach().contiguous() for t in one)
 
 
 def _product(
