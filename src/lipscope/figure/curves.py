@@ -103,7 +103,5 @@ def _axis(values: list[float | int], log: bool) -> tuple[alt.Scale, alt.Axis]:
     pad = max(1.06, (high / low) ** 0.04)
     domain = [low / pad, high * pad]
     form = ",~g" if high < 1e6 and low >= 1e-3 else ".0e"
-    ticks = alt.Axis(
-        values=marks.tick_values(*domain), format=form, labelOverlap=True, labelSeparation=6
-    )
+    ticks = alt.Axis(values=marks.tick_values(*domain), format=form, labelOverlap=True)
     return alt.Scale(type="log", domain=domain, nice=False), ticks
