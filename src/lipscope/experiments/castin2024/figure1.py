@@ -63,7 +63,7 @@ class Case:
     title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
     cite="castin2024",
     models=("minilm", "smollm2", "random:gpt2", "random:bert"),
-    quick_models=("minilm", "random:gpt2"),
+    quick_models=("minilm",),
 )
 def figure1(study: Study) -> Findings:
     """Both rows of the figure, what its scripts compute, and the controls."""
