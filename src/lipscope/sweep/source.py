@@ -118,12 +118,10 @@ def _loader() -> Any:
     """A safe loader that reads scalars as YAML 1.2 does."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 (as in PyYAML)
-
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"yaml_implicit_resolvers": {}})
     for tag, pattern in _SCALARS.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), None)
-    return Loader
+        loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), None)
+    return loader
 
 
 def _in_one_line(problem: Exception) -> str:
