@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.capture import (
+from lipscope.models import (
     LayerMap,
     Trace,
     Window,
@@ -22,8 +22,8 @@ from lipscope.capture import (
     trace,
     windows_of_text,
 )
-from lipscope.capture.sites import AttentionCall
-from lipscope.capture.trace import exact_maths, first_tensor
+from lipscope.models.tracing.sites import AttentionCall
+from lipscope.models.tracing.trace import exact_maths, first_tensor
 
 # One random layer of the size of BERT-base: d = 768, 12 heads.
 BERT_BASE = "random:bert:num_hidden_layers=1"

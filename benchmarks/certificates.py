@@ -12,11 +12,11 @@ from tables import Section, Target, say, table
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.bounds.derived import global_g1, global_g2
-from lipscope.bounds.head import Head, all_heads_of, heads_of
-from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
-from lipscope.bounds.row_gram import row_gram, row_gram_joint
-from lipscope.certify import attack_in_ball
+from lipscope.certificates.certify import attack_in_ball
+from lipscope.theorems.derived.everywhere import global_g1, global_g2
+from lipscope.theorems.derived.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint
+from lipscope.theorems.head import Head, all_heads_of, heads_of
 
 LOCAL = {"F1": f1, "F2": f2, "F2s": f2_scalar, "F3c": f3_blocks, "row-Gram": row_gram}
 

@@ -13,8 +13,8 @@ from scipy.special import betaincinv
 from solvers import start
 from tables import Section, Target, say, table
 
-from lipscope.interval import Evidence, start_threshold
-from lipscope.krylov import golub_kahan
+from lipscope.linalg.interval import Evidence, start_threshold
+from lipscope.linalg.krylov import golub_kahan
 
 TOL, DELTA, RULE = 1e-3, 1e-6, 1e-2
 STEPS = 36

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lipscope.record import Measurement
+from lipscope.records.rows import Measurement
 
 _COMMON: dict[str, Any] = {
     "weights": "float32",

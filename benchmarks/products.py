@@ -16,7 +16,7 @@ from tables import Section, Target, milliseconds, say, table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from lipscope.operator import Operator
+from lipscope.linalg.operator import Operator
 
 SIDE = 1024  # of the matrices whose product sets the rate
 LAYERS = (("minilm", 0, 0.7), ("minilm", 3, 0.7), (BERT_BASE, 0, 0.7))

@@ -12,9 +12,9 @@ from pathlib import Path
 from made_up import made_up
 from tables import Section, Target, table
 
-from lipscope.folder import RunFolder
-from lipscope.record import Measurement, TokenShare, provenance, to_line
-from lipscope.run import read_run
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import Measurement, TokenShare, provenance, to_line
+from lipscope.records.run import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS, SAMPLES = (4, 8, 16, 32), 10

@@ -17,8 +17,8 @@ from solvers import start, truth
 from tables import Section, Target, say, table
 
 import lipscope as ls
-from lipscope.krylov import golub_kahan
-from lipscope.operator import Operator
+from lipscope.linalg.krylov import golub_kahan
+from lipscope.linalg.operator import Operator
 
 TOL = 1e-3
 TRUTH_TOL = 1e-6

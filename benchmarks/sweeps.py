@@ -16,18 +16,18 @@ from made_up import made_up
 from tables import Section, Target, milliseconds, say, table
 
 import lipscope as ls
-from lipscope.folder import Finished, RunFolder
-from lipscope.record import Measurement
-from lipscope.sweep import read_spec
-from lipscope.sweep.bench import Bench
-from lipscope.sweep.plan import Shape, plan
+from lipscope.engine.sweep import read_spec
+from lipscope.engine.sweep.bench import Bench
+from lipscope.engine.sweep.plan import Shape, plan
+from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.rows import Measurement
 
 TINY = "random:bert:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16"
 _PLAN = """
 import resource, sys, time
 began = time.perf_counter()
-from lipscope.sweep import read_spec
-from lipscope.sweep.plan import Shape, plan
+from lipscope.engine.sweep import read_spec
+from lipscope.engine.sweep.plan import Shape, plan
 loaded = time.perf_counter()
 spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",
                   "samples": int(sys.argv[1]), "seeds": "0:9"}).spec

@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import lipscope as ls
-from lipscope.figure import save, shaded_text
-from lipscope.page import report
+from lipscope.charts.look import save
+from lipscope.charts.text import shaded_text
+from lipscope.pages.report import report
 
 FOLDER = Path(__file__).parent / "images"
 

@@ -4,8 +4,8 @@ Run: python examples/certify_a_decision.py
 """
 
 import lipscope as ls
-from lipscope.classifier import classifier_of_texts
-from lipscope.decision import attack_decision
+from lipscope.certificates.decision import attack_decision
+from lipscope.engine.classifier import classifier_of_texts
 
 # A decision on the mean-pooled output of one layer: which of two texts is nearer?
 good = "The film was wonderful, warm and funny; I laughed and would see it again tomorrow."

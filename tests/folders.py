@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.bound_rows import BoundRow
-from lipscope.folder import RunFolder
-from lipscope.record import Measurement, TokenShare, provenance, to_line
+from lipscope.records.bound_rows import BoundRow
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import Measurement, TokenShare, provenance, to_line
 from rows import row
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"

@@ -15,8 +15,8 @@ from lipscope.attention import (
     ScaledCosineAttention,
     TokenNorm,
 )
-from lipscope.bounds import catalogue, evaluate
-from lipscope.operator import materialise
+from lipscope.linalg.operator import materialise
+from lipscope.theorems import catalogue, evaluate
 
 THEOREMS = {theorem.name: theorem for theorem in catalogue()}
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from lipscope.capture import LayerMap, attention_sites, build_map, prepared, trace
-from lipscope.operator import materialise
-from lipscope.singular import top_singular
+from lipscope.linalg.operator import materialise
+from lipscope.linalg.singular import top_singular
+from lipscope.models import LayerMap, attention_sites, build_map, prepared, trace
 
 WIDTH, HEADS, GROUPS, TOKENS = 16, 4, 2, 5
 _PLAIN = {

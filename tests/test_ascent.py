@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope import attack, inputs, singular
-from lipscope.ascent import clamp, sigma_gradient
-from lipscope.operator import Operator
+from lipscope.attacks import constructions as inputs
+from lipscope.attacks import worst as attack
+from lipscope.attacks.ascent import clamp, sigma_gradient
+from lipscope.linalg import singular
+from lipscope.linalg.operator import Operator
 from small import drawn, sigma
 
 BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]
@@ -39,7 +41,7 @@ def test_ascent_stays_in_the_ball_and_improves(monkeypatch) -> None:
         seen.append(float(x.norm(dim=-1).max()))
         return sigma_gradient(layer, x, v, steps=steps)
 
-    monkeypatch.setattr("lipscope.ascent.sigma_gradient", spy)
+    monkeypatch.setattr("lipscope.attacks.ascent.sigma_gradient", spy)
     far = 50 * torch.ones(6, 4)  # a start outside of the ball
     found = inputs.ascend(
         layer, num_tokens=6, radius=radius, restarts=5, steps=25, start=far,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.errors import InputError
-from lipscope.operator import linearise, materialise
-from lipscope.singular import top_singular
+from lipscope.linalg.operator import linearise, materialise
+from lipscope.linalg.singular import top_singular
 
 
 def random_layer(

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single, value
 from lipscope.attention import DotProduct
-from lipscope.bounds import (
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator, materialise
+from lipscope.theorems import (
     DERIVED,
     NotApplicableError,
     absorb,
@@ -24,11 +26,9 @@ from lipscope.bounds import (
     radius_of_norm,
     segment,
 )
-from lipscope.bounds.directions import eigen_directions, star_direction
-from lipscope.bounds.softmax import balanced_mass, g1, softmax_norm
-from lipscope.bounds.yudin2025 import norm_of_rows
-from lipscope.errors import InputError
-from lipscope.operator import Operator, materialise
+from lipscope.theorems.directions import eigen_directions, star_direction
+from lipscope.theorems.papers.yudin2025 import norm_of_rows
+from lipscope.theorems.softmax import balanced_mass, g1, softmax_norm
 
 ROUNDING = 1e-9
 # A second on the smallest layer: asked on a few cases only.

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from layers import draw
-from lipscope.bounds import NotApplicableError, catalogue, evaluate
-from lipscope.inputs import ascend
-from lipscope.operator import materialise
+from lipscope.attacks.constructions import ascend
+from lipscope.linalg.operator import materialise
+from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 REGIMES = ("medium", "sharp", "causal", "masked", "biased, causal", "heads", "rotary")
 

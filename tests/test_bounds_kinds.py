@@ -19,8 +19,8 @@ from lipscope.attention import (
     Rotary,
     ScaledCosineAttention,
 )
-from lipscope.bounds import NotApplicableError, Theorem, ball, catalogue, evaluate, heads_of
-from lipscope.bounds.head import Head, Heads
+from lipscope.theorems import NotApplicableError, Theorem, ball, catalogue, evaluate, heads_of
+from lipscope.theorems.head import Head, Heads
 
 ROUNDING = 1e-9
 WIDTH, EACH = 4, 5

@@ -7,9 +7,9 @@ import torch
 
 from layers import counterexample, draw, eye, sigma, single, value
 from lipscope.attention import DotProduct, L2Attention
-from lipscope.bounds import heads_of, infinity_norm
-from lipscope.bounds.derived import kappa
-from lipscope.bounds.kim2021 import phi_inverse, tight_input, tight_value
+from lipscope.theorems import heads_of, infinity_norm
+from lipscope.theorems.derived.everywhere import kappa
+from lipscope.theorems.papers.kim2021 import phi_inverse, tight_input, tight_value
 
 ROUNDING = 1e-9
 

@@ -13,7 +13,9 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from lipscope.capture import (
+from lipscope.errors import InputError
+from lipscope.linalg.operator import materialise
+from lipscope.models import (
     MAPS,
     LayerMap,
     LoadedModel,
@@ -25,9 +27,7 @@ from lipscope.capture import (
     trace,
     windows_of_text,
 )
-from lipscope.capture.prepare import exact_maths
-from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.models.tracing.prepare import exact_maths
 from tiny import TEXT, TINY, tiny
 
 CPU = torch.device("cpu")
@@ -200,7 +200,7 @@ def test_a_custom_operator_is_not_zero():
         lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2,
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
     )
-    from lipscope.operator import linearise
+    from lipscope.linalg.operator import linearise
 
     x = torch.tensor([1.0, 2.0])
     assert materialise(linearise(cube, x)).equal(torch.diag(3 * x**2))
@@ -349,7 +349,7 @@ def test_minilm_against_an_independent_lanczos():
         return attention.output.dense(attention.self(u[None])[0])[0]
 
     truth = lanczos(f, hidden[3][0])
-    from lipscope.singular import top_singular
+    from lipscope.linalg.singular import top_singular
 
     layer = captured(loaded, {"input_ids": window.ids}, "attention", layer=3)
     top = top_singular(layer.linearise(layer.x), tol=1e-6, tight=True)
@@ -382,7 +382,7 @@ def test_smollm2_against_an_independent_lanczos():
         return attention.o_proj((p @ v)[0].transpose(0, 1).flatten(1))
 
     truth = lanczos(f, u)
-    from lipscope.singular import top_singular
+    from lipscope.linalg.singular import top_singular
 
     layer = captured(loaded, {"input_ids": window.ids}, "attention", layer=15)
     assert layer.attention is not None

@@ -9,11 +9,11 @@ import torch
 from scipy.optimize import minimize
 
 from lipscope import DotProduct, InputError
-from lipscope.bounds import heads_of
-from lipscope.bounds.ball import Ball, ball_certificate
-from lipscope.bounds.centre import Centre, softmax_over
-from lipscope.bounds.local import f1, f2
-from lipscope.certify import attack_in_ball, certify
+from lipscope.certificates.certify import attack_in_ball, certify
+from lipscope.theorems import heads_of
+from lipscope.theorems.derived.ball import Ball, ball_certificate
+from lipscope.theorems.derived.centre import Centre, softmax_over
+from lipscope.theorems.derived.local import f1, f2
 from small_layers import KINDS, case, move
 
 

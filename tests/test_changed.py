@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
+from lipscope.attacks.constructions import constant, two_cluster
 from lipscope.attention import DotProduct
-from lipscope.capture import (
+from lipscope.engine.capture import captures, layer_maps
+from lipscope.engine.given import measure_given
+from lipscope.engine.measure import measure
+from lipscope.errors import InputError
+from lipscope.experiments.castin2024.published import castin_scripts
+from lipscope.models import (
     LoadedModel,
     as_decoder,
     quantised,
@@ -17,13 +23,7 @@ from lipscope.capture import (
     repeated_token,
     shuffled_words,
 )
-from lipscope.captured import captures, layer_maps
-from lipscope.errors import InputError
-from lipscope.given import measure_given
-from lipscope.growth import slope_of, steps, top_held_fixed
-from lipscope.inputs import constant, two_cluster
-from lipscope.measure import measure
-from lipscope.published import castin_scripts
+from lipscope.records.growth import slope_of, steps, top_held_fixed
 from rows import row as measurement
 from small import drawn, sigma
 from tiny import TEXT, tiny

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from command import BERT, TEXT
 from lipscope import capture, materialise
-from lipscope.bounds import catalogue
+from lipscope.theorems import catalogue
 from tiny import TINY
 
 PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"

@@ -12,7 +12,7 @@ import polars
 import pytest
 
 from lipscope import cli
-from lipscope.folder import RunFolder
+from lipscope.records.folder import RunFolder
 from rows import KEYS, SPEC, row, tokens_of
 from test_run import bound_of
 

@@ -36,9 +36,9 @@ from layouts import (
     randomised,
     traced,
 )
-from lipscope.capture import LayerMap, attention_sites, families
 from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.linalg.operator import materialise
+from lipscope.models import LayerMap, attention_sites, families
 
 
 def check_registry(layer: LayerMap, kind: str) -> None:

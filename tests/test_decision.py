@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lipscope import DotProduct, InputError, certified_radius
-from lipscope.bounds.read_out import ReadOut
-from lipscope.decision import attack_decision
+from lipscope.certificates.decision import attack_decision
+from lipscope.certificates.read_out import ReadOut
 from small_layers import KINDS, case, move
 
 BALLS, POOLS = ("token", "frobenius"), ("mean", "first")

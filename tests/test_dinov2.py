@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
 import lipscope as ls
-from lipscope.capture import load_model
-from lipscope.capture.dinov2 import dinov2_from_onnx
-from lipscope.capture.images import normalisation
 from lipscope.errors import InputError
+from lipscope.models import load_model
+from lipscope.models.data.images import normalisation
+from lipscope.models.dinov2 import dinov2_from_onnx
 
 WIDTH, SIDE = 128, 28
 GRAPH, NODE, WEIGHT, OUTPUT = 7, 1, 5, 12

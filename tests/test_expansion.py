@@ -8,10 +8,10 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.attention import Rotary
-from lipscope.bounds.balls import in_double
-from lipscope.bounds.centre import BallName, Centre
-from lipscope.bounds.expansion import rest
-from lipscope.bounds.head import heads_of
+from lipscope.certificates.balls import in_double
+from lipscope.certificates.expansion import rest
+from lipscope.theorems.derived.centre import BallName, Centre
+from lipscope.theorems.head import heads_of
 
 N, D, K = 6, 8, 4
 BALLS: tuple[BallName, ...] = ("token", "frobenius")

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope.capture import (
+from lipscope.errors import InputError
+from lipscope.linalg.operator import materialise
+from lipscope.models import (
     LayerMap,
     attention_sites,
     build_map,
@@ -22,9 +24,7 @@ from lipscope.capture import (
     prepared,
     trace,
 )
-from lipscope.capture.prepare import exact_maths
-from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.models.tracing.prepare import exact_maths
 
 CPU = torch.device("cpu")
 IDS = torch.arange(5, 11)[None]

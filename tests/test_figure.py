@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import vl_convert
 
-from lipscope.errors import InputError
-from lipscope.figure import growth_chart, save, shaded_text
-from lipscope.marks import (
+from lipscope.charts.growth import growth_chart
+from lipscope.charts.look import save
+from lipscope.charts.marks import (
     MAX_POINTS,
     curve_means,
     palette,
@@ -20,8 +20,10 @@ from lipscope.marks import (
     side_by_side,
     tick_values,
 )
-from lipscope.pieces import lay_out, readable
-from lipscope.record import TokenShare
+from lipscope.charts.pieces import lay_out, readable
+from lipscope.charts.text import shaded_text
+from lipscope.errors import InputError
+from lipscope.records.rows import TokenShare
 from rows import curve, row, tokens_of
 
 NASTY = "</script><script>alert(1)</script><!--&\"'"

@@ -16,10 +16,10 @@ from typing import Any
 import polars
 import pytest
 
-from lipscope import folder as folder_module
 from lipscope.errors import InputError
-from lipscope.folder import RunFolder
-from lipscope.record import Measurement
+from lipscope.records import folder as folder_module
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import Measurement
 from rows import SPEC, lines, row, tokens_of
 
 
@@ -305,7 +305,7 @@ def _denied(path: Path, closed: str) -> None:
     code = (
         "import os, sys, pathlib\n"
         # imported before the user changes: the environment may be readable for root alone
-        "from lipscope.folder import InputError, RunFolder\n"
+        "from lipscope.records.folder import InputError, RunFolder\n"
         "if os.getuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: RunFolder(pathlib.Path(sys.argv[1]), {'model': 'minilm', 'layers': [0, 1], "
         "'tol': 1e-3})\n"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layers
 import lipscope as ls
-from lipscope import gradient
+from lipscope.linalg import gradient
 
 REGIMES = (
     "medium",

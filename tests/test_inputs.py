@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope import attack, inputs
-from lipscope.atoms import repeated_tokens
+from lipscope.attacks import constructions as inputs
+from lipscope.attacks import worst as attack
 from lipscope.attention.l2 import L2Attention
-from lipscope.bounds import heads_of
-from lipscope.bounds.directions import eigen_directions, star_direction
-from lipscope.bounds.kim2021 import phi_inverse
+from lipscope.measures.atoms import repeated_tokens
+from lipscope.theorems import heads_of
+from lipscope.theorems.directions import eigen_directions, star_direction
+from lipscope.theorems.papers.kim2021 import phi_inverse
 from small import ONE, drawn, line, sigma
 
 BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lipscope import DotProduct, Rotary, materialise
-from lipscope.bounds.head import all_heads_of, heads_of
-from lipscope.bounds.local import f1, f2, f2_scalar, f3_blocks
-from lipscope.bounds.point import at_point
-from lipscope.bounds.row_gram import Rows, row_gram, row_gram_joint
-from lipscope.bounds.theorem import NotApplicableError
+from lipscope.theorems.derived.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.theorems.derived.row_gram import Rows, row_gram, row_gram_joint
+from lipscope.theorems.head import all_heads_of, heads_of
+from lipscope.theorems.point import at_point
+from lipscope.theorems.register import NotApplicableError
 
 
 def rotation(n, width, generator):

@@ -13,7 +13,7 @@ from transformers import ViTConfig, ViTModel
 
 import lipscope as ls
 from lipscope import InputError
-from lipscope.capture import load_model
+from lipscope.models import load_model
 from tiny import TEXT, encoder
 from truth import (
     IDS,

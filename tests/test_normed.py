@@ -10,12 +10,12 @@ import lipscope as ls
 from command import TEXT
 from layers import REGIMES, draw, draw_variant
 from lipscope.attention import DotProduct
-from lipscope.bounds import Normed, bounds, catalogue, max_token_norm, norm_of
-from lipscope.bounds.head import all_heads_of
-from lipscope.bounds.local import f1, f2
-from lipscope.bounds.point import at_point
-from lipscope.bounds.row_gram import Rows, row_gram_joint
-from lipscope.operator import Operator, materialise
+from lipscope.linalg.operator import Operator, materialise
+from lipscope.theorems import Normed, bounds, catalogue, max_token_norm, norm_of
+from lipscope.theorems.derived.local import f1, f2
+from lipscope.theorems.derived.row_gram import Rows, row_gram_joint
+from lipscope.theorems.head import all_heads_of
+from lipscope.theorems.point import at_point
 from tiny import TINY
 
 ROUNDING = 1e-9

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.operator import (
+from lipscope.linalg.operator import (
     Operator,
     check_adjoint,
     compose,

@@ -17,17 +17,18 @@ from scipy import stats
 import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, sandwiched, shares, trained, written
+from lipscope.charts.look import save
+from lipscope.charts.pieces import spaced
 from lipscope.errors import InputError
-from lipscope.figure import save
-from lipscope.page import points, report
-from lipscope.page.content import Content
-from lipscope.page.files import training_charts
-from lipscope.page.items import items_of
-from lipscope.page.points import axes, points_of
-from lipscope.page.source import Source, read_source
-from lipscope.page.training import training_of
-from lipscope.page.words import bibliography, methods
-from lipscope.pieces import spaced
+from lipscope.pages import points
+from lipscope.pages.content import Content
+from lipscope.pages.files import training_charts
+from lipscope.pages.items import items_of
+from lipscope.pages.points import axes, points_of
+from lipscope.pages.report import report
+from lipscope.pages.source import Source, read_source
+from lipscope.pages.training import training_of
+from lipscope.pages.words import bibliography, methods
 from rows import row
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]

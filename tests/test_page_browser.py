@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
 from folders import NASTY, grown, sandwiched, trained, written
-from lipscope.page import report
+from lipscope.pages.report import report
 
 CHARTS = [
     "focus",

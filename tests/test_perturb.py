@@ -9,8 +9,7 @@ import torch
 from scipy import stats
 
 from lipscope import DotProduct
-from lipscope.atoms import repeated_tokens
-from lipscope.perturb import (
+from lipscope.experiments.castin2024.perturb import (
     ascent_move,
     of_size,
     random_move,
@@ -18,7 +17,8 @@ from lipscope.perturb import (
     singular_move,
     split_change,
 )
-from lipscope.sampling import mean_interval, share_interval
+from lipscope.measures.atoms import repeated_tokens
+from lipscope.records.sampling import mean_interval, share_interval
 from small import drawn, line, sigma
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lipscope.engine.ranges import parse_bytes, parse_integers, parse_tokens
 from lipscope.errors import InputError
-from lipscope.ranges import parse_bytes, parse_integers, parse_tokens
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.record import COLUMNS, TokenShare, stable_id
+from lipscope.records.rows import COLUMNS, TokenShare, stable_id
 from rows import KEYS, TOKEN_KEYS, row
 
 

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from lipscope.errors import InputError
-from lipscope.record import COLUMNS, Measurement, TokenShare
-from lipscope.report import Rows
+from lipscope.pages.rows import Rows
+from lipscope.records.rows import COLUMNS, Measurement, TokenShare
 from rows import curve, row, tokens_of
 
 
@@ -293,7 +293,8 @@ def test_shade_takes_the_row_of_the_summary_or_a_named_one():
 
 def test_importing_the_report_does_not_import_altair():
     code = (
-        "import sys, lipscope.report; sys.exit('altair' in sys.modules or 'polars' in sys.modules)"
+        "import sys, lipscope.pages.rows\n"
+        "sys.exit('altair' in sys.modules or 'polars' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -15,7 +15,7 @@ from lipscope import cli
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
-from lipscope.growth import growth
+from lipscope.records.growth import growth
 from rows import row as measurement
 from small import drawn
 
@@ -101,7 +101,7 @@ def test_figure1_on_tiny_models(monkeypatch, capsys, tmp_path, short_text) -> No
 
 def test_values_survive_a_torn_line(tmp_path) -> None:
     from lipscope.experiments.experiment import _REGISTER, Study
-    from lipscope.folder import RunFolder
+    from lipscope.records.folder import RunFolder
 
     calls = []
 
@@ -220,7 +220,7 @@ def test_certificates_end_at_the_first_refusal() -> None:
 
 def test_parts_are_files_on_any_system(tmp_path) -> None:
     from lipscope.experiments.experiment import _REGISTER, Study
-    from lipscope.folder import RunFolder
+    from lipscope.records.folder import RunFolder
 
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         study = Study(_REGISTER["castin2024/figure1"], folder, (), (), True, None)

@@ -14,11 +14,11 @@ import pytest
 
 import lipscope as ls
 from command import BERT
-from lipscope.bound_rows import rows_of_run
 from lipscope.errors import InputError
-from lipscope.folder import RunFolder
-from lipscope.record import BoundValue, Measurement
-from lipscope.run import read_run
+from lipscope.records.bound_rows import rows_of_run
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import BoundValue, Measurement
+from lipscope.records.run import read_run
 from rows import BOUND_KEYS, KEYS, SPEC, lines, row, tokens_of
 
 
@@ -174,7 +174,7 @@ def test_only_what_came_behind_the_copy_is_read_as_lines(tmp_path, monkeypatch):
     """And a copy of other lines, put beside them by hand or by `cp`, is not believed."""
     rows = filled(tmp_path / "one") + filled(tmp_path / "one", start=3)
     asked: list[int] = []
-    from lipscope.stored import Table
+    from lipscope.records.stored import Table
 
     original = Table._checked
 

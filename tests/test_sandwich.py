@@ -12,8 +12,8 @@ import torch
 
 import lipscope as ls
 from command import TEXT
-from lipscope.bound_rows import BoundRow, best_of, curves, spread
-from lipscope.figure import sandwich_chart
+from lipscope.charts.sandwich import sandwich_chart
+from lipscope.records.bound_rows import BoundRow, best_of, curves, spread
 from tiny import TINY, tiny
 
 BERT = f"random:bert:{TINY['bert']}"
@@ -56,10 +56,12 @@ def test_the_window_is_that_of_measure():
 
 def test_functions_keep_their_names_beside_the_modules():
     code = (
-        "import lipscope as ls, lipscope.capture.llama, lipscope.bounds.table, importlib\n"
-        "importlib.import_module('lipscope.capture'), importlib.import_module('lipscope.certify')\n"
-        "from lipscope.capture import load_model\n"
-        "from lipscope.bounds import catalogue\n"
+        "import lipscope as ls, lipscope.models.families.llama\n"
+        "import lipscope.theorems.table, importlib\n"
+        "importlib.import_module('lipscope.models')\n"
+        "importlib.import_module('lipscope.certificates.certify')\n"
+        "from lipscope.models import load_model\n"
+        "from lipscope.theorems import catalogue\n"
         "import lipscope\n"
         "names = ('capture', 'bounds', 'certify', 'measure', 'sandwich')\n"
         "assert all(callable(getattr(lipscope, n)) for n in names), names\n"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope.capture import attention_sites, prepared
-from lipscope.capture.prepare import exact_maths
 from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.linalg.operator import materialise
+from lipscope.models import attention_sites, prepared
+from lipscope.models.tracing.prepare import exact_maths
 from test_families import COMMON, CPU, GROUPED, IDS, agrees, call_of, maps_of, model_of
 
 

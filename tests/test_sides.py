@@ -30,7 +30,9 @@ from layouts import (
     foreign,
     randomised,
 )
-from lipscope.capture import (
+from lipscope.errors import InputError
+from lipscope.linalg.operator import materialise
+from lipscope.models import (
     Side,
     attention_sites,
     build_map,
@@ -38,9 +40,7 @@ from lipscope.capture import (
     trace,
     without_padding,
 )
-from lipscope.capture.prepare import exact_maths
-from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.models.tracing.prepare import exact_maths
 from tiny import TEXT
 
 QUERIES, KEYS = 4, 6

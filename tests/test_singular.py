@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scipy import integrate, special
 
 from lipscope.errors import InputError
-from lipscope.interval import closed_form_factor, start_threshold
-from lipscope.krylov import golub_kahan
-from lipscope.operator import Operator, linearise
-from lipscope.singular import top_singular, top_singular_batch
+from lipscope.linalg.interval import closed_form_factor, start_threshold
+from lipscope.linalg.krylov import golub_kahan
+from lipscope.linalg.operator import Operator, linearise
+from lipscope.linalg.singular import top_singular, top_singular_batch
 
 
 def seeded(number: int) -> torch.Generator:

@@ -17,11 +17,11 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
+from lipscope.engine.sweep import local, read_spec
+from lipscope.engine.sweep.batches import Batches
+from lipscope.engine.sweep.plan import Shape, plan
 from lipscope.errors import InputError
-from lipscope.folder import RunFolder
-from lipscope.sweep import local, read_spec
-from lipscope.sweep.batches import Batches
-from lipscope.sweep.plan import Shape, plan
+from lipscope.records.folder import RunFolder
 from sweeps import FAILED, JOBS, SPEC, rows_of, same_run
 
 

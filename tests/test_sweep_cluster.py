@@ -11,8 +11,8 @@ import pytest
 from distributed import LocalCluster
 
 import lipscope as ls
+from lipscope.engine.sweep.local import cores
 from lipscope.errors import InputError
-from lipscope.sweep.local import cores
 from sweeps import JOBS, SPEC, same_run
 
 
@@ -50,7 +50,7 @@ def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_pat
 
 
 def test_no_scheduler_is_one_line(tmp_path, monkeypatch):
-    from lipscope.sweep import cluster
+    from lipscope.engine.sweep import cluster
 
     monkeypatch.setattr(cluster, "_CONNECT", "1s")
     with socket.socket() as free:

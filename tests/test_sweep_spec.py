@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipscope.engine.sweep.batches import TRIES, Batches
+from lipscope.engine.sweep.estimate import seconds_at
+from lipscope.engine.sweep.plan import Job, Shape, plan, row_ids
+from lipscope.engine.sweep.spec import THEOREMS, Spec, read_spec, spec_of
 from lipscope.errors import InputError
-from lipscope.sweep.batches import TRIES, Batches
-from lipscope.sweep.estimate import seconds_at
-from lipscope.sweep.plan import Job, Shape, plan, row_ids
-from lipscope.sweep.spec import THEOREMS, Spec, read_spec, spec_of
 
 YAML = """
 # growth of two models

@@ -7,7 +7,7 @@ import torch
 
 from lipscope.attention import L2Attention, LipschitzNormAttention, ScaledCosineAttention
 from lipscope.errors import InputError
-from lipscope.operator import materialise
+from lipscope.linalg.operator import materialise
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

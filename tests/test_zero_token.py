@@ -5,10 +5,10 @@ import torch
 
 from lipscope import DotProduct
 from lipscope.attention.l2 import L2Attention
-from lipscope.bounds.kim2021 import kim_thm_3_2_infinity, tight_value
 from lipscope.errors import InputError
-from lipscope.infinity import ascend_infinity
-from lipscope.zero_token import proof_steps
+from lipscope.experiments.kim2021.infinity import ascend_infinity
+from lipscope.experiments.kim2021.zero_token import proof_steps
+from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_value
 from small import drawn
 
 ONE = torch.eye(1).double()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lipscope.capture import LoadedModel, load_model
+from lipscope.models import LoadedModel, load_model
 
 TINY = {
     "bert": "hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16,"

@@ -1,24 +1,24 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
-from lipscope import inputs
+from lipscope.attacks import constructions as inputs
 from lipscope.attention import Attention, DotProduct, Rotary
+from lipscope.certificates.certify import certify
+from lipscope.certificates.decision import certified_radius
+from lipscope.engine.bounds import Sandwich, sandwich
+from lipscope.engine.capture import capture
+from lipscope.engine.measure import measure
+from lipscope.engine.sweep import sweep
+from lipscope.errors import InputError
+from lipscope.linalg.gradient import sigma
+from lipscope.linalg.operator import Operator, linearise, materialise, restrict
+from lipscope.linalg.singular import TopSingular, top_singular, top_singular_batch
+from lipscope.pages.rows import Rows
+from lipscope.records.rows import Measurement
+from lipscope.records.run import Run, read_run
 
 # Three functions bear the names of modules: they are imported from where those modules are
 # loaded already, so that no later import can put a module in their place.
-from lipscope.bounds import bounds
-from lipscope.captured import capture
-from lipscope.certify import certify
-from lipscope.decision import certified_radius
-from lipscope.errors import InputError
-from lipscope.gradient import sigma
-from lipscope.measure import measure
-from lipscope.operator import Operator, linearise, materialise, restrict
-from lipscope.record import Measurement
-from lipscope.report import Rows
-from lipscope.run import Run, read_run
-from lipscope.sandwich import Sandwich, sandwich
-from lipscope.singular import TopSingular, top_singular, top_singular_batch
-from lipscope.sweep import sweep
+from lipscope.theorems import bounds
 
 __all__ = [
     "Attention",

@@ -26,7 +26,7 @@ from lipscope.attention.projections import (
     Side,
 )
 from lipscope.errors import InputError
-from lipscope.operator import Operator, over_leading
+from lipscope.linalg.operator import Operator, over_leading
 
 
 class Attention(nn.Module, ABC):

@@ -9,7 +9,7 @@ from torch import Tensor
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.projections import Part, Side
 from lipscope.errors import InputError
-from lipscope.operator import Operator, linearise
+from lipscope.linalg.operator import Operator, linearise
 
 
 class LipschitzNormAttention(InnerProduct):

@@ -44,7 +44,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> bool:
     if wanted:
-        from lipscope.record import version
+        from lipscope.records.rows import version
 
         sys.stdout.write(f"lipscope {version()}\n")
         raise typer.Exit

@@ -14,11 +14,11 @@ from rich.text import Text
 from lipscope.cli.bounds import parse_radius, table
 from lipscope.cli.terminal import default_folder, errors, read_text
 from lipscope.errors import InputError
-from lipscope.table import number
+from lipscope.pages.table import number
 
 if TYPE_CHECKING:
-    from lipscope.attack import Attack
-    from lipscope.captured import Captured
+    from lipscope.attacks.worst import Attack
+    from lipscope.engine.capture import Captured
 
 EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 20"
 
@@ -80,9 +80,9 @@ def attack(
     content = read_text(text)
     import torch
 
-    from lipscope.attack import worst
-    from lipscope.captured import captures
-    from lipscope.sandwich import radius_of, sigmas
+    from lipscope.attacks.worst import worst
+    from lipscope.engine.bounds import radius_of, sigmas
+    from lipscope.engine.capture import captures
 
     (real,) = captures(
         model,

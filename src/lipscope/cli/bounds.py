@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.cli.terminal import errors, read_text
+from lipscope.engine.ranges import parse_integers
 from lipscope.errors import InputError
-from lipscope.ranges import parse_integers
-from lipscope.table import number
+from lipscope.pages.table import number
 
 if TYPE_CHECKING:
-    from lipscope.bound_rows import BoundRow
-    from lipscope.sandwich import Sandwich
+    from lipscope.engine.bounds import Sandwich
+    from lipscope.records.bound_rows import BoundRow
 
 EXAMPLE = "Example: lipscope bounds minilm --layer 3 --length 64 --radius norm"
 _WIDTH = 110
@@ -88,7 +88,7 @@ def bounds(
     """
     chosen = "all" if layer == "all" else parse_integers(layer, "layer")
     wanted = [length] if lengths is None else parse_integers(lengths, "lengths")
-    from lipscope.sandwich import sandwich
+    from lipscope.engine.bounds import sandwich
 
     if out is not None and per_head:
         raise InputError("`--out` draws all heads together. Found `--per-head`; use `--jsonl`.")
@@ -214,7 +214,7 @@ def _remarks(rows: list[BoundRow]) -> Iterator[str]:
 
 def _show_heads(console: Console, found: Sandwich) -> None:
     """One line a head: the interval between the best bounds on both sides."""
-    from lipscope.bound_rows import best_of
+    from lipscope.records.bound_rows import best_of
 
     layers = dict.fromkeys((r.layer, r.num_tokens, r.sample) for r in found)
     for place in layers:

@@ -15,7 +15,7 @@ from lipscope.cli.terminal import errors, read_text
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.captured import Captured
+    from lipscope.engine.capture import Captured
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
@@ -93,8 +93,8 @@ def certify(
             "`--map` beside `--read-out` or `--between`; leave them out."
         )
     content = read_text(text)
-    from lipscope.capture import load_model
-    from lipscope.captured import captures
+    from lipscope.engine.capture import captures
+    from lipscope.models import load_model
 
     loaded = load_model(model, seed=seed, allow_pickle=allow_pickle)
     (real,) = captures(
@@ -135,7 +135,7 @@ def _bound(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
     from lipscope import certify as run
-    from lipscope.certify import attack_in_ball
+    from lipscope.certificates.certify import attack_in_ball
 
     same = {name: options[name] for name in ("ball", "head", "part")}
     found = run(real.attention, real.x, eps=eps, seed=attempts["seed"], **options)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lipscope.bounds.centre import BallName
-from lipscope.bounds.read_out import Pool
+from lipscope.certificates.read_out import Pool
 from lipscope.errors import InputError
-from lipscope.table import number
+from lipscope.pages.table import number
+from lipscope.theorems.derived.centre import BallName
 
 if TYPE_CHECKING:
-    from lipscope.capture import LoadedModel
-    from lipscope.captured import Captured
-    from lipscope.classifier import Classifier
+    from lipscope.engine.capture import Captured
+    from lipscope.engine.classifier import Classifier
+    from lipscope.models import LoadedModel
 
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 
@@ -32,7 +32,7 @@ def classifier_for(
     special_tokens: bool,
 ) -> Classifier:
     """The read-out that was asked for: of a file, or nearest to some texts."""
-    from lipscope.classifier import classifier_of_file, classifier_of_texts
+    from lipscope.engine.classifier import classifier_of_file, classifier_of_texts
 
     if read_out is not None and between:
         raise InputError("`--read-out` and `--between` exclude each other. Found both.")
@@ -74,7 +74,7 @@ def _row(
     ascents: int,
     seed: int,
 ) -> tuple[dict[str, Any], Any]:
-    from lipscope.decision import attack_decision, certified_radius
+    from lipscope.certificates.decision import attack_decision, certified_radius
 
     read_out: dict[str, Any] = {"bias": classifier.bias, "pool": pool, "ball": ball}
     found = certified_radius(real.attention, real.x, classifier.weight, steps=steps, **read_out)

@@ -7,9 +7,9 @@ from typing import Any, get_args
 import torch
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
-from lipscope.bounds import Head, NotApplicableError, Theorem, catalogue, evaluate, heads_of
-from lipscope.capture import families
-from lipscope.capture.sites import Scores
+from lipscope.models import families
+from lipscope.models.tracing.sites import Scores
+from lipscope.theorems import Head, NotApplicableError, Theorem, catalogue, evaluate, heads_of
 
 _TOKENS = 4
 

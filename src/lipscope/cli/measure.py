@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.terminal import Bar, default_folder, errors, read_text, resumable
-from lipscope.ranges import parse_integers
+from lipscope.engine.ranges import parse_integers
 
 if TYPE_CHECKING:
-    from lipscope.report import Rows
+    from lipscope.pages.rows import Rows
 
 
 EXAMPLE = "Example: lipscope measure minilm --text FILE --lengths 16,64,256 --rest"

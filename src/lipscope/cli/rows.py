@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.errors import InputError
-from lipscope.table import number
+from lipscope.pages.table import number
 
 if TYPE_CHECKING:
     import polars
 
-    from lipscope.run import Run
+    from lipscope.records.run import Run
 
 EXAMPLE = 'Example: lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv'
 _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "status")
@@ -48,7 +48,7 @@ def rows(
     """
     if to not in (None, "csv", "parquet", "json", "latex"):
         raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
-    from lipscope.run import read_run
+    from lipscope.records.run import read_run
 
     found = selected(read_run(folder), where)
     if to is None and out is None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from lipscope.cli.terminal import Bar, errors, resumable
 
 if TYPE_CHECKING:
-    from lipscope.report import Rows
-    from lipscope.sweep import Estimate
+    from lipscope.engine.sweep import Estimate
+    from lipscope.pages.rows import Rows
 
 EXAMPLE = "Example: lipscope sweep growth.yaml --out runs/growth --workers 2"
 _REASONS = 5  # of failed rows that are told
@@ -42,8 +42,8 @@ def sweep(
     Finished rows are on the disk at once. The same command on the same folder goes on with
     what is missing.
     """
-    from lipscope.sweep import estimate, folder_of, read_spec
-    from lipscope.sweep import sweep as run
+    from lipscope.engine.sweep import estimate, folder_of, read_spec
+    from lipscope.engine.sweep import sweep as run
 
     if dry_run:
         _tell(estimate(spec, out, workers=workers, cluster=cluster))

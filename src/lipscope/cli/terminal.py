@@ -24,7 +24,7 @@ from rich.progress import (
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.record import Measurement
+    from lipscope.records.rows import Measurement
 
 errors = Console(stderr=True, highlight=False)
 

@@ -14,7 +14,7 @@ from lipscope.cli.bounds import table
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.bounds import Theorem
+    from lipscope.theorems import Theorem
 
 EXAMPLE = "Example: lipscope theorems --kind upper --scope local"
 
@@ -44,7 +44,7 @@ def theorems(
     ):
         if value is not None and value not in choices:
             raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
-    from lipscope.bounds import catalogue
+    from lipscope.theorems import catalogue
 
     if families:
         from lipscope.cli.families import page as families_page

@@ -12,7 +12,7 @@ from lipscope.attention import (
     LipschitzNormAttention,
     ScaledCosineAttention,
 )
-from lipscope.bounds import Head, Theorem, catalogue
+from lipscope.theorems import Head, Theorem, catalogue
 
 VARIANTS = (DotProduct, L2Attention, ScaledCosineAttention, LipschitzNormAttention)
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lipscope.capture import LoadedModel, load_model
+from lipscope.charts.panels import Panel
+from lipscope.engine.measure import measure
 from lipscope.errors import InputError
 from lipscope.experiments.findings import Findings, page
 from lipscope.experiments.texts import Text, texts_of
-from lipscope.folder import Finished, RunFolder
-from lipscope.jsonl import append_lines, cut_torn_line, objects
-from lipscope.measure import measure
-from lipscope.panels import Panel
-from lipscope.record import Measurement, provenance, stable_id
-from lipscope.report import Rows
-from lipscope.stored import write_parquet
+from lipscope.models import LoadedModel, load_model
+from lipscope.pages.rows import Rows
+from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.jsonl import append_lines, cut_torn_line, objects
+from lipscope.records.rows import Measurement, provenance, stable_id
+from lipscope.records.stored import write_parquet
 
 Told = Callable[[str, int, int], None]
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
@@ -141,7 +141,7 @@ class Study:
     def measure(
         self, part: str, model: str | LoadedModel, data: Any = None, **options: Any
     ) -> Rows:
-        """Rows of `lipscope.measure`, in a run folder of their own under ``parts``."""
+        """Rows of `lipscope.engine.measure`, in a run folder of their own under ``parts``."""
 
         def progress(done: int, total: int, row: Measurement | None) -> None:
             del row
@@ -202,7 +202,8 @@ class Study:
 
         Nothing is saved where there is nothing to draw.
         """
-        from lipscope.figure import curves_chart, save
+        from lipscope.charts.curves import curves_chart
+        from lipscope.charts.look import save
 
         if not panels:
             return

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lipscope.growth import Growth
+from lipscope.records.growth import Growth
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def exponent(fit: Growth | None) -> str:
     """An exponent with its interval; ``✗`` where a power law does not fit.
 
-    The interval speaks of the sampling of text, see `lipscope.growth.growth`.
+    The interval speaks of the sampling of text, see `lipscope.records.growth.growth`.
     """
     if fit is None:
         return "–"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipscope.capture import default_text
 from lipscope.errors import InputError
+from lipscope.models import default_text
 
 AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lipscope.attacks.constructions import two_cluster
 from lipscope.attention import Attention
-from lipscope.capture import LoadedModel
-from lipscope.captured import captures
+from lipscope.engine.capture import captures
+from lipscope.engine.given import measure_given
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study
-from lipscope.given import measure_given
-from lipscope.growth import Growth, groups, growth, slope_of
-from lipscope.inputs import two_cluster
-from lipscope.record import Measurement
-from lipscope.report import Rows
+from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
+from lipscope.records.growth import Growth, groups, growth, slope_of
+from lipscope.records.rows import Measurement
 
 # Radii of the published scripts for the first and the middle layer (adversarial.py): the first
 # layer of GPT-2 is that of the pretrained model there, the middle one that of random weights.

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-from lipscope.capture import (
+from lipscope.experiments.experiment import Study
+from lipscope.experiments.findings import Table
+from lipscope.experiments.texts import Text
+from lipscope.models import (
     LoadedModel,
     quantised,
     random_tokens,
@@ -18,13 +21,10 @@ from lipscope.capture import (
     shuffled_words,
     windows_of_text,
 )
-from lipscope.capture.windows import special_tokens_of
-from lipscope.experiments.experiment import Study
-from lipscope.experiments.findings import Table
-from lipscope.experiments.texts import Text
-from lipscope.growth import Growth, groups, growth, top_held_fixed
-from lipscope.record import Measurement
-from lipscope.table import number
+from lipscope.models.data.windows import special_tokens_of
+from lipscope.pages.table import number
+from lipscope.records.growth import Growth, groups, growth, top_held_fixed
+from lipscope.records.rows import Measurement
 
 
 @dataclass(frozen=True)

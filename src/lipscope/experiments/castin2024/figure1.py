@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.capture import LoadedModel, as_decoder
-from lipscope.captured import layer_maps
+from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.engine.capture import layer_maps
 from lipscope.experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope.experiments.castin2024.controls import Control, controls, offsets
+from lipscope.experiments.castin2024.published import castin_scripts
 from lipscope.experiments.castin2024.windows import (
     as_in_the_paper,
     consecutive,
@@ -20,11 +21,10 @@ from lipscope.experiments.castin2024.windows import (
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
 from lipscope.experiments.texts import AG_NEWS_TITLE, Text
-from lipscope.growth import Growth, growth, slope_of, steps, top_held_fixed
-from lipscope.panels import Panel, Series, power_law
-from lipscope.published import castin_scripts
-from lipscope.record import Measurement
-from lipscope.report import Rows
+from lipscope.models import LoadedModel, as_decoder
+from lipscope.pages.rows import Rows
+from lipscope.records.growth import Growth, growth, slope_of, steps, top_held_fixed
+from lipscope.records.rows import Measurement
 
 # What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
 _AS_CODED = {"bert": "residual"}

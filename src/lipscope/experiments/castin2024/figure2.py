@@ -7,15 +7,15 @@ import statistics
 from typing import Any
 
 from lipscope.attention import DotProduct
-from lipscope.bounds import heads_of
-from lipscope.bounds.directions import eigen_directions, star_direction
-from lipscope.capture import LoadedModel
-from lipscope.captured import Captured, captures
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import Captured, captures
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.experiments.texts import Text
-from lipscope.panels import Panel, Series
+from lipscope.models import LoadedModel
+from lipscope.theorems import heads_of
+from lipscope.theorems.directions import eigen_directions, star_direction
 
 _LENGTHS = (128, 512, 4096)
 

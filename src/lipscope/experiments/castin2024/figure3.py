@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from lipscope.attacks.constructions import quadratic
 from lipscope.attention import DotProduct
+from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
-from lipscope.growth import slope_of
-from lipscope.inputs import quadratic
-from lipscope.panels import Panel, Series, power_law
-from lipscope.singular import top_singular
-from lipscope.table import number
+from lipscope.linalg.singular import top_singular
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
 
 
 @experiment(

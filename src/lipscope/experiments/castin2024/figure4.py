@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from lipscope.capture import LoadedModel
+from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.errors import InputError
 from lipscope.experiments.castin2024.windows import consecutive, first_and_middle
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
-from lipscope.growth import slope_of
-from lipscope.panels import Panel, Series, power_law
-from lipscope.record import Measurement
-from lipscope.report import Rows
-from lipscope.table import number
+from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
+from lipscope.records.rows import Measurement
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.bounds import NotApplicableError, heads_of
-from lipscope.bounds.balls import in_double
-from lipscope.bounds.castin2024 import castin_thm_3_7_limit
-from lipscope.captured import captures
+from lipscope.certificates.balls import in_double
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import captures
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
-from lipscope.panels import Panel, Series
-from lipscope.singular import top_singular
+from lipscope.linalg.singular import top_singular
+from lipscope.theorems import NotApplicableError, heads_of
+from lipscope.theorems.papers.castin2024 import castin_thm_3_7_limit
 
 
 @experiment(

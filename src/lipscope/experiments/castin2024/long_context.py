@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from lipscope.attacks.constructions import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
-from lipscope.capture import LoadedModel
+from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.experiments.castin2024.windows import first_and_middle
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope.experiments.texts import Text
-from lipscope.growth import slope_of
-from lipscope.inputs import two_cluster, weighted_two_atoms
-from lipscope.panels import Panel, Series, power_law
-from lipscope.report import Rows
-from lipscope.singular import top_singular
-from lipscope.table import number
+from lipscope.linalg.singular import top_singular
+from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
 
 _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from lipscope.attention import L2Attention
-from lipscope.bounds import bounds, infinity_norm
-from lipscope.bounds.theorem import Metric
-from lipscope.capture import LoadedModel
-from lipscope.captured import captures
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.bounds import sandwich
+from lipscope.engine.capture import captures
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.experiments.texts import Text
-from lipscope.panels import Panel, Series
-from lipscope.sandwich import sandwich
-from lipscope.singular import top_singular
-from lipscope.table import number
+from lipscope.linalg.singular import top_singular
+from lipscope.models import LoadedModel
+from lipscope.pages.table import number
+from lipscope.theorems import bounds, infinity_norm
+from lipscope.theorems.register import Metric
 
 _MOST = 1e6  # times above sigma, as far as the figure goes
 _METRICS = ("frobenius", "max-token")

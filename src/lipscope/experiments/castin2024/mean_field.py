@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from lipscope.attacks.constructions import weighted_two_atoms
 from lipscope.attention import DotProduct
-from lipscope.bounds import Layer, NotApplicableError, catalogue, evaluate, heads_of
-from lipscope.bounds.directions import eigen_directions
+from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
-from lipscope.growth import slope_of
-from lipscope.inputs import weighted_two_atoms
-from lipscope.panels import Panel, Series
-from lipscope.table import number
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
+from lipscope.theorems import Layer, NotApplicableError, catalogue, evaluate, heads_of
+from lipscope.theorems.directions import eigen_directions
 
 _MOST = 1e7  # tokens
 _SIGNS = {"A = -I": -1.0, "A = +I": 1.0}

@@ -11,18 +11,24 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.capture import LayerMap, LoadedModel
-from lipscope.captured import captures, layer_maps
-from lipscope.certify import certify
+from lipscope.certificates.certify import certify
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import captures, layer_maps
 from lipscope.errors import InputError
+from lipscope.experiments.castin2024.perturb import (
+    ascent_move,
+    of_size,
+    random_move,
+    sign_move,
+    split_change,
+)
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.texts import Text
-from lipscope.panels import Panel, Series
-from lipscope.perturb import ascent_move, of_size, random_move, sign_move, split_change
-from lipscope.sampling import mean_interval, share_interval
-from lipscope.singular import TopSingular, top_singular
-from lipscope.table import number
+from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.models import LayerMap, LoadedModel
+from lipscope.pages.table import number
+from lipscope.records.sampling import mean_interval, share_interval
 
 Record = dict[str, Any]
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
+from lipscope.attacks.constructions import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
-from lipscope.bounds import heads_of
-from lipscope.bounds.balls import in_double
-from lipscope.bounds.directions import eigen_directions
-from lipscope.captured import captures
+from lipscope.certificates.balls import in_double
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import captures
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
-from lipscope.growth import slope_of
-from lipscope.inputs import two_cluster, weighted_two_atoms
-from lipscope.panels import Panel, Series
-from lipscope.singular import top_singular
-from lipscope.table import number
+from lipscope.linalg.singular import top_singular
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
+from lipscope.theorems import heads_of
+from lipscope.theorems.directions import eigen_directions
 
 _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
 _IDEAL = "A = -I"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lipscope.capture import LoadedModel
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.texts import AG_NEWS_TITLE, Text
-from lipscope.report import Rows
+from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
 
 
 def first_and_middle(loaded: LoadedModel) -> list[int]:

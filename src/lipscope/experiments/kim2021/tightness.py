@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from lipscope.attention.l2 import L2Attention
-from lipscope.bounds import infinity_norm
-from lipscope.bounds.kim2021 import kim_thm_3_2_infinity, tight_input, tight_value
+from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
-from lipscope.infinity import ascend_infinity
-from lipscope.panels import Panel, Series
-from lipscope.table import number
+from lipscope.experiments.kim2021.infinity import ascend_infinity
+from lipscope.pages.table import number
+from lipscope.theorems import infinity_norm
+from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_input, tight_value
 
 _DENSE = 1001  # up to here the whole Jacobian is formed
 

@@ -1,0 +1,1 @@
+"""Inputs that make sigma large, built and found."""

@@ -1,0 +1,301 @@
+"""Gradient ascent on sigma inside a ball of tokens, and a check of sigma by finite steps.
+
+``d sigma = <u, (dJ) v>`` for the top singular pair of a simple singular value, so the
+gradient of ``X -> <u, J(X) v>`` at fixed ``u, v`` is that of sigma.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.errors import InputError
+from lipscope.linalg.krylov import golub_kahan
+from lipscope.linalg.operator import Operator, Tape, stretch
+from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.measures.atoms import in_double
+
+_KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
+_FIRST_STEP, _SMALLEST_STEP = 0.2, 1e-4  # in units of the radius
+_GROW, _SHRINK = 1.5, 0.4
+_RATE = 0.1
+_COPIES = 24  # score-sized tensors that are alive during one gradient, roughly
+_SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radius and all of it
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """The worst input that was found, measured again.
+
+    Attributes:
+        x: The input, ``(n, d)``: the best of all iterates of all restarts.
+        top: Sigma there from a fresh random start, so that its ``upper`` holds.
+        found: The value that the ascent had seen there, a lower bound of sigma.
+        start_values: The value at each start, ``(restarts,)``.
+        best_values: The best value of each restart, ``(restarts,)``.
+    """
+
+    x: Float[Tensor, "n d"]
+    top: TopSingular
+    found: float
+    start_values: Float[Tensor, " r"]
+    best_values: Float[Tensor, " r"]
+
+
+def ascend(
+    layer: Attention,
+    *,
+    num_tokens: int,
+    radius: float,
+    restarts: int = 16,
+    steps: int = 60,
+    start: Tensor | Sequence[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    memory: int = 2**30,
+) -> Ascent:
+    """Maximise sigma over inputs whose tokens have norm at most ``radius``.
+
+    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>``. Every second restart takes steps
+    of one length for all tokens (for the whole input once it gets stuck), longer after a
+    success, shorter and back after a failure; the others go on with momentum whether or not
+    sigma falls. Every iterate, the starts too, is projected onto the ball, and the best value
+    over all iterates is kept.
+
+    Holds for every variant, mask and number of heads, rotary embeddings included: a lower
+    bound of the largest sigma, never a proof that nothing is worse. The winner is measured
+    again from a random start drawn after everything else: choosing an input by a run, or
+    warm-starting the run, makes its start depend on the Jacobian, which voids ``upper``.
+
+    Args:
+        layer: The layer; the map is the whole layer.
+        num_tokens: Number of tokens.
+        radius: Largest token norm.
+        restarts: Number of starts that are drawn, besides those given.
+        steps: Iterations of each.
+        start: One input ``(n, d)`` or several, for example constructions.
+        generator: Source of starts; torch's global one if None.
+        memory: Bytes for one batch of restarts, roughly.
+
+    Returns:
+        `Ascent`.
+
+    Raises:
+        InputError: For sizes out of range or starts of another shape.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    check_size(num_tokens, radius)
+    if restarts < 0 or steps < 0:
+        raise InputError(
+            "`restarts` and `steps` should not be negative. "
+            f"Found `restarts = {restarts}`, `steps = {steps}`."
+        )
+    x = clamp(_starts(layer, num_tokens, radius, restarts, start, generator), radius)
+    v = _randn(tuple(x.shape), generator).to(x)
+    scores = layer.num_heads * num_tokens**2 + 8 * num_tokens * x.shape[-1]
+    size = max(1, memory // (_COPIES * scores * x.element_size()))
+    parts = [
+        _climb(layer, xs, vs, radius, steps)
+        for xs, vs in zip(x.split(size), v.split(size), strict=True)
+    ]
+    first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
+    # NaN (a start that overflows) must lose, which argmax alone would not see to.
+    winner = int(values.nan_to_num(nan=-1.0).argmax())
+    best = points[winner]
+    top = top_singular(layer.linearise(best), generator=generator)
+    return Ascent(best, top, float(values[winner]), first, values)
+
+
+def sigma_gradient(
+    layer: Attention, x: Float[Tensor, "b n d"], v: Float[Tensor, "b n d"], *, steps: int
+) -> tuple[Float[Tensor, " b"], Float[Tensor, "b n d"], Float[Tensor, "b n d"]]:
+    """Sigma of a batch of inputs, its gradient, and the right singular vectors.
+
+    ``grad_X <J(X)^T u, v>`` with ``u, v`` the top Ritz pair after ``steps`` steps of
+    Golub–Kahan from ``v``; by reverse mode twice.
+
+    Holds where the top singular value is simple; elsewhere the result is a subgradient-like
+    direction of one branch. The value is a Ritz value, hence a lower bound.
+
+    Args:
+        layer: The layer.
+        x: Inputs.
+        v: Starts of the iteration, not zero.
+        steps: Steps of the iteration.
+
+    Returns:
+        Values ``(b,)``, gradients and right vectors ``(b, n, d)``.
+    """
+    tape = Tape(layer, x)
+    op = Operator(tape.mv, tape.rmv, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device)
+    sigma, left, right = _ritz(op, v, steps)
+    with torch.enable_grad():
+        value = stretch(tape.y, tape.point, left, right)
+        (gradient,) = torch.autograd.grad(value, tape.point)
+    return sigma, gradient, right
+
+
+def confirm(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    direction: Float[Tensor, "n d"],
+    *,
+    etas: Sequence[float] = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5),
+) -> list[tuple[float, float]]:
+    """Finite steps along a direction: ``‖f(X + eta u) − f(X)‖ / ‖eta u‖``.
+
+    The ratio tends to ``‖J u‖`` as ``eta -> 0``: to sigma for the top right singular vector.
+    By Lemma 3.1 of [castin2024] it is at most the largest sigma on the segment.
+
+    Holds for every layer; computed in float64, where the difference keeps its digits.
+
+    Args:
+        layer: The layer.
+        x: The point.
+        direction: For example ``top.v``; its length does not matter.
+        etas: Lengths of the steps as shares of ``‖X‖`` (of 1 at ``X = 0``).
+
+    Returns:
+        Pairs ``(‖eta u‖, ratio)``, in the order of ``etas``.
+
+    Raises:
+        InputError: If the direction is zero or has another shape than ``x``.
+    """
+    if direction.shape != x.shape or not direction.norm() > 0:
+        raise InputError("`direction` should be a nonzero tensor of the shape of `x`.")
+    layer, x = in_double(layer), x.detach().to("cpu", torch.float64)
+    unit = direction.detach().to(x) / direction.detach().to(x).norm()
+    scale = float(x.norm()) or 1.0
+    with torch.no_grad():
+        here = layer(x)
+        return [
+            (eta * scale, float((layer(x + eta * scale * unit) - here).norm()) / (eta * scale))
+            for eta in etas
+        ]
+
+
+def clamp(x: Float[Tensor, "*b n d"], radius: float) -> Float[Tensor, "*b n d"]:
+    """The nearest input whose tokens have norm at most ``radius``."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.where(norm > radius, x * (radius / norm), x)
+
+
+def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
+    """Raise for a number of tokens or a radius that no input can have."""
+    if num_tokens < least:
+        raise InputError(
+            f"`num_tokens` should be at least {least}. Found `num_tokens = {num_tokens}`."
+        )
+    if not (radius > 0 and math.isfinite(radius)):
+        raise InputError(f"`radius` should be positive and finite. Found `radius = {radius}`.")
+
+
+def _climb(
+    layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values at the start, best values, and where they were found."""
+    value, gradient, v = sigma_gradient(layer, x, v, steps=2 * _KRYLOV_STEPS)
+    first, best, points = value.clone(), value.clone(), x
+    # Even restarts go uphill only, odd ones go on with momentum: neither wins everywhere.
+    hill = torch.arange(len(x), device=x.device) % 2 == 0
+    length = torch.full_like(value, _FIRST_STEP)
+    whole = torch.zeros_like(hill)
+    momentum = _Momentum(x, radius)
+    for i in range(steps):
+        step = radius * _shape(length) * _normalised(gradient, whole)
+        roll = momentum.step(gradient / _shape(value), 1 - i / steps)
+        trial = clamp(x + torch.where(_shape(hill), step, roll), radius)
+        found, slope, right = sigma_gradient(layer, trial, v, steps=_KRYLOV_STEPS)
+        record, better = found > best, found > value  # False for NaN
+        best = torch.where(record, found, best)
+        points = torch.where(_shape(record), trial, points)
+        taken = better | (~hill & found.isfinite())
+        value = torch.where(taken, found, value)
+        x, gradient, v = (
+            torch.where(_shape(taken), new, old)
+            for new, old in ((trial, x), (slope, gradient), (right, v))
+        )
+        length = torch.where(better, (length * _GROW).clamp_max(1.0), length * _SHRINK)
+        stuck = length < _SMALLEST_STEP
+        whole = whole ^ stuck
+        length = torch.where(stuck, _FIRST_STEP, length)
+    return first, best, points
+
+
+class _Momentum:
+    """Adam (Kingma and Ba, 2015) on the logarithm of sigma, with a step that falls to zero."""
+
+    def __init__(self, x: Tensor, radius: float) -> None:
+        self.mean, self.square, self.count = torch.zeros_like(x), torch.zeros_like(x), 0
+        self.rate = _RATE * radius / math.sqrt(x.shape[-1])
+
+    def step(self, gradient: Tensor, share: float) -> Tensor:
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
+        self.count += 1
+        self.mean = self.mean * 0.9 + gradient * 0.1
+        self.square = self.square * 0.99 + gradient.square() * 0.01
+        mean = self.mean / (1 - 0.9**self.count)
+        square = self.square / (1 - 0.99**self.count)
+        return self.rate * share * mean / (square.sqrt() + 1e-30)
+
+
+def _normalised(gradient: Tensor, whole: Tensor) -> Tensor:
+    """Unit norm for every token; or, for the inputs in ``whole``, in the root mean square."""
+    norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+    mean = norm.square().mean(dim=-2, keepdim=True).sqrt()
+    return gradient / torch.where(_shape(whole), mean, norm).clamp_min(1e-30)
+
+
+def _shape(flags: Tensor) -> Tensor:
+    return flags[:, None, None]
+
+
+def _ritz(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Top Ritz triplets of a batch of operators."""
+    *_, state = golub_kahan(op, start, min(steps, op.in_size))
+    assert state.u is not None
+    left, values, right = torch.linalg.svd(state.matrix().nan_to_num())
+    broken = ~state.alpha.isfinite().all(1) | ~state.beta.isfinite().all(1)
+    sigma = values[:, 0].masked_fill(broken, torch.nan).to(start)
+    u = torch.einsum("bk,bkm->bm", left[:, :, 0].to(start), state.u)
+    v = torch.einsum("bk,bkm->bm", right[:, 0].to(start), state.v[:, :-1])
+    return sigma, u.unflatten(1, op.out_shape), v.unflatten(1, op.in_shape)
+
+
+def _starts(
+    layer: Attention,
+    num_tokens: int,
+    radius: float,
+    restarts: int,
+    start: Tensor | Sequence[Tensor] | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Given starts, then random ones of all sizes: where attention saturates sigma is flat."""
+    shape = (num_tokens, layer.query.shape[1])
+    given = [start] if isinstance(start, Tensor) else list(start or [])
+    for one in given:
+        if tuple(one.shape) != shape:
+            raise InputError(f"`start` should have shape {shape}. Found {tuple(one.shape)}.")
+    if not given and not restarts:
+        raise InputError("`restarts` should be positive where no `start` is given. Found 0.")
+    drawn = _randn((restarts, *shape), generator)
+    drawn = drawn / torch.linalg.vector_norm(drawn, dim=-1, keepdim=True)
+    share = torch.linspace(0, 1, restarts + 1)[1:] if restarts else torch.ones(0)
+    drawn = drawn * radius * _shape(_SMALLEST_SCALE ** (1 - share)).to(drawn)
+    return torch.cat(
+        [
+            torch.stack(given).to(layer.query) if given else drawn[:0].to(layer.query),
+            drawn.to(layer.query),
+        ]
+    )
+
+
+def _randn(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    device = torch.device("cpu") if generator is None else generator.device
+    return torch.randn(shape, generator=generator, device=device)

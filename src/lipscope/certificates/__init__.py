@@ -1,0 +1,1 @@
+"""Certificates that hold all over a ball, and decisions that cannot change within one."""

@@ -1,0 +1,343 @@
+"""A decision of a linear read-out: the radius within which it cannot change, and an attack on it.
+
+Deterministic up to float64 rounding. Proofs: ``docs/theory/ball-certificate.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.certificates.balls import in_double, tokens_of
+from lipscope.certificates.read_out import Pool, ReadOut, check_ball
+from lipscope.errors import InputError
+from lipscope.theorems.derived.centre import BallName, Centre
+from lipscope.theorems.head import heads_of
+from lipscope.theorems.register import NotApplicableError
+
+_FAR = 0.1  # of the nearest distance, below which a radius says so
+_RIVALS = 5  # classes that an attack tries to reach, those nearest to first order
+_GROWTH, _ENLARGED = 1.2, 25  # balls that are tried: up to a hundred times the first
+_BISECTIONS = 7
+
+
+@dataclass(frozen=True)
+class CertifiedRadius:
+    """The radius within which a decision cannot change.
+
+    Attributes:
+        radius: No X' in the open ball of this radius changes the decision.
+        ball: Which ball.
+        decision: Class at X.
+        rival: The class that limits the radius.
+        margin: Difference of their scores at X.
+        nearest: Distance from a token to the nearest other token's vector.
+        fraction: ``radius / nearest``: well below 1, no word can be exchanged within it.
+        note: What to know, or None.
+    """
+
+    radius: float
+    ball: BallName
+    decision: int
+    rival: int
+    margin: float
+    nearest: float
+    fraction: float
+    note: str | None = None
+
+
+def certified_radius(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    weight: Float[Tensor, "c d_out"],
+    *,
+    bias: Float[Tensor, " c"] | None = None,
+    pool: Pool = "mean",
+    ball: BallName = "token",
+    table: Float[Tensor, "vocab d"] | None = None,
+    steps: int = 8,
+) -> CertifiedRadius:
+    """The largest radius found within which ``argmax(W pool(f(X)) + b)`` cannot change.
+
+    With ``g_l = <W_k - W_l, pool(f(X))> + b_k - b_l`` for decision ``k`` and rival ``l``: the
+    exact ``∇g_l(X)``, all heads and rows together, and a bound ``M_l(s)`` of the second
+    derivative over the ball of radius ``s``. The radius is the largest ``eps`` with
+    ``eps ‖∇g_l‖* + int_0^eps (eps - s) M_l(s) ds < g_l`` for all rivals; ``‖·‖*`` is the sum of
+    the tokens' norms (``token``) or the Frobenius norm.
+
+    Holds for dot-product attention with any mask, biases, grouped heads and rotary embedding;
+    exact where f is linear in X. It speaks of moves of the map's input, not of exchanged
+    words: read ``fraction`` first.
+
+    Args:
+        layer: The layer; the map is ``attention``.
+        x: Its input.
+        weight: Read-out on the pooled output.
+        bias: Of the read-out.
+        pool: ``mean`` over tokens, or the ``first`` token.
+        ball: ``token``: every token moves by at most the radius; ``frobenius``: all together.
+        table: Vectors of other tokens, for the nearest distance; the rows of ``x`` if None.
+        steps: Pieces of the integral.
+
+    Returns:
+        The radius; 0 where two classes tie.
+
+    Raises:
+        InputError: If shapes do not fit or there is no certificate.
+
+    Without attention between tokens (n = 1) the map is linear and the radius exact:
+
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> found = certified_radius(layer, torch.tensor([[3.0, 1.0]]), torch.eye(2))
+    >>> round(found.radius * 2**0.5, 6)  # the margin is 2, the read-out's norm sqrt(2)
+    2.0
+    """
+    if steps < 1:
+        raise InputError(f"`steps` should be at least 1. Found `steps = {steps}`.")
+    check_ball(ball)
+    at = _Decision(layer, x, weight, bias, pool)
+    if at.margins[at.rivals].min() <= 0:
+        limit, radius = int(at.rivals[0]), 0.0
+    else:
+        try:
+            bound = ReadOut(at.layer, at.x, at.differences, pool, ball)
+            radii = bound.radii(at.margins[at.rivals], steps)
+        except NotApplicableError as error:
+            raise InputError(f"No certificate: {error}.") from error
+        limit, radius = int(at.rivals[radii.argmin()]), float(radii.min())
+    nearest = _nearest(at.x, table)
+    fraction = radius / nearest if nearest > 0 else math.inf
+    return CertifiedRadius(
+        radius=radius,
+        ball=ball,
+        decision=at.decision,
+        rival=limit,
+        margin=float(at.margins[limit]),
+        nearest=nearest,
+        fraction=fraction,
+        note=_note(radius, fraction),
+    )
+
+
+def _note(radius: float, fraction: float) -> str | None:
+    if radius == 0.0:
+        return "no radius: two classes tie"
+    if math.isinf(radius):
+        return "infinite: the scores do not depend on the input"
+    if fraction < _FAR:
+        return "far from any other token's vector: no exchange of words is covered"
+    return None
+
+
+class _Decision:
+    """Scores and margins of a read-out, checked, in float64."""
+
+    def __init__(
+        self, layer: Attention, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Pool
+    ) -> None:
+        self.layer, self.pool = in_double(layer, None), pool
+        self.x = tokens_of(self.layer, x)
+        self.weight = weight.detach().to("cpu", torch.float64)
+        if pool not in ("mean", "first"):
+            raise InputError(f"`pool` should be mean or first. Found `{pool}`.")
+        try:
+            Centre(heads_of(self.layer)[0], self.x)  # mask and positions fit the tokens
+        except NotApplicableError as error:
+            raise InputError(f"No certificate: {error}.") from error
+        with torch.no_grad():
+            width = self.layer(self.x).shape[1]
+        if weight.ndim != 2 or len(weight) < 2 or weight.shape[1] != width:
+            raise InputError(
+                f"`weight` should have shape (classes, {width}), two classes at least. "
+                f"Found {tuple(weight.shape)}."
+            )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise InputError(
+                f"`bias` should have shape ({len(weight)},), one number a class. "
+                f"Found {tuple(bias.shape)}."
+            )
+        self.bias = None if bias is None else bias.detach().to("cpu", torch.float64)
+        with torch.no_grad():
+            scores = self.scores(self.x)
+        if not bool(torch.isfinite(scores).all()):
+            raise InputError("The read-out should give finite scores. Found NaN or infinite ones.")
+        self.decision = int(scores.argmax())
+        self.margins = scores[self.decision] - scores
+        others = torch.arange(len(scores)) != self.decision
+        order = self.margins.argsort()
+        self.rivals = order[others[order]]
+        self.differences = self.weight[self.decision] - self.weight[self.rivals]
+
+    def scores(self, x: Tensor) -> Tensor:
+        """``W pool(f(X)) + b``."""
+        y = self.layer(x)
+        found = self.weight @ (y.mean(0) if self.pool == "mean" else y[0])
+        return found if self.bias is None else found + self.bias
+
+
+def _nearest(x: Tensor, table: Tensor | None) -> float:
+    """Smallest distance between a token and another vector; equal vectors do not count."""
+    others = x if table is None else table.detach().to("cpu", torch.float64)
+    if others.ndim != 2 or others.shape[1] != x.shape[1]:
+        raise InputError(
+            f"`table` should have shape (vocab, {x.shape[1]}). Found {tuple(others.shape)}."
+        )
+    apart = torch.cdist(x, others, compute_mode="donot_use_mm_for_euclid_dist")
+    apart = apart[apart > 1e-9 * x.norm(dim=-1).max()]
+    return float(apart.min()) if apart.numel() else math.inf
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The smallest move found that changes a decision; what a certified radius must not exceed.
+
+    Attributes:
+        radius: Its size in the ball's norm; inf if none was found.
+        decision: Class there.
+        point: The X' itself, or X.
+        attempts: Random points and descents tried.
+    """
+
+    radius: float
+    decision: int
+    point: Tensor
+    attempts: int
+
+
+def attack_decision(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    weight: Float[Tensor, "c d_out"],
+    *,
+    radius: float,
+    bias: Float[Tensor, " c"] | None = None,
+    pool: Pool = "mean",
+    ball: BallName = "token",
+    random: int = 20,
+    ascents: int = 2,
+    steps: int = 20,
+    seed: int = 0,
+) -> Flip:
+    """Try to change a decision inside a ball, then in larger and larger ones.
+
+    Descents on the margin, which step towards the steepest move of the ball (Frank and
+    Wolfe's method), for the rivals that are nearest to first order: in the first ball from X
+    and from random points, in the larger ones from X; then bisection on the radius.
+
+    Holds for dot-product layers; a radius found is an upper value of the true one.
+
+    Args:
+        layer: The layer; the map is ``attention``.
+        x: Centre.
+        weight: Read-out, as for `certified_radius`.
+        radius: Where to begin: the certified radius.
+        bias: Of the read-out.
+        pool: ``mean`` or ``first``.
+        ball: ``token`` or ``frobenius``.
+        random: Random points on the boundary of the first ball.
+        ascents: Random starts of descents in the first ball.
+        steps: Steps of each.
+        seed: Of the random points.
+
+    Returns:
+        The smallest change of the decision found.
+
+    Raises:
+        InputError: As `certified_radius` does.
+    """
+    check_ball(ball)
+    search = _FlipSearch(_Decision(layer, x, weight, bias, pool), ball, steps, seed)
+    if 0 < radius < math.inf:  # around a tie there is no ball
+        search.sample(radius, random)
+        if not search.flips(radius, ascents):
+            search.approach(radius)
+    at = search.at
+    return Flip(search.radius, search.reached, at.x + search.best, search.attempts)
+
+
+class _FlipSearch:
+    """Moves that stay in a ball, and the smallest one that changed the decision."""
+
+    def __init__(self, at: _Decision, ball: BallName, steps: int, seed: int) -> None:
+        self.at, self.ball, self.steps = at, ball, steps
+        self.generator = torch.Generator().manual_seed(seed)
+        self.radius, self.reached = math.inf, at.decision
+        self.best = torch.zeros_like(at.x)
+        self.attempts = 0
+        slopes = [self._size(self._slope(self.best, int(r))) for r in at.rivals]
+        first = at.margins[at.rivals] / torch.tensor(slopes, dtype=at.x.dtype)
+        order = first.argsort()[:_RIVALS]
+        self.rivals: list[int] = at.rivals[order].tolist()
+        self.first = float(first[order[0]])
+
+    def sample(self, radius: float, count: int) -> None:
+        """Random points on the boundary."""
+        for _ in range(count):
+            self.attempts += 1
+            self._see(self._steepest(self._draw(), radius))
+
+    def flips(self, radius: float, ascents: int = 0) -> bool:
+        """Whether a descent inside the ball changes the decision."""
+        for rival in self.rivals:
+            starts = [self._steepest(self._draw(), radius) for _ in range(ascents)]
+            for start in (torch.zeros_like(self.at.x), *starts):
+                self.attempts += 1
+                self._descend(start, rival, radius)
+        return self.radius <= radius * (1 + 1e-12)
+
+    def approach(self, radius: float) -> None:
+        """The smallest ball in which a descent succeeds."""
+        low, high = radius, max(radius * _GROWTH, self.first)
+        if not math.isfinite(high):
+            return
+        for _ in range(_ENLARGED):
+            if self.flips(high):
+                break
+            low, high = high, high * _GROWTH
+        else:
+            return
+        for _ in range(_BISECTIONS):
+            middle = (low + self.radius) / 2
+            if not self.flips(middle):
+                low = middle
+
+    def _descend(self, e: Tensor, rival: int, radius: float) -> None:
+        for i in range(self.steps):
+            target = self._steepest(-self._slope(e, rival), radius)
+            e = e + (target - e) * (1.0 if i < 3 else 2 / i)  # a mean of moves in the ball
+            if self._see(e):
+                return
+
+    def _see(self, e: Tensor) -> bool:
+        with torch.no_grad():
+            found = int(self.at.scores(self.at.x + e).argmax())
+        if found == self.at.decision:
+            return False
+        size = float(e.norm() if self.ball == "frobenius" else e.norm(dim=-1).max())
+        if size < self.radius:
+            self.radius, self.reached, self.best = size, found, e
+        return True
+
+    def _slope(self, e: Tensor, rival: int) -> Tensor:
+        point = (self.at.x + e).requires_grad_(True)
+        with torch.enable_grad():
+            scores = self.at.scores(point)
+            (found,) = torch.autograd.grad(scores[self.at.decision] - scores[rival], point)
+        return found
+
+    def _size(self, slope: Tensor) -> float:
+        return float(slope.norm() if self.ball == "frobenius" else slope.norm(dim=-1).sum())
+
+    def _steepest(self, direction: Tensor, radius: float) -> Tensor:
+        whole = self.ball == "frobenius"
+        norm = direction.norm() if whole else direction.norm(dim=-1, keepdim=True)
+        return direction * (radius / norm.clamp_min(1e-300))
+
+    def _draw(self) -> Tensor:
+        return torch.randn(self.at.x.shape, generator=self.generator, dtype=self.at.x.dtype)

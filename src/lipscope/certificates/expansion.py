@@ -1,0 +1,326 @@
+"""What is left of ``f(X + E)`` after ``f(X) + J(X) E``, over a ball, all heads in one matrix.
+
+``‖f(X + E) - f(X)‖ / ‖E‖ <= ‖J(X)‖ + sup ‖rest(E)‖ / ‖E‖``: unlike a bound of every Jacobian in
+the ball, this one needs the spread of attention weights only in a term of second order. Derived
+here; statement and proof, line by line: ``docs/theory/ball-certificate.md``, section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import Rotary
+from lipscope.theorems.derived.ball import Ball
+from lipscope.theorems.derived.centre import BallName, Centre, eigenvalue
+
+_PIECES = 16  # of the way from X to X + E; intervals are taken at the end of each
+_ROUNDS = 2  # of the search for weights between heads
+_SHARES = (0.4, 0.8, 1.6)  # tried for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
+_CHUNK = 2**26  # bytes of row matrices at a time
+_TINY = 1e-150
+_SLACK = 1e-10  # float64 rounding of the weighted sums, with room
+
+
+def rest(
+    centres: Sequence[Centre],
+    output: Tensor | None,
+    eps: Tensor,
+    ball: BallName,
+    *,
+    together: bool = True,
+) -> tuple[float, list[float]]:
+    """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
+
+    Args:
+        centres: One per head, values not folded with the output projection.
+        output: Output projection, ``(d_out, H k_v)``; None where outputs stand side by side.
+        eps: Radius per token, ``(n,)``.
+        ball: ``frobenius`` if the whole move is at most ``eps`` (all entries equal).
+        together: Whether the first value is wanted where there are several heads.
+
+    Returns:
+        Of all heads together, and of each alone; infinite where it overflows.
+    """
+    widths = [c.v.shape[1] for c in centres]
+    if output is None:
+        output = torch.eye(sum(widths), dtype=torch.float64)
+    parts = output.split(widths, 1)
+    channels = [Way(c, eps, ball).whole() for c in centres]
+    heads = list(zip(centres, parts, channels, strict=True))
+    each = [Summed([head]).norm() for head in heads]
+    if len(heads) == 1:
+        return each[0], each
+    return (Summed(heads).norm() if together else math.inf), each
+
+
+class Summed:
+    """The rest of several heads, ``sum_h W_h r_h``, from a bound of each ``r_h``.
+
+    Args:
+        heads: Centre, ``W_h`` and what bounds ``r_h``, of each.
+    """
+
+    def __init__(self, heads: Sequence[tuple[Centre, Tensor, Channel]]) -> None:
+        self.centres = [centre for centre, _, _ in heads]
+        self.channels = [channel for _, _, channel in heads]
+        # ‖W r‖ = ‖T r‖ for W = U T, and |K^T q| = |R q| for K^T = B R
+        self.parts = _triangular([part for _, part, _ in heads])
+        self.keys = _triangular([c.head.key.T for c in self.centres])
+
+    def norm(self) -> float:
+        """``>= ‖sum_h W_h r_h(E)‖ / ‖E‖``; infinite where it overflows."""
+        channels = self.channels
+        if not all(c.finite for c in channels):
+            return math.inf
+        own = torch.stack([c.own for c in channels])
+        reach = torch.stack([c.own + c.read for c in channels])
+        size = torch.stack([_size(*pair) for pair in zip(self.parts, channels, strict=True)])
+        gamma = (reach + _TINY) / (size + _TINY)
+        best = math.inf
+        for _ in range(_ROUNDS if len(channels) > 1 else 1):
+            top, seen = self._rows(channels, gamma)
+            best = min(best, self._norm(channels, own, top, gamma))
+            gamma = (gamma * (reach + _TINY) / seen).sqrt()
+        return best * (1 + _SLACK) if math.isfinite(best) else math.inf
+
+    def _rows(self, channels: list[Channel], gamma: Tensor) -> tuple[Tensor, Tensor]:
+        """Top eigenvalue of ``sum_h gamma_h W_h N_h W_h^T`` per row, and what carries it.
+
+        Returns:
+            ``(n,)``; and ``|z^T W_h N_h W_h^T z|^(1/2)`` for ``z`` near the top, ``(H, n)``.
+        """
+        m, n = self.parts[0].shape[0], gamma.shape[1]
+        step = max(1, _CHUNK // (8 * m * m))
+        tops, seen = [], []
+        for rows in (slice(i, min(i + step, n)) for i in range(0, n, step)):
+            whole = torch.zeros(rows.stop - rows.start, m, m, dtype=torch.float64)
+            for part, channel, g in zip(self.parts, channels, gamma, strict=True):
+                whole += part @ (g[rows, None, None] * channel.gram[rows]) @ part.T
+            if not bool(torch.isfinite(whole).all()):
+                return torch.full((n,), torch.inf, dtype=torch.float64), torch.ones_like(gamma)
+            values, vectors = torch.linalg.eigh(whole)
+            tops.append(values[:, -1].clamp_min(0.0))
+            share = (values[:, -4:].clamp_min(0) / values[:, -1:].clamp_min(_TINY)) ** 4
+            share = share / share.sum(-1, keepdim=True).clamp_min(_TINY)
+            z = [part.T @ vectors[:, :, -4:] for part in self.parts]
+            squares = [
+                ((channel.gram[rows] @ one) * one).sum(1)
+                for one, channel in zip(z, channels, strict=True)
+            ]
+            seen.append(torch.stack([(s * share).sum(-1).clamp_min(0).sqrt() for s in squares]))
+        found = torch.cat(seen, 1)
+        return torch.cat(tops), torch.maximum(found, 1e-6 * found.amax(0) + _TINY)
+
+    def _norm(self, channels: list[Channel], own: Tensor, top: Tensor, gamma: Tensor) -> float:
+        """``max_j`` of what token j moves, through its own row and through all that read it."""
+        mine = (top * (own.square() / gamma).sum(0)).sqrt()
+        read = (top * (torch.stack([c.read for c in channels]).square() / gamma).sum(0)).sqrt()
+        # any positive share holds; rows that read much beside their own move need a large one
+        even = ((read + _TINY) / (mine + 1e-3 * mine.max() + _TINY)).sqrt()
+        return min(
+            self._columns(channels, mine.square() * (1 + t), top * (1 + 1 / t) / gamma)
+            for t in (share * even for share in _SHARES)
+        )
+
+    def _columns(self, channels: list[Channel], mine: Tensor, weights: Tensor) -> float:
+        """``sqrt(max_j (mine_j + lam_max(sum_i sum_h w_hi weights_hij h_hij h_hij^T)))``."""
+        found = []
+        for j in range(len(mine)):
+            rows = torch.cat([
+                (w * channel.weights[:, j]).sqrt()[:, None] * (_read(c, j) @ keys.T)
+                for w, channel, c, keys in zip(
+                    weights, channels, self.centres, self.keys, strict=True
+                )
+            ])  # fmt: skip
+            gram = rows @ rows.T if rows.shape[0] < rows.shape[1] else rows.T @ rows
+            found.append(mine[j] + eigenvalue(gram))
+        most = float(torch.stack(found).max())  # NaN if any is
+        return math.sqrt(most) if math.isfinite(most) else math.inf
+
+
+@dataclass
+class Channel:
+    """A bound of a part of the rest: ``<u, r_i> <= sqrt(u^T N_i u) (own_i |e_i| + read_i(E))``.
+
+    ``read_i(E)^2 = sum_j weights_ij <h_ij, e_j>^2``.
+
+    Attributes:
+        gram: ``N_i``, ``(n, k_v, k_v)``.
+        size: ``>= ‖N_i‖^(1/2)``, ``(n,)``.
+        own: ``(n,)``.
+        weights: ``(n, n)``.
+        read: ``>= read_i(E) / ‖E‖``, ``(n,)``.
+    """
+
+    gram: Tensor
+    size: Tensor
+    own: Tensor
+    weights: Tensor
+    read: Tensor
+
+    @property
+    def bound(self) -> Tensor:
+        """``>= |r_i| / ‖E‖``."""
+        return self.size * (self.own + self.read)
+
+    @property
+    def finite(self) -> bool:
+        """Whether nothing overflowed."""
+        parts = (self.gram, self.size, self.own, self.weights, self.read)
+        return all(bool(torch.isfinite(part).all()) for part in parts)
+
+
+class Way:
+    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
+
+    Args:
+        centre: The head at X.
+        eps: Radius per token.
+        ball: Which moves.
+    """
+
+    def __init__(self, centre: Centre, eps: Tensor, ball: BallName) -> None:
+        self.c, self.eps = centre, eps
+        self.ends = [(piece + 1) / _PIECES for piece in range(_PIECES)]
+        self.at = [
+            Ball(centre, float(eps[0]) * t if ball == "frobenius" else eps * t, ball)
+            for t in self.ends
+        ]
+        self.bend = centre.norm_a * self.at[-1].visible_eps  # >= |<A e_i, e_j>| / |e_i|
+
+    def whole(self) -> Channel:
+        """All parts of the rest of this head as one."""
+        pieces = range(_PIECES)
+        third = _merged([part(k) for part in (self.cumulant, self.curvature) for k in pieces])
+        change = _merged([*(self.difference(k) for k in pieces), self.curvature_at_centre()])
+        # one choice per row for the whole way
+        moved = _where(change.bound < third.bound, change, third)
+        return _merged([moved, *(self.values(k) for k in pieces)])
+
+    def _times(self, piece: int) -> tuple[float, float]:
+        """Integrals of ``1`` and ``1 - t`` over a piece."""
+        begin, end = self.ends[piece] - 1 / _PIECES, self.ends[piece]
+        return end - begin, end - begin - (end**2 - begin**2) / 2
+
+    def _channel(self, gram: Tensor, size: Tensor, part: Tensor, own: Tensor, w: Tensor) -> Channel:
+        read = (w * self.c.rho.square()).sum(-1).sqrt()
+        return Channel(gram * part.square()[:, None, None], part * size, own, w, read)
+
+    def cumulant(self, piece: int) -> Channel:
+        """``integral (1 - t) kappa_t(v, s', s')``: a third cumulant, from the range of ``s'``."""
+        at, sums = self.at[piece], self.at[piece].sums
+        bend = 2 * self.ends[piece] * self.bend
+        part = self._times(piece)[1] * _reach(self.c, self.eps, bend, at.ball)
+        own = sums["upper_a"].sqrt() + bend
+        return self._channel(sums["upper_y"], sums["upper_v"].sqrt(), part, own, at.p.upper)
+
+    def difference(self, piece: int) -> Channel:
+        """``integral Cov_t(v, s') - Cov(v, s')`` from ``D``: small where a row is saturated.
+
+        Logits are taken relative to that of the token ``r_i`` with the largest weight.
+        """
+        at, sums = self.at[piece], self.at[piece].sums
+        most = self.c.p.argmax(-1, keepdim=True)
+        upper, change = (w.scatter(-1, most, 0.0) for w in (at.p.upper, at.p.change))
+        mass = upper.sum(-1, keepdim=True)
+        # (a + b)^2 <= (1 + m) a^2 + (1 + 1/m) b^2
+        weights = (1 + mass) * change + 2 * (1 + mass) * change.sum(-1, keepdim=True) * upper
+        total = weights.sum(-1, keepdim=True)
+        bend = 2 * self.ends[piece] * self.bend
+        own = self._apart(weights, most[:, 0]).sqrt() + 2 * bend * total[:, 0].sqrt()
+        weights = 2 * weights.scatter(-1, most, total)
+        part = torch.full_like(bend, self._times(piece)[0])
+        return self._channel(sums["change_y"], sums["change_v"].sqrt(), part, own, weights)
+
+    def _apart(self, weights: Tensor, most: Tensor) -> Tensor:
+        """Largest eigenvalue of ``sum_j w_ij (z_ij - z_ir) (z_ij - z_ir)^T``, ``(n,)``."""
+        found = []
+        for rows in self.c.chunks():
+            z = self.c.z(rows)
+            z = z - z[torch.arange(len(z)), most[rows], None]
+            found.append(eigenvalue((weights[rows, :, None] * z).mT @ z))
+        return torch.cat(found)
+
+    def values(self, piece: int) -> Channel:
+        """``integral Cov_t(V e, s')``: the values move as well."""
+        at, end = self.at[piece], self.ends[piece]
+        bend = 2 * end * self.bend
+        gram = self.c.gram_v.expand(len(bend), -1, -1)
+        size = torch.full_like(bend, self.c.norm_v)
+        part = self._times(piece)[0] * at.spread / end
+        return self._channel(gram, size, part, at.sums["upper_a"].sqrt() + bend, at.p.upper)
+
+    def curvature(self, piece: int) -> Channel:
+        """``integral (1 - t) Cov_t(v, s'')``: logits are bilinear, ``s'' = 2 <A e_i, e_j>``."""
+        sums = self.at[piece].sums
+        return self._curved(sums, 2 * self._times(piece)[1])
+
+    def curvature_at_centre(self) -> Channel:
+        """``integral Cov(v, t s'')``, the same with the weights at X."""
+        return self._curved(Ball(self.c, 0.0).sums, 1.0)
+
+    def _curved(self, sums: dict[str, Tensor], part: float) -> Channel:
+        size, parts = sums["upper_v"].sqrt(), torch.full_like(self.bend, part)
+        return self._channel(sums["upper_y"], size, parts, self.bend, torch.zeros_like(self.c.p))
+
+
+def _triangular(blocks: list[Tensor]) -> list[Tensor]:
+    """Blocks of columns up to an orthogonal factor common to all."""
+    factor = torch.linalg.qr(torch.cat(blocks, 1), mode="r").R
+    return list(factor.split([block.shape[1] for block in blocks], 1))
+
+
+def _size(part: Tensor, channel: Channel) -> Tensor:
+    """``‖W N_i W^T‖^(1/2)``, ``(n,)``."""
+    (small,) = _triangular([part])
+    return eigenvalue(small @ channel.gram @ small.T).sqrt()
+
+
+def _where(mask: Tensor, a: Channel, b: Channel) -> Channel:
+    rows = mask[:, None]
+    return Channel(
+        torch.where(rows[..., None], a.gram, b.gram),
+        torch.where(mask, a.size, b.size),
+        torch.where(mask, a.own, b.own),
+        torch.where(rows, a.weights, b.weights),
+        torch.where(mask, a.read, b.read),
+    )
+
+
+def _merged(channels: list[Channel]) -> Channel:
+    """One channel for their sum, by the inequality of Cauchy and Schwarz."""
+    scales = [(c.own + c.read + _TINY) / (c.size + _TINY) for c in channels]
+    pairs = list(zip(scales, channels, strict=True))
+
+    def total(parts: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(parts)).sum(0)
+
+    return Channel(
+        gram=total(g[:, None, None] * c.gram for g, c in pairs),
+        size=total(g * c.size.square() for g, c in pairs).sqrt(),
+        own=total(c.own.square() / g for g, c in pairs).sqrt(),
+        weights=total(c.weights / g[:, None] for g, c in pairs),
+        read=total(c.read.square() / g for g, c in pairs).sqrt(),
+    )
+
+
+def _reach(c: Centre, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
+    """``>= |<e_i, z_ij> + <h_ij, e_j>| + bend_i |e_i|``: how fast a logit moves, ``(n,)``."""
+    both = c.mu * eps[:, None] + c.rho * eps
+    if ball == "frobenius":
+        apart = (c.mu.square() + c.rho.square()).sqrt() * eps[:, None]
+        both = torch.where(torch.eye(len(eps), dtype=torch.bool), both, apart)
+    return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
+
+
+def _read(c: Centre, j: int) -> Tensor:
+    """``R_j^T q_i`` for every row i, ``(n, k)``."""
+    if c.rotary is None:
+        return c.q
+    turned = Rotary(c.rotary.cos[j : j + 1], c.rotary.sin[j : j + 1])
+    return turned.transpose(c.q[:, None])[:, 0]

@@ -1,0 +1,115 @@
+"""What the charts of a report share: data that may come later, axes, guides and colours.
+
+A chart is made once. In a file its data and its axes are part of it; in a page they are
+put in when a reader chooses, by the names `points`, `means`, `axes` and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from lipscope.charts.look import QUIET
+from lipscope.charts.marks import palette
+
+Data = Sequence[Mapping[str, Any]]
+
+# Blue and orange stay apart for every kind of colour vision; so does their brightness.
+BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
+GROWS = "number of tokens n"
+WIDTH, HEIGHT = 460, 320
+
+
+def data(name: str, values: Data | None) -> alt.NamedData | alt.InlineData:
+    """Values that are part of the chart, or a name under which a page puts them in."""
+    return alt.NamedData(name=name) if values is None else alt.InlineData(list(values), name=name)
+
+
+def chosen(layer: str | None, head: int | None) -> list[alt.Parameter]:
+    """The layer that stands in front (None: all alike) and the head that is shown."""
+    return [alt.param(name="layer", value=layer), alt.param(name="head", value=head)]
+
+
+def ends(axes: Mapping[str, Any] | None) -> alt.Parameter:
+    """The domains and ticks of both axes."""
+    blank = {"x": [1, 2], "y": [1, 2], "xticks": [1], "yticks": [1], "room": 1.1}
+    return alt.param(name="axes", value=dict(axes or blank))
+
+
+def across(field: str = "n:Q", title: str = GROWS) -> alt.X:
+    """The logarithmic axis of lengths."""
+    return alt.X(
+        field,
+        title=title,
+        scale=alt.Scale(type="log", domain=alt.ExprRef("axes.x"), nice=False),
+        axis=alt.Axis(values=alt.ExprRef("axes.xticks"), format="d", labelOverlap=True, grid=False),
+    )
+
+
+def up(field: str, title: str) -> alt.Y:
+    """The logarithmic axis of sigma."""
+    return alt.Y(
+        field,
+        title=title,
+        scale=alt.Scale(type="log", domain=alt.ExprRef("axes.y"), nice=False, clamp=True),
+        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format="~g"),
+    )
+
+
+def by_layer(layers: Sequence[str], *, legend: bool, symbol: str = "stroke") -> alt.Color:
+    """One colour for each layer, in even steps; ``symbol`` shows it in the legend."""
+    key = alt.Legend(
+        title="layer",
+        symbolType=symbol,
+        symbolStrokeWidth=3 * (symbol == "stroke"),
+        symbolOpacity=1,
+        symbolLimit=0,
+        offset=40,  # room for the names of the guides
+    )
+    return alt.Color(
+        "layer:N",
+        sort=list(layers),
+        scale=alt.Scale(domain=list(layers), range=palette(len(layers))),
+        legend=key if legend else None,
+    )
+
+
+def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:
+    """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length.
+
+    Args:
+        means: A chart of the means that they start from.
+        x: Axis of lengths.
+        y: Axis of sigma.
+        field: Column of the means.
+
+    Returns:
+        The lines, and their names.
+    """
+    laws = "[{law: '∝ n¹⁄⁴', p: 0.25}, {law: '∝ n¹⁄²', p: 0.5}]"
+    base = (
+        means.transform_filter(f"isValid(datum.{field})")
+        .transform_calculate(log=f"log(datum.{field})")
+        .transform_joinaggregate(first="min(n)", last="max(n)")
+        .transform_filter("datum.n === datum.first && datum.last > datum.first")
+        .transform_aggregate(level="mean(log)", first="min(n)")
+        .transform_calculate(law=laws, end="[0, 1]")
+        .transform_flatten(["law"])
+        .transform_flatten(["end"])
+        .transform_calculate(
+            # To the right edge, or to where the line leaves the chart above.
+            at="!datum.end ? datum.first : min(axes.x[1], datum.first"
+            " * pow(axes.y[1] / exp(datum.level), 1 / datum.law.p))",
+            value="exp(datum.level) * pow(datum.at / datum.first, datum.law.p)",
+            name="datum.law.law",
+        )
+    )
+    place = {"x": x.copy(), "y": y.copy()}
+    place["x"].shorthand, place["y"].shorthand = "at:Q", "value:Q"
+    lines = base.mark_line(color=QUIET, strokeDash=[5, 4], strokeWidth=1.1, opacity=0.8)
+    words = base.transform_filter("datum.end").mark_text(
+        align="left", dx=4, color=QUIET, fontSize=11
+    )
+    return [lines.encode(**place, detail="name:N"), words.encode(**place, text="name:N")]

@@ -1,0 +1,72 @@
+"""A heat map of layers and heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import altair as alt
+
+from lipscope.charts.axes import WIDTH, Data, chosen, data
+from lipscope.charts.look import INK, dressed
+
+Quantity = Literal["sigma", "relative", "share"]
+TITLES: dict[Quantity, str] = {
+    "sigma": "sigma",
+    "relative": "relative",
+    "share": "share of the top token",
+}
+_CELL = 26  # pixels
+
+
+def heads_chart(
+    cells: Data | None,
+    layers: Sequence[str],
+    *,
+    quantity: Quantity = "sigma",
+    layer: str | None = None,
+    head: int | None = None,
+    width: int | str = WIDTH,
+) -> alt.LayerChart:
+    """Sigma, relative or the share of the top token, by layer and head, at one length.
+
+    Args:
+        cells: Records with ``layer, head, sigma, relative, share``, or None where a page puts
+            them in.
+        layers: All layers in their order.
+        quantity: What the colour says; logarithmic but for shares.
+        layer: The layer that is marked, with
+        head: its head.
+        width: Pixels, or "container".
+
+    Returns:
+        The chart.
+    """
+    share = quantity == "share"
+    base = alt.Chart(data("cells", cells)).transform_filter(f"isValid(datum.{quantity})")
+    x = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, orient="bottom"))
+    y = alt.Y("layer:N", sort=list(layers), title="layer", scale=alt.Scale(reverse=False))
+    scale = (
+        alt.Scale(scheme="viridis", domain=[0, 1])
+        if share
+        else alt.Scale(scheme="viridis", type="log", nice=False)
+    )
+    key = alt.Legend(
+        title=TITLES[quantity],
+        format=".0%" if share else "~g",
+        orient="top",  # beside few layers it would be longer than the map
+        gradientLength=220,
+        titleLimit=0,
+        tickCount=4,
+    )
+    colour = alt.Color(f"{quantity}:Q", scale=scale, legend=key)
+    cell = base.mark_rect(cornerRadius=2, cursor="pointer").encode(
+        x=x, y=y, color=colour, tooltip="m:Q"
+    )
+    mark = (
+        base.transform_filter("datum.layer === layer && datum.head === head")
+        .mark_rect(fill=None, stroke=INK, strokeWidth=2.4, cornerRadius=2)
+        .encode(x=x, y=y)
+    )
+    chart = alt.LayerChart(layer=[cell, mark]).add_params(*chosen(layer, head))
+    return dressed(chart.properties(width=width, height=alt.Step(_CELL)))

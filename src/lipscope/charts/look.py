@@ -1,0 +1,103 @@
+"""What all charts share: their look, their tooltips, and the files that they are saved as."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import altair as alt
+
+from lipscope.charts import marks
+from lipscope.charts.standalone import chart_page
+from lipscope.errors import InputError
+
+Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
+
+QUIET, GRID, AXIS, INK = "#6b6b6b", "#ececec", "#bbbbbb", marks.INK
+_SPOKEN = re.compile(
+    r'<path aria-label="[^"]*" role="graphics-symbol" aria-roledescription="[^"]*"'
+)
+_PLACE, _FINER = re.compile(r' (?:d|transform)="[^"]*"'), re.compile(r"(\.\d\d)\d+")
+FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
+
+
+def save(chart: Chart, path: str | Path) -> Path:
+    """Write a chart as ``.svg``, ``.png`` (two pixels per point) or one ``.html`` page.
+
+    The page carries its scripts and data inside, asks no network for anything, and its
+    content policy forbids it to.
+
+    Args:
+        chart: A chart of this module.
+        path: File to write; the ending chooses the format.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: If the ending is another one.
+    """
+    path = Path(path)
+    if path.suffix == ".html":
+        spec = chart.to_dict()
+        remark = marks.HINT if "params" in spec else ""
+        version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+        page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
+        path.write_text(page, encoding="utf-8")
+    elif path.suffix == ".svg":
+        chart.save(str(path), format="svg")
+        path.write_text(_slim(path.read_text(encoding="utf-8")), encoding="utf-8")
+    elif path.suffix == ".png":
+        chart.save(str(path), format="png", scale_factor=2)
+    else:
+        raise InputError(
+            f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
+        )
+    return path
+
+
+def _slim(svg: str) -> str:
+    """Half the size: hundredths of a pixel, and no words for each of thousands of points.
+
+    Axes and legends keep theirs, for those who have the drawing read to them.
+    """
+    svg = _SPOKEN.sub("<path", svg)
+    return _PLACE.sub(lambda place: _FINER.sub(r"\1", place[0]), svg)
+
+
+def tooltip(*names: str) -> list[alt.Tooltip]:
+    """Tooltip lines of fields that are already words, or short numbers."""
+    return [
+        alt.Tooltip("value:Q", title="sigma", format=".4g")
+        if name == "sigma"
+        else alt.Tooltip(f"{name}:N", title=name)
+        for name in names
+    ]
+
+
+def dressed(chart: Any) -> Any:
+    """The one look of all charts; on white, so that it also prints."""
+    quiet = {"labelColor": QUIET, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12}
+    return chart.configure(
+        font=FONT,
+        background="#ffffff",
+        padding=12,
+        view=alt.ViewConfig(stroke=None),
+        axis=alt.AxisConfig(
+            **quiet,
+            gridColor=GRID,
+            domainColor=AXIS,
+            tickColor=AXIS,
+            titleFontWeight="normal",
+        ),
+        legend=alt.LegendConfig(**quiet),
+        title=alt.TitleConfig(
+            anchor="start",
+            color=INK,
+            fontSize=15,
+            subtitleColor=QUIET,
+            subtitleFontSize=11,
+            offset=12,
+        ),
+    )

@@ -1,0 +1,225 @@
+"""Rows and tokens as a chart reads them: plain records, colours, ticks and headings.
+
+Everything about a chart that needs no drawing library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lipscope.charts.pieces import Placed, readable
+from lipscope.records.rows import Measurement, TokenShare
+
+# The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
+# readable on white, which its yellow end is not.
+PLASMA = ["#0d0887", "#4c02a1", "#7e03a8", "#a92395", "#cc4778", "#e56b5d", "#f0884a", "#f59a3e"]
+INK = "#222222"
+
+MAX_POINTS = 5000
+"""Above this number of rows only the lines are drawn: more points cannot be told apart."""
+
+CELL, LINE = 8.4, 22
+"""Pixels between characters, and between lines, of shaded text at 14 pixels."""
+
+
+UNITS = {
+    "frobenius": "norm of output change per norm of input change",
+    "token-relative": "output change per token-relative input change",
+}
+
+HINT = (
+    "Click a layer in the legend to bring it forward (shift-click for more, click on empty"
+    " space for all); a point under the mouse tells its row."
+)
+
+
+def positive(value: float | None) -> bool:
+    """Whether a value can stand on a logarithmic axis."""
+    return value is not None and math.isfinite(value) and value > 0
+
+
+def layer_labels(rows: Iterable[Measurement]) -> list[str]:
+    """Layers as they stand in the legend, in their order; "model" for the whole model."""
+    layers = {row.layer for row in rows}
+    whole = ["model"] if None in layers else []
+    return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
+
+
+def by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
+    """Rows whose values may stand on one axis: same model, map, metric, move and read."""
+    settings: dict[tuple[str, ...], list[Measurement]] = {}
+    for row in rows:
+        key = (row.model, row.map, row.metric, row.move, row.read)
+        settings.setdefault(key, []).append(row)
+    return settings
+
+
+def difference(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
+    """What tells one setting from the others, as the beginning of a title.
+
+    >>> difference(("m", "heads", "all"), [("m", "heads", "all"), ("m", "block", "all")])
+    'heads: '
+    """
+    varied = [word for k, word in enumerate(setting) if len({s[k] for s in settings}) > 1]
+    return ", ".join(varied) + ": " * bool(varied)
+
+
+def palette(count: int, along: Sequence[str] = PLASMA) -> list[str]:
+    """``count`` colours in even steps along some, those of `PLASMA` unless given."""
+    stops = [[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in along]
+    colours = []
+    for k in range(count):
+        at = (len(stops) - 1) * k / max(count - 1, 1)
+        i = min(int(at), len(stops) - 2)
+        mix = [a + (at - i) * (b - a) for a, b in zip(stops[i], stops[i + 1], strict=True)]
+        colours.append("#" + "".join(f"{round(v):02x}" for v in mix))
+    return colours
+
+
+def point_of(
+    row: Measurement, value: float, names: Mapping[tuple[str, int], str]
+) -> dict[str, Any]:
+    """One row as the chart reads it: numbers for the marks, words for the tooltip."""
+    layer = "model" if row.layer is None else str(row.layer)
+    # The interval belongs to sigma; sigma_rest has none.
+    upper = row.upper if value == row.sigma and positive(row.upper) else None
+    token = "–"
+    if row.top_token is not None:
+        name = names.get((row.id, row.top_token))
+        token = f"{row.top_token}" if name is None else f"'{readable(name)}' ({row.top_token})"
+    return {
+        "layer": layer,
+        "curve": f"{layer}/{row.head}",
+        "head": "all" if row.head is None else str(row.head),
+        "n": row.num_tokens,
+        "sample": row.sample,
+        "value": value,
+        "upper": upper or value,
+        "interval": f"[{value:.4g}, {upper:.4g}]" if upper else "–",
+        "relative": "–" if row.relative is None else f"{row.relative:.3g}",
+        "top token": token,
+        "its share": "–" if row.top_share is None else f"{row.top_share:.1%}",
+    }
+
+
+def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Geometric mean of every curve at each length."""
+    logs: dict[tuple[str, str, int], list[float]] = {}
+    for p in points:
+        logs.setdefault((p["layer"], p["curve"], p["n"]), []).append(math.log(p["value"]))
+    return [
+        {"layer": layer, "curve": curve, "n": n, "value": math.exp(math.fsum(y) / len(y))}
+        for (layer, curve, n), y in logs.items()
+    ]
+
+
+def narrowest(lengths: Sequence[int]) -> float:
+    """Smallest ratio of neighbouring lengths, at most 2.5: the room of a length on its axis."""
+    return min([2.5, *(b / a for a, b in pairwise(lengths))])
+
+
+def side_by_side(
+    points: Iterable[dict[str, Any]], labels: Sequence[str], lengths: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Points with the place ``at`` near their length, where they do not hide each other.
+
+    A third of the room between lengths is shared out among the layers, and a layer's part
+    among its samples; points without a sample stand in the middle of their layer.
+    """
+    points = list(points)
+    room = narrowest(lengths) ** (1 / 3)
+    samples = sorted({p["sample"] for p in points if "sample" in p})
+    places = []
+    for p in points:
+        place = (labels.index(p["layer"]) + 0.5) / len(labels) - 0.5
+        if "sample" in p:
+            within = (samples.index(p["sample"]) + 0.5) / len(samples) - 0.5
+            place += 0.8 * within / len(labels)
+        places.append(p | {"at": round(p["n"] * room**place, 4)})
+    return places
+
+
+def tick_values(low: float, high: float) -> list[float]:
+    """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
+
+    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0)
+    ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0])
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    choices = [(1,)] if len(decades) > 6 else [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
+    values: list[float] = []
+    for steps in [*choices, [k / 10 for k in range(10, 100)]]:
+        values = [float(f"{step}e{k}") for k in decades for step in steps]
+        values = [value for value in values if low <= value <= high]
+        if len(values) >= 3:
+            break
+    return values
+
+
+def heading(
+    rows: Sequence[Measurement], drawn: Sequence[Measurement], settings: list[tuple[str, ...]]
+) -> tuple[str, list[str]]:
+    """What is shown and how to read it, in a heading and a few plain lines under it."""
+    models = ", ".join(dict.fromkeys(_shortened(setting[0]) for setting in settings))
+    kinds = [
+        f"map {what}, metric {metric}, move {move}, read {read}"
+        for _, what, metric, move, read in settings
+    ]
+    grows = len({row.num_tokens for row in drawn}) > 1
+    samples = len({row.sample for row in drawn})
+    deltas = sorted({row.delta for row in drawn})
+    delta = " to ".join(f"{d:g}" for d in dict.fromkeys((deltas[0], deltas[-1])))
+    what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
+    asides: list[str] = []
+    marks = f"Points: single {what}, with bars up to upper (delta = {delta} each)."
+    if len(drawn) > MAX_POINTS:
+        marks = f"{len(drawn)} rows: only their geometric means are drawn."
+    elif grows:
+        marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}."
+    if len(drawn) <= MAX_POINTS and len({(row.layer, row.sample) for row in drawn}) > 1:
+        asides.append("Points of one length stand side by side, by layer and sample.")
+    lines = [*dict.fromkeys(kinds), marks, *asides]
+    if len(rows) > len(drawn):
+        lost = len(rows) - len(drawn)
+        lines.append(f"Not drawn: {lost} of {len(rows)} rows, without a finite, positive sigma.")
+    what = "Growth of sigma with the number of tokens" if grows else "Sigma"
+    return f"{what}: {models}", lines
+
+
+def _shortened(name: str, limit: int = 60) -> str:
+    return name if len(name) <= limit else f"{name[: limit // 2]}…{name[-limit // 2 + 1 :]}"
+
+
+def share_of(token: TokenShare) -> float:
+    """Share of the most sensitive direction; nothing where it is unknown."""
+    share = token.share_in
+    return share if share is not None and math.isfinite(share) else 0.0
+
+
+def cell_of(placed: Placed, top: float) -> dict[str, Any]:
+    """A placed token as the chart reads it: pixels for the marks, words for the tooltip."""
+    token, share = placed.token, share_of(placed.token)
+    x, y = 4 + CELL * placed.column, LINE * placed.line
+    return {
+        "text": placed.text,
+        "ink": "#ffffff" if share > 0.3 * top else INK,
+        "share": share,
+        "token": readable(token.text).strip(),
+        "index": token.index,
+        "share in": _told(token.share_in, ".2%"),
+        "share out": _told(token.share_out, ".2%"),
+        "norm": _told(token.norm, ".4g"),
+        "x": round(x - 1, 1),
+        "x2": round(x + CELL * placed.width + 1, 1),
+        "y": y + 1,
+        "y2": y + LINE - 1,
+        "left": round(x, 1),
+        "middle": y + LINE / 2 + 0.5,
+    }
+
+
+def _told(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,163 @@
+"""The sandwich against the number of tokens: real and adversarial sigma between their bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from lipscope.charts import marks
+from lipscope.charts.axes import Data, across, data, ends, up
+from lipscope.charts.look import QUIET, dressed, tooltip
+from lipscope.errors import InputError
+from lipscope.records.bound_rows import (
+    ADVERSARIAL,
+    CERTIFICATE,
+    MEASURED,
+    BoundRow,
+    Curve,
+    curves,
+    spread,
+)
+
+# Blue, orange and green that stay apart for every kind of colour vision; bounds in grey.
+COLOURS = {MEASURED: "#0072b2", ADVERSARIAL: "#d55e00", CERTIFICATE: "#009e73", "bound": QUIET}
+_LABEL_PIXELS = 13
+
+
+def sandwich_chart(
+    rows: Sequence[BoundRow], *, width: int = 420, height: int = 340
+) -> alt.VConcatChart | alt.LayerChart:
+    """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
+
+    Both axes are logarithmic, one chart for each layer; only rows of one map and metric, all
+    heads together. Bounds that would flatten the others are named under the title instead.
+
+    Args:
+        rows: Rows of a sandwich in one metric.
+        width: Width in pixels.
+        height: Height in pixels.
+
+    Returns:
+        The chart.
+
+    Raises:
+        InputError: If there is no measured, positive value.
+    """
+    measured = [r for r in rows if r.theorem == MEASURED and marks.positive(r.value)]
+    if not measured:
+        raise InputError("`rows` should hold a measured, positive sigma to draw. Found none.")
+    first = measured[0]
+    kept = [r for r in rows if (r.metric, r.map) == (first.metric, first.map)]
+    charts = []
+    for layer, head in dict.fromkeys((r.layer, r.head) for r in measured):
+        some = [r for r in kept if (r.layer, r.head) == (layer, head)]
+        charts.append(_layer_chart(some, width, height))
+    if len(charts) == 1:
+        return dressed(charts[0])
+    title = f"Bounds of sigma: {first.model}, {len(charts)} layers or heads"
+    return dressed(alt.vconcat(*charts, spacing=30).properties(title=alt.TitleParams(title)))
+
+
+def bounds_chart(
+    lines: Data | None,
+    names: Data | None,
+    *,
+    axes: Mapping[str, Any] | None = None,
+    width: int | str = "container",
+    height: int = 340,
+) -> alt.LayerChart:
+    """The lines of one layer in one metric, with their names beside them.
+
+    Args:
+        lines: Records with ``name, group, n, value, upper``, or None where a page puts
+            them in.
+        names: Records with ``name, group, n, value``.
+        axes: Domains and ticks.
+        width: Pixels, or "container".
+        height: Pixels.
+
+    Returns:
+        The chart.
+    """
+    layers = _layers(data("lines", lines), data("names", names), across(), up("value:Q", _SIGMA))
+    chart = alt.LayerChart(layer=layers).add_params(ends(axes))
+    return dressed(chart.properties(width=width, height=height))
+
+
+_SIGMA = "sigma and its bounds"
+
+
+def _layers(lines: Any, names: Any, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """Lines, bars up to `upper`, points, and the names of the lines."""
+    domain = [*COLOURS]
+    colour = alt.Color(
+        "group:N", legend=None, scale=alt.Scale(domain=domain, range=[*COLOURS.values()])
+    )
+    base = alt.Chart(lines).encode(x=x, y=y, color=colour)
+    drawn = base.mark_line(strokeWidth=2).encode(
+        detail="name:N",
+        strokeDash=alt.StrokeDash(
+            "group:N", legend=None, scale=alt.Scale(domain=domain, range=_DASHES)
+        ),
+    )
+    bars = base.mark_rule(strokeWidth=1.5).encode(y2="upper:Q")
+    dots = base.mark_circle(size=34, opacity=1).encode(tooltip=tooltip("name", "n", "value"))
+    words = alt.Chart(names).mark_text(align="left", dx=8, fontSize=11)
+    return [drawn, bars, dots, words.encode(x=x, y=y, text="name:N", color=colour)]
+
+
+def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.LayerChart:
+    lines, left_out = curves(rows)
+    lengths = sorted({n for line in lines for n, *_ in line.points})
+    every = [v for line in lines for _, *values in line.points for v in values]
+    domain = [min(every) / 1.3, max(every) * 1.3]
+    left = lengths[0] / 1.1
+    reach = max(lengths[-1] / lengths[0], 2.0)
+    right = lengths[-1] * reach**0.85  # room for the names
+    x = alt.X(
+        "n:Q",
+        title="number of tokens n",
+        scale=alt.Scale(type="log", domain=[left, right], nice=False),
+        axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
+    )
+    y = alt.Y(
+        "value:Q",
+        title=_SIGMA,
+        scale=alt.Scale(type="log", domain=domain, nice=False),
+        axis=alt.Axis(format=",~g" if domain[1] < 1e6 else "~e", values=marks.tick_values(*domain)),
+    )
+    gap = (domain[1] / domain[0]) ** (_LABEL_PIXELS / height)
+    places = spread([line.points[-1][1] for line in lines], gap)
+    words = [
+        {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
+        for line, place in zip(lines, places, strict=True)
+    ]
+    points = [p for line in lines for p in _points(line)]
+    layers = _layers(alt.InlineData(values=points), alt.InlineData(values=words), x, y)
+    title = alt.TitleParams(_title(rows[0]), subtitle=_subtitle(rows, left_out))
+    return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
+
+
+_DASHES = [[1, 0], [1, 0], [1, 0], [5, 4]]
+
+
+def _points(line: Curve) -> list[dict[str, Any]]:
+    return [
+        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
+        for n, value, upper in line.points
+    ]
+
+
+def _title(row: BoundRow) -> str:
+    head = "" if row.head is None else f", head {row.head}"
+    return f"Bounds of sigma: {row.model}, layer {row.layer}{head}"
+
+
+def _subtitle(rows: Sequence[BoundRow], left_out: Sequence[str]) -> list[str]:
+    row = rows[0]
+    lines = [f"map {row.map}, metric {row.metric}; bounds on all inputs (dashed): {row.allowed}"]
+    if left_out:
+        lines.append(f"Off the scale: {', '.join(left_out)}.")
+    return lines

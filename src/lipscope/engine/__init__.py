@@ -1,0 +1,1 @@
+"""From a question to rows: the verbs, and what carries them out."""

@@ -1,0 +1,400 @@
+"""One layer, one question: sigma, its interval, and which tokens carry it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.engine.ranges import parse_tokens
+from lipscope.errors import InputError, out_of_memory
+from lipscope.linalg.operator import Operator, restrict
+from lipscope.linalg.singular import SMALLEST_TOL, TopSingular, top_singular_batch
+from lipscope.models import LayerMap, Side
+from lipscope.records.rows import TokenShare
+
+_PROBES = 16  # of the Frobenius norm; the interval narrows like their root
+_LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
+_WIDE = 1.5  # upper / sigma from which on a row says so
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of every layer and window; the options of `measure`.
+
+    Raises:
+        InputError: For a tolerance or probability out of range.
+    """
+
+    map: str
+    per_head: bool
+    metric: str
+    move: str
+    read: str
+    rest: bool
+    average: bool
+    tol: float
+    delta: float
+    tight: bool
+    dtype: torch.dtype
+    seed: int
+    memory: int
+    side: Side = "self"
+    position_offset: int = 0
+
+    def __post_init__(self) -> None:
+        smallest = SMALLEST_TOL[self.dtype]
+        if not self.tol > 0:
+            raise InputError(f"`tol` should be positive. Found `tol = {self.tol}`.")
+        if not smallest <= self.tol < 1:
+            raise InputError(
+                f"`tol` should be between {smallest:g} and 1 in {str(self.dtype)[6:]}. "
+                f"Found `tol = {self.tol}`."
+            )
+        if not 0 < self.delta < 1:
+            raise InputError(f"`delta` should be between 0 and 1. Found `delta = {self.delta}`.")
+
+    def as_spec(self) -> dict[str, Any]:
+        """Everything that determines an answer, as plain values."""
+        spec = asdict(self) | {"dtype": str(self.dtype)[6:]}
+        del spec["memory"]
+        for name, usual in (("side", "self"), ("position_offset", 0)):
+            if spec[name] == usual:  # rows of before there was such an option keep their ids
+                del spec[name]
+        return spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one layer (or one head) answered.
+
+    Attributes:
+        head: Head, or None for all together.
+        top: The solver's record; None if the computation failed.
+        x: Input of the map, ``(n, d)``.
+        output_norm: ``‖f(X)‖_F`` (of the head's slice or contribution, per head).
+        share_in: Share of each token in the top right singular vector.
+        share_out: Share of each output token in the left one.
+        norms: Norm of each input token.
+        sigma_rest: Sigma with the top token held fixed, or None.
+        frobenius: Estimate of ``‖J‖_F``, or None.
+        seconds: Solving time.
+        notes: Remarks for the row.
+        error: What failed, or None.
+    """
+
+    head: int | None
+    top: TopSingular | None
+    num_tokens: int
+    input_norm: float
+    output_norm: float | None
+    share_in: list[float | None]
+    share_out: list[float | None]
+    norms: list[float | None]
+    sigma_rest: float | None = None
+    frobenius: float | None = None
+    seconds: float
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of the row that the computation fills."""
+        top = self.top
+        sigma = _finite(top.sigma) if top is not None else None
+        known = [s for s in self.share_in if s is not None]
+        best = self.share_in.index(max(known)) if known else None
+        norms = [x for x in self.norms if x is not None]
+        relative = None
+        if sigma is not None and self.output_norm:
+            relative = sigma * self.input_norm / self.output_norm
+        return {
+            "sigma": sigma,
+            "upper": _finite(top.upper) if top is not None else None,
+            "status": top.status if top is not None else "failed",
+            "solver_residual": _finite(top.solver_residual) if top is not None else None,
+            "products": top.products if top is not None else 0,
+            "relative": relative,
+            "top_token": best,
+            "top_share": self.share_in[best] if best is not None else None,
+            "sigma_rest": self.sigma_rest,
+            "frobenius": self.frobenius,
+            "radius_max": max(norms) if norms else None,
+            "radius_rms": math.sqrt(sum(x * x for x in norms) / len(norms)) if norms else None,
+            "input_norm": _finite(self.input_norm),
+            "output_norm": self.output_norm,
+            "seconds": self.seconds,
+            "error": self.error,
+        }
+
+    def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
+        """One record per token of the window, under the row that it belongs to."""
+        return [
+            TokenShare(
+                id=row_id,
+                index=i,
+                text=texts[i] if texts is not None else str(i),
+                share_in=self.share_in[i],
+                share_out=self.share_out[i] if i < len(self.share_out) else None,
+                norm=self.norms[i],
+            )
+            for i in range(self.num_tokens)
+        ]
+
+
+def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
+    """Answer a question for a layer, or for each of its heads.
+
+    Args:
+        layer: The map at its input.
+        question: What to measure.
+        key: Names the model, layer, length and sample; with the seed it fixes the starts.
+
+    Returns:
+        One answer, or one per head.
+    """
+    heads: list[int | None] = [None]
+    if question.per_head and layer.num_heads is not None:
+        heads = list(range(layer.num_heads))
+    began = time.perf_counter()
+    halved = question
+    while True:
+        try:
+            found = _Solve(layer, halved, key, heads).answers(began)
+        except (RuntimeError, MemoryError) as problem:
+            if out_of_memory(problem) and halved.memory > _LEAST_MEMORY:
+                halved = replace(halved, memory=halved.memory // 2)
+                continue
+            seconds = (time.perf_counter() - began) / len(heads)
+            text = " ".join(str(problem).split())[:300]
+            error = f"{type(problem).__name__}: {text}"
+            return [_failed(layer, head, seconds, error) for head in heads]
+        if halved is question:
+            return found
+        said = f"out of memory: done again with `memory = {halved.memory / 2**20:.3g}MiB`"
+        return [replace(one, notes=(*one.notes, said)) for one in found]
+
+
+class _Solve:
+    """The operators of one layer and the runs on them."""
+
+    def __init__(
+        self, layer: LayerMap, question: Question, key: str, heads: list[int | None]
+    ) -> None:
+        self.layer, self.q, self.key, self.heads = layer, question, key, heads
+        self.n = layer.x.shape[0]
+        jacobian = layer.linearise(layer.x, memory=question.memory, per_head=question.per_head)
+        if not question.per_head:
+            jacobian = _as_batch_of_one(jacobian)
+        self.jacobian = jacobian
+        norms = layer.x.norm(dim=1)
+        self.norms = norms
+        rms = norms.square().mean().sqrt()
+        # Where the input is zero, D is too: no token may move in proportion to its norm.
+        unit = norms / rms if rms != 0 else norms
+        self.scale = unit if question.metric == "token-relative" else None
+        self.still = self.scale is not None and bool(rms == 0)
+        self.move = self._index("move", question.move, self.n)
+        self.read = self._index("read", question.read, jacobian.out_shape[-2])
+        self.operator = restrict(jacobian, move=self.move, read=self.read, scale=self.scale)
+
+    def _index(self, option: str, text: str, n: int) -> Tensor | None:
+        chosen = parse_tokens(text, n, option)
+        return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
+
+    def answers(self, began: float) -> list[Answer]:
+        tops = self._top(self.operator, "sigma")
+        seconds = (time.perf_counter() - began) / len(self.heads)
+        shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
+        rest = self._rest(shares, tops) if self.q.rest else [(None, None)] * len(tops)
+        average = self._averages(tops) if self.q.average else [None] * len(tops)
+        outputs = self._output_norms()
+        return [
+            Answer(
+                head=head,
+                top=top,
+                num_tokens=self.n,
+                input_norm=float(self.layer.x.norm()),
+                output_norm=outputs[i],
+                share_in=shares[i],
+                share_out=self._spread(_shares(top.u), self.read, self.jacobian.out_shape[-2]),
+                norms=[_finite(float(x)) for x in self.norms],
+                sigma_rest=rest[i][0],
+                frobenius=_value(average[i]),
+                seconds=seconds,
+                notes=tuple(self._notes(top, rest[i][1], average[i])),
+            )
+            for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
+        ]
+
+    def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
+        return top_singular_batch(
+            operator,
+            [self._generator(head, purpose) for head in self.heads],
+            tol=self.q.tol,
+            delta=self.q.delta,
+            tight=self.q.tight,
+            memory=self.q.memory // 2,
+        )
+
+    def _generator(self, head: int | None, purpose: str) -> torch.Generator:
+        """A start that depends on names only: not on batches, order or restarts."""
+        name = f"{self.q.seed}|{self.key}|{self.q.map}|{head}|{self.n}|{purpose}"
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+        return torch.Generator().manual_seed(number)
+
+    def _notes(
+        self, top: TopSingular, on_rest: str | None, average: tuple[float, str] | None
+    ) -> list[str]:
+        wide = top.status == "converged" and top.upper > _WIDE * top.sigma
+        words = [
+            top.note,
+            "the interval is wide: use `--tight`" if wide else None,
+            "the map's input is zero, so that no token moves in this metric"
+            if self.still
+            else None,
+            self.layer.note,
+            on_rest,
+            average[1] if average is not None else None,
+        ]
+        return [w for w in words if w]
+
+    def _rest(
+        self, shares: list[list[float | None]], tops: list[TopSingular]
+    ) -> list[tuple[float | None, str | None]]:
+        """Sigma with each head's own top token held fixed, from a fresh start; a remark."""
+        if all(top.status == "non_finite" for top in tops):
+            return [(None, None)] * len(tops)
+        allowed = range(self.n) if self.move is None else [int(i) for i in self.move]
+        if len(allowed) == 1:
+            return [(0.0, None)] * len(tops)
+        kept = []
+        for share in shares:
+            top_token = max(allowed, key=lambda i: share[i] or 0.0)
+            kept.append([i for i in allowed if i != top_token])
+        index = torch.tensor(kept, device=self.layer.x.device)
+        if len(kept) == 1:
+            index = index[0]
+        held = restrict(self.jacobian, move=index, read=self.read, scale=self.scale)
+        return [
+            (
+                _finite(top.sigma),
+                "sigma_rest may be too low: its steps ran out before the tolerance was met"
+                if top.status == "max_steps"
+                else None,
+            )
+            for top in self._top(held, "rest")
+        ]
+
+    def _averages(self, tops: list[TopSingular]) -> list[tuple[float, str] | None]:
+        """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
+        generators = [self._generator(head, "average") for head in self.heads]
+        total = torch.zeros(len(tops), dtype=torch.float64)
+        for _ in range(_PROBES):
+            z = torch.stack([torch.randn(self.operator.in_shape, generator=g) for g in generators])
+            y = self.operator.mv(z.to(self.operator.device, self.operator.dtype))
+            total += y.double().square().sum(dim=(-2, -1)).cpu()
+        values = (total / _PROBES).sqrt().tolist()
+        return [
+            None if top.status == "non_finite" else self._in_words(value, top)
+            for value, top in zip(values, tops, strict=True)
+        ]
+
+    def _in_words(self, value: float, top: TopSingular) -> tuple[float, str]:
+        low, high = frobenius_interval(value, top.upper, _PROBES, self.q.delta)
+        words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
+        if top.sigma > 0:  # the zero map has none
+            words += f", stable rank {(value / top.sigma) ** 2:.3g}"
+        return value, words
+
+    def _output_norms(self) -> list[float | None]:
+        if not self.q.per_head:
+            return [_finite(float(self.layer.output.norm()))]
+        with torch.no_grad():
+            return [_finite(float(part.norm())) for part in self.layer.head_outputs()]
+
+    @staticmethod
+    def _spread(shares: list[float | None], index: Tensor | None, n: int) -> list[float | None]:
+        """Shares of the chosen tokens as shares of all; the others have none."""
+        if index is None:
+            return shares
+        spread: list[float | None] = [0.0] * n
+        for i, share in zip(index.tolist(), shares, strict=True):
+            spread[i] = share
+        return spread
+
+
+def frobenius_interval(
+    value: float, sigma: float, probes: int, delta: float
+) -> tuple[float, float]:
+    """Interval for ``F = ‖J‖_F`` from ``X = mean ‖J z‖^2 = value^2`` over Gaussian probes.
+
+    With ``s = sqrt(log(2 / delta) / probes)`` and ``sigma >= ‖J‖_2``,
+    ``sqrt(max(X - sigma^2 s^2, 0)) - sigma s <= F <= sigma s + sqrt(X + sigma^2 s^2)``
+    with probability at least ``1 - delta``.
+
+    Holds because ``X`` is a weighted sum of chi-squares with weights ``s_i^2 / probes``,
+    ``sum s_i^4 <= sigma^2 F^2``, and Lemma 1 of [laurent2000] bounds both of its tails.
+
+    Args:
+        value: Root of the mean squared probe.
+        sigma: Upper bound of the spectral norm.
+        probes: Number of probes.
+        delta: Failure probability.
+
+    Returns:
+        Lower and upper end.
+
+    >>> low, high = frobenius_interval(10.0, 1.0, 16, 0.01)
+    >>> low < 10.0 < high
+    True
+    """
+    s = sigma * math.sqrt(math.log(2 / delta) / probes)
+    low = math.sqrt(max(value**2 - s**2, 0.0)) - s
+    return max(low, 0.0), s + math.sqrt(value**2 + s**2)
+
+
+def _as_batch_of_one(op: Operator) -> Operator:
+    """Products with a leading axis of length one, without a loop over it."""
+    return Operator(
+        lambda e: op.mv(e[0])[None],
+        lambda g: op.rmv(g[0])[None],
+        op.in_shape,
+        op.out_shape,
+        op.dtype,
+        op.device,
+    )
+
+
+def _shares(vector: Tensor) -> list[float | None]:
+    squared = vector.double().square().sum(dim=-1)
+    return [_finite(float(x)) for x in squared]
+
+
+def _value(average: tuple[float, str] | None) -> float | None:
+    return None if average is None else _finite(average[0])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> Answer:
+    n = layer.x.shape[0]
+    return Answer(
+        head=head,
+        top=None,
+        num_tokens=n,
+        input_norm=float(layer.x.norm()),
+        output_norm=None,
+        share_in=[None] * n,
+        share_out=[None] * n,
+        norms=[_finite(float(x)) for x in layer.x.norm(dim=1)],
+        seconds=seconds,
+        error=error,
+    )

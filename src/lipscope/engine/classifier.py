@@ -1,0 +1,172 @@
+"""Linear read-outs of a layer's pooled output: of a file, or nearest to some texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.certificates.read_out import Pool
+from lipscope.engine.capture import captures
+from lipscope.errors import InputError
+from lipscope.models import LoadedModel, load_model, whole_text
+
+_SHOWN = 40  # characters of a text that name its class
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """``argmax(W pool(f(X)) + b)``.
+
+    Attributes:
+        weight: ``W``, ``(classes, d_out)``.
+        bias: ``b``, ``(classes,)``, or None.
+        names: What to call the classes.
+    """
+
+    weight: Float[Tensor, "c d_out"]
+    bias: Float[Tensor, " c"] | None
+    names: tuple[str, ...]
+
+
+def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) -> Classifier:
+    """The class whose point ``c_k`` is nearest: scores ``<c_k, y> - |c_k|^2 / 2``.
+
+    A difference of two scores is half the difference of the squared distances. Holds for
+    Euclidean distances.
+
+    Args:
+        points: One point a class.
+        names: What to call them; their indices if empty.
+
+    Returns:
+        The classifier.
+
+    >>> found = nearest_centroid(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
+    >>> (found.weight @ torch.tensor([0.5, 1.0]) + found.bias).tolist()
+    [0.0, -1.5]
+    """
+    names = tuple(names) or tuple(str(i) for i in range(len(points)))
+    return Classifier(points, -points.square().sum(1) / 2, names)
+
+
+def classifier_of_texts(
+    model: str | LoadedModel,
+    texts: Sequence[str],
+    *,
+    layer: int,
+    pool: Pool = "mean",
+    special_tokens: bool = True,
+) -> Classifier:
+    """Nearest centroid, where the centroid of a class is the pooled output of one text.
+
+    Holds for layers whose weights are read in closed form. A text longer than the model's
+    positions is cut.
+
+    Args:
+        model: A name for `load_model`, or a loaded model.
+        texts: One text a class, two at least.
+        layer: Index of the layer from 0.
+        pool: ``mean`` over tokens, or the ``first`` token.
+        special_tokens: Put the model's own special tokens around every text.
+
+    Returns:
+        The classifier, its classes named by the beginnings of the texts.
+
+    Raises:
+        InputError: For fewer than two texts or empty ones, or as `capture` does.
+    """
+    if len(texts) < 2 or not all(text.strip() for text in texts):
+        raise InputError(
+            "`between` should name two classes at least, each by a text with words in it. "
+            f"Found {list(texts)}."
+        )
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    points = torch.stack([_point(loaded, text, layer, pool, special_tokens) for text in texts])
+    return nearest_centroid(points, [_name(text) for text in texts])
+
+
+def _point(
+    loaded: LoadedModel, text: str, layer: int, pool: Pool, special_tokens: bool
+) -> Float[Tensor, " d"]:
+    ids = whole_text(
+        text,
+        loaded.tokenizer,
+        special_tokens=special_tokens,
+        vocab_size=getattr(loaded.config, "vocab_size", None),
+        longest=loaded.max_tokens,
+    )
+    (found,) = captures(loaded, {"input_ids": ids}, layers=[layer], lengths=None, samples=None)
+    with torch.no_grad():
+        y = found.attention(found.x)
+    return y.mean(0) if pool == "mean" else y[0]
+
+
+def _name(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _SHOWN else words[: _SHOWN - 1].rstrip() + "…"
+
+
+def classifier_of_file(path: str | Path) -> Classifier:
+    """A read-out that was stored: ``.npy`` (its weight) or ``.safetensors``.
+
+    Args:
+        path: A matrix ``(classes, d_out)``; in a safetensors file ``weight`` and, if there is
+            one, ``bias``, or a single matrix of any name.
+
+    Returns:
+        The classifier.
+
+    Raises:
+        InputError: If the file cannot be read or holds something else. Pickles are refused.
+    """
+    path = Path(path)
+    read = {".npy": _numpy, ".safetensors": _safetensors}.get(path.suffix.lower())
+    if read is None:
+        raise InputError(f"`read-out` should be a .npy or .safetensors file. Found `{path}`.")
+    try:
+        weight, bias = read(path)
+    except OSError as problem:
+        why = problem.strerror or "no such file"
+        raise InputError(f"`read-out` should be a readable file. Found `{path}`: {why}.") from None
+    except InputError:
+        raise
+    except Exception as problem:  # each format has errors of its own; the user gets one line
+        words = " ".join(str(problem).split())[:200]
+        raise InputError(f"`read-out` cannot be read as `{path.suffix}`: {words}") from None
+    if weight.ndim != 2 or not weight.is_floating_point() or len(weight) < 2:
+        raise InputError(
+            "`read-out` should hold a matrix (classes, width) of floats, two classes at least. "
+            f"Found {str(weight.dtype)[6:]} of shape {tuple(weight.shape)}."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(
+            f"The `bias` of `read-out` should have shape ({len(weight)},). "
+            f"Found {tuple(bias.shape)}."
+        )
+    names = tuple(str(i) for i in range(len(weight)))
+    weight = weight.double()
+    return Classifier(weight, None if bias is None else bias.double(), names)
+
+
+def _numpy(path: Path) -> tuple[Tensor, None]:
+    import numpy as np
+
+    return torch.from_numpy(np.load(path, allow_pickle=False)), None
+
+
+def _safetensors(path: Path) -> tuple[Tensor, Tensor | None]:
+    from safetensors.torch import load_file
+
+    held = load_file(path)
+    matrices = [w for w in held.values() if w.ndim == 2]
+    if "weight" not in held and len(matrices) != 1:
+        raise InputError(
+            "`read-out` should hold `weight` (and `bias`), or one matrix only. Found "
+            f"{', '.join(sorted(held)) or 'nothing'}."
+        )
+    return held["weight"] if "weight" in held else matrices[0], held.get("bias")

@@ -1,0 +1,11 @@
+"""Sweeps: many measurements from one specification, in worker processes or on a cluster.
+
+The specification becomes jobs with ids of their own; every finished job is on the disk, and
+the same request on the same folder goes on with what is missing.
+"""
+
+from lipscope.engine.sweep.driver import folder_of, sweep
+from lipscope.engine.sweep.estimate import Estimate, estimate
+from lipscope.engine.sweep.spec import Spec, read_spec
+
+__all__ = ["Estimate", "Spec", "estimate", "folder_of", "read_spec", "sweep"]

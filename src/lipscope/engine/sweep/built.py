@@ -1,0 +1,127 @@
+"""Inputs of a sweep that are built for a layer, and theorems asked about a row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lipscope.attacks import constructions as inputs
+from lipscope.attacks.worst import worst
+from lipscope.attention import Attention
+from lipscope.engine.sweep.plan import Job
+from lipscope.engine.sweep.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
+from lipscope.errors import InputError
+from lipscope.measures.atoms import in_double
+from lipscope.models import LayerMap, Sample
+from lipscope.models.data.windows import digest
+from lipscope.records.rows import BoundValue, Measurement
+from lipscope.theorems import bounds, catalogue
+
+_RESTARTS = 4  # random starts of an ascent, besides the text itself
+_NO_WEIGHTS = "its weights are not read in closed form"
+
+
+def rebuilt(
+    built: LayerMap, item: Sample, job: Job, spec: Spec
+) -> tuple[LayerMap, Sample, list[str]]:
+    """The map of a layer at the input that a job asks for.
+
+    Args:
+        built: The map at the text.
+        item: The text's window.
+        job: What is asked for.
+        spec: The specification.
+
+    Returns:
+        The map and the sample with that input, and remarks on it.
+
+    Raises:
+        InputError: If it cannot be built for this layer.
+    """
+    if built.attention is None:
+        raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
+    radius = job.radius or float(torch.linalg.vector_norm(built.x, dim=-1).max())
+    name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(number)
+    x, remark = _input(job, built.attention, built.x, radius, spec.ascent_steps, generator)
+    with torch.no_grad():
+        moved = replace(built, x=x, output=built(x))
+    made = replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
+    return moved, made, [remark]
+
+
+def _input(
+    job: Job,
+    layer: Attention,
+    text: Tensor,
+    radius: float,
+    steps: int,
+    generator: torch.Generator,
+) -> tuple[Tensor, str]:
+    """The tokens, and what built them."""
+    size = {"num_tokens": len(text), "radius": radius}
+    if job.input == ASCENT:
+        options = {"restarts": _RESTARTS, "steps": steps, "generator": generator}
+        return inputs.ascend(layer, start=text, **size, **options).x, f"radius {radius:.6g}"
+    names = CONSTRUCTIONS if job.input == ADVERSARIAL else (job.input,)
+    best = worst(layer, names=names, steps=0, generator=generator, **size)[0]
+    if best.x is None or best.sigma is None:
+        why = (best.reason or "sigma is not finite there").rstrip(".")
+        raise InputError(f"`{job.input}` is not available for this layer: {why}.")
+    head = "" if best.head is None else f", head {best.head}"
+    return best.x, f"{best.name}{head}, radius {radius:.6g}"
+
+
+def asked(row: Measurement, built: LayerMap, spec: Spec) -> tuple[BoundValue, ...]:
+    """Every theorem of the specification about a row, with its value or why it has none.
+
+    Args:
+        row: The row.
+        built: Its map at its input.
+        spec: The specification.
+
+    Returns:
+        One record for each theorem of the row's metric; of all metrics for ``frobenius``.
+    """
+    if not spec.theorems or row.map not in WITH_THEOREMS or row.radius_max is None:
+        return ()
+    wanted = [one for one in catalogue() if one.name in spec.theorems]
+    if row.metric != "frobenius":
+        wanted = [one for one in wanted if one.metric == row.metric]
+    found = _values(row, built, [one.name for one in wanted])
+    return tuple(
+        BoundValue(
+            id=row.id,
+            theorem=one.name,
+            statement=one.statement,
+            cite=one.cite,
+            kind=one.kind,
+            scope=one.scope,
+            metric=one.metric,
+            radius=row.radius_max,
+            value=found[one.name][0],
+            reason=found[one.name][1],
+            note=one.note,
+            sound=one.sound,
+        )
+        for one in wanted
+    )
+
+
+def _values(
+    row: Measurement, built: LayerMap, names: Sequence[str]
+) -> dict[str, tuple[float | None, str]]:
+    if built.attention is None:
+        return dict.fromkeys(names, (None, _NO_WEIGHTS))
+    part = "heads" if row.map == "heads" else "attention"
+    layer = in_double(built.attention)
+    try:
+        found = bounds(layer, built.x, part=part, head=row.head, sharp=True, names=names)
+    except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
+        return dict.fromkeys(names, (None, " ".join(str(problem).split())[:300]))
+    return {one.theorem: (one.value, one.reason) for one in found}

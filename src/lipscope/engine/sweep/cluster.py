@@ -1,0 +1,165 @@
+"""A Dask cluster that is there already: its workers do the jobs, this process writes the rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+from uuid import uuid4
+
+from distributed import (
+    Client,
+    Future,
+    KilledWorker,
+    Worker,
+    WorkerPlugin,
+    get_worker,
+    wait,
+)
+
+from lipscope.engine.sweep.batches import Batches
+from lipscope.engine.sweep.bench import Bench
+from lipscope.engine.sweep.plan import Job, Shape, failed_rows
+from lipscope.engine.sweep.spec import Request, spec_of
+from lipscope.engine.sweep.wire import Result, decoded, decoded_jobs, encoded, encoded_jobs
+from lipscope.errors import InputError
+from lipscope.records.folder import Finished
+
+_CONNECT = "20s"
+_AHEAD = 2  # portions for each worker that are given out at a time
+
+
+class Benches(WorkerPlugin):
+    """A bench in every worker process, those that join later included.
+
+    Args:
+        spec: The specification as plain values.
+        texts: Content of every text.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], texts: Mapping[str, str]) -> None:
+        self.spec, self.texts = spec, texts
+
+    def setup(self, worker: Worker) -> None:
+        """Called by Dask in a worker."""
+        import torch
+
+        torch.set_num_threads(worker.state.nthreads)
+        self.bench = Bench(spec_of(self.spec), self.texts)
+        # A model is changed while it is measured: one job at a time, with all threads.
+        self.lock = threading.Lock()
+
+    def teardown(self, worker: Worker) -> None:
+        """Called by Dask when the sweep has ended."""
+        del worker
+        with self.lock:
+            self.bench.close()
+
+
+def cluster_results(
+    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], address: str
+) -> Iterator[list[Result]]:
+    """Do jobs on a cluster.
+
+    Dask gives the jobs of a worker that dies to another one. Jobs on which workers die again
+    and again are tried one by one, and then have failed.
+
+    Args:
+        request: The specification and its texts.
+        shapes: Those of the models.
+        jobs: What is to be done.
+        address: Of the scheduler.
+
+    Yields:
+        Results as they come.
+
+    Raises:
+        InputError: If the cluster cannot be reached or goes away, or has no lipscope.
+    """
+    name = f"lipscope-{uuid4().hex}"
+    with _connected(address) as client:
+        try:
+            client.register_plugin(Benches(request.spec.as_dict(), request.texts), name=name)
+            workers = max(1, len(client.nthreads()))
+            yield from _Running(request, shapes, Batches(jobs, workers), client, name).results()
+            client.unregister_worker_plugin(name)
+        except (CancelledError, OSError, TimeoutError) as problem:
+            raise InputError(
+                f"The cluster at `{address}` went away ({type(problem).__name__}). Finished rows "
+                "are kept; the same command goes on from there."
+            ) from problem
+        except ImportError as problem:
+            raise InputError(
+                f"The workers at `{address}` should have lipscope. Found: {problem}."
+            ) from problem
+
+
+class _Running:
+    """Jobs that are on the cluster, and those that wait."""
+
+    def __init__(
+        self,
+        request: Request,
+        shapes: Sequence[Shape],
+        batches: Batches,
+        client: Any,  # its methods are typed as what they are in coroutines
+        name: str,
+    ) -> None:
+        self.spec, self.shapes, self.batches = request.spec, shapes, batches
+        self.client, self.name = client, name
+        self.alone: list[Job] = []
+        self.running: dict[Future, list[Job]] = {}
+
+    def results(self) -> Iterator[list[Result]]:
+        """Results until nothing is left."""
+        while True:
+            self._submit()
+            if not self.running:
+                return
+            ended: Any = wait([*self.running], return_when="FIRST_COMPLETED")
+            for future in ended.done:
+                results = self._of(future, self.running.pop(future))
+                if results:
+                    yield results
+
+    def _submit(self) -> None:
+        room = _AHEAD * max(1, len(self.client.nthreads()))
+        while len(self.running) < room:
+            jobs = [self.alone.pop()] if self.alone else self.batches.take(None, ())
+            if not jobs:
+                return
+            line = encoded_jobs(jobs, self.shapes[jobs[0].model])
+            self.running[self.client.submit(_answers, self.name, line, pure=False)] = jobs
+
+    def _of(self, future: Future, jobs: list[Job]) -> list[Result]:
+        """The results of a portion; if it killed its workers its jobs are tried one by one."""
+        try:
+            return [decoded(line) for line in future.result()]
+        except KilledWorker as problem:
+            if len(jobs) > 1:
+                self.alone += jobs
+                return []
+            error = f"It killed {problem.allowed_failures + 1} workers, perhaps for want of memory."
+            (job,) = jobs
+            rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
+            return [Result(job.id, job.model, {}, [Finished(row) for row in rows])]
+
+
+def _answers(name: str, line: str) -> list[str]:
+    """In a worker: the answers to some jobs."""
+    benches = get_worker().plugins[name]
+    assert isinstance(benches, Benches)
+    jobs, shape = decoded_jobs(line)
+    with benches.lock:
+        return [encoded(benches.bench.result(job, shape)) for job in jobs]
+
+
+def _connected(address: str) -> Any:
+    try:
+        return Client(address, timeout=_CONNECT)
+    except (OSError, TimeoutError, ValueError) as problem:
+        raise InputError(
+            f"`--cluster` should be the address of a running Dask scheduler, such as "
+            f"tcp://host:8786. Found `{address}`: {problem or 'no answer'}."
+        ) from None

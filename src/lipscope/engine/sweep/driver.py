@@ -1,0 +1,140 @@
+"""The driver of a sweep: the only process that writes to the folder."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lipscope.engine.sweep.local import cores, local_results
+from lipscope.engine.sweep.plan import Job, Shape, plan, row_ids
+from lipscope.engine.sweep.spec import Request, read_spec
+from lipscope.engine.sweep.survey import shapes_of
+from lipscope.engine.sweep.wire import Result
+from lipscope.errors import InputError
+from lipscope.pages.rows import Rows
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import Measurement, TokenShare, provenance, stable_id
+
+Progress = Callable[[int, int, Measurement | None], None]
+
+
+def sweep(
+    spec: str | Path | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    workers: int | None = None,
+    cluster: str | None = None,
+    progress: Progress | None = None,
+) -> Rows:
+    """Measure every combination of models, layers, maps, lengths, texts, … of a specification.
+
+    Rows reach the folder as they come. The same request on the same folder does what is
+    missing; a job that fails is a row with its error, and is not tried again.
+
+    Args:
+        spec: Path of a YAML file, or its entries (`lipscope.engine.sweep.Spec` lists them).
+        out: Run folder; ``runs/NAME`` after the file if None, or after the entries.
+        workers: Processes on this machine; 2 if None, as far as there are cores. Its threads
+            are divided among them.
+        cluster: Address of a Dask scheduler, such as ``tcp://host:8786``: its workers do
+            the jobs, and this process writes.
+        progress: Called as ``progress(done, total, row)``, in jobs.
+
+    Returns:
+        The rows in the order of the specification, those of earlier runs included.
+
+    Raises:
+        InputError: For every entry that cannot be, a folder that cannot be used, or a disk
+            that takes no more.
+    """
+    request = read_spec(spec)
+    count = number_of_workers(workers, cluster)
+    path = folder_of(request, out)
+    origin = provenance(workers=cluster or f"{count} local")
+    with RunFolder(path, request.spec.as_dict(), origin) as folder:
+        shapes = shapes_of(request, folder.models)
+        jobs = plan(request.spec, shapes)
+        todo = left_over(jobs, shapes, folder.done)
+        if todo:
+            results = _results(request, shapes, todo, count, cluster)
+            _write(request, folder, shapes, results, progress, len(jobs) - len(todo), len(jobs))
+        tokens = folder.tokens() if request.spec.tokens else []
+        return _rows(request, folder, shapes, jobs, tokens)
+
+
+def number_of_workers(workers: int | None, cluster: str | None) -> int:
+    """The number of local processes that is meant."""
+    if workers is not None and cluster is not None:
+        raise InputError("`workers` and `cluster` exclude each other. Found both.")
+    if workers is None:
+        return min(2, cores())
+    if workers < 1:
+        raise InputError(f"`workers` should be at least 1. Found `workers = {workers}`.")
+    return workers
+
+
+def folder_of(request: Request, out: str | Path | None) -> Path:
+    """Where a sweep goes: the same place for the same request, so that it goes on."""
+    if out is not None:
+        return Path(out)
+    return Path("runs") / (request.name or f"sweep-{stable_id(request.spec.as_dict())}")
+
+
+def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Mapping[str, Any]) -> list[Job]:
+    """The jobs that lack a row."""
+    return [job for job in jobs if not all(one in done for one in row_ids(job, shapes[job.model]))]
+
+
+def _results(
+    request: Request,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    workers: int,
+    cluster: str | None,
+) -> Iterator[list[Result]]:
+    if cluster is None:
+        return local_results(request, shapes, jobs, workers)
+    if importlib.util.find_spec("distributed") is None:
+        raise InputError(
+            "`--cluster` needs the extra `cluster`; run `pip install 'lipscope[cluster]'`."
+        )
+    from lipscope.engine.sweep.cluster import cluster_results
+
+    return cluster_results(request, shapes, jobs, cluster)
+
+
+def _write(
+    request: Request,
+    folder: RunFolder,
+    shapes: Sequence[Shape],
+    results: Iterator[list[Result]],
+    progress: Progress | None,
+    done: int,
+    total: int,
+) -> None:
+    tell = progress or (lambda *_: None)
+    tell(done, total, None)
+    for some in results:
+        for one in some:
+            if one.about:
+                about = one.about | shapes[one.model]._asdict()
+                folder.add_model(request.spec.models[one.model].name, about)
+        folder.extend(
+            [each for one in some for each in one.finished if each.row.id not in folder.done]
+        )
+        done += len(some)
+        tell(done, total, some[-1].finished[-1].row)
+
+
+def _rows(
+    request: Request,
+    folder: RunFolder,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    tokens: list[TokenShare],
+) -> Rows:
+    ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
+    windows = request.spec.windows
+    return Rows([folder.done[one] for one in ids], tokens, windows)  # pyright: ignore[reportArgumentType]

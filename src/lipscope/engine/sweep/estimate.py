@@ -1,0 +1,198 @@
+"""How long a sweep should take, and on what that is based."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lipscope.engine.sweep.bench import Bench
+from lipscope.engine.sweep.driver import folder_of, left_over, number_of_workers
+from lipscope.engine.sweep.local import start_time
+from lipscope.engine.sweep.plan import Job, Shape, plan
+from lipscope.engine.sweep.spec import Request, read_spec
+from lipscope.engine.sweep.survey import shapes_of
+from lipscope.records.folder import check_same, load_manifest
+from lipscope.records.rows import Measurement
+from lipscope.records.run import Run
+
+_BUDGET = 10.0  # seconds of calibration
+_SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
+_SLOPES = (1.0, 3.0)  # what two noisy times may say
+
+Kind = tuple[Any, ...]  # model, floating type, map, input
+Times = dict[Kind, dict[int, float]]  # seconds of a job by number of tokens
+
+
+class Estimate(NamedTuple):
+    """What a sweep comes to.
+
+    Attributes:
+        jobs: All jobs.
+        done: Those whose rows are in the folder.
+        seconds: Expected time for the others.
+        basis: Where the time is from, as a sentence.
+    """
+
+    jobs: int
+    done: int
+    seconds: float
+    basis: str
+
+
+def estimate(
+    spec: str | Path | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    workers: int | None = None,
+    cluster: str | None = None,
+) -> Estimate:
+    """How many jobs a sweep is and how long it should take; nothing is written.
+
+    The times of jobs are those of rows that the folder holds already, if it holds some of every
+    kind (model, floating type, map and input) that is left; else some jobs are done now, for
+    about ten seconds, at increasing lengths. Other lengths are interpolated on logarithms,
+    and beyond the longest one the time grows like the last two lengths say, or like n². Looking
+    at the models, starting a worker and loading come on top, as long as they take now.
+
+    Args:
+        spec: As for `sweep`.
+        out: As for `sweep`.
+        workers: As for `sweep`.
+        cluster: As for `sweep`; the estimate is that of one worker.
+
+    Returns:
+        The estimate.
+
+    Raises:
+        InputError: As `sweep` does.
+    """
+    request = read_spec(spec)
+    count = 1 if cluster is not None else number_of_workers(workers, cluster)
+    held = _held(folder_of(request, out), request)
+    began = time.perf_counter()
+    shapes = shapes_of(request, held.models)
+    looked = time.perf_counter() - began
+    jobs = plan(request.spec, shapes)
+    todo = left_over(jobs, shapes, held.rows)
+    if not todo:
+        return Estimate(len(jobs), len(jobs), 0.0, "Nothing is left to do.")
+    wanted = Counter((_kind(job), job.num_tokens) for job in todo)
+    times, basis = _from_rows(jobs, held.rows), "the solving times of rows measured before"
+    basis += " (capturing the inputs comes on top)"
+    if not {kind for kind, _ in wanted} <= set(times):
+        times, basis = _calibrated(request, shapes, todo), "jobs done just now to see"
+    total = math.fsum(n * seconds_at(times[kind], size) for (kind, size), n in wanted.items())
+    loads = len({(job.model, job.weights) for job in todo})
+    each = looked / len({model.entry for model in request.spec.models})
+    start = looked + loads * each / count + (0.0 if cluster is not None else start_time())
+    measured = sorted({n for by_length in times.values() for n in by_length})
+    beyond = sorted({n for _, n in wanted} - set(measured))
+    words = f"From {basis}, at {_listed(measured)} tokens"
+    if beyond:
+        words += f"; {_listed(beyond)} tokens by interpolation or beyond"
+    words += f". Of it {start:.0f} s to start and to load."
+    return Estimate(len(jobs), len(jobs) - len(todo), start + total / count, words)
+
+
+def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:
+    """Seconds of a job at a length, from those at others.
+
+    Args:
+        times: Seconds by number of tokens, at least one.
+        num_tokens: The length.
+
+    Returns:
+        The time; a straight line on logarithms between two lengths and beyond the longest.
+
+    >>> seconds_at({10: 1.0}, 20), round(seconds_at({10: 1.0, 40: 4.0}, 20), 9)
+    (4.0, 2.0)
+    """
+    if num_tokens in times:
+        return times[num_tokens]
+    lengths = sorted(times)
+    if num_tokens < lengths[0]:
+        return times[lengths[0]]
+    above = next((n for n in lengths if n > num_tokens), None)
+    if len(lengths) == 1:
+        start, slope = lengths[0], _SLOPE
+    elif above is None:
+        start, slope = lengths[-1], _slope(times, *lengths[-2:])
+        slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
+    else:
+        start = max(n for n in lengths if n < num_tokens)
+        slope = _slope(times, start, above)
+    return times[start] * (num_tokens / start) ** slope
+
+
+def _slope(times: Mapping[int, float], below: int, above: int) -> float:
+    return math.log(times[above] / times[below]) / math.log(above / below)
+
+
+class _Held(NamedTuple):
+    models: Mapping[str, Any]
+    rows: Mapping[str, Measurement]
+
+
+def _held(path: Path, request: Request) -> _Held:
+    """What the folder of the sweep holds, as it is."""
+    if not (path / "manifest.json").exists():
+        return _Held({}, {})
+    manifest = load_manifest(path / "manifest.json")
+    check_same(path, manifest["spec"], request.spec.as_dict())
+    rows = Run(path, manifest).measurements()
+    return _Held(manifest["models"], {row.id: row for row in rows})
+
+
+def _kind(job: Job) -> Kind:
+    return job.model, job.dtype, job.map, job.input
+
+
+def _from_rows(jobs: Sequence[Job], rows: Mapping[str, Measurement]) -> Times:
+    """Mean seconds of the rows of each kind and length; of all heads together."""
+    found: dict[Kind, dict[int, list[float]]] = {}
+    for job in jobs:
+        row = rows.get(job.id)
+        if row is not None and row.status != "failed":
+            found.setdefault(_kind(job), {}).setdefault(job.num_tokens, []).append(row.seconds)
+    return {
+        kind: {n: math.fsum(some) / len(some) for n, some in by_length.items()}
+        for kind, by_length in found.items()
+    }
+
+
+def _calibrated(request: Request, shapes: Sequence[Shape], jobs: Sequence[Job]) -> Times:
+    """Seconds of one job of each kind, then of longer ones as long as there is time.
+
+    The time of a window's forward pass is shared out among its jobs.
+    """
+    first: dict[tuple[int, Kind], Job] = {}
+    windows = Counter(job.window for job in jobs)
+    for job in jobs:
+        first.setdefault((job.num_tokens, _kind(job)), job)
+    times: Times = {}
+    bench = Bench(request.spec, request.texts)
+    began = time.perf_counter()
+    kinds = {kind for _, kind in first}
+    try:
+        for (n, kind), job in sorted(first.items(), key=lambda one: (one[0][0], one[1].model)):
+            late = time.perf_counter() - began > _BUDGET
+            if late and kinds <= set(times):
+                break
+            if not late or kind not in times:
+                capture, whole = bench.seconds(job, shapes[job.model])
+                times.setdefault(kind, {})[n] = whole + capture / windows[job.window]
+    finally:
+        bench.close()
+    return times
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    """Lengths in words; many as a range."""
+    if len(lengths) > 6:
+        return f"{lengths[0]} to {lengths[-1]}"
+    *others, last = map(str, lengths)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,210 @@
+"""Worker processes on this machine: each holds one model and does one job at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from lipscope.engine.sweep.batches import TRIES, Batches
+from lipscope.engine.sweep.plan import Job, Shape, failed_rows
+from lipscope.engine.sweep.spec import Request
+from lipscope.engine.sweep.wire import Result, decoded, encoded_jobs
+from lipscope.errors import InputError
+from lipscope.records.folder import Finished
+
+COMMAND = [sys.executable, "-m", "lipscope.engine.sweep.worker"]
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_Told = queue.SimpleQueue[tuple["_Worker", bytes | None]]
+
+
+def local_results(
+    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], workers: int
+) -> Iterator[list[Result]]:
+    """Do jobs in worker processes.
+
+    A worker that dies gives its jobs back; the job that it was doing is tried three times.
+
+    Args:
+        request: The specification and its texts.
+        shapes: Those of the models.
+        jobs: What is to be done.
+        workers: Number of processes.
+
+    Yields:
+        Results as they come, those that are there at once together.
+
+    Raises:
+        InputError: If processes cannot be started.
+    """
+    pool = _Pool(request, shapes, Batches(jobs, workers), workers)
+    left = len(jobs)
+    try:
+        pool.start()
+        while left:
+            results = pool.wait()
+            left -= len(results)
+            if results:
+                yield results
+    finally:
+        pool.stop()
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def start_time() -> float:
+    """Seconds that a worker takes to start: one with nothing to do ends when it has."""
+    began = time.perf_counter()
+    with contextlib.suppress(OSError):
+        nothing = subprocess.DEVNULL
+        subprocess.run(COMMAND, stdin=nothing, stdout=nothing, env=_environment(1), check=False)
+    return time.perf_counter() - began
+
+
+def _environment(threads: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, sys.path))
+    return os.environ | {"PYTHONPATH": path} | dict.fromkeys(_THREADS, str(threads))
+
+
+class _Worker:
+    """A process, the model that it holds and the jobs that it was given."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.model: int | None = None
+        self.jobs: deque[Job] = deque()
+        self.answered = False
+
+    def send(self, text: str) -> None:
+        """Write a line; a process that is dead says so at the other end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(text.encode() + b"\n")
+            self.process.stdin.flush()
+
+
+class _Pool:
+    """Workers, and what they say."""
+
+    def __init__(
+        self, request: Request, shapes: Sequence[Shape], batches: Batches, count: int
+    ) -> None:
+        self.spec, self.shapes, self.batches = request.spec, shapes, batches
+        self.count = min(count, len(batches))
+        threads = max(1, cores() // count)
+        self.start_line = json.dumps(
+            {"spec": request.spec.as_dict(), "texts": dict(request.texts), "threads": threads}
+        )
+        self.environment = _environment(threads)
+        self.workers: list[_Worker] = []
+        self.told: _Told = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the processes."""
+        for _ in range(self.count):
+            self._start_one()
+
+    def stop(self) -> None:
+        """End all processes at once."""
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            _closed(worker.process)
+
+    def wait(self) -> list[Result]:
+        """Wait for something to be told; what is told at once is taken together."""
+        results: list[Result] = []
+        while True:
+            worker, line = self.told.get()
+            results += self._died(worker) if line is None else [self._answered(worker, line)]
+            if self.told.empty():
+                return results
+
+    def _start_one(self) -> None:
+        try:
+            process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=self.environment,
+                start_new_session=True,  # Ctrl-C is for the driver
+            )
+        except OSError as problem:
+            raise InputError(f"A worker process could not start: {problem}.") from None
+        worker = _Worker(process)
+        self.workers.append(worker)
+        threading.Thread(target=_listen, args=(worker, self.told), daemon=True).start()
+        worker.send(self.start_line)
+        self._give(worker)
+
+    def _give(self, worker: _Worker) -> None:
+        """Give a worker its next jobs, if there are any."""
+        others = [one.model for one in self.workers if one is not worker and one.jobs]
+        jobs = self.batches.take(worker.model, others)
+        if jobs:
+            worker.model = jobs[0].model
+            worker.jobs.extend(jobs)
+            worker.send(encoded_jobs(jobs, self.shapes[worker.model]))
+
+    def _answered(self, worker: _Worker, line: bytes) -> Result:
+        result = decoded(line)
+        job = worker.jobs.popleft()
+        assert job.id == result.job
+        worker.answered = True
+        if not worker.jobs:
+            self._give(worker)
+        return result
+
+    def _died(self, worker: _Worker) -> list[Result]:
+        status = _closed(worker.process)
+        self.workers.remove(worker)
+        if status > 0 and not worker.answered:
+            raise InputError(
+                f"A worker process ended with status {status} before its first answer; its own "
+                "words are above."
+            )
+        lost = self.batches.give_back(worker.jobs) if worker.jobs else None
+        if len(self.batches):
+            self._start_one()
+        return [] if lost is None else [self._lost(lost, status)]
+
+    def _lost(self, job: Job, status: int) -> Result:
+        how = f"ended with status {status}"
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
+            how = f"was killed by {name}" + ", perhaps for want of memory" * (status == -9)
+        error = f"The worker process {how}, {TRIES} times in a row."
+        rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
+        return Result(job.id, job.model, {}, [Finished(row) for row in rows])
+
+
+def _listen(worker: _Worker, told: _Told) -> None:
+    """Pass on what a worker says, and at last that it is gone; half a line says nothing."""
+    assert worker.process.stdout is not None
+    for line in worker.process.stdout:
+        if line.endswith(b"\n"):
+            told.put((worker, line))
+    told.put((worker, None))
+
+
+def _closed(process: subprocess.Popen[Any]) -> int:
+    status = process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                stream.close()
+    return status

@@ -1,0 +1,61 @@
+"""What a driver and its workers say to each other: one JSON object a line, no pickles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lipscope.engine.sweep.plan import Job, Shape
+from lipscope.records.folder import Finished
+from lipscope.records.rows import BoundValue, Measurement, TokenShare
+
+
+class Result(NamedTuple):
+    """What became of a job.
+
+    Attributes:
+        job: Its id.
+        model: Index of its model.
+        about: Revision and weights of the model; empty if it could not be loaded.
+        finished: Its rows.
+    """
+
+    job: str
+    model: int
+    about: dict[str, Any]
+    finished: list[Finished]
+
+
+def encoded(result: Result) -> str:
+    """A result as one line."""
+    finished = [
+        (one.row.to_dict(), [vars(t) for t in one.tokens], [vars(b) for b in one.bounds])
+        for one in result.finished
+    ]
+    return json.dumps([*result[:3], finished], ensure_ascii=True)
+
+
+def decoded(line: str | bytes) -> Result:
+    """The result of a line."""
+    job, model, about, finished = json.loads(line)
+    return Result(job, model, about, [_finished(*one) for one in finished])
+
+
+def _finished(row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any]) -> Finished:
+    return Finished(
+        Measurement(**row),
+        tuple(TokenShare(**one) for one in tokens),
+        tuple(BoundValue(**one) for one in bounds),
+    )
+
+
+def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
+    """Jobs of one window as one line."""
+    return json.dumps([jobs, shape])
+
+
+def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
+    """The jobs of a line, and the shape of their model."""
+    jobs, shape = json.loads(line)
+    return [Job(*one) for one in jobs], Shape(*shape)

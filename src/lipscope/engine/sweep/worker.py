@@ -1,0 +1,52 @@
+"""A worker process, spoken to through its standard streams.
+
+The first line of its input holds the specification and the texts, every further one some
+jobs; it answers each job with one line. It ends when its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from typing import Any, TextIO
+
+from lipscope.engine.sweep.bench import Bench
+from lipscope.engine.sweep.spec import spec_of
+from lipscope.engine.sweep.wire import decoded_jobs, encoded
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(lines,), daemon=True).start()
+    _work(json.loads(lines.get()), lines, answers)
+
+
+def _listen(lines: queue.SimpleQueue[bytes]) -> None:
+    """Take lines as they come; end at once when the driver is gone, even in mid-job."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    os._exit(0)
+
+
+def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], answers: TextIO) -> None:
+    import torch
+
+    torch.set_num_threads(start["threads"])
+    bench = Bench(spec_of(start["spec"]), start["texts"])
+    while True:
+        jobs, shape = decoded_jobs(lines.get())
+        for job in jobs:
+            answers.write(encoded(bench.result(job, shape)) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Sigma as a differentiable function of a layer's input and weights.
+
+For a simple top singular value, ``d sigma = <u, (dJ) v>`` with ``u, v`` its singular vectors:
+the gradient of sigma is that of ``<u, J v>`` at fixed ``u, v``, which is built anew in the
+backward pass and never holds more than a chunk of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from lipscope.attention import Attention
+from lipscope.errors import InputError
+from lipscope.linalg.operator import linearise, stretch
+from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
+
+_COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
+_SOLVE_STEPS = 500
+_SOLVE_TOL = {torch.float32: 1e-5, torch.float64: 1e-11}  # relative, a few units of rounding
+
+
+def sigma(
+    layer: nn.Module | Callable[[Tensor], Tensor],
+    x: Float[Tensor, ...],
+    *,
+    tol: float = 1e-4,
+    memory: int = DEFAULT_MEMORY,
+    generator: torch.Generator | None = None,
+) -> Float[Tensor, ""]:
+    """Sigma of a layer at ``x``, to be differentiated: in a penalty, or in gradient ascent.
+
+    ``sigma = max_e ‖J(x) e‖ / ‖e‖`` in the Frobenius norm, and ``d sigma = <u, (dJ) v>`` for
+    changes of the input and of the weights. Second derivatives follow from those of ``u`` and
+    ``v``, which solve a linear system with ``sigma^2 - J^T J`` (conjugate gradients); third
+    ones raise torch's error on differentiating twice.
+
+    Holds where the top singular value is simple. Where two of them cross sigma has a kink, and
+    the gradient is that of one branch. The value is a Ritz value, a lower bound on sigma; there
+    is no interval: a penalty chooses inputs by their sigma, which voids one. Measure again with
+    `top_singular` what is to be reported.
+
+    Args:
+        layer: An `Attention` (in chunks, so that long inputs fit), any module, or a function
+            without weights that need gradients.
+        x: One input: ``(n, d)`` for an `Attention`.
+        tol: Relative tolerance of the solver; the error of the gradient is of the order of
+            ``tol · sigma_1 / (sigma_1 - sigma_2)``.
+        memory: Bytes for chunks, stored probabilities and the solver's basis.
+        generator: Source of the solver's random start; torch's global one if None.
+
+    Returns:
+        A scalar in the dtype of ``x``; NaN where the layer overflows.
+
+    Raises:
+        InputError: If ``layer`` is a plain function that hides weights from this one. When a
+            second derivative is taken: if sigma_1 and sigma_2 are too close for one.
+
+    Source: derived here (``docs/theory/gradient.md``).
+
+    >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
+    >>> value = sigma(lambda z: z**3, x)  # J = diag(3 z^2)
+    >>> value.backward()
+    >>> round(float(value.detach()), 3), round(float(x.grad[1]), 3)
+    (27.0, 18.0)
+    """
+    inputs = _Inputs(layer, memory)
+    _refuse_hidden(layer, x)
+    op = _operator(layer, x, memory)
+    top = top_singular(op, tol=tol, memory=memory // 2, generator=generator)
+    return _Sigma.apply(inputs, top, x, *inputs.weights)  # pyright: ignore[reportReturnType]
+
+
+def attention_stretch(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    g: Float[Tensor, "n d_out"],
+    e: Float[Tensor, "n d"],
+    *,
+    memory: int = DEFAULT_MEMORY,
+) -> Float[Tensor, ""]:
+    """``<g, J(x) e>`` of a layer, differentiable in everything, one chunk of rows at a time.
+
+    Args:
+        layer: The layer.
+        x: The point.
+        g: Direction in the output.
+        e: Direction in the input.
+        memory: Bytes that one chunk may take, derivatives included, roughly.
+    """
+    (q, k, v), (dq, dk, dv) = cast(Any, jvp(layer.project, (x,), (e,)))
+    heads = g if layer.output is None else g @ layer.output
+    go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
+    n = q.shape[-2]
+    rows = max(1, memory // (_COPIES * layer.num_heads * n * x.element_size()))
+
+    def part(start: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+        dq, dk, dv, go = rest
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return layer.probabilities(q, k, start) @ v
+
+        return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
+
+    if rows >= n:
+        return part(0, q, k, v, dq, dk, dv, go)
+    total = x.new_zeros(())
+    for i in range(0, n, rows):
+        chunk = slice(i, i + rows)
+        keys = slice(0, layer.reach(slice(i, min(i + rows, n)), n).stop)
+        own = [t[:, chunk] for t in (q, dq, go)]
+        others = [t[:, keys] for t in (k, v, dk, dv)]
+        arguments = (own[0], *others[:2], own[1], *others[2:], own[2])
+        total = total + checkpoint(part, i, *arguments, use_reentrant=False)
+    return total
+
+
+class _Stretch(nn.Module):
+    """``<g, J(x) e>`` with the layer as a part, so that its weights can be replaced."""
+
+    def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
+        super().__init__()
+        self.layer, self.memory = layer, memory
+
+    def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
+        if isinstance(self.layer, Attention):
+            return attention_stretch(self.layer, x, g, e, memory=self.memory)
+        with sdpa_kernel(SDPBackend.MATH):
+            return stretch(self.layer(x), x, g, e)
+
+
+class _Inputs:
+    """A layer and its tensors that need gradients."""
+
+    def __init__(self, layer: nn.Module | Callable[[Tensor], Tensor], memory: int) -> None:
+        self.layer, self.memory = layer, memory
+        self.module = _Stretch(layer, memory)
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self.names = [name for name, t in named if t.requires_grad]
+        self.weights = [t for _, t in named if t.requires_grad]
+
+    def stretch(self, tensors: list[Tensor], g: Tensor, e: Tensor) -> Tensor:
+        """``<g, J e>`` as a function of ``tensors``, the input and the weights."""
+        x, *weights = tensors
+        return functional_call(self.module, dict(zip(self.names, weights, strict=True)), (x, g, e))
+
+    def gradients(
+        self,
+        tensors: tuple[Tensor, ...],
+        pairs: list[tuple[Tensor, Tensor]],
+        weight: Tensor | None = None,
+        *,
+        create_graph: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """Partial derivatives of ``sum <g, J e>`` over some pairs ``(g, e)`` held fixed."""
+        with torch.enable_grad():
+            # Copies in the graph: a weight may be made of another one, whose share autograd
+            # adds itself. The input always needs a gradient for the products inside.
+            copies = [t.view_as(t) if t.requires_grad else _leaf(t) for t in tensors]
+            value = torch.stack([self.stretch(copies, g, e) for g, e in pairs]).sum()
+            return torch.autograd.grad(
+                value, copies, weight, create_graph=create_graph, allow_unused=True
+            )
+
+
+class _Sigma(torch.autograd.Function):
+    """The top singular value; its backward pass is ``<u, (dJ) v>``."""
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        _, top, x, *_ = args
+        return x.new_tensor(top.sigma)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.inputs, ctx.top, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        tensors, top = ctx.saved_tensors, ctx.top
+        if top.sigma == 0.0:  # J = 0: zero is a subgradient
+            return None, None, *[None] * len(tensors)
+        again = torch.is_grad_enabled()
+        u, v = _Vectors.apply(ctx.inputs, top, *tensors) if again else (top.u, top.v)  # pyright: ignore
+        found = ctx.inputs.gradients(tensors, [(u, v)], *grad_outputs, create_graph=again)
+        return None, None, *found
+
+
+class _Vectors(torch.autograd.Function):
+    """The top singular vectors, as functions of the input and the weights.
+
+    With ``<u, du> = <v, dv> = 0``: ``sigma du - J dv = (dJ) v - u d sigma`` and
+    ``sigma dv - J^T du = (dJ)^T u - v d sigma``, a symmetric system. Its solution ``p, q``
+    for the cotangents of ``u, v`` gives the cotangent of J: ``p v^T + u q^T``.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        top = args[1]
+        return top.u.clone(), top.v.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.inputs, ctx.top, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        top, tensors = ctx.top, ctx.saved_tensors
+        op = _operator(ctx.inputs.layer, tensors[0].detach(), ctx.inputs.memory)
+        gu, gv = (_without(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
+        q = _solve(op.mv, op.rmv, top, top.sigma * gv + op.rmv(gu))
+        p = (gu + op.mv(q)) / top.sigma
+        found = ctx.inputs.gradients(tensors, [(_without(p, top.u), top.v), (top.u, q)])
+        return None, None, *found
+
+
+def _solve(
+    mv: Callable[[Tensor], Tensor],
+    rmv: Callable[[Tensor], Tensor],
+    top: TopSingular,
+    target: Tensor,
+) -> Tensor:
+    """``(sigma^2 - J^T J)^{-1}`` of a vector, orthogonal to ``v``, by conjugate gradients."""
+    target = _without(target, top.v)
+    q, left, way = torch.zeros_like(target), target, target
+    size = start = float(left.square().sum())
+    for _ in range(_SOLVE_STEPS):
+        if size <= _SOLVE_TOL.get(target.dtype, 1e-2) ** 2 * start:
+            return q
+        image = _without(top.sigma**2 * way - rmv(mv(way)), top.v)
+        bent = float((way * image).sum())
+        if not bent > 0:  # a second singular value as large as the first, to rounding
+            break
+        q, left = q + (size / bent) * way, left - (size / bent) * image
+        before, size = size, float(left.square().sum())
+        way = left + (size / before) * way
+    raise InputError(
+        "A second derivative of sigma should be taken where the top singular value is simple. "
+        f"Found that the system for it did not converge at sigma = {top.sigma:.6g}; move away "
+        "from this input, or use a smaller `tol` and float64."
+    )
+
+
+def _without(vector: Tensor, unit: Tensor) -> Tensor:
+    return vector - (vector * unit).sum() * unit
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Any:
+    x = x.detach()
+    if isinstance(layer, Attention):
+        return linearise(layer, x, memory=memory)
+    return linearise(layer, x)
+
+
+def _refuse_hidden(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """A plain function must not use weights that need gradients: they would get none."""
+    if isinstance(layer, nn.Module) or not torch.is_grad_enabled():
+        return
+    if layer(x.detach()).requires_grad:
+        raise InputError(
+            "`layer` should be a module where its weights need gradients. Found a plain "
+            "function that uses such weights; pass the module, or detach them."
+        )

@@ -1,0 +1,83 @@
+"""From a model and an input to the maps of its layers, checked against the model itself."""
+
+from lipscope.models.changed import as_decoder, quantised, reinitialised
+from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
+from lipscope.models.data.inputs import inputs_of, remarks_on
+from lipscope.models.data.positions import later_positions
+from lipscope.models.data.samples import Sample, moved, samples_of
+from lipscope.models.data.windows import Window, default_text, whole_text, windows_of_text
+from lipscope.models.families import (
+    bart,
+    bert,
+    distilbert,
+    gemma,
+    gpt2,
+    gpt_neox,
+    llama,
+    mpnet,
+    multihead,
+    phi3,
+    qwen3,
+    t5,
+    vit,
+)
+from lipscope.models.loading import LoadedModel, adopt_model, load_model
+from lipscope.models.tracing.calls import Trace
+from lipscope.models.tracing.maps import MAPS, LayerMap, build_map, check_request
+from lipscope.models.tracing.overflow import overflows
+from lipscope.models.tracing.padding import without_padding
+from lipscope.models.tracing.prepare import device_of, implementation_for, prepared
+from lipscope.models.tracing.sites import SIDES, Side, attention_sites, families, reader_of, why_run
+from lipscope.models.tracing.trace import trace
+
+__all__ = [
+    "MAPS",
+    "SIDES",
+    "LayerMap",
+    "LoadedModel",
+    "Sample",
+    "Side",
+    "Trace",
+    "Window",
+    "adopt_model",
+    "as_decoder",
+    "attention_sites",
+    "bart",
+    "bert",
+    "build_map",
+    "check_request",
+    "default_text",
+    "device_of",
+    "distilbert",
+    "families",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "implementation_for",
+    "inputs_of",
+    "later_positions",
+    "llama",
+    "load_model",
+    "moved",
+    "mpnet",
+    "multihead",
+    "overflows",
+    "phi3",
+    "prepared",
+    "quantised",
+    "qwen3",
+    "random_tokens",
+    "reader_of",
+    "reinitialised",
+    "remarks_on",
+    "repeated_token",
+    "samples_of",
+    "shuffled_words",
+    "t5",
+    "trace",
+    "vit",
+    "whole_text",
+    "why_run",
+    "windows_of_text",
+    "without_padding",
+]

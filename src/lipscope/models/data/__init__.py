@@ -1,0 +1,1 @@
+"""What models read: windows of text, pictures, batches, controls."""

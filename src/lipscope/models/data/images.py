@@ -1,0 +1,169 @@
+"""Pictures from a folder, or random pixels, as a vision model takes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.errors import InputError
+from lipscope.models.data.samples import Sample
+from lipscope.models.data.windows import digest
+from lipscope.models.loading import LoadedModel
+from lipscope.models.quiet import quiet
+
+RANDOM = "random"
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_DEFAULT_SAMPLES = 10
+
+
+def image_samples(
+    loaded: LoadedModel,
+    images: str | Path,
+    *,
+    resolutions: Sequence[int] | None = None,
+    samples: int | None = None,
+) -> list[Sample]:
+    """One sample per picture and resolution: the number of tokens goes with its square.
+
+    Pictures are scaled until their shorter side fits, cut to the middle square and normalised
+    as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing).
+    ``random`` pixels are standard normal, drawn by the index of the sample.
+
+    Args:
+        loaded: The model.
+        images: A folder of pictures, taken in the order of their names, or ``random``.
+        resolutions: Sides in pixels, multiples of the patch; the model's own if None.
+        samples: Number of pictures; 10, or as many as there are, if None.
+
+    Returns:
+        The samples, by resolution, then picture.
+
+    Raises:
+        InputError: If the model reads no images, a side does not fit it, or the folder holds
+            no readable picture.
+    """
+    parameters = inspect.signature(loaded.model.forward).parameters
+    if "pixel_values" not in parameters:
+        raise InputError(
+            f"`images` needs a model that reads pixels. Found `{type(loaded.model).__name__}`."
+        )
+    if samples is not None and samples < 1:
+        raise InputError(f"`samples` should be at least 1. Found {samples}.")
+    own = _side(loaded.config)
+    usual = own if loaded.pixels is None else loaded.pixels.side
+    sides = [usual] if resolutions is None else sorted(set(resolutions))
+    _check_sides(loaded, sides)
+    found = []
+    for side in sides:
+        options = {}
+        if side != own and "interpolate_pos_encoding" in parameters:
+            options["interpolate_pos_encoding"] = True
+        for s, pixels in enumerate(_pictures(loaded, images, side, samples)):
+            arguments: dict[str, Any] = {"pixel_values": pixels, **options}
+            found.append(Sample("image", arguments, s, None, None, digest(pixels), None))
+    return found
+
+
+def _side(config: Any) -> int:
+    size = getattr(config, "image_size", None)
+    size = size[0] if isinstance(size, list | tuple) and size else size
+    if not isinstance(size, int):
+        raise InputError(
+            "`images` needs a configuration with an `image_size`. Found none; pass a batch of "
+            "pixel values instead."
+        )
+    return size
+
+
+def _check_sides(loaded: LoadedModel, sides: Sequence[int]) -> None:
+    patch = getattr(loaded.config, "patch_size", 1)
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
+    wrong = [side for side in sides if side < patch or side % patch]
+    if wrong:
+        raise InputError(
+            f"`resolutions` should be multiples of {patch}, the patch of `{loaded.name}`. "
+            f"Found {wrong[0]}."
+        )
+
+
+def _pictures(
+    loaded: LoadedModel, images: str | Path, side: int, samples: int | None
+) -> list[Tensor]:
+    """Pixels ``(1, channels, side, side)``."""
+    if str(images) == RANDOM:
+        channels = getattr(loaded.config, "num_channels", 3)
+        return [
+            torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(s))
+            for s in range(samples or _DEFAULT_SAMPLES)
+        ]
+    files = _files(Path(images).expanduser())
+    if samples is not None and samples > len(files):
+        raise InputError(
+            f"`samples` should be at most {len(files)}, the pictures in `{images}`. "
+            f"Found {samples}."
+        )
+    mean, deviation = normalisation(loaded)
+    chosen = files[: samples or _DEFAULT_SAMPLES]
+    return [(_read(file, side) - mean) / deviation for file in chosen]
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise InputError(f"`images` should be a folder of pictures, or random. Found `{folder}`.")
+    files = sorted(f for f in folder.iterdir() if f.suffix.lower() in _SUFFIXES)
+    if not files:
+        raise InputError(
+            f"`{folder}` should hold pictures ({', '.join(s[1:] for s in _SUFFIXES)}). Found none."
+        )
+    return files
+
+
+def _read(file: Path, side: int) -> Tensor:
+    """A picture as ``(1, 3, side, side)`` values between 0 and 1."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise InputError(
+            "Pictures are read with Pillow, which is not installed; run "
+            "`pip install 'lipscope[images]'`, or use random pixels."
+        ) from None
+    import numpy as np
+
+    try:
+        with Image.open(file) as picture:
+            square = ImageOps.fit(picture.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
+    except (OSError, ValueError, Image.DecompressionBombError) as problem:
+        text = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"`{file}` should be a picture. Found that it cannot be read: {text}"
+        ) from None
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float() / 255
+
+
+def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of the channels as the model has them, ``(1, 3, 1, 1)`` each."""
+    half = (0.5, 0.5, 0.5)
+    if loaded.pixels is not None:
+        mean, deviation = loaded.pixels.mean, loaded.pixels.deviation
+    else:
+        named = _processor(getattr(loaded.config, "_name_or_path", None))
+        mean, deviation = (named.get(key) or half for key in ("image_mean", "image_std"))
+    return torch.tensor(mean).view(1, -1, 1, 1), torch.tensor(deviation).view(1, -1, 1, 1)
+
+
+def _processor(source: str | None) -> Mapping[str, Any]:
+    """What stands beside the weights about pictures; nothing for a model from no folder."""
+    from transformers import BaseImageProcessor
+
+    if not source:
+        return {}
+    with quiet():
+        try:
+            return BaseImageProcessor.get_image_processor_dict(source)[0]
+        except (OSError, ValueError):
+            return {}

@@ -1,0 +1,1 @@
+"""Layers read in closed form: one architecture, one file."""

@@ -1,0 +1,95 @@
+"""Affine maps out of modules, and the layer that four of them make with a call's own mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lipscope.attention import DotProduct, Rotary, TokenNorm
+from lipscope.models.families.masks import read_mask
+from lipscope.models.tracing.sites import AttentionCall
+
+
+class Affine(NamedTuple):
+    """``x -> x W^T + b``.
+
+    Attributes:
+        weight: W, ``(out, in)``.
+        bias: b, ``(out,)``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def rows(self, sizes: Sequence[int]) -> list[Affine]:
+        """The maps to consecutive parts of the output, of the given widths."""
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(list(sizes))
+        return [Affine(*both) for both in zip(self.weight.split(list(sizes)), biases, strict=True)]
+
+
+def affine(module: Any) -> Affine:
+    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed."""
+    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
+    return Affine(weight, module.bias)
+
+
+def dot_product(
+    call: AttentionCall,
+    query: Affine,
+    key: Affine,
+    value: Affine,
+    output: Affine | None,
+    *,
+    heads: int,
+    groups: int | None = None,
+    scale: float | None = None,
+    score_bias: Tensor | None = None,
+    softcap: float | None = None,
+    query_norm: TokenNorm | None = None,
+    key_norm: TokenNorm | None = None,
+) -> DotProduct:
+    """The layer of these maps, with the mask and the rotary angles that the model passed in.
+
+    Args:
+        call: The call.
+        query: To all queries, head after head.
+        key: To all keys.
+        value: To all values.
+        output: From the concatenated heads; None where there is no projection.
+        heads: Number of query heads.
+        groups: Number of key/value heads; ``heads`` if None.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+        score_bias: Added to the scores, ``(n, m)`` or ``(h, n, m)``, besides the mask's own.
+        softcap: Largest score, approached by ``c tanh(s / c)``; None for no such cap.
+        query_norm: Norm of the queries, before the rotary embedding.
+        key_norm: Norm of the keys.
+
+    Returns:
+        The layer.
+    """
+    masking = read_mask(call)
+    added = [b for b in (masking.bias, score_bias) if b is not None]
+    angles = call.arguments.get("position_embeddings")
+    return DotProduct(
+        query.weight,
+        key.weight,
+        value.weight,
+        None if output is None else output.weight,
+        heads=heads,
+        groups=groups,
+        query_bias=query.bias,
+        key_bias=key.bias,
+        value_bias=value.bias,
+        output_bias=None if output is None else output.bias,
+        scale=scale,
+        causal=masking.causal,
+        window=masking.window,
+        mask=masking.mask,
+        rotary=None if angles is None else Rotary(angles[0][0], angles[1][0]),
+        score_bias=sum(added[1:], added[0]) if added else None,
+        softcap=softcap,
+        query_norm=query_norm,
+        key_norm=key_norm,
+    )

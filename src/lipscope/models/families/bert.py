@@ -1,0 +1,44 @@
+"""BERT and its copies: separate query, key and value; projection in a module of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProduct
+from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.tracing.sites import AttentionCall, family
+
+
+@family(
+    *(
+        f"{name}{kind}Attention"
+        for name in (
+            "Bert",
+            "BertGeneration",
+            "BridgeTower",
+            "Camembert",
+            "Data2VecText",
+            "Electra",
+            "Ernie",
+            "RoCBert",
+            "RobertaPreLayerNorm",
+            "Roberta",
+            "XLMRoberta",
+            "XLMRobertaXL",
+            "Xmod",
+        )
+        for kind in ("Self", "Cross")
+    ),
+)
+def bert(call: AttentionCall) -> DotProduct:
+    """Read ``query``, ``key``, ``value`` and the traced output projection."""
+    module: Any = call.module
+    return dot_product(
+        call,
+        affine(module.query),
+        affine(module.key),
+        affine(module.value),
+        None if call.projection is None else affine(call.projection),
+        heads=module.num_attention_heads,
+        scale=module.scaling,
+    )

@@ -1,0 +1,34 @@
+"""Gemma, Gemma 2 and Gemma 3: Llama with soft-capped scores or normalised queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProduct, TokenNorm
+from lipscope.models.families.llama import grouped
+from lipscope.models.tracing.sites import AttentionCall, family
+
+
+@family("GemmaAttention", scores="rotary")
+def gemma(call: AttentionCall) -> DotProduct:
+    """Read the four projections; the width of a head is not that of the model's share."""
+    return grouped(call)
+
+
+@family("Gemma2Attention", scores="soft cap")
+def gemma2(call: AttentionCall) -> DotProduct:
+    """Read the four projections and the soft cap; every other layer has a window."""
+    module: Any = call.module
+    return grouped(call, softcap=module.attn_logit_softcapping)
+
+
+@family("Gemma3Attention", scores="normalised")
+def gemma3(call: AttentionCall) -> DotProduct:
+    """Read the four projections and both norms; its eager attention knows no soft cap."""
+    query, key = (_norm(module) for module in (call.module.q_norm, call.module.k_norm))
+    return grouped(call, query_norm=query, key_norm=key)
+
+
+def _norm(module: Any) -> TokenNorm:
+    """Gemma's norms multiply by ``1 + w``."""
+    return TokenNorm(1 + module.weight, module.eps)

@@ -1,0 +1,38 @@
+"""Llama and decoders of its layout, with or without biases, grouped heads or a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lipscope.attention import DotProduct
+from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.tracing.sites import AttentionCall, family
+
+
+@family(
+    "LlamaAttention",  # SmolLM2 is of this type
+    "MistralAttention",
+    "MixtralAttention",
+    "Qwen2Attention",
+    scores="rotary",
+)
+def llama(call: AttentionCall) -> DotProduct:
+    """Read the four projections."""
+    return grouped(call)
+
+
+def grouped(call: AttentionCall, **options: Any) -> DotProduct:
+    """Four projections of grouped heads, and what a family does with them (`dot_product`)."""
+    module: Any = call.module
+    config = module.config
+    return dot_product(
+        call,
+        affine(module.q_proj),
+        affine(module.k_proj),
+        affine(module.v_proj),
+        affine(module.o_proj),
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        scale=module.scaling,
+        **options,
+    )

@@ -1,0 +1,32 @@
+"""T5: no scale, no biases, and a relative position bias that the first layer lends to all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lipscope.attention import DotProduct
+from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.tracing.sites import AttentionCall, family
+
+
+@family("T5Attention", "MT5Attention", scores="relative bias")
+def t5(call: AttentionCall) -> DotProduct:
+    """Read ``q``, ``k``, ``v``, ``o`` and the bias that is passed in or computed here."""
+    module: Any = call.module
+    bias = call.arguments.get("position_bias")
+    if bias is None and module.has_relative_attention_bias:
+        with torch.no_grad():
+            bias = module.compute_bias(call.num_queries, call.num_keys, device=call.x.device)
+    return dot_product(
+        call,
+        affine(module.q),
+        affine(module.k),
+        affine(module.v),
+        affine(module.o),
+        heads=module.n_heads,
+        scale=module.scaling,
+        # Across encoder and decoder the bias that is passed on is zero.
+        score_bias=bias[0] if bias is not None and bool(bias.any()) else None,
+    )

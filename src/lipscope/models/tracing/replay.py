@@ -1,0 +1,222 @@
+"""The two ways to an attention function: from its weights, or by running its modules again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lipscope.attention import Attention
+from lipscope.attention.projections import Part
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator, compose, linearise, over_leading
+from lipscope.models.tracing.calls import BlockCall, as_tokens, first_tensor
+from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.tracing.sites import AttentionCall
+
+
+def count_heads(module: nn.Module) -> int | None:
+    """Number of query heads of an attention module, as models spell it."""
+    config = getattr(module, "config", None)
+    for owner in (module, config):
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                return count
+    return None
+
+
+def projection_by_head(call: AttentionCall) -> Tensor:
+    """The output projection's columns by head, ``(h, d_out, d_v)``."""
+    count, projection = count_heads(call.module), call.projection
+    assert count is not None and projection is not None
+    weight = projection.weight
+    assert isinstance(weight, Tensor)
+    weight = weight if isinstance(projection, nn.Linear) else weight.T
+    return weight.unflatten(1, (count, -1)).transpose(0, 1)
+
+
+class ClosedForm:
+    """The attention of a known family, from its weights."""
+
+    def __init__(self, call: AttentionCall, attention: Attention) -> None:
+        self.attention, self.call = attention, call
+        attention.to(call.x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """The map ``attention``."""
+        return self.attention(*self._sides(x))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The map ``heads``."""
+        return self.attention.heads(*self._sides(x))
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `attend`."""
+        return self._linearise(x, memory, per_head, "attention")
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `heads`."""
+        return self._linearise(x, memory, per_head, "heads")
+
+    def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens of the queries, and of keys and values where these are others."""
+        context = self.call.context
+        return (context, x) if context is not None and self.call.side == "key" else (x, context)
+
+    def _linearise(self, x: Tensor, memory: int, per_head: bool, part: Part) -> Operator:
+        queries, context = self._sides(x)
+        return self.attention.linearise(
+            queries,
+            memory=memory,
+            per_head=per_head,
+            part=part,
+            context=context,
+            side="key" if self.call.side == "key" else "query",
+        )
+
+
+class Replayed:
+    """The attention of any other family, by running its own modules again."""
+
+    def __init__(self, call: AttentionCall, per_head: bool) -> None:
+        self.call = call
+        if per_head and (call.projection is None or count_heads(call.module) is None):
+            raise InputError(
+                f"Single heads need a known head count and output projection. Found "
+                f"neither in `{call.name}`; leave out `per_head`."
+            )
+
+    def _run(self, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        call = self.call
+        # A copy: a module may write into its input.
+        shaped = x.unsqueeze(1 - call.token_axis).clone()
+        arguments = {**call.arguments, **dict.fromkeys(call.hidden, shaped)}
+        with exact_maths(x.dtype):
+            if weights is None:
+                out = _apply(call.module, arguments)
+            else:
+                out = functional_call(call.module, dict(weights), kwargs=arguments)
+            return as_tokens(first_tensor(out), call.token_axis)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """The map ``attention``."""
+        projection = self.call.projection
+        if projection is None:
+            return self._run(x)
+        if self.call.goes_on:
+            return self._seen_at(projection, x)[1]
+        out = self._run(x)
+        return out if self.call.projection_inside else projection(out)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The map ``heads``."""
+        if isinstance(self.call.module, nn.MultiheadAttention):
+            # It never calls its projection: an identity in its place leaves the heads.
+            weight = self.call.module.out_proj.weight
+            identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+            bare: dict[str, Tensor] = {"out_proj.weight": identity}
+            if self.call.module.out_proj.bias is not None:
+                bare["out_proj.bias"] = torch.zeros_like(self.call.module.out_proj.bias)
+            return self._run(x, bare)
+        if not self.call.projection_inside:
+            return self._run(x)
+        assert self.call.projection is not None
+        return self._seen_at(self.call.projection, x)[0]
+
+    def _seen_at(self, leaf: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output of a module inside, when the attention runs at ``x``."""
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def look(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            seen.append((args[0], out))
+
+        handle = leaf.register_forward_hook(look)
+        try:
+            self._run(x)
+        finally:
+            handle.remove()
+        source, result = seen[-1]
+        return as_tokens(source, self.call.token_axis), as_tokens(result, self.call.token_axis)
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `attend`."""
+        if not per_head:
+            return linearise(self.attend, x)
+        heads, projection = self.linearise_heads(x, memory, True), projection_by_head(self.call)
+        return compose(
+            Operator(
+                lambda e: e @ projection.mT,
+                lambda g: g @ projection,
+                heads.out_shape,
+                (heads.out_shape[0], projection.shape[1]),
+                heads.dtype,
+                heads.device,
+            ),
+            heads,
+        )
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `heads`."""
+        op = linearise(self.heads, x)
+        if not per_head:
+            return op
+        count = count_heads(self.call.module)
+        assert count is not None
+        n, concat = op.out_shape
+        width = concat // count
+
+        def mv(e: Tensor) -> Tensor:
+            return torch.stack([op.mv(e[h])[:, h * width : (h + 1) * width] for h in range(count)])
+
+        def rmv(g: Tensor) -> Tensor:
+            padded = g.new_zeros(count, n, concat)
+            for h in range(count):
+                padded[h, :, h * width : (h + 1) * width] = g[h]
+            return op.rmv(padded)
+
+        return Operator(
+            over_leading(mv, 3),
+            over_leading(rmv, 3),
+            op.in_shape,
+            (n, width),
+            op.dtype,
+            op.device,
+        )
+
+
+class TokenModule:
+    """A module as a function of a token matrix, in the shape in which the model called it."""
+
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        self.module, self.shape = module, like.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The module's output at ``x``, as a token matrix."""
+        with exact_maths(x.dtype):
+            return first_tensor(self.module(x.reshape(self.shape).clone())).reshape(x.shape[0], -1)
+
+
+def replay_block(block: BlockCall, axis: int, moved: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """A block as a function of these arguments, all others as the model passed them."""
+
+    def function(x: Tensor) -> Tensor:
+        given = {block.hidden: block.x, **dict.fromkeys(moved, x.unsqueeze(1 - axis))}
+        # Copies: a block may write into its input.
+        arguments = {**block.arguments, **{name: value.clone() for name, value in given.items()}}
+        with exact_maths(x.dtype):
+            return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
+
+    return function
+
+
+def _apply(module: nn.Module, arguments: dict[str, Any]) -> Any:
+    """Call a module with bound arguments, variable positional ones included."""
+    positional = arguments.get("args", ())
+    named = {k: v for k, v in arguments.items() if k != "args"}
+    return (
+        module.forward(**named) if not positional else module.forward(*named.values(), *positional)
+    )

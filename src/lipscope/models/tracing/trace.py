@@ -1,0 +1,132 @@
+"""Run a model once with hooks and keep what its attention layers saw.
+
+Nothing is patched: hooks live in context managers and are undone on exit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lipscope.errors import InputError
+from lipscope.models.tracing.calls import (
+    Inputs,
+    Trace,
+    first_tensor,
+    hook_block,
+    hook_first,
+    hook_norm,
+    hook_site,
+)
+from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.tracing.sites import Side, block_of, first_block_of
+from lipscope.models.tracing.sums import Kept, SeenSums
+
+# Modules that may stand between an attention layer and the sum that it enters (`residual`).
+_TOKEN_BY_TOKEN = ("norm", "layerscale")
+
+
+def trace(
+    model: nn.Module,
+    inputs: Inputs,
+    sites: Mapping[str, nn.Module],
+    *,
+    norms: bool = False,
+    blocks: bool = False,
+    dtype: torch.dtype = torch.float32,
+    side: Side = "self",
+) -> Trace:
+    """Run ``model`` on one input and record its attention calls.
+
+    Args:
+        model: A model inside `prepared`.
+        inputs: Keyword arguments, or a tuple of positional ones; one sample.
+        sites: Attention modules by path (`attention_sites`).
+        norms: Also record every normalisation (for the maps ``normed`` and ``residual``).
+        blocks: Also record the Transformer blocks around the sites.
+        dtype: Floating type of the run.
+        side: ``self``, or through which side the calls of cross-attention are layers.
+
+    Returns:
+        The trace; its ``calls`` are the layers.
+
+    Raises:
+        InputError: If no attention module was called.
+    """
+    record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept())
+    if record.kept.overwritten():
+        record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept(copies=True))
+    if not record.calls:
+        _complain(record, list(sites))
+    return record
+
+
+def _complain(record: Trace, sites: list[str]) -> NoReturn:
+    """Say that no module was called as the layers are."""
+    names, own = ", ".join(sites[:3]), record.side == "self"
+    kind = "self-attention" if own else "cross-attention"
+    elsewhere = "with keys from elsewhere" if own else "with keys of their own tokens"
+    raise InputError(
+        f"The model should call its {kind} modules ({names}, …). Found that it called "
+        f"{f'them only {elsewhere}' if record.others else 'none of them'} on this input."
+    )
+
+
+def _traced(
+    model: nn.Module,
+    inputs: Inputs,
+    sites: Mapping[str, nn.Module],
+    norms: bool,
+    blocks: bool,
+    dtype: torch.dtype,
+    side: Side,
+    kept: Kept,
+) -> Trace:
+    record = Trace(model, inputs, kept, SeenSums(kept), side)
+    with contextlib.ExitStack() as stack:
+        for name, module in sites.items():
+            hook_site(stack, record, name, module)
+        if norms:
+            for module in model.modules():
+                if any(kind in type(module).__name__.lower() for kind in _TOKEN_BY_TOKEN):
+                    hook_norm(stack, record, module)
+            stack.enter_context(record.seen)
+        if blocks:
+            around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))
+            for name in around:
+                hook_block(stack, record, name, model.get_submodule(name))
+            for name in dict.fromkeys(first_block_of(block) for block in around):
+                hook_first(stack, record, name, model.get_submodule(name))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(exact_maths(dtype, differentiable=False))
+        record.output = first_tensor(_run_once(model, inputs))
+    return record
+
+
+def _run_once(model: nn.Module, inputs: Inputs) -> Any:
+    """`run`, with whatever the model's own code raises as one line."""
+    try:
+        return run(model, inputs)
+    except InputError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+        text = " ".join(str(problem).split())[:300]
+        raise InputError(
+            f"`{type(model).__name__}` should run on this input. Found that its forward pass "
+            f"raised {type(problem).__name__}: {text}"
+        ) from problem
+
+
+def run(model: nn.Module, inputs: Inputs) -> Any:
+    """Call the model without a key/value cache."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    extra = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        extra["use_cache"] = False
+    return model(**{**inputs, **extra})

@@ -1,0 +1,1 @@
+"""What a reader sees: tables, sentences, and the page."""

@@ -1,0 +1,107 @@
+"""Runs to the content of a page: everything that its charts, tables and words are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lipscope.errors import InputError
+from lipscope.pages.bounded import bounded
+from lipscope.pages.items import Item, items_of
+from lipscope.pages.points import Points, as_columns, points_of
+from lipscope.pages.source import Source
+from lipscope.pages.training import Training, training_of
+from lipscope.pages.windows import SCALE, Windows, windows_for
+from lipscope.records.bound_rows import BoundRow
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a report is about.
+
+    Args:
+        runs: The folders.
+
+    Raises:
+        InputError: If they hold no row with a finite, positive sigma.
+    """
+
+    runs: Sequence[Source]
+
+    def __post_init__(self) -> None:
+        if not any(item.row.sigma for item in self.items):
+            places = ", ".join(str(run.folder) for run in self.runs)
+            raise InputError(
+                "`DIR` should hold a row with a finite, positive sigma. Found "
+                f"{len(self.items)} rows without one in {places}; their `status` says why."
+            )
+
+    @cached_property
+    def items(self) -> list[Item]:
+        """All measurements, each once."""
+        return items_of(self.runs)
+
+    @cached_property
+    def bounds(self) -> list[BoundRow]:
+        """All rows of sandwiches."""
+        return [row for run in self.runs for row in run.bounds]
+
+    @cached_property
+    def points(self) -> Points:
+        """What the charts draw."""
+        return points_of(self.items)
+
+    @cached_property
+    def windows(self) -> Windows:
+        """Texts that are shown."""
+        return windows_for(self.runs, self.points.items)
+
+    @cached_property
+    def bounded(self) -> list[dict[str, Any]]:
+        """Bounds by layer and metric."""
+        return bounded(self.bounds)
+
+    @cached_property
+    def training(self) -> Training:
+        """Checkpoints of one model."""
+        return training_of(self.items, self.points.settings)
+
+    @cached_property
+    def layers(self) -> list[str]:
+        """All layers of all models, in their order."""
+        labels = {label for setting in self.points.settings for label in setting["layers"]}
+        numbers = sorted((x for x in labels if x != "model"), key=int)
+        return [*numbers, *(["model"] if "model" in labels else [])]
+
+    @property
+    def title(self) -> str:
+        """The models, as far as a title has room."""
+        models = list(dict.fromkeys(item.row.model for item in self.items))
+        shown = ", ".join(models[:3])
+        return f"{shown} and {len(models) - 3} more" if len(models) > 3 else shown
+
+    def as_plain(self) -> dict[str, Any]:
+        """The content as the scripts of the page read it."""
+        points, windows = self.points, self.windows
+        training = self.training
+        remarks = [*points.remarks, *filter(None, [windows.remark, training.remark])]
+        groups = {s: training.group_of(s) for s in range(len(points.settings))}
+        return {
+            "settings": [one | {"group": groups[s]} for s, one in enumerate(points.settings)],
+            "groups": training.groups,
+            "steps": as_columns(training.means),
+            "layers": self.layers,
+            "points": as_columns(points.points),
+            "means": as_columns(points.means),
+            "fits": points.fits,
+            "texts": windows.texts,
+            "windows": windows.windows,
+            "excerpts": windows.excerpts,
+            "begins": windows.begins,
+            "tops": windows.tops,
+            "scale": SCALE,
+            "bounds": self.bounded,
+            "remarks": remarks,
+        }

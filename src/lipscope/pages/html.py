@@ -1,0 +1,138 @@
+"""The content of a report as one HTML page that opens from the disk and asks no network."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import vl_convert
+
+from lipscope.charts.inpage import in_the_page
+from lipscope.charts.marks import palette
+from lipscope.pages.content import Content
+from lipscope.pages.words import failures, headline, methods, provenance, references
+from lipscope.records.rows import version
+
+# Ends of the range of layers on a dark page: bright enough for it, in even steps as well.
+DARK = ["#8c7bff", "#a868e6", "#c65fc8", "#df65a0", "#f07a76", "#f89a4c", "#fbbf3c", "#f2e34c"]
+_PARTS = {
+    "spec": "Specification",
+    "provenance": "Where and with what",
+    "models": "Models",
+    "files": "Files and their digests",
+}
+_SCRIPTS = ("state.js", "charts.js", "sections.js")
+
+
+def page(content: Content) -> str:
+    """The whole page.
+
+    Text of rows reaches it in two ways only: as JSON in which ``<`` is an escape, shown by
+    scripts as text, and as escaped HTML. Its content policy forbids it to fetch anything.
+
+    Args:
+        content: What it is about.
+
+    Returns:
+        HTML with its styles, scripts and data inside.
+    """
+    specs, inks = in_the_page(content.layers, turn=content.training.turn)
+    data = content.as_plain() | {"specs": specs, "inks": inks}
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return _asset("page.html").format(
+        title=html.escape(content.title),
+        counts=html.escape(_counts(content)),
+        css=_asset("page.css") + _layer_colours(len(content.layers)),
+        headline="\n".join(f"<p>{html.escape(s)}</p>" for s in headline(content.items)),
+        methods=_methods(content),
+        provenance=_provenance(content),
+        references=_references(content),
+        data=text.replace("<", "\\u003c"),
+        vega=_vega(),
+        scripts="\n".join(map(_asset, _SCRIPTS)),
+    )
+
+
+def _vega() -> str:
+    """Vega, as vl-convert brings it along: inside vega-embed."""
+    script = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+    # In a function: its short names would otherwise be those of the whole page.
+    return "(() => {" + script.replace("</script", "<\\/script") + "\n})();"
+
+
+def _asset(name: str) -> str:
+    place = importlib.resources.files("lipscope.pages") / "assets" / name
+    return place.read_text(encoding="utf-8")
+
+
+def _layer_colours(count: int) -> str:
+    pairs = zip(palette(count), palette(count, DARK), strict=True)
+    names = (f"--l{k}: light-dark({light}, {dark});" for k, (light, dark) in enumerate(pairs))
+    return ":root { " + " ".join(names) + " }\n"
+
+
+def _counts(content: Content) -> str:
+    rows = f"{len(content.items):,} measurements"
+    bounds = f", {len(content.bounds):,} rows of bounds" if content.bounds else ""
+    folders = f"{len(content.runs)} folder{'s' * (len(content.runs) > 1)}"
+    dates = sorted(
+        str(run.manifest.get("provenance", {}).get("started", ""))[:10] for run in content.runs
+    )
+    when = " to ".join(dict.fromkeys(d for d in (dates[0], dates[-1]) if d))
+    measured = f", measured {when}" if when else ""
+    return f"{rows}{bounds} from {folders}{measured}; written by lipscope {version()}."
+
+
+def _methods(content: Content) -> str:
+    quotes = "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in methods(content.items))
+    return quotes or "<p>These folders hold no measurements on real inputs.</p>"
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    pairs = (
+        f"<dt>{html.escape(str(k))}</dt><dd>{html.escape(str(v))}</dd>" for k, v in values.items()
+    )
+    return f'<dl class="facts">{"".join(pairs)}</dl>'
+
+
+def _provenance(content: Content) -> str:
+    found = failures(content.items)
+    status = ", ".join(f"{count:,} {name}" for name, count in found["status"].items())
+    said = [
+        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['intervals']:,} intervals "
+        f"hold together with probability at least 1 − {found['delta']:.2g}: the failure "
+        "probabilities of all rows, added up.</p>"
+        if found["delta"] < 1
+        else f"<p>{found['rows']:,} rows: {html.escape(status)}. The failure probabilities of all "
+        f"{found['intervals']:,} intervals add up to {found['delta']:.2g}: that all of them hold "
+        "at once is not said.</p>"
+    ]
+    said += [
+        f'<p class="notice">{count:,} row{"s" * (count > 1)} failed: {html.escape(error)}</p>'
+        for error, count in found["errors"]
+    ]
+    for k, one in enumerate(provenance(content.runs)):
+        said.append(
+            f"<h3>{html.escape(one['folder'])}</h3><p class='quiet'>{one['rows']:,} measurements, "
+            f"{one['bounds']:,} rows of bounds</p>"
+        )
+        for part, values in one["parts"].items():
+            open_ = " open" if part == "provenance" and k == 0 else ""
+            name = _PARTS.get(part, part)
+            said.append(
+                f"<details{open_}><summary>{html.escape(name)}</summary>{_facts(values)}</details>"
+            )
+    return "\n".join(said)
+
+
+def _references(content: Content) -> str:
+    said = []
+    for one in references(content.bounds):
+        statements = html.escape("; ".join(one["statements"]))
+        said.append(f"<h3>{html.escape(one['cite'])}</h3><p>{statements}</p>")
+        if one["bibtex"]:
+            said.append(f"<pre>{html.escape(one['bibtex'])}</pre>")
+    return "\n".join(said)

@@ -1,0 +1,316 @@
+"""Rows as the charts of a page read them: settings, points, means and fitted exponents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from lipscope.charts.marks import layer_labels, positive, tick_values
+from lipscope.errors import InputError
+from lipscope.pages.items import REAL, Item
+from lipscope.records.growth import Growth, Of, growth
+from lipscope.records.rows import Measurement
+
+MAX_POINTS = 10_000
+"""Rows that a page carries one by one; beyond, a part of them."""
+
+MAX_CURVES = 1_500
+"""Curves whose means and exponents a page carries: layers first, then single heads."""
+
+_WORST = 20  # rows of a setting that are carried whatever their number
+SETTING = ("model", "map", "metric", "move", "read")
+
+
+@dataclass(frozen=True)
+class Points:
+    """What the charts read.
+
+    Attributes:
+        settings: Values that stand on one axis, with their axes.
+        items: The measurements that are carried one by one, in the order of `points`.
+        points: One record each.
+        means: Geometric means of every curve at each length.
+        fits: Exponents of every curve, of sigma and of sigma without the top token.
+        remarks: What was left out, in words.
+    """
+
+    settings: list[dict[str, Any]]
+    items: list[Item]
+    points: list[dict[str, Any]]
+    means: list[dict[str, Any]]
+    fits: list[dict[str, Any]]
+    remarks: list[str] = field(default_factory=list)
+
+
+def points_of(items: Sequence[Item]) -> Points:
+    """Everything that the charts draw.
+
+    Args:
+        items: All items.
+
+    Returns:
+        The points, means and fits, with remarks on what was left out.
+    """
+    settings = list(dict.fromkeys(item.setting for item in items))
+    carried = _carried(items)
+    curves: dict[tuple[Any, ...], list[Item]] = {}
+    for item in items:
+        curves.setdefault(item.curve, []).append(item)
+    kept = layers_first(list(curves))
+    remarks = []
+    if len(carried) < len(items):
+        remarks.append(
+            f"Points show {len(carried):,} of {len(items):,} rows: the {_WORST} worst of every "
+            "setting and an even sample of the others. Lines, exponents and counts are of all rows."
+        )
+    if len(kept) < len(curves):
+        remarks.append(
+            f"Lines and exponents show {len(kept):,} of {len(curves):,} curves: layers first, "
+            "single heads evenly chosen."
+        )
+    index = {s: k for k, s in enumerate(settings)}
+    samples = sorted({item.row.sample for item in items})
+    order = {s: round((k + 0.5) / len(samples) - 0.5, 4) for k, s in enumerate(samples)}
+    return Points(
+        settings=[_setting(s, some) for s, some in _grouped(items).items()],
+        items=carried,
+        points=[
+            _point(item, index[item.setting]) | {"order": order[item.row.sample]}
+            for item in carried
+        ],
+        means=[m for key in kept for m in _means(curves[key], index[key[0]])],
+        fits=[f for key in kept for f in _fits(curves[key], index[key[0]])],
+        remarks=remarks,
+    )
+
+
+def as_columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Records with the same keys as columns, which take less room."""
+    names = list(records[0]) if records else []
+    return {name: [record[name] for record in records] for name in names}
+
+
+def short(value: float | None) -> float | None:
+    """A number with five significant digits, which take less room; null if not finite.
+
+    >>> short(3.14159265), short(float("inf"))
+    (3.1416, None)
+    """
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def label(layer: int | None) -> str:
+    """A layer as it stands in legends."""
+    return "model" if layer is None else str(layer)
+
+
+# --- settings -------------------------------------------------------------------------------
+
+
+def _grouped(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
+    found: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        found.setdefault(item.setting, []).append(item)
+    return found
+
+
+def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
+    """A setting with its layers, heads and the axes of all of its charts."""
+    heads = {item.row.head for item in items if item.row.head is not None}
+    drawn = [item for item in items if positive(item.row.sigma)]
+    return {
+        **dict(zip(SETTING, key, strict=True)),
+        "name": items[0].row.model,
+        "step": items[0].row.step,
+        "layers": layer_labels(item.row for item in items),
+        "heads": sorted(heads),
+        "together": any(item.row.head is None for item in items),
+        "kinds": list(dict.fromkeys(item.kind for item in items)),
+        "rows": len(items),
+        "deltas": sorted({item.row.delta for item in items}),
+        "axes": {
+            "all": _both([item for item in drawn if item.row.head is None]),
+            "heads": _both([item for item in drawn if item.row.head is not None]),
+        },
+    }
+
+
+def _both(items: Sequence[Item]) -> dict[str, Any]:
+    """The axes of all rows, and those of rows on real inputs."""
+    real = [item.row for item in items if item.kind == REAL]
+    found = axes(real)
+    return {
+        REAL: found,
+        "every": found if len(real) == len(items) else axes([item.row for item in items]),
+    }
+
+
+def axes(rows: Sequence[Measurement]) -> dict[str, Any] | None:
+    """Domains and ticks of sigma against n, the same for every layer of a setting.
+
+    Args:
+        rows: Rows with a positive sigma.
+
+    Returns:
+        ``x`` and ``y`` (the ends), ``xticks`` and ``yticks``, ``room`` (the factor that a
+        length may fill); None without rows.
+    """
+    if not rows:
+        return None
+    lengths = sorted({row.num_tokens for row in rows})
+    values = [v for r in rows for v in (r.sigma, r.upper, r.sigma_rest) if v and positive(v)]
+    # An upper end that is far away (steps ran out) would flatten everything else.
+    top = max(r.sigma for r in rows if r.sigma)
+    low, high = min(values), min(max(values), 30 * top)
+    pad = max(1.12, (high / low) ** 0.04)
+    y = [low / pad, high * pad]
+    ratios = [b / a for a, b in pairwise(lengths)]
+    room = min([2.0, *ratios]) ** 0.3
+    return {
+        "x": [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)],
+        "y": [short(v) for v in y],
+        "xticks": lengths,
+        "yticks": tick_values(*y),
+        "room": round(room, 4),
+    }
+
+
+# --- points ---------------------------------------------------------------------------------
+
+
+def _carried(items: Sequence[Item]) -> list[Item]:
+    """All items, or the worst of every setting and an even sample of the rest."""
+    if len(items) <= MAX_POINTS:
+        return list(items)
+    always: set[int] = set()
+    places: dict[tuple[str, ...], list[int]] = {}
+    for k, item in enumerate(items):
+        places.setdefault(item.setting, []).append(k)
+    for some in places.values() if len(places) * _WORST * 2 <= MAX_POINTS else ():
+        for name in ("sigma", "relative"):
+            some.sort(key=lambda k, name=name: -(getattr(items[k].row, name) or 0.0))
+            always |= set(some[:_WORST])
+    others = [k for k in range(len(items)) if k not in always]
+    return [items[k] for k in sorted(always | set(_evenly(others, MAX_POINTS - len(always))))]
+
+
+def _evenly(things: list[Any], count: int) -> list[Any]:
+    if len(things) <= count:
+        return things
+    return [things[k * len(things) // count] for k in range(count)]
+
+
+def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """All curves, or as many as are carried: whole layers, then an even part of the heads.
+
+    Args:
+        curves: What names each of them; its head, or None, stands last.
+
+    Returns:
+        At most `MAX_CURVES`.
+    """
+    layers = _evenly([c for c in curves if c[-1] is None], MAX_CURVES)
+    heads = _evenly([c for c in curves if c[-1] is not None], MAX_CURVES - len(layers))
+    return [*layers, *heads]
+
+
+def _point(item: Item, setting: int) -> dict[str, Any]:
+    row = item.row
+    return {
+        "s": setting,
+        "kind": item.kind,
+        "layer": label(row.layer),
+        "head": row.head,
+        "n": row.num_tokens,
+        "sample": row.sample,
+        "sigma": short(row.sigma),
+        "upper": short(row.upper),
+        "rest": short(row.sigma_rest),
+        "relative": short(row.relative),
+        "share": short(row.top_share),
+        "token": row.top_token,
+        "radius": short(row.radius_max),
+        "rms": short(row.radius_rms),
+        "rank": short(_rank(row)),
+        "status": row.status,
+        "note": row.error or (row.note if item.kind != REAL else None),
+    }
+
+
+def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
+    """One record for each length of a curve."""
+    lengths: dict[int, list[Measurement]] = {}
+    for item in items:
+        if positive(item.row.sigma):
+            lengths.setdefault(item.row.num_tokens, []).append(item.row)
+    first = items[0]
+    return [
+        {
+            "s": setting,
+            "kind": first.kind,
+            "layer": label(first.row.layer),
+            "head": first.row.head,
+            "n": n,
+            "sigma": _geometric(row.sigma for row in rows),
+            "rest": _geometric(row.sigma_rest for row in rows),
+            "relative": _geometric(row.relative for row in rows),
+            "radius": _geometric(row.radius_max for row in rows),
+            "rank": _geometric(map(_rank, rows)),
+            "share": _average([row.top_share for row in rows if row.top_share is not None]),
+            "count": len(rows),
+        }
+        for n, rows in sorted(lengths.items())
+    ]
+
+
+def _rank(row: Measurement) -> float | None:
+    """The stable rank."""
+    return (row.frobenius / row.sigma) ** 2 if row.frobenius and row.sigma else None
+
+
+def _geometric(values: Iterable[float | None]) -> float | None:
+    logs = [math.log(v) for v in values if v is not None and positive(v)]
+    return short(math.exp(math.fsum(logs) / len(logs))) if logs else None
+
+
+def _average(values: Sequence[float]) -> float | None:
+    return short(math.fsum(values) / len(values)) if values else None
+
+
+# --- exponents ------------------------------------------------------------------------------
+
+
+def _fits(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
+    """Exponents of one curve: of sigma, and of sigma with the top token held fixed."""
+    first = items[0]
+    rows, paired = [item.row for item in items], all(item.run.paired for item in items)
+    found = [(first.kind, _growth(rows, paired=paired))]
+    if first.kind == REAL and any(row.sigma_rest for row in rows):
+        found.append(("rest", _growth(rows, paired=paired, of="sigma_rest")))
+    where = {"s": setting, "layer": label(first.row.layer), "head": first.row.head}
+    return [where | {"kind": kind} | _fit(fit) for kind, fit in found if fit is not None]
+
+
+def _growth(rows: Sequence[Measurement], *, paired: bool, of: Of = "sigma") -> Growth | None:
+    try:
+        return growth(rows, paired=paired, of=of)
+    except InputError:  # the same sample twice, from several runs: other passages
+        alone = [replace(row, sample=k, input=rows[0].input) for k, row in enumerate(rows)]
+        return growth(alone, paired=False, of=of)
+
+
+def _fit(fit: Growth) -> dict[str, Any]:
+    return {
+        "slope": short(fit.slope),
+        "low": short(fit.low),
+        "high": short(fit.high),
+        "p": short(fit.lack_of_fit_p),
+        "fits": fit.fits,
+        "lengths": list(fit.lengths),
+        "local": [short(s) for s in fit.local],
+        "samples": fit.num_samples,
+        "note": fit.note,
+    }

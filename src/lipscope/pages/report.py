@@ -1,0 +1,61 @@
+"""The report: run folders to one HTML page, and to figures for a paper.
+
+It reads rows, bounds and tokens, never a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lipscope.errors import InputError
+
+__all__ = ["report"]
+
+
+def report(
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    png: str | Path | None = None,
+    svg: str | Path | None = None,
+) -> list[Path]:
+    """Write one self-contained HTML page about run folders, and their figures as files.
+
+    Args:
+        folders: Run folders of `measure`, `sweep` and `sandwich`.
+        out: The page; ``report.html`` in the first folder if None.
+        png: Folder for the figures as PNG, two pixels a point.
+        svg: Folder for the figures as SVG.
+
+    Returns:
+        Every file written, the page first.
+
+    Raises:
+        InputError: If a folder cannot be read, nothing can be drawn, or nothing be written.
+    """
+    from lipscope.pages.content import Content
+    from lipscope.pages.files import write_figures
+    from lipscope.pages.html import page
+    from lipscope.pages.source import read_source
+
+    if not folders:
+        raise InputError("`DIR` should name at least one run folder. Found none.")
+    content = Content([read_source(folder) for folder in folders])
+    path = Path(out) if out is not None else Path(folders[0]) / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(page(content), encoding="utf-8")
+        part.replace(path)
+        written = [path]
+        if png is not None:
+            written += write_figures(content, Path(png), "png")
+        if svg is not None:
+            written += write_figures(content, Path(svg), "svg")
+    except OSError as problem:
+        raise InputError(
+            "`-o`, `--png` and `--svg` should be places that can be written. Found "
+            f"`{problem.filename}`: {problem.strerror}."
+        ) from None
+    return written

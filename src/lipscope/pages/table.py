@@ -1,0 +1,325 @@
+"""Rows to one table: a line for each layer or head, and what a reader has to know about it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lipscope.charts.pieces import readable
+from lipscope.records.growth import Group, Growth, groups
+from lipscope.records.rows import Measurement, TokenShare
+
+MAX_WIDTH = 100
+SETTING = ("model", "map", "metric", "move", "read")
+IN_SWEEPS = ("text", "input", "dtype", "seed")  # told only where they differ
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        group: What its rows have in common.
+        row: Middle row by sigma at the largest length; null if none is finite.
+        last: All rows at the largest length.
+        token: Text of the middle row's top token, where it is known.
+        growth: How sigma grows with the number of tokens.
+        num_tokens: The largest length.
+    """
+
+    group: Group
+    row: Measurement | None
+    last: list[Measurement]
+    token: str | None
+    growth: Growth | None
+    num_tokens: int
+
+
+class Column(NamedTuple):
+    """A column: its heading, what stands in a line of it, and on which side."""
+
+    name: str
+    cell: Callable[[Line], str]
+    left: bool = False
+
+
+def blocks(
+    rows: Sequence[Measurement],
+    tokens: Iterable[TokenShare],
+    fits: Mapping[Group, Growth | None],
+) -> list[list[Line]]:
+    """The table's lines, those of one model, map, metric, move and read together.
+
+    Args:
+        rows: Measurements.
+        tokens: Their tokens.
+        fits: The growth of every group of the rows.
+
+    Returns:
+        Blocks of lines; values may be compared within a block.
+    """
+    names = {(token.id, token.index): token.text for token in tokens}
+    largest: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        setting = _setting(row)
+        largest[setting] = max(row.num_tokens, largest.get(setting, 0))
+    found: dict[tuple[Any, ...], list[Line]] = {}
+    for key, part in groups(rows).items():
+        num_tokens = largest[_setting(key)]
+        last = [row for row in part if row.num_tokens == num_tokens]
+        row = middle(last)
+        token = None if row is None else names.get((row.id, row.top_token or 0))
+        line = Line(key, row, last, token, fits[key], num_tokens)
+        found.setdefault(_setting(key), []).append(line)
+    return list(found.values())
+
+
+def middle(rows: Sequence[Measurement]) -> Measurement | None:
+    """The row of median sigma (the lower middle of an even number); none if none is finite."""
+    finite = [(r.sigma, r.sample, r) for r in rows if r.sigma is not None]
+    finite = sorted(t for t in finite if math.isfinite(t[0]))
+    return finite[(len(finite) - 1) // 2][2] if finite else None
+
+
+def _setting(of: Measurement | Group) -> tuple[Any, ...]:
+    return tuple(getattr(of, name) for name in (*SETTING, *IN_SWEEPS))
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number with so many significant digits; whole digits are never cut.
+
+    >>> number(24.1283), number(1096.4, 3), number(float("nan"))
+    ('24.13', '1096', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value != 0 and not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits - 1}e}"
+    places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(places, 0)}f}"
+
+
+def _upper(row: Measurement) -> str:
+    """The upper end, rounded upwards, so that what is printed still holds."""
+    if row.upper is None or not math.isfinite(row.upper) or row.upper <= 0:
+        return number(row.upper)
+    step = 10.0 ** (math.floor(math.log10(row.upper)) - 3)
+    return number(math.ceil(row.upper / step * (1 - 1e-12)) * step)
+
+
+def interval(row: Measurement) -> str:
+    """``[sigma, upper]`` of a row."""
+    return f"[{number(row.sigma)}, {_upper(row)}]"
+
+
+def percent(share: float | None) -> str:
+    """A share in whole percent.
+
+    >>> percent(0.934), percent(None)
+    ('93 %', '–')
+    """
+    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
+
+
+def _token(line: Line, narrow: int) -> str:
+    """The top token as text and index: ``'[CLS]' (0)``."""
+    if line.row is None or line.row.top_token is None:
+        return "–"
+    if line.token is None:
+        return f"({line.row.top_token})"
+    text = readable(line.token).strip(" ") or " "
+    limit = 7 if narrow > 1 else 11
+    return f"{text if len(text) <= limit else text[: limit - 1] + '…'!r} ({line.row.top_token})"
+
+
+def _growth_cell(line: Line, narrow: int) -> str:
+    """The verdict; where no power law fits, the slopes under it, a few in a line."""
+    if line.growth is None:
+        return "–"
+    head, _, rest = line.growth.verdict.partition(": ")
+    if narrow:
+        head = head.replace(" (", "\n(")
+    if narrow > 1:
+        head = head.replace(" [", "\n[")
+    slopes, few = rest.split(", ") if rest else [], 4 - narrow
+    parts = [slopes[i : i + few] for i in range(0, len(slopes), few)]
+    return "\n".join([head, *(", ".join(part) for part in parts)])
+
+
+def _of_row(attribute: str, digits: int = 4) -> Callable[[Line], str]:
+    return lambda line: number(getattr(line.row, attribute, None), digits)
+
+
+def _stable_rank(line: Line) -> str:
+    row = line.row
+    if row is None or not row.frobenius or not row.sigma:
+        return "–"
+    return number((row.frobenius / row.sigma) ** 2, 3)
+
+
+def _status(line: Line) -> str:
+    """Why a line has no sigma."""
+    return ", ".join(sorted({row.status for row in line.last})) or "not measured"
+
+
+def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
+    """The columns that these lines need; narrow ones say sigma in its interval only."""
+    has = {
+        name: any(getattr(line.row, name, None) is not None for line in lines)
+        for name in ("sigma_rest", "frobenius")
+    }
+    every = (*SETTING, *IN_SWEEPS)
+    varied = [n for n in every if len({getattr(line.group, n) for line in lines}) > 1]
+    columns = [Column(n, lambda line, n=n: str(getattr(line.group, n)), True) for n in varied]
+    columns.append(Column("layer", lambda line: _or(line.group.layer, "model")))
+    if any(line.group.head is not None for line in lines):
+        columns.append(Column("head", lambda line: _or(line.group.head, "all")))
+    ends = Column("[sigma, upper]", lambda x: interval(x.row) if x.row else "–", True)
+    if narrow:
+        columns.append(ends._replace(cell=lambda x: interval(x.row) if x.row else _status(x)))
+    else:
+        columns += [Column("sigma", lambda x: number(x.row.sigma) if x.row else _status(x)), ends]
+    columns += [
+        Column("relative", _of_row("relative", 3)),
+        Column("top token", lambda line: _token(line, narrow), True),
+        Column("share", lambda line: percent(line.row and line.row.top_share)),
+    ]
+    if has["sigma_rest"]:
+        columns.append(Column("without it", _of_row("sigma_rest")))
+    if has["frobenius"]:
+        columns += [
+            Column("stable rank", _stable_rank),
+            Column("Frob. norm", _of_row("frobenius", 3)),
+        ]
+    return [*columns, Column("growth", lambda x: _growth_cell(x, narrow), True)]
+
+
+def _or(value: int | None, other: str) -> str:
+    return other if value is None else str(value)
+
+
+def draw(rows: Sequence[Measurement], lines: Sequence[Line]) -> Table:
+    """The table of these lines, at most `MAX_WIDTH` wide, with its caption.
+
+    Args:
+        rows: All measurements, for what the caption says about them.
+        lines: The lines.
+
+    Returns:
+        The table; it keeps its width in a narrower console.
+    """
+    table = _table(lines)
+    for narrow in (1, 2):
+        if _width(table) > MAX_WIDTH:
+            table = _table(lines, narrow)
+    table.width = _width(table)
+    table.caption = Text("\n".join(_caption(rows, lines)), justify="left", style="dim")
+    return table
+
+
+def _table(lines: Sequence[Line], narrow: int = 0) -> Table:
+    """The table; the narrower, the less air and the more lines for the growth of one row."""
+    table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD)
+    table.padding = (0, 0 if narrow else 1, 0, 0)
+    table.pad_edge = False
+    for column in _columns(lines, narrow):
+        # Headings of two words may stand in two lines; what is under them may not.
+        name = column.name if column.name.startswith("[") else column.name.replace(" ", "\n")
+        table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
+    for line in lines:
+        cells = (column.cell(line) for column in _columns(lines, narrow))
+        table.add_row(*(Text(cell) for cell in cells))
+    if table.columns and (lack := 76 - _width(table)) > 0:
+        # Room for the sentences under a table of few columns.
+        table.columns[-1].min_width = len("growth") + lack
+    return table
+
+
+def _title(lines: Sequence[Line]) -> Text:
+    """What all lines have in common."""
+    if not lines:
+        return Text("")
+    first = lines[0].group
+    shared = [n for n in SETTING if len({getattr(line.group, n) for line in lines}) == 1]
+    words = [
+        first.model if name == "model" else f"{name} {getattr(first, name)}" for name in shared
+    ]
+    lengths = sorted({line.num_tokens for line in lines})
+    return Text(", ".join([*words, f"{' or '.join(map(str, lengths))} tokens"]))
+
+
+def _width(table: Table) -> int:
+    return Console(width=500).measure(table).maximum
+
+
+def _caption(rows: Sequence[Measurement], lines: Sequence[Line]) -> list[str]:
+    """What a reader of the table has to know about it."""
+    if not lines:
+        return ["There are no rows."]
+    counts = {len(line.last) for line in lines}
+    remarks = []
+    if counts != {1} and any(line.row for line in lines):
+        many = f"the {counts.pop()} samples" if len(counts) == 1 else "the samples"
+        remarks.append(
+            f"Of {many} at the largest length each line shows the middle one by sigma (the"
+            " lower middle of an even number), all of it from that one row."
+        )
+    remarks += [_on_intervals(rows), *_on_columns(lines), _on_growth(lines), *_on_status(rows)]
+    return [remark for remark in remarks if remark]
+
+
+def _on_intervals(rows: Sequence[Measurement]) -> str:
+    deltas = [row.delta for row in rows if row.sigma is not None and row.upper is not None]
+    if not deltas:
+        return ""
+    each = " or ".join(f"{delta:g}" for delta in sorted(set(deltas)))
+    return f"sigma is a lower value; upper holds with probability 1 - {each} over random starts."
+
+
+def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
+    """What the columns say that not every table has."""
+    yield (
+        "relative = sigma x norm of the input / norm of the output; share: of the squared norm"
+        " of the most sensitive direction."
+    )
+    if any(line.row and line.row.sigma_rest is not None for line in lines):
+        yield "without it: sigma with the top token held fixed."
+    if any(line.row and line.row.frobenius is not None for line in lines):
+        yield (
+            "stable rank = (Frobenius norm / sigma)^2; the Frobenius norm is an estimate, its"
+            " interval stands in the row's note."
+        )
+
+
+def _on_growth(lines: Sequence[Line]) -> str:
+    fits = [line.growth for line in lines if line.growth is not None]
+    if not fits:
+        return "growth: needs three lengths with a finite, positive sigma."
+    low, high = min(f.lengths[0] for f in fits), max(f.lengths[-1] for f in fits)
+    text = f"growth: exponent s of sigma ~ n^s for n from {low} to {high}"
+    if any(fit.low is not None for fit in fits):
+        text += ", with a 95 % interval for the sampling of text (not the solver's error)"
+    if any(fit.fits is False for fit in fits):
+        text += "; where a line does not fit (F test, p < 0.01), slopes between lengths"
+    notes = dict.fromkeys(fit.note for fit in fits if fit.note)
+    return "; ".join([text, *notes]) + "."
+
+
+def _on_status(rows: Sequence[Measurement]) -> Iterator[str]:
+    short = sum(row.status == "max_steps" for row in rows)
+    if short:
+        yield (
+            f"{short} of {len(rows)} rows ran out of steps: their intervals hold, but sigma may"
+            " be too low."
+        )
+    lost = [row.status for row in rows if row.sigma is None or not math.isfinite(row.sigma)]
+    if lost:
+        kinds = ", ".join(f"{lost.count(kind)} {kind}" for kind in sorted(set(lost)))
+        yield f"{len(lost)} of {len(rows)} rows have no finite sigma ({kinds})."

@@ -1,0 +1,146 @@
+"""Windows of text that a page carries: their words, and each token's share of a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lipscope.charts.pieces import spaced
+from lipscope.pages.items import REAL, Item
+from lipscope.pages.points import short
+from lipscope.pages.source import Source, windows_of
+from lipscope.records.rows import TokenShare, records_of
+
+MAX_TOKENS = 50_000
+"""Tokens with shares that a page carries."""
+
+MAX_EXCERPTS = 1_500
+"""Beginnings of windows that a page carries for its tooltips."""
+
+_BEGINNING = 48  # tokens of an excerpt
+SCALE = 100_000  # shares as whole numbers of hundred-thousandths
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows and excerpts.
+
+    Attributes:
+        texts: The tokens of every distinct window, as shown.
+        windows: By place among the carried items: text, shares and norms.
+        excerpts: Beginnings of windows.
+        begins: By place among the carried items: its excerpt, or None.
+        tops: By place among the carried items: the text of its top token, or None.
+        remark: What was left out, or None.
+    """
+
+    texts: list[list[str]]
+    windows: dict[int, dict[str, Any]]
+    excerpts: list[str]
+    begins: list[int | None]
+    tops: list[str | None]
+    remark: str | None
+
+
+def windows_for(runs: Sequence[Source], items: Sequence[Item]) -> Windows:
+    """Windows of the worst rows first, until the page is full.
+
+    Args:
+        runs: The folders.
+        items: The measurements that the page carries one by one.
+
+    Returns:
+        What is shown of their texts.
+    """
+    chosen = _chosen(items)
+    tokens = windows_of(runs, (items[k].row.id for k in chosen))
+    texts: dict[tuple[str, ...], int] = {}
+    windows: dict[int, dict[str, Any]] = {}
+    for k in chosen:
+        some = tokens.get(items[k].row.id)
+        if some:
+            words = texts.setdefault(tuple(spaced(some)), len(texts))
+            windows[k] = {"text": words} | _shares(some)
+    excerpts, begins = _excerpts(runs, items)
+    real = sum(item.kind == REAL for item in items)
+    remark = None
+    if len(chosen) < real:
+        remark = f"Shaded text is kept for {len(chosen):,} of {real:,} windows, the worst first."
+    return Windows(
+        [list(words) for words in texts],
+        windows,
+        excerpts,
+        begins,
+        _tops(runs, items),
+        remark,
+    )
+
+
+def _chosen(items: Sequence[Item]) -> list[int]:
+    """Places of the items whose windows are carried: first of every layer the worst."""
+    order = sorted(
+        (k for k, item in enumerate(items) if item.kind == REAL and item.row.top_share is not None),
+        key=lambda k: -(items[k].row.sigma or 0.0),
+    )
+    first: dict[tuple[Any, ...], int] = {}
+    for k in order:
+        if items[k].row.head is None:
+            first.setdefault((*items[k].curve, items[k].row.num_tokens), k)
+    chosen: list[int] = []
+    room = MAX_TOKENS
+    for k in dict.fromkeys([*first.values(), *order]):
+        if items[k].row.num_tokens <= room:
+            room -= items[k].row.num_tokens
+            chosen.append(k)
+    return chosen
+
+
+def _shares(tokens: Sequence[TokenShare]) -> dict[str, list[Any]]:
+    return {
+        "in": [_whole(token.share_in) for token in tokens],
+        "out": [_whole(token.share_out) for token in tokens],
+        "norm": [None if t.norm is None else float(f"{t.norm:.4g}") for t in tokens],
+    }
+
+
+def _whole(share: float | None) -> int | None:
+    value = short(share)
+    return None if value is None else round(SCALE * value)
+
+
+def _excerpts(runs: Sequence[Source], items: Sequence[Item]) -> tuple[list[str], list[int | None]]:
+    """Beginnings of the texts, one for each that is distinct."""
+    first: dict[str, str] = {}
+    for item in items:
+        if item.kind == REAL and item.row.tokens_sha256 and len(first) < MAX_EXCERPTS:
+            first.setdefault(item.row.tokens_sha256, item.row.id)
+    tokens = windows_of(runs, first.values(), most=_BEGINNING)
+    texts: dict[str, int] = {}
+    by_digest: dict[str, int] = {}
+    for digest, row_id in first.items():
+        if some := tokens.get(row_id):
+            text = "".join(spaced(some))[:180]
+            by_digest[digest] = texts.setdefault(text, len(texts))
+    return list(texts), [by_digest.get(item.row.tokens_sha256) for item in items]
+
+
+def _tops(runs: Sequence[Source], items: Iterable[Item]) -> list[str | None]:
+    """Text of the top token of every item."""
+    import polars as pl
+
+    items = list(items)
+    wanted = pl.LazyFrame(
+        {
+            "id": [item.row.id for item in items if item.row.top_token is not None],
+            "index": [item.row.top_token for item in items if item.row.top_token is not None],
+        },
+        schema={"id": pl.String, "index": pl.Int64},
+    )
+    names: dict[str, TokenShare] = {}
+    for run in runs:
+        found = run.tokens.join(wanted, on=["id", "index"], how="semi").collect()
+        for token in records_of(TokenShare, found):
+            names.setdefault(token.id, token)
+    shown = {row_id: spaced([token])[0] for row_id, token in names.items()}
+    return [shown.get(item.row.id) for item in items]

@@ -1,0 +1,1 @@
+"""Rows, run folders, growth and sampling: what is known once tensors are gone."""

@@ -1,0 +1,112 @@
+"""What reads a run: the rows of a folder and what belongs to them, while it runs or after."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lipscope.errors import InputError
+from lipscope.records.folder import RunFolder, belonging, load_manifest
+from lipscope.records.rows import BoundValue, Measurement, TokenShare, records_of
+from lipscope.records.stored import marks_of, tables
+
+if TYPE_CHECKING:
+    import polars
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as it is read: three tables and the manifest.
+
+    Attributes:
+        path: The folder.
+        manifest: ``schema``, ``spec``, ``provenance`` (versions, machine), ``models``
+            (revision and weights of each) and ``files`` (digests).
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @cached_property
+    def rows(self) -> polars.DataFrame:
+        """One line for each finished row, in the order in which they were finished."""
+        return self._read(0)
+
+    @cached_property
+    def tokens(self) -> polars.DataFrame:
+        """One line for each token; ``id`` says of which row."""
+        return belonging(self._read(1), self.rows)
+
+    @cached_property
+    def bounds(self) -> polars.DataFrame:
+        """One line for each theorem that was asked about a row; ``id`` says of which."""
+        return belonging(self._read(2), self.rows)
+
+    def measurements(self) -> list[Measurement]:
+        """The rows as records."""
+        return records_of(Measurement, self.rows)
+
+    def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
+        """The tokens of some rows, or of all, as records."""
+        return records_of(TokenShare, _of(self.tokens, ids))
+
+    def bound_values(self, ids: Sequence[str] | None = None) -> list[BoundValue]:
+        """The bounds of some rows, or of all, as records."""
+        return records_of(BoundValue, _of(self.bounds, ids))
+
+    def _read(self, index: int) -> polars.DataFrame:
+        table = tables(self.path)[index]
+        return table.read(marks_of(self.manifest["files"]).get(table.name))
+
+
+def read_run(path: str | Path) -> Run:
+    """Open a run folder for reading; its Parquet files are brought up to date if nobody writes.
+
+    Holds for folders of this and of older schemas, also while a run goes on: then the rows
+    that are finished at this moment are read.
+
+    Args:
+        path: A folder that `measure` or a sweep wrote.
+
+    Returns:
+        The run.
+
+    Raises:
+        InputError: If it is no run folder, or cannot be read.
+    """
+    path = Path(path)
+    manifest = path / "manifest.json"
+    if not manifest.is_file():
+        raise InputError(
+            f"`{path}` should be a run folder, with a `manifest.json`. Found "
+            f"{'none in it' if path.is_dir() else 'no such folder'}."
+        )
+    held = load_manifest(manifest)
+    if not _up_to_date(path, held):
+        # Somebody writes, the disk is full or not ours: the lines say the same as the copies
+        # would.
+        with contextlib.suppress(InputError), RunFolder(path, held["spec"]):
+            held = load_manifest(manifest)  # opening it is what compacts it
+    return Run(path, held)
+
+
+def _up_to_date(path: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the copies hold all lines, so that the folder need not be opened for writing."""
+    marks = marks_of(manifest["files"])
+    for table in tables(path):
+        size = table.lines.stat().st_size if table.lines.is_file() else 0
+        if table.name not in marks or marks[table.name].bytes != size:
+            return False
+        if size and not table.readable():
+            return False
+    return True
+
+
+def _of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:
+    import polars as pl
+
+    return frame if ids is None else frame.filter(pl.col("id").is_in(list(ids)))

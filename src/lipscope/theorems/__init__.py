@@ -1,0 +1,59 @@
+"""Every bound of the literature and those derived here: one paper, one file."""
+
+from lipscope.linalg.norms import NormInterval, infinity_norm, max_token_norm
+from lipscope.linalg.segment import Segment, segment
+from lipscope.theorems.derived import ball, everywhere, local, row_gram
+from lipscope.theorems.head import Head, heads_of
+from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
+from lipscope.theorems.papers import (
+    castin2024,
+    dasoulas2021,
+    emadi2026,
+    geshkovski2023,
+    kim2021,
+    lipsformer2023,
+    yudin2025,
+)
+from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
+from lipscope.theorems.several import Layer, evaluate
+from lipscope.theorems.table import Bound, bounds
+
+# What enters theorems into the catalogue by being imported.
+PAPERS = (
+    castin2024,
+    geshkovski2023,
+    kim2021,
+    dasoulas2021,
+    lipsformer2023,
+    yudin2025,
+    emadi2026,
+    everywhere,
+    local,
+    row_gram,
+    ball,
+)
+
+__all__ = [
+    "DERIVED",
+    "PAPERS",
+    "Bound",
+    "Head",
+    "Layer",
+    "Norm",
+    "NormInterval",
+    "Normed",
+    "NotApplicableError",
+    "Segment",
+    "Theorem",
+    "absorb",
+    "bounds",
+    "catalogue",
+    "evaluate",
+    "heads_of",
+    "infinity_norm",
+    "max_token_norm",
+    "norm_of",
+    "radius_of_norm",
+    "segment",
+    "theorem",
+]

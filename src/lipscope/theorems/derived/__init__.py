@@ -1,0 +1,1 @@
+"""Theorems derived here."""

@@ -1,0 +1,371 @@
+"""The ball certificate of one head: every Jacobian within a radius of X, bounded at once.
+
+Derived here; statement and proof, line by line: ``docs/theory/ball-certificate.md``.
+A ball is ``token`` (every token moves by at most ``eps``, which contains the next) or
+``frobenius`` (all of them together do).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.errors import InputError
+from lipscope.theorems.derived.centre import BallName, Centre, Softmax, eigenvalue, softmax_over
+from lipscope.theorems.head import Head
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+
+_SLACK = 1e-10  # float64 rounding of the weighted sums, with room
+_EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
+
+
+class Ball:
+    """One head over the ball of radius ``eps`` around its centre: every form, lazily.
+
+    Args:
+        centre: The head at the centre.
+        eps: Radius; one for all tokens, or one each (``token`` only).
+        ball: Which moves it holds.
+
+    Raises:
+        InputError: If ``eps`` is negative, not finite or of the wrong shape.
+    """
+
+    def __init__(
+        self, centre: Centre, eps: float | Float[Tensor, " n"], ball: BallName = "token"
+    ) -> None:
+        self.c = centre
+        self.ball: BallName = ball
+        self.eps = per_token(eps, centre.x.shape[0], ball)
+
+    @cached_property
+    def p(self) -> Softmax:
+        """Intervals of the attention weights."""
+        return softmax_over(self.c, self.eps, self.ball)
+
+    @cached_property
+    def visible_eps(self) -> Tensor:
+        """Largest move among the tokens that row i reads, ``(n,)``."""
+        return torch.where(self.c.allowed, self.eps, 0.0).amax(-1)
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """``>= sqrt(lam_max(Cov_P'(e)))``: how far moves differ within a row, ``(n,)``."""
+        most = self.p.lower.amax(-1).clamp_min(0.5)  # Var <= 4 p (1 - p) eps^2 once p > 1/2
+        part = (4 * most * (1 - most)).sqrt()
+        if self.ball == "frobenius":
+            part = torch.minimum(part, self.p.upper.amax(-1).sqrt())
+        return self.visible_eps * part
+
+    @cached_property
+    def shift(self) -> Tensor:
+        """``>= |sum_j P'_ij e_j|``, ``(n,)``."""
+        if self.ball == "frobenius":
+            return self.visible_eps * self.p.upper.amax(-1).sqrt()
+        return self.visible_eps
+
+    @cached_property
+    def rho(self) -> Tensor:
+        """``>= |K_j^T q'_i|``, ``(n, 1)``, or ``(n, n)`` with a rotary embedding."""
+        return self.c.rho + self.c.norm_a * self.eps[:, None]
+
+    @cached_property
+    def sums(self) -> dict[str, Tensor]:
+        """Weighted Gram matrices of ``Vy`` and ``A^T y``, one pass over the rows.
+
+        ``upper`` is weighted with ``U``, ``change`` with ``D``; ``_y`` is a Gram matrix of
+        ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` the top eigenvalues of ``Vy`` and ``A^T y``.
+        """
+        c, p = self.c, self.p
+        parts: dict[str, list[Tensor]] = {}
+        for rows in c.chunks():
+            y, z = c.y(rows), c.z(rows)
+            upper, change = (w[rows, :, None].sqrt() for w in (p.upper, p.change))
+            gram, moved = _gram(upper * y), _gram(change * y)
+            found = {
+                "upper_y": gram,
+                "change_y": moved,
+                "upper_v": eigenvalue(gram),
+                "upper_a": eigenvalue(_gram(upper * z)),
+                "change_v": eigenvalue(moved),
+                "change_a": eigenvalue(_gram(change * z)),
+            }
+            if c.rotary is not None:
+                found["rows"] = self._rotary_rows(rows, y)
+            for name, value in found.items():
+                parts.setdefault(name, []).append(value)
+        return {name: torch.cat(part) for name, part in parts.items()}
+
+    @cached_property
+    def mean_moved(self) -> Tensor:
+        """``>= |sum_j (P'_ij - P_ij) V y_ij|``, ``(n,)``."""
+        total = self.p.change.sum(-1)
+        by_norms = (self.p.change * self.c.nu).sum(-1)
+        return torch.minimum(by_norms, (total * self.sums["change_v"]).sqrt())
+
+    @cached_property
+    def _key_moved(self) -> Tensor:
+        total = self.p.change.sum(-1)
+        by_norms = (self.p.change * self.c.mu).sum(-1)
+        return torch.minimum(by_norms, (total * self.sums["change_a"]).sqrt())
+
+    @cached_property
+    def own_change(self) -> Tensor:
+        """``>= ‖V C'_i A - V C_i A‖``, ``(n,)``: what token i's own query adds."""
+        c, sums = self.c, self.sums
+        v, a = c.norm_v * self.spread, c.norm_a * self.spread
+        return (
+            (sums["change_v"] * sums["change_a"]).sqrt()
+            + self.mean_moved * self._key_moved
+            + v * sums["upper_a"].sqrt()
+            + a * sums["upper_v"].sqrt()
+            + v * a
+        )
+
+    @cached_property
+    def own(self) -> Tensor:
+        """``>= ‖V C'_i A‖``, ``(n,)``: the product of two spreads, or centre plus change."""
+        c, sums = self.c, self.sums
+        v = sums["upper_v"].sqrt() + c.norm_v * self.spread
+        a = sums["upper_a"].sqrt() + c.norm_a * self.spread
+        return torch.minimum(v * a, c.drift + self.own_change)
+
+    @cached_property
+    def row(self) -> Tensor:
+        """``w'_i >= lam_max(sum_j P'_ij B'_ij B'_ij^T)``, ``(n,)``."""
+        c, sums = self.c, self.sums
+        if c.rotary is not None:
+            return sums["rows"]
+        moved, upper = c.norm_v * self.spread, sums["upper_v"].sqrt()
+        # (a + b)(a + b)^T <= (1 + t) a a^T + (1 + 1/t) b b^T with t = moved / upper
+        stretch = torch.where(upper > 0, 1 + moved / upper, 0.0)
+        extra = self.spread.square() + self.spread * upper / max(c.norm_v, 1e-300)
+        rho = self.rho[:, 0].square()
+        whole = c.gram_v * (1 + rho * extra)[:, None, None]
+        return eigenvalue(whole + sums["upper_y"] * (rho * stretch)[:, None, None])
+
+    def _rotary_rows(self, rows: slice, y: Tensor) -> Tensor:
+        """`row` where what reads token j depends on j: centre weighted by U, plus change."""
+        c, upper = self.c, self.p.upper[rows]
+        key_value = c.head.value @ c.head.key.T  # (k_v, k)
+        cross = (upper[..., None] * (c.h(rows) @ key_value.T)).mT @ y
+        gram = _gram((upper.sqrt() * c.rho[rows])[..., None] * y)
+        total = upper.sum(-1)[:, None, None] * c.gram_v
+        main = eigenvalue(total + cross + cross.mT + gram).sqrt()
+        # o'_i - o_i, from the norms alone: the sums are not known yet
+        mean = (self.p.change[rows] * c.nu[rows]).sum(-1) + c.norm_v * self.shift[rows]
+        query = c.norm_a * self.eps[rows, None]
+        block = (c.norm_v * self.eps + mean[:, None]) * self.rho[rows] + c.nu[rows] * query
+        return (main + (upper * block.square()).sum(-1).sqrt()).square()
+
+    # --- the forms
+
+    @cached_property
+    def by_weights(self) -> float:
+        """The row-Gram certificate at the centre, blocks stretched by ``U_ij / P_ij``.
+
+        ``sqrt(max_j sum_i p_ij ω'_i)``; the weights ``p`` are those found at the centre.
+        """
+        c, p = self.c, self.p
+        stretch = torch.where(c.p > 0, p.upper / c.p, 1.0)
+        unseen = (c.p == 0) & (p.upper > 0)
+        if bool(unseen.any()) or not bool(torch.isfinite(stretch).all()):
+            return math.inf
+        rows, weights = c.weighted.rows, c.weighted.weights
+        sizes = torch.where(weights > 0, p.upper.square() / weights, 0.0)
+        mean = self.mean_moved + c.norm_v * self.shift
+        moved = (c.norm_v * self.eps + mean[:, None]) * self.rho
+        query = c.norm_a * self.eps
+        if c.rotary is None:
+            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks()]
+            turned = query * torch.cat(parts).sqrt()
+        else:
+            turned = query * (sizes * c.nu.square()).sum(-1).sqrt()
+        loose = torch.where(c.p > 0, p.change / c.p, 0.0).diagonal()
+        own = (self.own_change + loose * c.drift) / weights.diagonal().sqrt()
+        root = rows.eigenvalues(weights / stretch.square()).sqrt()
+        root = root + (sizes * moved.square()).sum(-1).sqrt() + turned + own
+        return float(_column(weights, root.square()) * (1 + _SLACK))
+
+    @cached_property
+    def by_rows(self) -> float:
+        """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``."""
+        return float(_column(self.p.upper, self.row) + self.own.max())
+
+    @cached_property
+    def by_blocks(self) -> float:
+        """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |Vy'_ij| |a'_i|]_ij‖``."""
+        c = self.c
+        mean = self.mean_moved + c.norm_v * self.shift
+        nu = c.nu + c.norm_v * self.eps + mean[:, None]
+        blocks = self.p.upper * nu * self.rho
+        return float(_norm(self.p.upper) * c.norm_v + self.own.max() + _norm(blocks))
+
+    @cached_property
+    def change(self) -> float:
+        """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
+        c, sums = self.c, self.sums
+        weights = self.p.change.sum(-1).sqrt() * c.norm_v
+        reader = c.rho.amax(-1) if c.rotary is None else None
+        if reader is None:
+            turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
+        else:
+            turned = reader * sums["change_v"].sqrt()
+        blocks = (weights + turned).square()
+        moved = self.rho.amax(-1) * (c.norm_v * self.spread + self.mean_moved)
+        moved = moved + c.norm_a * self.eps * sums["upper_v"].sqrt()
+        return float(
+            _column(self.p.change, blocks)
+            + _column(self.p.upper, moved.square())
+            + self.own_change.max()
+        )
+
+    @cached_property
+    def by_radius(self) -> float:
+        """G2 at the radius of the moved tokens; inf with a rotary embedding."""
+        if self.c.rotary is not None:
+            return math.inf
+        norms = self.c.x.norm(dim=-1) + self.eps
+        return _global(self.c.head, float(norms.max()), self.c.allowed)
+
+    def forms(self, local: float | None = None, *, sharp: bool = False) -> dict[str, float]:
+        """Every form that is finite, by name.
+
+        Args:
+            local: A certificate at the centre; the lesser of F1 and F2 if None.
+            sharp: Also `by_weights`.
+        """
+        if local is None:
+            at = Ball(self.c, 0.0)
+            local = min(at.by_rows, at.by_blocks)
+        found = {
+            "rows": self.by_rows,
+            "blocks": self.by_blocks,
+            "change": local + self.change,
+            "weights": self.by_weights if sharp else math.inf,
+            "radius": self.by_radius,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    @property
+    def outputs(self) -> Tensor:
+        """``>= sup |df_i(E)|`` for ``E`` of unit size in the ball's own norm, ``(n,)``."""
+        row = self.row.sqrt()
+        if self.ball == "frobenius":  # sum_j P'_ij |e_j|^2 <= max_j U_ij ‖E‖^2
+            row = row * self.p.upper.amax(-1).sqrt()
+        return row + self.own
+
+
+@theorem(cite=DERIVED, statement="ball certificate")
+def ball_certificate(head: Head, x: Tensor, eps: float) -> float:
+    """Least of all ball forms: ``‖f(X') - f(X'')‖ <= L ‖X' - X''‖`` within ``eps`` of X.
+
+    ``L = min(F1(eps), F2(eps), min(F1, F2)(0) + change(eps), G2(max|x_i| + eps))``.
+    Holds for every X', X'' whose tokens are within ``eps`` of those of X, any mask, biases
+    and rotary embedding (G2 then left out). Source: derived here (``docs/theory``).
+    """
+    return least(Ball(Centre(head, x), eps).forms())
+
+
+@theorem(cite=DERIVED, statement="ball certificate, rows", slow=True)
+def ball_rows(head: Head, x: Tensor, eps: float) -> float:
+    """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``.
+
+    Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
+    """
+    return least({"rows": Ball(Centre(head, x), eps).by_rows})
+
+
+@theorem(cite=DERIVED, statement="ball certificate, blocks", slow=True)
+def ball_blocks(head: Head, x: Tensor, eps: float) -> float:
+    """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
+
+    Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
+    """
+    return least({"blocks": Ball(Centre(head, x), eps).by_blocks})
+
+
+@theorem(cite=DERIVED, statement="ball certificate, radius")
+def ball_radius(head: Head, x: Tensor, eps: float) -> float:
+    """G2 at radius ``max_i |x_i| + eps``.
+
+    Holds for any mask and biases, not for rotary embeddings. Source: derived here.
+    """
+    head.without_rotary()
+    return least({"radius": Ball(Centre(head, x), eps).by_radius})
+
+
+def least(forms: dict[str, float]) -> float:
+    """The least of the forms, which all hold.
+
+    Raises:
+        NotApplicableError: If none is finite.
+    """
+    finite = [value for value in forms.values() if math.isfinite(value)]
+    if not finite:
+        raise NotApplicableError("no certificate: every form overflows; choose a smaller `eps`")
+    return min(finite)
+
+
+def per_token(eps: float | Tensor, num_tokens: int, ball: BallName) -> Float[Tensor, " n"]:
+    """``eps`` as one radius per token.
+
+    Raises:
+        InputError: If it is negative, not finite, of the wrong shape, or per token in a
+            Frobenius ball.
+    """
+    given = torch.as_tensor(eps, dtype=torch.float64).detach().cpu()
+    if not (bool(torch.isfinite(given).all()) and bool((given >= 0).all())):
+        raise InputError(f"`eps` should be finite and not negative. Found `eps = {eps}`.")
+    if given.ndim and (ball == "frobenius" or tuple(given.shape) != (num_tokens,)):
+        raise InputError(
+            f"`eps` should be one number, or {num_tokens} for the ball `token`. "
+            f"Found shape {tuple(given.shape)}."
+        )
+    return given.expand(num_tokens)
+
+
+def _gram(w: Tensor) -> Tensor:
+    return w.mT @ w
+
+
+def _column(weights: Tensor, rows: Tensor) -> Tensor:
+    """``sqrt(max_j sum_i weights_ij rows_i)``."""
+    return (rows @ weights).max().sqrt()
+
+
+def _norm(m: Tensor) -> float:
+    """Spectral norm of a nonnegative matrix, from above.
+
+    Exact up to rounding where it is small; else Collatz and Wielandt's bound
+    ``lam_max(M) <= max_j (M w)_j / w_j`` for ``M = m^T m`` and any ``w > 0``.
+    """
+    gram = m.T @ m
+    if not bool(torch.isfinite(gram).all()):
+        return math.inf
+    if m.shape[0] <= _EXACT_NORM:
+        return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt())
+    w, best = m.new_ones(m.shape[1]), math.inf
+    for _ in range(100):
+        moved = gram @ w
+        best = min(best, float((moved / w).max()))
+        w = (moved / moved.max().clamp_min(1e-300)).clamp_min(1e-12)
+    return math.sqrt(best)
+
+
+def _global(head: Head, radius: float, allowed: Tensor) -> float:
+    """G2: ``‖V‖ (sqrt(sum_i max_{p <= pmax_i} p (1 + t min(1, 4p(1-p)))) + ‖A‖ R^2)``."""
+    alpha = (head.norm_a * radius + head.norm_b) * radius
+    t = alpha**2
+    if not math.isfinite(t):
+        return math.inf
+    log_others = (allowed.sum(-1).double() - 1).log()  # -inf if alone
+    pmax = torch.sigmoid(2 * alpha + head.bias_range(len(allowed)) - log_others)
+    peak = (2 * t + math.sqrt(4 * t * t + 3 * t)) / (6 * t) if t > 0.25 else 1.0
+    p = pmax.clamp_max(peak)
+    value = p * (1 + t * torch.where(p > 0.5, 4 * p * (1 - p), 1.0))
+    return head.norm_v * (math.sqrt(float(value.sum())) + head.norm_a * radius**2)

@@ -1,0 +1,290 @@
+"""Bounds for all inputs of a radius that are derived here; proofs in the theory pages.
+
+``docs/theory/global-bounds.md`` proves each of them line by line. They rest on one fact: the
+deviations ``y_ij`` of a row average to zero under its attention, so that row ``i`` of the
+Jacobian without its diagonal term has ``|row_i e|² ≤ w_i Σ_j P_ij |e_j|²`` with
+``w_i = λ_max(V (I + |a_i|² C_i) V^T)``.
+
+Throughout ``α = ‖A‖ R²`` and ``β = (‖A‖ R + |b|) R``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipscope.theorems.directions import star_direction
+from lipscope.theorems.head import Head
+from lipscope.theorems.papers.castin2024 import two_cluster_value
+from lipscope.theorems.point import at_point
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+
+_CELLS = 4096
+
+
+@theorem(cite=DERIVED, statement="G1")
+def global_g1(head: Head, num_tokens: int, radius: float) -> float:
+    """Theorem 3.3 by rows: never above it.
+
+    ``‖V‖ (√(n κ(β²)) + α)``, ``κ(t) = max_{p≤1} p (1 + t min(1, 4p(1-p)))``.
+
+    Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    alpha, beta = _alpha_beta(head, radius)
+    return head.norm_v * (math.sqrt(num_tokens * kappa(beta**2)) + alpha)
+
+
+@theorem(cite=DERIVED, statement="G2")
+def global_g2(head: Head, num_tokens: int, radius: float) -> float:
+    """G1 with the largest attention that a ball allows: the best global bound here.
+
+    ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p)))) + α)``,
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2β - r_i))``, ``N_i`` the number of keys that row ``i`` sees,
+    ``r_i`` the range of the bias of their logits (0 without one).
+
+    Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings. With
+    ``N_i = n`` for every row it would fail under a causal mask.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    alpha, beta = _alpha_beta(head, radius)
+    rows = _row_gain(_largest_attention(head, num_tokens, beta), beta**2)
+    return head.norm_v * (math.sqrt(_column(head, rows)) + alpha)
+
+
+@theorem(cite=DERIVED, statement="MF")
+def mean_field(head: Head, radius: float) -> float:
+    """The mean-field constant with half the exponent.
+
+    ``‖V‖ (e^β √(1 + β²) + α)``: a bound of the Wasserstein-2 Lipschitz constant.
+
+    Holds without mask and rotary embedding, for any bias and any number of tokens of norm at
+    most R. Its exponent is that of `castin_prop_3_6` where ``-‖A‖`` is an eigenvalue of A.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    head.unmasked()
+    head.without_positions()
+    alpha, beta = _alpha_beta(head, radius)
+    return head.norm_v * (math.exp(beta) * math.sqrt(1 + beta**2) + alpha)
+
+
+@theorem(cite=DERIVED, statement="Theorem 4.4, corrected (Hardy)", scope="mean-field")
+def masked_mean_field(head: Head, radius: float) -> float:
+    """A mean-field constant that holds for causal attention.
+
+    ``‖V‖ (α + 2 (1 + 2β) e^(2β))``, the 2 being that of Hardy's inequality for running means.
+
+    Holds for the causal mask, any bias and any number of tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    alpha, beta = _causal_alpha_beta(head, radius)
+    return head.norm_v * (alpha + 2 * (1 + 2 * beta) * math.exp(2 * beta))
+
+
+@theorem(cite=DERIVED, statement="Theorem 4.4, corrected (dyadic blocks)", scope="mean-field")
+def masked_mean_field_dyadic(head: Head, radius: float) -> float:
+    """The causal mean-field constant with half the exponent.
+
+    ``‖V‖ (α + Σ_{m≥0} min(s, c 2^(-m/2)))``, ``s = e^β √(1 + β²)``, ``c = (1 + 2β) e^(2β)``;
+    at most ``‖V‖ (α + s (2 log2(c/s) + 1 + 1/(1 - 2^(-1/2))))``.
+
+    Holds for the causal mask, any bias and any number of tokens of norm at most R; better
+    than `masked_mean_field` from ``β`` of about 0.9 on.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    alpha, beta = _causal_alpha_beta(head, radius)
+    same = math.exp(beta) * math.sqrt(1 + beta**2)
+    far = (1 + 2 * beta) * math.exp(2 * beta)
+    blocks = math.floor(2 * math.log2(far / same)) + 1  # lags at which `same` is smaller
+    tail = far * 2 ** (-blocks / 2) / (1 - 2**-0.5)
+    return head.norm_v * (alpha + same * blocks + tail)
+
+
+@theorem(cite=DERIVED, statement="Largest token norm", metric="max-token", scope="global")
+def max_token(head: Head, radius: float) -> float:
+    """How far any token of the output moves when no token moves by more than 1.
+
+    ``‖V‖ (√(1 + β²) + α)``: no number of tokens in it, no exponential.
+
+    Holds for any mask, bias and number of tokens of norm at most R; no rotary embedding.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    alpha, beta = _alpha_beta(head, radius)
+    return head.norm_v * (math.sqrt(1 + beta**2) + alpha)
+
+
+@theorem(cite=DERIVED, statement="Largest token norm, at x", metric="max-token", slow=True)
+def max_token_local(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
+    """`max_token` with what attention does at this input.
+
+    ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
+
+    Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
+    head's width, a second or two a head at 512 tokens.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    head.without_rotary()
+    at = at_point([head], x, slope)
+    base = head.value @ head.value.T
+    move = (at.p[0] @ at.columns.square()).sqrt()
+    worst = 0.0
+    for i in range(len(at.x)):
+        y = at.v[0] - at.o[0, i]
+        cov = (y * at.p[0, i, :, None]).T @ y
+        w = torch.linalg.eigvalsh(base + at.norms_a[0, i, 0] ** 2 * cov)[-1]
+        own = at.norms_t2[0, i] * at.columns[i]
+        worst = max(worst, float(w.clamp_min(0).sqrt() * move[i] + own))
+    return worst
+
+
+@theorem(cite=DERIVED, statement="Largest token norm, at x, scalars only", metric="max-token")
+def max_token_scalar(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
+    """`max_token_local` with traces in place of eigenvalues.
+
+    ``max_i (√((‖V‖² + |a_i|² t_i) Σ_j P_ij s_j²) + √(t_i · tr A^T C_i A) s_i)``,
+    ``t_i = tr V C_i V^T``, ``s_j = 1`` without a norm in front.
+
+    Holds for any mask and bias at ``x``; no rotary embedding.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    head.without_rotary()
+    at = at_point([head], x, slope)
+    small = torch.linalg.qr(head.query.T, mode="r").R
+    moved = _trace(at.p[0], at.v[0])
+    turned = _trace(at.p[0], (at.x @ head.key.T) @ small.T)
+    rows = head.norm_v**2 + at.norms_a[0, :, 0] ** 2 * moved
+    rows = (rows * (at.p[0] @ at.columns.square())).sqrt()
+    return float((rows + (moved * turned).sqrt() * at.columns).max())
+
+
+@theorem(cite=DERIVED, statement="Rotary embeddings")
+def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
+    """G2 for attention with rotary embeddings.
+
+    ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + a R min(1, 2√(p(1-p))))²) + t R)`` with
+    ``a = ρ² ‖K‖ (‖Q‖ R + |b_Q|)``, ``t = ρ² ‖Q‖ (‖K‖ R + |b_K|)``,
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2g - r_i))``, ``g = ρ² (‖Q‖ R + |b_Q|) (‖K‖ R + |b_K|)`` and
+    ``ρ`` the largest norm of a rotation, 1 unless the embedding scales.
+
+    Holds for any mask and bias on tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    if head.rotary is None:
+        raise NotApplicableError("it has no rotary embedding; G2 is sharper")
+    rho = _rotation_norm(head)
+    norm_q, norm_k = (float(torch.linalg.matrix_norm(w, 2)) for w in (head.query, head.key))
+    q = rho * (norm_q * radius + float(head.query_bias.norm()))
+    k = rho * (norm_k * radius + float(head.key_bias.norm()))
+    p = _largest_attention(head, num_tokens, q * k)
+    rows = _rotary_gain(p, rho * norm_k * q * radius)
+    return head.norm_v * (math.sqrt(_column(head, rows)) + rho * norm_q * k * radius)
+
+
+@theorem(cite=DERIVED, statement="Two clusters, γ*", kind="lower")
+def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
+    """Proposition 3.4 where ``A`` needs no real eigenvalue.
+
+    ``√(n-1) p (1 + 2 γ* R² (1-p))`` for ``V = I``, ``γ* = max_{|v|≤1} (|Av| - <v, Av>) / 2``,
+    ``p = 1 / (1 + (n-1) e^(-2 γ* R²))``; the norm of the first column of blocks for any ``V``.
+
+    Holds without mask and for causal ones. ``γ*`` is at least the ``γ`` of Proposition 3.4.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    head.causal_or_unmasked()
+    head.without_positions()
+    head.without_bias()
+    direction = star_direction(head)
+    if direction is None:
+        raise NotApplicableError("A is zero")
+    return two_cluster_value(head, direction, num_tokens, radius)
+
+
+def kappa(t: float) -> float:
+    """``max_{0≤p≤1} p (1 + t min(1, 4p(1-p)))``, at most ``1 + t``.
+
+    >>> kappa(0.25), round(kappa(1.0), 3)
+    (1.0, 1.316)
+    """
+    return float(_row_gain(torch.ones(1, dtype=torch.float64), t)[0])
+
+
+def _row_gain(p_max: Tensor, t: float) -> Tensor:
+    """``max_{p≤p_max} p (1 + t min(1, 4p(1-p)))``.
+
+    Increasing up to 1/2, then a cubic with one maximum, beyond 1 for ``t ≤ 1/4``.
+    """
+    best = 1.0 if t <= 0.25 else (1 + math.sqrt(1 + 0.75 / t)) / 3
+    p = p_max.clamp_max(best)
+    return p * (1 + t * (4 * p * (1 - p)).masked_fill(p <= 0.5, 1.0))
+
+
+def _rotary_gain(p_max: Tensor, c: float) -> Tensor:
+    """An upper bound of ``max_{p≤p_max} p (1 + c min(1, 2√(p(1-p))))²``.
+
+    Beyond 1/2 the first factor grows and the second falls: on each of many cells their
+    largest values are at its two ends.
+    """
+    ends = torch.linspace(0.5, 1.0, _CELLS + 1, dtype=torch.float64)
+    left, right = ends[:-1], ends[1:]
+    cells = right * (1 + 2 * c * (left * (1 - left)).sqrt()) ** 2
+    running = torch.cat([cells.new_tensor([0.5 * (1 + c) ** 2]), cells.cummax(0).values])
+    cell = torch.ceil((p_max - 0.5).clamp_min(0) * 2 * _CELLS).long()
+    return torch.where(p_max <= 0.5, p_max * (1 + c) ** 2, running[cell].clamp_min(running[0]))
+
+
+def _largest_attention(head: Head, num_tokens: int, gap: float) -> Tensor:
+    """``1 / (1 + (N_i - 1) e^(-2 gap - r_i))``: no weight of row ``i`` can be larger."""
+    seen = head.visible(num_tokens).to(torch.float64)
+    apart = -2 * gap - head.bias_range(num_tokens)
+    return 1 / (1 + (seen - 1).clamp_min(0) * apart.exp())
+
+
+def _column(head: Head, rows: Tensor) -> float:
+    """``max_j Σ_{i sees j} rows_i``; without mask and for causal ones token 1 is seen by all."""
+    if head.mask is None and head.window is None:
+        return float(rows.sum())
+    allowed = head.allowed(len(rows)).to(rows.dtype)
+    return float((rows @ allowed).max())
+
+
+def _trace(p: Tensor, v: Tensor) -> Tensor:
+    """Traces of the covariances of the rows of ``v`` under every row of ``p``."""
+    v = v - v.mean(0)  # covariances do not see it, rounding does
+    return (p @ v.square().sum(-1) - (p @ v).square().sum(-1)).clamp_min(0)
+
+
+def _rotation_norm(head: Head) -> float:
+    """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
+    assert head.rotary is not None
+    cos, sin = (w.unflatten(-1, (2, -1)) for w in (head.rotary.cos, head.rotary.sin))
+    # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
+    pairs = torch.stack([cos[..., 0, :], -sin[..., 0, :], sin[..., 1, :], cos[..., 1, :]], -1)
+    turns = torch.linalg.matrix_norm(pairs.unflatten(-1, (2, 2)), 2)
+    rest = head.rotary.cos.shape[-1] < head.query.shape[0]
+    return max(float(turns.max()), 1.0 if rest else 0.0)
+
+
+def _alpha_beta(head: Head, radius: float) -> tuple[float, float]:
+    head.without_rotary()
+    alpha = head.norm_a * radius**2
+    return alpha, alpha + head.norm_b * radius
+
+
+def _causal_alpha_beta(head: Head, radius: float) -> tuple[float, float]:
+    head.causal_or_unmasked()
+    if not head.causal:
+        raise NotApplicableError("it is not causal")
+    head.without_positions()
+    return _alpha_beta(head, radius)

@@ -1,0 +1,210 @@
+"""Directions along which one token draws the attention of all others, from ``A`` alone.
+
+With ``x_1 = R first`` and every other token at ``R rest``, the others' logit of ``x_1``
+exceeds their logit of themselves by ``2 gamma R^2``. The larger ``gamma``, the fewer tokens
+of norm at most ``R`` are needed for a large sigma (Proposition 3.4 of [castin2024]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.theorems.head import Head
+
+_ITERATIONS = 500
+_SETTLED = 1e-8
+_SCREENING, _KEPT = 40, 6  # after so many iterations only the best go on
+_RANDOM_STARTS = 32
+# Eigenvalues below this share of ‖A‖ are zeros of a matrix of low rank, up to rounding.
+_ZERO = 1e-10
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Where to put one token and the rest, in units of the radius.
+
+    Attributes:
+        gamma: Half the logit gap at radius 1: ``<A rest, first - rest> = 2 gamma``.
+        first: Unit vector, ``(d,)``.
+        rest: Vector of norm at most 1, ``(d,)``.
+        case: ``negative``, ``positive`` (Proposition 3.4) or ``star`` (derived here).
+    """
+
+    gamma: float
+    first: Float[Tensor, " d"]
+    rest: Float[Tensor, " d"]
+    case: str
+
+
+def eigen_directions(head: Head) -> list[Direction]:
+    """The two cases of Proposition 3.4, best first; none where ``A`` has no use for them.
+
+    ``gamma = -gamma_min`` with ``first = u``, ``rest = -u``, and ``gamma = gamma_max / 8``
+    with ``first = u``, ``rest = u / 2``, where ``gamma_min`` and ``gamma_max`` are the
+    extreme real eigenvalues of ``A`` and ``u`` the unit eigenvector.
+
+    Holds for any ``A``; only cases with ``gamma > 0`` are returned.
+
+    Source: Proposition 3.4 and Lemma C.7 of [castin2024].
+    """
+    values, vectors = real_eigenpairs(head)
+    found = []
+    if len(values):
+        low, high = int(values.argmin()), int(values.argmax())
+        if values[low] < 0:
+            u = vectors[low]
+            found.append(Direction(-float(values[low]), u, -u, "negative"))
+        if values[high] > 0:
+            u = vectors[high]
+            found.append(Direction(float(values[high]) / 8, u, u / 2, "positive"))
+    return sorted(found, key=lambda one: -one.gamma)
+
+
+def star_direction(head: Head) -> Direction | None:
+    """``gamma* = max_{|v| <= 1} (|Av| - <v, Av>) / 2``: needs no real eigenvalue.
+
+    ``rest = v``, ``first = Av / |Av|``. The two cases of Proposition 3.4 are ``v`` an
+    eigenvector of norm 1 or 1/2, so ``gamma* >= gamma``; also ``gamma* <= ‖A‖``.
+
+    Holds for any ``A`` other than 0 (None there). The problem is not concave: what is
+    returned is the best of many ascents, and any of them is a valid direction. Each step
+    maximises a minorant, ``|Av| >= <Av, s>`` and the quadratic form linearised after its
+    largest eigenvalue has been taken out, so no ascent ever goes down.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    if head.norm_a == 0:
+        return None
+    basis = _span(head)
+    a = (head.key @ basis).T @ (head.query @ basis)
+    symmetric = (a + a.T) / 2
+    top = max(float(torch.linalg.eigvalsh(symmetric)[-1]), 0.0) + 1e-12 * head.norm_a
+    v = _starts(head, basis, a)
+    for i in range(_ITERATIONS):
+        before, av = v, v @ a.T
+        if i == _SCREENING:
+            before = v = v[_half_gap(v, av).topk(min(_KEPT, len(v))).indices]
+            av = v @ a.T
+        s = av / av.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        v = (s @ a + 2 * (top * v - v @ symmetric)) / (2 * top)
+        v = v / v.norm(dim=1, keepdim=True).clamp_min(1.0)
+        if float((v - before).abs().max()) < _SETTLED:
+            break
+    av = v @ a.T
+    gain = _half_gap(v, av)
+    best = int(gain.argmax())
+    first = basis @ av[best]
+    return Direction(float(gain[best]), first / first.norm(), basis @ v[best], "star")
+
+
+def _half_gap(v: Tensor, av: Tensor) -> Tensor:
+    return (av.norm(dim=1) - (v * av).sum(1)) / 2
+
+
+def real_eigenpairs(head: Head) -> tuple[Float[Tensor, " m"], Float[Tensor, "m d"]]:
+    """Nonzero real eigenvalues of ``A`` and their unit eigenvectors, from ``k x k``.
+
+    ``Q K^T w = lambda w`` gives ``A (K^T w) = lambda K^T w``.
+    """
+    values, vectors = torch.linalg.eig(head.query @ head.key.T)
+    # A real matrix in real Schur form: real eigenvalues have no imaginary part at all.
+    keep = (values.imag == 0) & (values.real.abs() > _ZERO * head.norm_a)
+    full = vectors.real[:, keep].T @ head.key
+    return values.real[keep], full / full.norm(dim=1, keepdim=True)
+
+
+def _span(head: Head) -> Float[Tensor, "d r"]:
+    """Orthonormal basis of the space on which ``A`` and its transpose act."""
+    rows = torch.cat([head.query, head.key])
+    if rows.shape[0] >= rows.shape[1]:
+        return torch.eye(rows.shape[1], dtype=rows.dtype)
+    return torch.linalg.qr(rows.T).Q
+
+
+def _starts(head: Head, basis: Tensor, a: Tensor) -> Tensor:
+    eigen = real_eigenpairs(head)[1] @ basis
+    singular = torch.linalg.svd(a).Vh[:8]
+    gen = torch.Generator().manual_seed(0)
+    random = torch.randn(_RANDOM_STARTS, a.shape[0], generator=gen, dtype=a.dtype)
+    random = random / random.norm(dim=1, keepdim=True)
+    return torch.cat([eigen, eigen / 2, singular, -singular, random])
+
+
+def value_direction(head: Head) -> Float[Tensor, " d"]:
+    """A unit vector ``u`` that makes ``|Vu| |A^T u|`` large: best of several ascents.
+
+    A fixed point of ``u <- (V^T V / |Vu|^2 + A A^T / |A^T u|^2) u``, normalised, where the
+    gradient of ``log |Vu| + log |A^T u|`` is along ``u``. Any ``u`` serves the constructions.
+    """
+
+    def pull(u: Tensor) -> Tensor:  # A^T u, for rows u
+        return (u @ head.key.T) @ head.query
+
+    gen = torch.Generator().manual_seed(0)
+    width = head.key.shape[1]
+    random = torch.randn(8, width, generator=gen, dtype=head.key.dtype)
+    u = torch.cat([torch.linalg.svd(head.value, full_matrices=False).Vh[:4], head.key[:4], random])
+    best, most = u[-1] / u[-1].norm(), 0.0
+    for _ in range(100):
+        u = u / u.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        vu, au = u @ head.value.T, pull(u)
+        gain = vu.norm(dim=1) * au.norm(dim=1)
+        top = int(gain.argmax())
+        if float(gain[top]) > most:
+            best, most = u[top], float(gain[top])
+        back = (au @ head.query.T) @ head.key
+        u = (vu @ head.value) / (vu**2).sum(1, keepdim=True).clamp_min(1e-300) + back / (au**2).sum(
+            1, keepdim=True
+        ).clamp_min(1e-300)
+    return best
+
+
+def first_token_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> float:
+    """Largest gain of moving ``x_1 = first`` alone, all others at ``rest``; row 1 not read.
+
+    Row ``i >= 2`` moves by ``p_i V (I + (1-p_i) s a^T) e`` with ``s = first - rest``,
+    ``a = A rest + b`` and ``p_i = 1 / (1 + (N_i - 1) exp(-<a, s>))``, so the gain is the root
+    of ``lam_max(sum_i p_i^2 (I + c_i s a^T)^T V^T V (I + c_i s a^T))``, ``c_i = 1 - p_i``: a
+    lower bound of sigma.
+
+    Holds for one head, unmasked or causal, biases of the queries included.
+
+    Source: derived here (``docs/theory/inputs.md``), after Lemma C.7 of [castin2024].
+    """
+    a = (head.query @ rest + head.query_bias) @ head.key
+    s = first - rest
+    others = head.visible(num_tokens)[1:].to(torch.float64) - 1
+    p = torch.sigmoid(a @ s - others.log())
+    zero, one, two = (float((p**2 * (1 - p) ** j).sum()) for j in range(3))
+    # Everything happens in the span of the rows of V and of a.
+    rows = torch.cat([head.value, a[None]])
+    if rows.shape[0] < rows.shape[1]:
+        basis = torch.linalg.qr(rows.T).Q
+        v, a = head.value @ basis, a @ basis
+    else:
+        v = head.value
+    moved = head.value @ s
+    cross = torch.outer(moved @ v, a)
+    gram = zero * v.T @ v + one * (cross + cross.T) + two * (moved @ moved) * torch.outer(a, a)
+    return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+
+
+def split_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> float:
+    """Largest gain of moving equal tokens at ``rest`` against each other, ``x_1`` at ``first``.
+
+    ``‖V C A‖ = p (1-p) |V s| |A^T s|``, the covariance of a row being ``p (1-p) s s^T``.
+
+    Holds for one unmasked head with at least three tokens; 0 otherwise.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    if head.causal or num_tokens < 3:
+        return 0.0
+    s = first - rest
+    gap = ((head.query @ rest + head.query_bias) @ head.key) @ s
+    p = float(torch.sigmoid(gap - torch.tensor(float(num_tokens - 1)).log()))
+    return p * (1 - p) * float((head.value @ s).norm() * ((s @ head.key.T) @ head.query).norm())

@@ -1,0 +1,272 @@
+"""One head of dot-product attention as the theorems see it, in float64 and in factors.
+
+``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j> + B_ij``,
+where ``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
+A bias ``B`` of the logits does not depend on ``X``: it changes ``P`` and no derivative of ``S``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention import DotProduct, Rotary
+from lipscope.theorems.register import NotApplicableError
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head, with its part of the output projection folded into ``V`` where asked for.
+
+    Attributes:
+        query: ``Q`` with the scale in it, ``(k, d)``.
+        key: ``K``, ``(k, d)``.
+        value: ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal
+            columns, so that every norm of ``W_h V …`` is kept.
+        query_bias: ``b_Q`` with the scale in it, ``(k,)``; zeros if there is none. Biases of
+            keys cancel in the softmax (without rotary embedding), those of values shift.
+        key_bias: ``b_K``, ``(k,)``; matters with a rotary embedding only.
+        causal: Whether token i reads tokens j <= i only.
+        mask: ``(n, n)``, True where i may read j, or None.
+        rotary: Rotary embedding, or None.
+        window: Token i reads tokens j > i - window only, or None.
+        score_bias: ``B``, ``(n, n)``, or None.
+    """
+
+    query: Float[Tensor, "k d"]
+    key: Float[Tensor, "k d"]
+    value: Float[Tensor, "kv d"]
+    query_bias: Float[Tensor, " k"]
+    key_bias: Float[Tensor, " k"]
+    causal: bool = False
+    mask: Bool[Tensor, "n n"] | None = None
+    rotary: Rotary | None = None
+    window: int | None = None
+    score_bias: Float[Tensor, "n n"] | None = None
+
+    @cached_property
+    def kept(self) -> list[Any]:
+        """Where `lipscope.theorems.point.at_point` keeps this head's last point."""
+        return []
+
+    @cached_property
+    def norm_a(self) -> float:
+        """``‖A‖``, from a ``k x k`` matrix."""
+        return _product_norm(self.key.T, self.query.T)
+
+    @cached_property
+    def norm_b(self) -> float:
+        """``|b|``, ``b = K^T b_Q``."""
+        return float((self.key.T @ self.query_bias).norm())
+
+    @cached_property
+    def norm_v(self) -> float:
+        """``‖V‖``."""
+        return float(torch.linalg.matrix_norm(_small(self.value), 2))
+
+    def matrix_a(self) -> Float[Tensor, "d d"]:
+        """``A`` itself, for constructions on small layers."""
+        return self.key.T @ self.query
+
+    def visible(self, num_tokens: int) -> Tensor:
+        """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
+        n = num_tokens
+        if self.mask is not None or self.window is not None:
+            return self.allowed(n).sum(-1)
+        return torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
+
+    def allowed(self, num_tokens: int) -> Bool[Tensor, "n n"]:
+        """True where row i may read key j.
+
+        Raises:
+            NotApplicableError: If the layer's mask was made for another number of tokens.
+        """
+        n = num_tokens
+        allowed = torch.ones(n, n, dtype=torch.bool)
+        if self.causal:
+            allowed = allowed.tril()
+        if self.window is not None:
+            allowed = allowed.triu(1 - self.window)
+        if self.mask is not None:
+            if self.mask.shape[-1] != n:
+                raise NotApplicableError(
+                    f"its mask was captured for {self.mask.shape[-1]} tokens, not for {n}"
+                )
+            allowed = allowed & self.mask
+        return allowed
+
+    def biased(self, scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+        """Logits from inner products: with the bias, -inf where hidden.
+
+        Raises:
+            NotApplicableError: If mask or bias were made for another number of tokens, or a
+                row may read no token.
+        """
+        n = len(scores)
+        allowed = self.allowed(n)
+        if not bool(allowed.any(-1).all()):
+            raise NotApplicableError("one of its rows may read no token at all")
+        if self.score_bias is not None:
+            scores = scores + self._score_bias(n)
+        return scores.masked_fill(~allowed, -torch.inf)
+
+    def bias_range(self, num_tokens: int) -> Float[Tensor, " n"]:
+        """``max_j B_ij - min_j B_ij`` over the keys that row i may read."""
+        if self.score_bias is None:
+            return torch.zeros(num_tokens, dtype=torch.float64)
+        bias, hidden = self._score_bias(num_tokens), ~self.allowed(num_tokens)
+        top = bias.masked_fill(hidden, -torch.inf).amax(-1)
+        return (top - bias.masked_fill(hidden, torch.inf).amin(-1)).clamp_min(0)
+
+    def _score_bias(self, num_tokens: int) -> Tensor:
+        assert self.score_bias is not None
+        if self.score_bias.shape[-1] != num_tokens:
+            raise NotApplicableError(
+                f"its bias of the logits was captured for {self.score_bias.shape[-1]} tokens, "
+                f"not for {num_tokens}"
+            )
+        return self.score_bias
+
+    def without_rotary(self) -> None:
+        """Raise if inner products depend on positions."""
+        if self.rotary is not None:
+            raise NotApplicableError("its logits depend on positions (rotary embedding)")
+
+    def without_positions(self) -> None:
+        """Raise if logits depend on positions in any way beyond the mask."""
+        self.without_rotary()
+        if self.score_bias is not None:
+            raise NotApplicableError("its logits depend on positions (relative bias)")
+
+    def without_bias(self) -> None:
+        """Raise if the query has a bias that reaches the logits."""
+        if self.norm_b > 0:
+            raise NotApplicableError("its queries have a bias")
+
+    def unmasked(self) -> None:
+        """Raise if any row cannot read every token."""
+        hides = self.mask is not None and not bool(self.mask.all())
+        if self.causal or self.window is not None or hides:
+            raise NotApplicableError("it is masked")
+
+    def causal_or_unmasked(self) -> None:
+        """Raise for masks other than none and the causal one."""
+        hides = self.mask is not None and not bool(self.mask.all())
+        if self.window is not None or hides:
+            raise NotApplicableError("its mask is neither empty nor causal")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """All heads of a layer, unfolded, with the output projection that adds them up.
+
+    Attributes:
+        heads: The heads, each with its own ``V``.
+        output: ``W = [W_1 … W_H]``, ``(d_out, H k_v)``, or None for concatenated heads.
+    """
+
+    heads: tuple[Head, ...]
+    output: Float[Tensor, "d_out hkv"] | None
+
+
+def all_heads_of(layer: DotProduct, *, fold: bool = True) -> Heads:
+    """The heads of a layer with its output projection (map ``attention``) or without it."""
+    output = layer.output if fold else None
+    if output is not None:
+        output = output.detach().to("cpu", torch.float64)
+    return Heads(tuple(heads_of(layer, fold=False)), output)
+
+
+def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
+    """The query heads of a layer, on the CPU in float64.
+
+    Args:
+        layer: The layer; grouped keys and values are repeated.
+        fold: Whether the head's part of the output projection is part of ``V``
+            (map ``attention``) or not (map ``heads``).
+
+    Returns:
+        One `Head` per query head.
+
+    Raises:
+        NotApplicableError: If the logits are not those of a `Head`.
+    """
+    check_scores(layer)
+
+    def double(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.detach().to("cpu", torch.float64)
+
+    times = layer.num_heads // layer.num_groups
+    query = _by_head(double(layer.query), layer.num_heads) * layer.scale
+    key, value = (
+        _by_head(double(w), layer.num_groups).repeat_interleave(times, 0)
+        for w in (layer.key, layer.value)
+    )
+    zeros = query.new_zeros(query.shape[:2])
+    query_bias = zeros
+    if layer.query_bias is not None:
+        query_bias = _by_head(double(layer.query_bias), layer.num_heads) * layer.scale
+    key_bias = zeros
+    if layer.key_bias is not None:
+        key_bias = _by_head(double(layer.key_bias), layer.num_groups).repeat_interleave(times, 0)
+    if fold and layer.output is not None:
+        output = double(layer.output)
+        assert output is not None
+        parts = output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)  # (h, d_out, k_v)
+        value = torch.linalg.qr(parts, mode="r").R @ value
+    mask = None if layer.mask is None else layer.mask.cpu()
+    rotary = None
+    if layer.rotary is not None:
+        cos, sin = (x.to("cpu", torch.float64) for x in (layer.rotary.cos, layer.rotary.sin))
+        rotary = Rotary(cos, sin)
+    score_bias = double(layer.score_bias)
+    return [
+        Head(
+            query[h],
+            key[h],
+            value[h],
+            query_bias[h],
+            key_bias[h],
+            layer.causal,
+            mask if mask is None or mask.ndim == 2 else mask[h],
+            rotary,
+            layer.window,
+            score_bias if score_bias is None or score_bias.ndim == 2 else score_bias[h],
+        )
+        for h in range(layer.num_heads)
+    ]
+
+
+def check_scores(layer: DotProduct) -> None:
+    """Raise where logits are more than inner products of affine maps plus a fixed bias.
+
+    Raises:
+        NotApplicableError: For soft-capped scores and normalised queries, keys or values.
+    """
+    if layer.softcap is not None:
+        raise NotApplicableError("its scores are soft-capped")
+    if layer.query_norm is not None or layer.key_norm is not None:
+        raise NotApplicableError("its queries and keys are normalised")
+    if layer.value_norm is not None:
+        raise NotApplicableError("its values are normalised")
+
+
+def _by_head(w: Tensor | None, heads: int) -> Tensor:
+    assert w is not None
+    return w.unflatten(0, (heads, -1))
+
+
+def _small(w: Tensor) -> Tensor:
+    """A matrix with the singular values of ``w`` and its smaller dimension twice."""
+    return torch.linalg.qr(w.T if w.shape[0] < w.shape[1] else w, mode="r").R
+
+
+def _product_norm(left: Tensor, right: Tensor) -> float:
+    """``‖L R^T‖`` for tall ``L`` and ``R`` with the same number of columns."""
+    small = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right, mode="r").R.T
+    return float(torch.linalg.matrix_norm(small, 2))

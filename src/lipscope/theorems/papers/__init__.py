@@ -1,0 +1,1 @@
+"""Theorems of the literature: one paper, one file."""

@@ -1,0 +1,317 @@
+"""Castin, Ablin and Peyré: "How Smooth Is Attention?" [castin2024].
+
+Upper and lower bounds for dot-product attention on tokens of norm at most ``R``, and its
+limit for large tokens. With ``alpha = ‖A‖ R^2`` all of them hold for one head; several heads
+are put together in `lipscope.theorems.several` (Lemma 3.8). The printed formulas of Theorems
+C.3 and E.3 could not be had: what stands here was derived from their proofs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipscope.theorems.directions import Direction, eigen_directions
+from lipscope.theorems.head import Head
+from lipscope.theorems.point import Point, at_point
+from lipscope.theorems.register import NotApplicableError, theorem
+
+_SLIDES = "as stated on the authors' slides (January 2025); fails for p = 2"
+
+
+@theorem(cite="castin2024", statement="Theorems 3.3 and 4.3")
+def castin_thm_3_3(head: Head, num_tokens: int, radius: float) -> float:
+    """Growth at most like the root of the number of tokens.
+
+    ``√3 ‖V‖ (‖A‖² R⁴ (4n + 1) + n)^(1/2)``.
+
+    Holds for any mask on tokens of norm at most R; not for biases of queries or rotary
+    embeddings. Since deviations average to at most ``R²``, ``4n + 1`` could be ``n + 1``.
+
+    Source: Theorem 3.3 (unmasked) and 4.3 (causal) of [castin2024].
+    """
+    head.without_rotary()
+    head.without_bias()
+    alpha, n = head.norm_a * radius**2, num_tokens
+    return head.norm_v * math.sqrt(3 * (alpha**2 * (4 * n + 1) + n))
+
+
+@theorem(cite="castin2024", statement="Theorem E.3 (formula from its proof)")
+def castin_thm_e_3(head: Head, num_tokens: int, radius: float) -> float:
+    """Theorem 3.3 for queries with a bias.
+
+    ``√3 ‖V‖ (‖A‖² R⁴ + 4 n R² (‖A‖ R + |b|)² + n)^(1/2)``, ``b = K^T b_Q``.
+
+    Holds for any mask on tokens of norm at most R; not for rotary embeddings.
+
+    Source: Theorem E.3 of [castin2024]; proof of this form: ``docs/theory/global-bounds.md``.
+    """
+    head.without_rotary()
+    alpha, n = head.norm_a * radius**2, num_tokens
+    beta = alpha + head.norm_b * radius
+    return head.norm_v * math.sqrt(3 * (alpha**2 + 4 * n * beta**2 + n))
+
+
+@theorem(cite="castin2024", statement="Theorem 4.4", scope="mean-field", sound=False, note=_SLIDES)
+def castin_thm_4_4(head: Head, radius: float) -> float:
+    """The unmasked mean-field constant, stated for causal masks as well.
+
+    ``‖V‖ (1 + 3 ‖A‖ R²) e^(2 ‖A‖ R²)``.
+
+    Stated for causal attention and the conditional Wasserstein distance. It fails for p = 2:
+    with ``A = 0`` attention is the running mean, of norm 1.1441 for two tokens and up to 2
+    (Hardy) for many. `masked_mean_field` is the corrected constant.
+
+    Source: Theorem 4.4 of [castin2024], as on the authors' slides.
+    """
+    _causal(head)
+    head.without_positions()
+    head.without_bias()
+    alpha = head.norm_a * radius**2
+    return head.norm_v * (1 + 3 * alpha) * math.exp(2 * alpha)
+
+
+@theorem(cite="castin2024", statement="Proposition 3.4, Lemma C.7", kind="lower")
+def castin_prop_3_4(head: Head, num_tokens: int, radius: float) -> float:
+    """Two clusters, as stated: one token that draws the attention of all others.
+
+    ``√(n-1) / (1 + (n-1) e^(-2 R² γ))`` for ``V = I``, where ``γ = max(-γ_min, γ_max / 8)``
+    over the real eigenvalues of ``A``; times ``‖V‖`` for a multiple of an isometry.
+
+    Holds without mask and for causal ones (the drawing token first), ``d ≥ 2``.
+
+    Source: Proposition 3.4 and Lemma C.7 of [castin2024].
+    """
+    direction = _best_direction(head)
+    values = torch.linalg.svdvals(head.value)
+    if len(values) < head.value.shape[1] or values[-1] < (1 - 1e-6) * values[0]:
+        raise NotApplicableError("its value matrix is not a multiple of an isometry")
+    if head.value.shape[1] < 2:
+        raise NotApplicableError("its tokens have one entry only; stated for two or more")
+    return head.norm_v * math.sqrt(num_tokens - 1) * _pull(direction, num_tokens, radius)
+
+
+@theorem(cite="castin2024", statement="Proposition 3.4, strengthened", kind="lower")
+def castin_prop_3_4_strengthened(head: Head, num_tokens: int, radius: float) -> float:
+    """Two clusters, with the first token moved along the eigenvector.
+
+    ``√(Σ_{i≥2} p_i² |V (I + 2 γ R² (1-p_i) u u^T) e|²)`` for the best ``e`` found, where
+    ``p_i = 1 / (1 + (N_i - 1) e^(-2 γ R²))`` and ``N_i`` is the number of visible keys: ``n``
+    without mask, ``i`` with a causal one. For ``V = I``: ``√(n-1) p (1 + 2 γ R² (1-p))``.
+
+    Holds without mask and for causal ones, any ``V``. With the unmasked ``p`` it would fail
+    for causal attention.
+
+    Source: the inputs of Proposition 3.4 of [castin2024]; the value is derived here
+    (``docs/theory/global-bounds.md``).
+    """
+    return two_cluster_value(head, _best_direction(head), num_tokens, radius)
+
+
+@theorem(cite="castin2024", statement="Proposition 3.6, C.8", kind="lower", scope="mean-field")
+def castin_prop_3_6(head: Head, radius: float) -> float:
+    """Exponential growth with R², for some number of tokens.
+
+    ``(γ / 2) R² e^(γ R²)`` for ``V = I``, by ``e^(2 γ R²)`` tokens against one, so that each
+    of the many pays half of its attention to the one; ``|V u|`` times that for any ``V``.
+
+    Holds without mask. The factor θ(R) of the statement is at least 1: weighted atoms reach
+    ``(1 + γ R²) e^(γ R²) / 2`` exactly.
+
+    Source: Proposition 3.6 and C.8 of [castin2024].
+    """
+    head.unmasked()
+    direction = _best_direction(head)
+    t = direction.gamma * radius**2
+    return float((head.value @ direction.first).norm()) * t / 2 * math.exp(t)
+
+
+@theorem(
+    cite="castin2024",
+    statement="Proposition 3.6, better constant",
+    kind="lower",
+    scope="mean-field",
+)
+def castin_prop_3_6_strengthened(head: Head, radius: float) -> float:
+    """Proposition 3.6 with the best ratio of the two masses.
+
+    ``max_c √c e^(γ R²) / (1+c) · |V u| (1 + 2 γ R² c / (1+c))``: ``c = 1`` is Proposition 3.6,
+    ``c = 3`` grows like ``(3√3/8) γ R² e^(γ R²)``, 0.65 instead of 0.5.
+
+    Holds without mask, for some number of tokens.
+
+    Source: the measures of Proposition 3.6 of [castin2024]; the constant is derived here.
+    """
+    head.unmasked()
+    direction = _best_direction(head)
+    t = direction.gamma * radius**2
+    c = torch.linspace(1.0, 3.0, 65, dtype=torch.float64)
+    gain = c.sqrt() / (1 + c) * (1 + 2 * t * c / (1 + c))
+    return float((head.value @ direction.first).norm() * gain.max()) * math.exp(t)
+
+
+@theorem(cite="castin2024", statement="Theorems 3.7 and 4.5, exact limit", scope="limit")
+def castin_thm_3_7_limit(head: Head, x: Tensor) -> float:
+    """Sigma of ``s X`` as ``s`` grows, exactly.
+
+    ``‖V‖ √(max_j #{i : m_i = j})`` with ``m_i = argmax_j <A x_i, x_j>`` over visible keys.
+
+    Holds for any mask where every argmax is unique. Not a bound at ``X`` itself.
+
+    Source: Theorems 3.7 and 4.5 of [castin2024]; the exact value is derived here.
+    """
+    head.without_rotary()
+    x = x.detach().to("cpu", torch.float64)
+    scores = (x @ head.query.T) @ (x @ head.key.T).T  # a bias does not grow like R²
+    allowed = head.allowed(len(x))
+    top = scores.masked_fill(~allowed, -torch.inf).topk(min(2, len(x)), dim=1)
+    tied = (allowed.sum(1) > 1) & (
+        top.values[:, 0] - top.values[:, -1] <= 1e-12 * scores.abs().max()
+    )
+    if bool(tied.any()):
+        raise NotApplicableError("two keys tie for the largest logit of a row")
+    return head.norm_v * math.sqrt(int(torch.bincount(top.indices[:, 0]).max()))
+
+
+@theorem(cite="castin2024", statement="Theorems 3.7 and 4.5", scope="limit")
+def castin_thm_3_7(head: Head, num_tokens: int) -> float:
+    """The limit of sigma for large tokens in general position.
+
+    ``‖V‖ √n``.
+
+    Holds for any mask, as all tokens are scaled up together, unless two keys tie for the
+    largest logit of a row.
+
+    Source: Theorems 3.7 and 4.5 of [castin2024].
+    """
+    head.without_rotary()
+    return head.norm_v * math.sqrt(num_tokens)
+
+
+@theorem(cite="castin2024", statement="Theorem C.3, corrected")
+def castin_thm_c_3(head: Head, x: Tensor) -> float:
+    """Theorem 3.3 with what the tokens really are.
+
+    ``√3 ‖V‖ (ρ² r² (n + 1) + n)^(1/2)``, ``r = max |x_i - x_j|``,
+    ``ρ = max_i max(|a_i|, |A^T x_i|)``.
+
+    Holds for any mask and bias at ``x``; not for rotary embeddings.
+
+    Source: Theorem C.3 of [castin2024]. Its printed formula was not available to us; that ``ρ``
+    must see ``A^T x`` is shown in ``docs/theory/global-bounds.md``.
+    """
+    rho, rho_t, r = _reach(head, x)
+    rho = max(rho, rho_t)
+    return head.norm_v * math.sqrt(3 * (rho**2 * r**2 * (len(x) + 1) + len(x)))
+
+
+@theorem(
+    cite="castin2024",
+    statement="Theorem C.3, as coded by the authors",
+    sound=False,
+    note="the authors' code lacks √3 and A^T x; fails by a factor of 9 on eight hand-made tokens",
+)
+def castin_thm_c_3_coded(head: Head, x: Tensor) -> float:
+    """What the authors' script computes.
+
+    ``‖V‖ (ρ² r² (n + 1) + n)^(1/2)`` with ``ρ = max_i |A x_i|`` alone.
+
+    Fails for ``A = 3 e_1 e_2^T`` and eight tokens ``±3 e_1``: 2.83, while sigma is 27.04.
+
+    Source: the code of [castin2024].
+    """
+    rho, _, r = _reach(head, x)
+    return head.norm_v * math.sqrt(rho**2 * r**2 * (len(x) + 1) + len(x))
+
+
+@theorem(cite="castin2024", statement="Theorem C.3, tightened")
+def castin_thm_c_3_tightened(head: Head, x: Tensor) -> float:
+    """Theorem C.3 by the row form and the identity of pairs.
+
+    ``‖V‖ (√(n (1 + ρ² r² / 2)) + ρ_T r / √2)``, ``ρ = max |a_i|``, ``ρ_T = max |A^T x_i|``.
+
+    Holds for any mask and bias at ``x``; not for rotary embeddings.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    rho, rho_t, r = _reach(head, x)
+    rows = math.sqrt(len(x) * (1 + rho**2 * r**2 / 2))
+    return head.norm_v * (rows + rho_t * r / math.sqrt(2))
+
+
+def two_cluster_value(head: Head, direction: Direction, num_tokens: int, radius: float) -> float:
+    """``‖J e‖`` for a unit move ``e`` of the first token, at its two-cluster input.
+
+    With ``x_1 = R first`` and the others at ``R rest``, ``J_i1 = p_i V (I + (1 - p_i) R²
+    (first - rest) (A rest)^T)`` for ``i ≥ 2``.
+
+    Holds without mask and for causal ones; no bias, no rotary embedding.
+
+    Args:
+        head: The head.
+        direction: Where the tokens are.
+        num_tokens: Number of tokens.
+        radius: Largest token norm.
+
+    Returns:
+        A lower bound of sigma there, the best that one direction ``e`` gives.
+    """
+    _plain(head)
+    seen = head.visible(num_tokens)[1:].to(torch.float64)
+    if not len(seen):
+        return 0.0
+    gap = math.exp(-2 * direction.gamma * radius**2)
+    p = 1 / (1 + (seen - 1) * gap)
+    move = head.value @ (direction.first - direction.rest) * radius**2
+    pull = head.key.T @ (head.query @ direction.rest)
+    # The best e for one row is used for all; without mask all rows are alike.
+    block = head.value + (1 - p[-1]) * torch.outer(move, pull)
+    e = _top_right(block)
+    rows = head.value @ e + torch.outer((1 - p) * (pull @ e), move)
+    return float((p * rows.norm(dim=1)).norm())
+
+
+def _top_right(block: Tensor) -> Tensor:
+    """A top right singular vector, from the smaller Gram matrix."""
+    if block.shape[0] >= block.shape[1]:
+        return torch.linalg.eigh(block.T @ block).eigenvectors[:, -1]
+    e = block.T @ torch.linalg.eigh(block @ block.T).eigenvectors[:, -1]
+    return e / e.norm().clamp_min(1e-300)
+
+
+def _pull(direction: Direction, num_tokens: int, radius: float) -> float:
+    """Attention of every other token to the first one, without mask."""
+    return 1 / (1 + (num_tokens - 1) * math.exp(-2 * direction.gamma * radius**2))
+
+
+def _best_direction(head: Head) -> Direction:
+    _plain(head)
+    found = eigen_directions(head)
+    if not found:
+        raise NotApplicableError("A has no real eigenvalue other than 0")
+    return found[0]
+
+
+def _plain(head: Head) -> None:
+    head.causal_or_unmasked()
+    head.without_positions()
+    head.without_bias()
+
+
+def _causal(head: Head) -> None:
+    head.causal_or_unmasked()
+    if not head.causal:
+        raise NotApplicableError("it is not causal")
+
+
+def _reach(head: Head, x: Tensor) -> tuple[float, float, float]:
+    """``max |a_i|``, ``max |A^T x_i|`` and the diameter of the tokens."""
+    head.without_rotary()
+    at: Point = at_point([head], x)
+    small = torch.linalg.qr(head.query.T, mode="r").R
+    back = (at.x @ head.key.T) @ small.T  # |A^T x| = |Q^T (K x)|
+    centred = at.x - at.x.mean(0)  # of the size of the diameter: products lose nothing
+    r = torch.cdist(centred, centred, compute_mode="use_mm_for_euclid_dist").max()
+    return float(at.norms_a[0].max()), float(back.norm(dim=1).max()), float(r)

@@ -1,0 +1,192 @@
+"""Kim, Papamakarios and Mnih: "The Lipschitz Constant of Self-Attention" [kim2021].
+
+Dot-product attention is not Lipschitz; L2 attention with tied weights is, for a fixed number
+``N`` of tokens. Both constants rest on ``sup Σ_j P_ij d_ij = φ⁻¹(N - 1)`` for
+``P_ij ∝ e^(-d_ij)``, ``d_ii = 0``, with ``φ(x) = x e^(x+1)``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float
+from scipy.special import lambertw
+from torch import Tensor
+
+from lipscope.attention.l2 import L2Attention
+from lipscope.errors import InputError
+from lipscope.theorems.head import Head
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+
+
+def phi(x: float) -> float:
+    """``φ(x) = x e^(x+1)``.
+
+    >>> phi(0.0), round(phi(phi_inverse(9.0)), 12)
+    (0.0, 9.0)
+    """
+    return x * math.exp(x + 1)
+
+
+def phi_inverse(y: float) -> float:
+    """``φ⁻¹(y) = W_0(y / e)``, Lambert's function, for ``y ≥ 0``."""
+    return float(lambertw(y / math.e).real)
+
+
+@theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")
+def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
+    """Dot-product attention is not Lipschitz: growth with R² from one token at the origin.
+
+    ``‖V (I + m R² u u^T A)‖ / n``: the block of the token at the origin with itself, while
+    ``m`` others, an even number, stand at ``±R u``.
+
+    Holds without mask; for causal ones the token at the origin comes last. ``u`` is the
+    better of the top left singular vector of ``A`` and the top right one of ``V``.
+
+    Source: Theorem 3.1 of [kim2021]; the input is that of a shorter proof with one token at
+    the origin (``docs/theory/global-bounds.md``).
+    """
+    head.causal_or_unmasked()
+    head.without_positions()
+    head.without_bias()
+    n = num_tokens
+    others = n - 1 - (n - 1) % 2
+    best = 0.0
+    for u in _directions(head):
+        pull = head.query.T @ (head.key @ u)  # A^T u
+        block = head.value / n + (radius**2 * others / n) * torch.outer(head.value @ u, pull)
+        small = block if block.shape[0] <= block.shape[1] else block.T
+        best = max(best, float(torch.linalg.eigvalsh(small @ small.T)[-1].clamp_min(0).sqrt()))
+    return best
+
+
+@theorem(cite="kim2021", statement="Theorem 3.2, infinity norm", metric="infinity")
+def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
+    """L2 attention: largest entry of the output's move per largest entry of the input's.
+
+    ``(4 φ⁻¹(N-1) + 1/√k) ‖W^{O T}‖_∞ max_h ‖W_h‖_∞ ‖W_h^T‖_∞ max_h ‖W^{V,h T}‖_∞``.
+
+    Holds for all inputs of N tokens, without mask and for causal ones.
+
+    Source: Theorem 3.2 of [kim2021].
+    """
+    _visible_self(layer)
+    w, v, output = _weights(layer)
+    size = max(_infinity(h) * _infinity(h.T) for h in w) * max(_infinity(h) for h in v)
+    constant = 4 * phi_inverse(num_tokens - 1.0) + layer.head_width**-0.5
+    return constant * size * (1.0 if output is None else _infinity(output))
+
+
+@theorem(
+    cite="kim2021",
+    statement="Theorem 3.2, Frobenius norm",
+    note="with the fourth power of the query weights; the second fails",
+)
+def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
+    """L2 attention in the Frobenius norm.
+
+    ``√(N/k) (4 φ⁻¹(N-1) + 1) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
+
+    Holds for all inputs of N tokens, without mask and for causal ones. The power of
+    ``‖W_h‖`` is 4: attention is quadratic in ``W_h``.
+
+    Source: Theorem 3.2 of [kim2021]; printed power not confirmed.
+    """
+    constant = math.sqrt(num_tokens) * (4 * phi_inverse(num_tokens - 1.0) + 1)
+    return constant * _frobenius_weights(layer)
+
+
+@theorem(cite=DERIVED, statement="Kim et al., Theorem 3.2, smaller constant")
+def kim_thm_3_2_improved(layer: L2Attention, num_tokens: int) -> float:
+    """L2 attention in the Frobenius norm: the diagonal term needs no root of N.
+
+    ``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
+
+    Holds for all inputs of N tokens, without mask and for causal ones.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    f = phi_inverse(num_tokens - 1.0)
+    return (math.sqrt(num_tokens) * (1 + 2 * f) + 2 * f) * _frobenius_weights(layer)
+
+
+def tight_input(num_tokens: int) -> Float[Tensor, "n 1"]:
+    """An input at which L2 attention nearly attains the infinity-norm constant.
+
+    One token at 0, half of the others at ``c``, half at ``-c``, ``c² = 1 + φ⁻¹(N-1)``, for
+    one head of width 1 with all weights 1.
+
+    Args:
+        num_tokens: ``N``, odd, at least 3.
+
+    Returns:
+        ``(N, 1)``, float64.
+
+    Raises:
+        InputError: For an even or too small ``num_tokens``.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    if num_tokens < 3 or num_tokens % 2 == 0:
+        raise InputError(
+            f"`num_tokens` should be odd and at least 3. Found `num_tokens = {num_tokens}`."
+        )
+    c = math.sqrt(1 + phi_inverse(num_tokens - 1.0))
+    x = torch.full((num_tokens, 1), c, dtype=torch.float64)
+    x[0] = 0.0
+    x[1::2] *= -1
+    return x
+
+
+def tight_value(num_tokens: int) -> float:
+    """``‖J‖_∞`` at `tight_input`: ``4 φ⁻¹ - 1 + 2 / (1 + φ⁻¹)``, ``φ⁻¹ = φ⁻¹(N-1)``.
+
+    The bound is ``4 φ⁻¹ + 1``: at most 2 above it, for every odd N.
+
+    >>> n = 101
+    >>> round((4 * phi_inverse(n - 1.0) + 1) / tight_value(n), 3)
+    1.144
+    """
+    f = phi_inverse(num_tokens - 1.0)
+    return 4 * f - 1 + 2 / (1 + f)
+
+
+def _directions(head: Head) -> list[Tensor]:
+    """The top left singular vector of ``A`` and the top right one of ``V``."""
+    small = torch.linalg.qr(head.query.T, mode="r").R
+    u = torch.linalg.svd(head.key.T @ small.T, full_matrices=False).U[:, 0]
+    return [u, torch.linalg.svd(head.value, full_matrices=False).Vh[0]]
+
+
+def _visible_self(layer: L2Attention) -> None:
+    if layer.mask is not None and not bool(layer.mask.all()):
+        raise NotApplicableError("its mask is neither empty nor causal")
+
+
+def _weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+    """``W_h``, ``(W^{V,h})^T`` and ``(W^O)^T``, float64."""
+    tied, inner = (w.detach().to("cpu", torch.float64) for w in (layer.tied, layer.inner))
+    output = layer.output
+    return (
+        [w.T for w in tied.chunk(layer.num_heads)],
+        list(inner.chunk(layer.num_heads)),
+        None if output is None else output.detach().to("cpu", torch.float64),
+    )
+
+
+def _frobenius_weights(layer: L2Attention) -> float:
+    """``k^(-1/2) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``."""
+    _visible_self(layer)
+    w, v, output = _weights(layer)
+    heads = math.hypot(*[_norm(a) ** 2 * _norm(b) for a, b in zip(w, v, strict=True)])
+    return layer.head_width**-0.5 * heads * (1.0 if output is None else _norm(output))
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+def _infinity(matrix: Tensor) -> float:
+    """Largest sum of magnitudes of a row."""
+    return float(matrix.abs().sum(1).max())

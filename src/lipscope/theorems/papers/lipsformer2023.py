@@ -1,0 +1,66 @@
+"""Qi et al., LipsFormer: a Lipschitz constant of scaled cosine attention [lipsformer2023]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lipscope.attention.cosine import ScaledCosineAttention
+from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+
+
+@theorem(cite="lipsformer2023", statement="Theorem 1")
+def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
+    """Scaled cosine attention, for all inputs of N tokens.
+
+    ``ν ε^(-1/2) (2N(N-1) τ ‖W_K‖ + 2(N-1) τ ‖W_Q‖ + 2N ‖W_V‖)`` for one head; heads add up
+    as ``‖W_O‖ √(Σ_h …²)``.
+
+    Holds without mask.
+
+    Source: [lipsformer2023]; the constants were recalled, not read.
+    """
+    if layer.causal or layer.mask is not None:
+        raise NotApplicableError("it is masked")
+    n, tau = num_tokens, layer.temperature
+
+    def one(query: float, key: float, value: float) -> float:
+        return 2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
+
+    return _of_heads(layer, one)
+
+
+@theorem(cite=DERIVED, statement="LipsFormer's constant, improved")
+def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) -> float:
+    """Scaled cosine attention with deviations in place of sizes.
+
+    ``ν ε^(-1/2) (√c ‖W_V‖ + τ ‖W_Q‖ + τ √c ‖W_K‖)``, ``c = min(N, e^(2τ))``, or ``N`` under a
+    mask; heads add up as ``‖W_O‖ √(Σ_h …²)``.
+
+    Holds for any mask on all inputs of N tokens.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    tau, c = layer.temperature, float(num_tokens)
+    if not layer.causal and layer.mask is None and 2 * tau < math.log(c):
+        c = math.exp(2 * tau)
+
+    def one(query: float, key: float, value: float) -> float:
+        return math.sqrt(c) * value + tau * query + tau * math.sqrt(c) * key
+
+    return _of_heads(layer, one)
+
+
+def _of_heads(layer: ScaledCosineAttention, one: Callable[[float, float, float], float]) -> float:
+    parts = (layer.query, layer.key, layer.value)
+    norms = [[_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
+    heads = math.hypot(*[one(*sizes) for sizes in zip(*norms, strict=True)])
+    output = 1.0 if layer.output is None else _norm(layer.output)
+    return layer.gain * layer.eps**-0.5 * heads * output
+
+
+def _norm(weight: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(weight.detach().to("cpu", torch.float64), 2))

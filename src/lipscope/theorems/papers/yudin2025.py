@@ -1,0 +1,86 @@
+"""Yudin, Gaponov, Kudriashov and Rakhuba: local bounds by the softmax's spectrum [yudin2025]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lipscope.theorems.head import Head
+from lipscope.theorems.point import at_point
+from lipscope.theorems.register import theorem
+from lipscope.theorems.softmax import g1, softmax_norm
+
+
+@theorem(cite="yudin2025", statement="Theorem 3")
+def yudin_thm_3(head: Head, x: Tensor) -> float:
+    """Attention and the change of attention, the latter by the softmax's spectrum.
+
+    ``‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g1(P_i))``, ``g1(p) = p_(1) (1 - p_(1) + p_(2))``.
+
+    Holds for any mask at ``x``; not for biases of queries or rotary embeddings.
+
+    Source: Theorem 3 of [yudin2025], as quoted by an implementation of it.
+    """
+    head.without_rotary()
+    head.without_bias()
+    at = at_point([head], x)
+    size = _norm(at.x) ** 2 * head.norm_a
+    return head.norm_v * (norm_of_rows(at.p[0]) + 2 * size * float(g1(at.p[0]).max()))
+
+
+@theorem(cite="yudin2025", statement="Theorem 3, centred")
+def yudin_centred(head: Head, x: Tensor) -> float:
+    """Theorem 3 without what the softmax does not see.
+
+    ``‖V‖ ‖P‖ + max_i ‖L(P_i)‖ · ‖X_c V^T‖ (‖X_c A‖ + ‖X A^T + 1 b^T‖)``, ``X_c`` the tokens
+    minus their mean.
+
+    Holds for any mask and bias at ``x``; not for rotary embeddings.
+
+    Source: derived here from the proof of Theorem 3 of [yudin2025]
+    (``docs/theory/global-bounds.md``).
+    """
+    head.without_rotary()
+    at = at_point([head], x)
+    centred = at.x - at.x.mean(0)
+    small_q = torch.linalg.qr(head.query.T, mode="r").R
+    small_k = torch.linalg.qr(head.key.T, mode="r").R
+    keys = _norm((centred @ head.key.T) @ small_q.T)  # ‖X_c A‖
+    queries = _norm(at.q[0] @ small_k.T)  # ‖X A^T + 1 b^T‖
+    change = _largest_softmax_norm(at.p[0]) * _norm(centred @ head.value.T)
+    return head.norm_v * norm_of_rows(at.p[0]) + change * (keys + queries)
+
+
+def norm_of_rows(p: Tensor) -> float:
+    """``‖P‖`` of a matrix without negative entries, never below it.
+
+    For any ``v > 0``: ``‖P‖² ≤ max_j (P^T P v)_j / v_j`` (Collatz and Wielandt). With the
+    vector of a power iteration that is ``‖P‖`` up to a thousandth, at the cost of products.
+    """
+    v = torch.ones_like(p[0])
+    best = float("inf")
+    for _ in range(64):
+        image = p.T @ (p @ v)
+        best = min(best, float((image / v).max()))
+        # Entries that die out would make the ratio there a ratio of roundings.
+        v = image / image.max() + 1e-4
+    return math.sqrt(best)
+
+
+def _largest_softmax_norm(p: Tensor) -> float:
+    """``max_i ‖L(P_i)‖``: rows in the order of g1, until no other can be larger."""
+    ceiling, order = g1(p).sort(descending=True)
+    best, start = 0.0, 0
+    while start < len(p) and float(ceiling[start]) > best:
+        best = max(best, float(softmax_norm(p[order[start : start + 32]]).max()))
+        start += 32
+    return best
+
+
+def _norm(matrix: Tensor) -> float:
+    """Spectral norm through the smaller Gram matrix: an eigenvalue costs less than an SVD."""
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.T
+    return float(torch.linalg.eigvalsh(matrix @ matrix.T)[-1].clamp_min(0).sqrt())

@@ -1,0 +1,134 @@
+"""The catalogue: one theorem is one small function whose signature is its hypothesis.
+
+The first parameter says for what it holds (`Head`: one head of dot-product attention; a
+subclass of `Attention`: a whole layer of that variant), the others what it needs to know:
+``x`` (a bound at this input), ``eps`` (in a ball around it), ``num_tokens`` and ``radius``
+(for all inputs of that length with tokens of at most that norm). One that may be told the
+``slope`` of a norm in front, token by token, knows the map ``normed`` itself; all others reach
+it by the chain rule (`lipscope.theorems.several`). What a signature cannot
+say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_type_hints
+
+Kind = Literal["upper", "lower"]
+Scope = Literal["local", "ball", "global", "mean-field", "limit"]
+Metric = Literal["frobenius", "max-token", "infinity"]
+DERIVED = "derived here"
+
+
+class NotApplicableError(Exception):
+    """A hypothesis of a theorem does not hold; the message says which one and why."""
+
+
+@dataclass(frozen=True)
+class Theorem:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: Name of its function.
+        function: The function; returns the value as a float.
+        statement: Where it is stated, such as "Theorem 3.3".
+        cite: Key of the bibliography, or `DERIVED`.
+        kind: ``upper`` or ``lower`` bound of sigma.
+        scope: For which inputs.
+        metric: How input and output are measured.
+        subject: Type of the first parameter.
+        needs: Names of the other parameters that have no default.
+        by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
+        sound: False for a statement that is exposed as found although it fails.
+        slow: Whether it is left out unless sharper forms are asked for.
+        note: What a reader must know about it, or "".
+    """
+
+    name: str
+    function: Callable[..., float]
+    statement: str
+    cite: str
+    kind: Kind
+    scope: Scope
+    metric: Metric
+    subject: type
+    needs: tuple[str, ...]
+    by_token: bool
+    sound: bool
+    slow: bool
+    note: str
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring."""
+        return (inspect.getdoc(self.function) or "").splitlines()[0]
+
+
+_CATALOGUE: dict[str, Theorem] = {}
+
+
+def theorem(
+    *,
+    cite: str,
+    statement: str,
+    kind: Kind = "upper",
+    metric: Metric = "frobenius",
+    scope: Scope | None = None,
+    sound: bool = True,
+    slow: bool = False,
+    note: str = "",
+) -> Callable[[Callable[..., float]], Callable[..., float]]:
+    """Enter a function into the catalogue.
+
+    Args:
+        cite: Key of ``docs/references.bib``, or `DERIVED`.
+        statement: Where it is stated.
+        kind: ``upper`` or ``lower``.
+        metric: Metric of input and output.
+        scope: For which inputs; read off the signature if None.
+        sound: False for a statement shown as found although it fails.
+        slow: Computed only where sharper forms are asked for.
+        note: What a reader must know, in one sentence.
+
+    Returns:
+        The decorator, which leaves the function as it is.
+    """
+
+    def enter(function: Callable[..., float]) -> Callable[..., float]:
+        hints: dict[str, Any] = get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+        subject, *rest = parameters
+        needs = [name for name in rest if parameters[name].default is inspect.Parameter.empty]
+        _CATALOGUE[function.__name__] = Theorem(
+            function.__name__,
+            function,
+            statement,
+            cite,
+            kind,
+            scope or _scope(needs),
+            metric,
+            hints[subject],
+            tuple(needs),
+            "slope" in rest,
+            sound,
+            slow,
+            note,
+        )
+        return function
+
+    return enter
+
+
+def catalogue() -> list[Theorem]:
+    """Every theorem, in the order in which the papers were registered."""
+    return list(_CATALOGUE.values())
+
+
+def _scope(needs: list[str]) -> Scope:
+    if "eps" in needs:
+        return "ball"
+    if "x" in needs:
+        return "local"
+    return "global" if "num_tokens" in needs else "mean-field"

@@ -1,0 +1,284 @@
+"""Every bound for a layer, with its value or the reason why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.attention.projections import Part
+from lipscope.errors import InputError
+from lipscope.theorems.normed import Normed
+from lipscope.theorems.register import (
+    Kind,
+    Metric,
+    NotApplicableError,
+    Scope,
+    Theorem,
+    catalogue,
+)
+from lipscope.theorems.several import Layer, evaluate
+
+# An a-priori radius is computed in float64, the tokens it must cover often in float32.
+_ROUNDING = 1e-5
+
+Map = Literal["attention", "heads", "normed"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One theorem, asked about one layer.
+
+    Attributes:
+        theorem: Name in the catalogue.
+        statement: Where it is stated.
+        cite: Key of the bibliography, or "derived here".
+        kind: ``upper`` or ``lower``.
+        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field``, ``limit``.
+        metric: How input and output are measured.
+        map: ``attention``, ``heads`` or ``normed``.
+        value: The bound of sigma, or None.
+        applicable: Whether there is a value.
+        reason: Why there is none, or "".
+        head: The query head it speaks of, or None for the whole layer.
+        note: What a reader must know, or "".
+    """
+
+    theorem: str
+    statement: str
+    cite: str
+    kind: Kind
+    scope: Scope
+    metric: Metric
+    map: Map
+    value: float | None
+    applicable: bool
+    reason: str
+    head: int | None
+    note: str
+
+
+def bounds(
+    layer: Attention | Normed,
+    x: Float[Tensor, "n d"] | None = None,
+    *,
+    num_tokens: int | None = None,
+    radius: float | None = None,
+    floor: float | None = None,
+    part: Part = "attention",
+    head: int | None = None,
+    metric: Metric | None = None,
+    names: Collection[str] | None = None,
+    sharp: bool = False,
+) -> list[Bound]:
+    """Ask every theorem of the catalogue about a layer.
+
+    Theorems at an input read ``x``; those for all inputs read ``num_tokens`` and ``radius``,
+    which are those of ``x`` if not given.
+
+    A layer with the norm in front of it, `Normed`, is asked about the map ``normed``. Tokens may
+    then have any norm; only near zero the normalisation stretches without end. Bounds on
+    all inputs hold where no token is smaller than ``floor``, for LayerNorm after its mean is
+    taken away; without ``x`` and ``floor`` on the whole space, with ``1 / √(d ε)`` for the norm.
+
+    Args:
+        layer: An attention layer, captured or built from weights, or `Normed`.
+        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
+        num_tokens: Number of tokens; that of ``x`` if None.
+        radius: Largest token norm; that of ``x`` if None. Not for `Normed`.
+        floor: Smallest token norm, for `Normed` only; that of ``x`` if None.
+        part: ``attention``, or ``heads`` for the concatenation before the projection.
+        head: One query head alone; all together if None.
+        metric: Only bounds in this metric; all if None.
+        names: Only these theorems; all if None.
+        sharp: Also the forms that take seconds a head.
+
+    Returns:
+        One entry per theorem: what does not apply says why.
+
+    Raises:
+        InputError: If an argument makes no sense for any theorem.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
+    >>> for bound in bounds(layer, num_tokens=4, radius=1.0):
+    ...     if bound.theorem in ("castin_thm_3_3", "global_g2", "yudin_thm_3"):
+    ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
+    castin_thm_3_3 6.12
+    global_g2 2.56
+    yudin_thm_3 it asks for `x`
+    """
+    if isinstance(layer, Normed):
+        question = _normed_question(layer, x, num_tokens, radius, floor, part, head)
+    else:
+        _only_normed(floor)
+        x, num_tokens, radius = _checked(layer, x, num_tokens, radius, part, head)
+        question = _Question(Layer(layer, part, head), part, x, num_tokens, radius)
+    found = []
+    for theorem in catalogue():
+        if metric is not None and theorem.metric != metric:
+            continue
+        if names is not None and theorem.name not in names:
+            continue
+        value, reason = None, ""
+        try:
+            if "eps" in theorem.needs:
+                raise NotApplicableError("it holds in a ball; ask `certify`")
+            if theorem.slow and not sharp:
+                raise NotApplicableError("it takes seconds a head; ask for sharper forms")
+            value = question.answer(theorem)
+        except NotApplicableError as error:
+            reason = str(error)
+        found.append(_bound(theorem, question.map, head, value, reason))
+    return found
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What theorems are asked about: a layer, an input, what all inputs have in common.
+
+    For the map ``normed`` the layer has taken up the norm, ``x`` is on the unit sphere, and the
+    slopes are those at ``x`` and the largest one of all inputs.
+    """
+
+    layer: Layer
+    map: Map
+    x: Tensor | None
+    num_tokens: int | None
+    radius: float | None
+    slope: Tensor | None = None
+    steepest: Tensor | None = None
+
+    def answer(self, theorem: Theorem) -> float:
+        """The value of a theorem, or `NotApplicableError`."""
+        return evaluate(
+            theorem,
+            self.layer,
+            x=self.x,
+            num_tokens=self.num_tokens,
+            radius=self.radius,
+            slope=self.slope if "x" in theorem.needs else self.steepest,
+        )
+
+
+def _normed_question(
+    layer: Normed,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    part: Part,
+    head: int | None,
+) -> _Question:
+    """The question about the absorbed layer that answers the one about a layer and its norm."""
+    if radius is not None:
+        raise InputError(
+            "`radius` should be left out for a layer with a norm in front, which takes tokens of "
+            f"every norm to one ellipsoid. Found `radius = {radius}`."
+        )
+    if part != "attention":
+        raise InputError(
+            "`part` should be 'attention' for a layer with a norm in front. Found "
+            f"`part = {part!r}`."
+        )
+    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, part, head)
+    norm = layer.constants
+    sphere, slope, smallest = None, None, 0.0
+    if x is not None:
+        sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
+    floor = smallest if floor is None else floor
+    if not 0 <= floor < float("inf"):
+        raise InputError(f"`floor` should be 0 or positive. Found `floor = {floor}`.")
+    if x is not None and floor > (1 + _ROUNDING) * smallest:
+        raise InputError(
+            f"`floor` should be at most the smallest token norm of `x`, {smallest:.6g}. "
+            f"Found `floor = {floor:g}`."
+        )
+    steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
+    asked = Layer(layer.absorbed, "attention", head)
+    return _Question(asked, "normed", sphere, num_tokens, 1.0, slope, steepest)
+
+
+def _only_normed(floor: float | None) -> None:
+    if floor is not None:
+        raise InputError(
+            "`floor` should be left out for attention without a norm in front. Found "
+            f"`floor = {floor}`."
+        )
+
+
+def _bound(
+    theorem: Theorem, part: Map, head: int | None, value: float | None, reason: str
+) -> Bound:
+    return Bound(
+        theorem.name,
+        theorem.statement,
+        theorem.cite,
+        theorem.kind,
+        theorem.scope,
+        theorem.metric,
+        part,
+        value,
+        value is not None,
+        reason,
+        head,
+        theorem.note,
+    )
+
+
+def _checked(
+    layer: Attention,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    part: str,
+    head: int | None,
+) -> tuple[Tensor | None, int | None, float | None]:
+    """The arguments, completed from ``x``; one line for what makes no sense."""
+    if not isinstance(layer, Attention):
+        raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+    if part not in ("attention", "heads"):
+        raise InputError(f"`part` should be 'attention' or 'heads'. Found `part = {part!r}`.")
+    if head is not None and not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+    for name, weight in layer.state_dict().items():
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
+    if x is not None:
+        x = _checked_tokens(x, layer.query.shape[1])
+        if num_tokens not in (None, len(x)):
+            raise InputError(
+                f"`num_tokens` should be that of `x`, {len(x)}. Found `num_tokens = {num_tokens}`."
+            )
+        num_tokens = len(x)
+        largest = float(x.norm(dim=1).max())
+        radius = largest if radius is None else radius
+        if 0 < radius < (1 - _ROUNDING) * largest:
+            raise InputError(
+                f"`radius` should be at least the largest token norm of `x`, {largest:.6g}. "
+                f"Found `radius = {radius:g}`."
+            )
+    if num_tokens is not None and num_tokens < 1:
+        raise InputError(f"`num_tokens` should be at least 1. Found `num_tokens = {num_tokens}`.")
+    zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
+    if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
+        raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
+    return x, num_tokens, radius
+
+
+def _checked_tokens(x: Tensor, width: int) -> Tensor:
+    x = x.detach().to("cpu", torch.float64)
+    if x.ndim != 2 or x.shape[1] != width or not len(x):
+        raise InputError(f"`x` should have shape (n, {width}), n ≥ 1. Found {tuple(x.shape)}.")
+    if not bool(x.isfinite().all()):
+        bad = int((~x.isfinite()).any(1).nonzero()[0])
+        raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")
+    return x
