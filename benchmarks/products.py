@@ -53,7 +53,7 @@ def _pair(op: Operator) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     e = torch.randn(op.in_shape, generator=generator)
     g = torch.randn(op.out_shape, generator=generator)
     e, g = e / e.norm(), g / g.norm()
-    return lambda: op.mv(e), lambda: op.rmv(g)
+    return lambda: op.matvec(e), lambda: op.rmatvec(g)
 
 
 def _alone(case: Case, n: int) -> Operator:

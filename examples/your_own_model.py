@@ -26,7 +26,7 @@ x = torch.randn(64)
 top = ls.top_singular(
     ls.linearise(mlp, x), tol=1e-3, delta=1e-6, generator=torch.Generator().manual_seed(1)
 )
-dense = torch.linalg.matrix_norm(ls.materialise(ls.linearise(mlp, x)), 2)
+dense = torch.linalg.matrix_norm(ls.to_dense(ls.linearise(mlp, x)), 2)
 print(f"MLP: sigma {top.sigma:.4f}, upper {top.upper:.4f}, dense SVD {dense:.4f}")
 
 # An attention layer in closed form: the map that is measured is the map that is written here.

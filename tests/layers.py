@@ -15,7 +15,7 @@ from lipscope.attention import (
     ScaledCosineAttention,
     TokenNorm,
 )
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.theorems import catalogue, evaluate
 
 THEOREMS = {theorem.name: theorem for theorem in catalogue()}
@@ -148,7 +148,7 @@ def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> Dot
 
 
 def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
-    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x, part=part)), 2))
+    return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x, part=part)), 2))
 
 
 def value(name: str, layer, **given) -> float:

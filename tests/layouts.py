@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.linalg.singular import top_singular
 from lipscope.models import LayerMap, attention_sites, build_map, prepared, trace
 
@@ -228,13 +228,13 @@ def check(closed: LayerMap, generic: LayerMap) -> Tensor:
     """Both paths, autograd and the dense SVD agree; the Jacobian by tokens, ``(n_out, n)``."""
     agree(closed.output, generic.output)
     op, run = closed.linearise(closed.x), generic.linearise(generic.x)
-    ours = materialise(op)
+    ours = to_dense(op)
     truth: Any = torch.autograd.functional.jacobian(generic, generic.x, vectorize=True)
     agree(ours, truth.reshape(ours.shape))
     e, g = probes(*op.in_shape), probes(*op.out_shape)
     for each in (op, run):
-        agree(each.mv(e).flatten(1), e.flatten(1) @ ours.T)
-        agree(each.rmv(g).flatten(1), g.flatten(1) @ ours)
+        agree(each.matvec(e).flatten(1), e.flatten(1) @ ours.T)
+        agree(each.rmatvec(g).flatten(1), g.flatten(1) @ ours)
     top = float(torch.linalg.svdvals(truth.reshape(ours.shape))[0])
     found = top_singular(op, tol=1e-10, tight=True)
     assert math.isclose(found.sigma, top, rel_tol=1e-9)
@@ -248,6 +248,6 @@ def check_heads(closed: LayerMap, generic: LayerMap, heads: int = HEADS) -> None
     agree(closed.head_outputs(), generic.head_outputs())
     ours, truth = (layer.linearise(layer.x, per_head=True) for layer in (closed, generic))
     e = torch.randn(heads, *closed.x.shape, dtype=torch.float64)
-    agree(ours.mv(e), truth.mv(e))
-    g = torch.randn(ours.mv(e).shape, dtype=torch.float64)
-    agree(ours.rmv(g), truth.rmv(g))
+    agree(ours.matvec(e), truth.matvec(e))
+    g = torch.randn(ours.matvec(e).shape, dtype=torch.float64)
+    agree(ours.rmatvec(g), truth.rmatvec(g))

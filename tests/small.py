@@ -9,7 +9,7 @@ ONE = torch.eye(1).double()
 
 
 def dense(layer: ls.Attention, x: Tensor) -> Tensor:
-    return ls.materialise(layer.linearise(x))
+    return ls.to_dense(layer.linearise(x))
 
 
 def sigma(layer: ls.Attention, x: Tensor) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.errors import InputError
-from lipscope.linalg.operator import linearise, materialise
+from lipscope.linalg.operator import linearise, to_dense
 from lipscope.linalg.singular import top_singular
 
 
@@ -109,8 +109,8 @@ def test_products_are_the_dense_jacobian(name, memory):
     op = layer.linearise(x, memory=memory)
     dense = jacobian(layer, x)
     scale = float(dense.abs().max())
-    assert torch.allclose(materialise(op), dense, atol=1e-12 * scale)
-    assert torch.allclose(materialise(op.T), dense.T, atol=1e-12 * scale)
+    assert torch.allclose(to_dense(op), dense, atol=1e-12 * scale)
+    assert torch.allclose(to_dense(op.T), dense.T, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -120,7 +120,7 @@ def test_the_closed_form_agrees_with_finite_differences(name):
     e = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     h = 1e-5
     numeric = (layer(x + h * e) - layer(x - h * e)) / (2 * h)
-    exact = layer.linearise(x).mv(e)
+    exact = layer.linearise(x).matvec(e)
     assert float((numeric - exact).norm()) <= 1e-6 * float(exact.norm())
 
 
@@ -129,13 +129,13 @@ def test_single_heads_add_up_to_the_layer(name):
     layer, x = random_layer(**CASES[name])
     e = torch.randn(x.shape, dtype=torch.float64)
     copies = e.expand(layer.num_heads, *e.shape)
-    whole, parts = layer.linearise(x).mv(e), layer.linearise(x, per_head=True).mv(copies)
+    whole, parts = layer.linearise(x).matvec(e), layer.linearise(x, per_head=True).matvec(copies)
     if layer.output is None:
         assert torch.allclose(torch.cat(list(parts), dim=1), whole, atol=1e-11)
     else:
         assert torch.allclose(parts.sum(0), whole, atol=1e-11)
-    slices = layer.linearise(x, per_head=True, part="heads").mv(copies)
-    concat = layer.linearise(x, part="heads").mv(e)
+    slices = layer.linearise(x, per_head=True, part="heads").matvec(copies)
+    concat = layer.linearise(x, part="heads").matvec(e)
     assert torch.allclose(torch.cat(list(slices), dim=1), concat, atol=1e-11)
 
 
@@ -145,7 +145,7 @@ def test_single_heads_satisfy_the_adjoint_identity(name):
     op = layer.linearise(x, per_head=True)
     e = torch.randn(layer.num_heads, *op.in_shape, dtype=torch.float64)
     g = torch.randn(layer.num_heads, *op.out_shape, dtype=torch.float64)
-    left, right = (op.mv(e) * g).sum((1, 2)), (e * op.rmv(g)).sum((1, 2))
+    left, right = (op.matvec(e) * g).sum((1, 2)), (e * op.rmatvec(g)).sum((1, 2))
     assert torch.allclose(left, right, rtol=1e-11)
 
 
@@ -162,7 +162,7 @@ def test_single_heads_satisfy_the_adjoint_identity(name):
 def test_any_shape_against_autograd_and_the_dense_svd(n, d, heads, k, d_v, causal, biases, seed):
     layer, x = random_layer(seed, n=n, d=d, heads=heads, k=k, d_v=d_v, causal=causal, biases=biases)
     op, dense = layer.linearise(x), jacobian(layer, x)
-    assert torch.allclose(materialise(op), dense, atol=1e-11 * float(dense.abs().max()))
+    assert torch.allclose(to_dense(op), dense, atol=1e-11 * float(dense.abs().max()))
     truth = float(torch.linalg.matrix_norm(dense, 2))
     top = top_singular(op, tol=1e-10, generator=torch.Generator().manual_seed(seed))
     assert math.isclose(top.sigma, truth, rel_tol=1e-9)
@@ -172,7 +172,7 @@ def test_any_shape_against_autograd_and_the_dense_svd(n, d, heads, k, d_v, causa
 def test_the_generic_path_agrees_with_the_closed_form():
     layer, x = random_layer(heads=2, causal=True, biases=True)
     generic = linearise(layer, x)
-    assert torch.allclose(materialise(generic), materialise(layer.linearise(x)), atol=1e-11)
+    assert torch.allclose(to_dense(generic), to_dense(layer.linearise(x)), atol=1e-11)
 
 
 # --- exact oracles (THEORY: implementation advice)
@@ -184,7 +184,7 @@ def spectral(matrix: torch.Tensor) -> float:
 
 def test_one_token_gives_the_value_matrix():
     layer, x = random_layer(n=1, d_out=None)
-    assert torch.allclose(materialise(layer.linearise(x)), layer.value, atol=1e-13)
+    assert torch.allclose(to_dense(layer.linearise(x)), layer.value, atol=1e-13)
 
 
 def one_head(a: torch.Tensor, v: torch.Tensor, *, causal: bool = False) -> DotProduct:
@@ -196,7 +196,7 @@ def test_zero_scores_unmasked_give_the_norm_of_the_value_matrix():
     v = torch.randn(3, 3, dtype=torch.float64)
     layer = one_head(torch.zeros(3, 3, dtype=torch.float64), v)
     x = torch.randn(7, 3, dtype=torch.float64)
-    assert math.isclose(spectral(materialise(layer.linearise(x))), spectral(v), rel_tol=1e-12)
+    assert math.isclose(spectral(to_dense(layer.linearise(x))), spectral(v), rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 10])
@@ -205,7 +205,7 @@ def test_zero_scores_masked_give_the_cesaro_matrix(n):
     layer = one_head(0 * one, one, causal=True)
     cesaro = torch.ones(n, n, dtype=torch.float64).tril() / torch.arange(1, n + 1)[:, None]
     x = torch.randn(n, 1, dtype=torch.float64)
-    assert torch.allclose(materialise(layer.linearise(x)), cesaro, atol=1e-14)
+    assert torch.allclose(to_dense(layer.linearise(x)), cesaro, atol=1e-14)
     if n == 2:
         assert round(spectral(cesaro), 4) == 1.1441  # THEORY B14
 
@@ -221,8 +221,8 @@ def test_duplicated_tokens_give_the_splitting_identity(copies):
     for i in range(4):
         y = x - p[i] @ x
         split.append(spectral(v @ (y.T * p[i]) @ y @ a))
-    single = spectral(materialise(layer.linearise(x)))
-    many = spectral(materialise(layer.linearise(x.repeat_interleave(copies, 0))))
+    single = spectral(to_dense(layer.linearise(x)))
+    many = spectral(to_dense(layer.linearise(x.repeat_interleave(copies, 0))))
     assert math.isclose(many, max(single, *split), rel_tol=1e-12)
 
 
@@ -240,7 +240,7 @@ def test_probabilities_that_underflow_do_no_harm():
     far = x * 40
     dense = jacobian(layer, far)
     assert bool(dense.isfinite().all())
-    assert torch.allclose(materialise(layer.linearise(far)), dense, atol=1e-9)
+    assert torch.allclose(to_dense(layer.linearise(far)), dense, atol=1e-9)
 
 
 @pytest.mark.parametrize("memory", [2**30, 400], ids=["stored", "recomputed in chunks"])
@@ -253,7 +253,7 @@ def test_a_row_that_may_read_nothing_gives_zero_and_moves_nothing(memory):
         assert torch.allclose(layer(x), layer.heads(x))
     dense = jacobian(layer, x)
     assert not dense.unflatten(0, (5, -1))[1].any()
-    assert torch.allclose(materialise(layer.linearise(x, memory=memory)), dense, atol=1e-12)
+    assert torch.allclose(to_dense(layer.linearise(x, memory=memory)), dense, atol=1e-12)
 
 
 def test_a_window_is_the_mask_that_it_stands_for():
@@ -297,18 +297,18 @@ def test_either_side_of_cross_attention_is_the_dense_jacobian(side, memory, opti
         (lambda z: layer(z, context)) if side == "query" else (lambda c: layer(x, c)), moved
     ).reshape(-1, moved.numel())
     op = layer.linearise(x, context=context, side=side, memory=memory)
-    assert torch.allclose(materialise(op), dense, atol=1e-12 * float(dense.abs().max()))
-    assert torch.allclose(materialise(op.T), dense.T, atol=1e-12 * float(dense.abs().max()))
+    assert torch.allclose(to_dense(op), dense, atol=1e-12 * float(dense.abs().max()))
+    assert torch.allclose(to_dense(op.T), dense.T, atol=1e-12 * float(dense.abs().max()))
     with torch.no_grad():
         assert torch.allclose(layer(x, context), layer.project_out(layer.heads(x, context)))
     e = torch.randn(2, *moved.shape, dtype=torch.float64)
     heads = layer.linearise(x, context=context, side=side, per_head=True)
-    g = torch.randn(heads.mv(e).shape, dtype=torch.float64)
-    left, right = (heads.mv(e) * g).sum((1, 2)), (e * heads.rmv(g)).sum((1, 2))
+    g = torch.randn(heads.matvec(e).shape, dtype=torch.float64)
+    left, right = (heads.matvec(e) * g).sum((1, 2)), (e * heads.rmatvec(g)).sum((1, 2))
     assert torch.allclose(left, right, rtol=1e-11)
-    parts = heads.mv(e[:1].expand_as(e))
+    parts = heads.matvec(e[:1].expand_as(e))
     joined = parts.sum(0) if layer.output is not None else torch.cat(list(parts), dim=1)
-    assert torch.allclose(joined, op.mv(e[0]), atol=1e-11)
+    assert torch.allclose(joined, op.matvec(e[0]), atol=1e-11)
 
 
 @pytest.mark.parametrize(

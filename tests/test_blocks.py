@@ -52,11 +52,11 @@ def test_blocks_give_the_products_of_the_whole(name: str, memory: int) -> None:
     output, jvp = cast(Any, torch.func.jvp(layer, (x,), (e,)))
     vjp: Any = torch.func.vjp(layer, x)[1]
     op = layer.linearise(x, memory=memory)
-    torch.testing.assert_close(op.mv(e), jvp, rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(op.rmv(g), vjp(g)[0], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(op.matvec(e), jvp, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(op.rmatvec(g), vjp(g)[0], rtol=1e-11, atol=1e-11)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), output, rtol=1e-12, atol=1e-12)
-    heads = layer.linearise(x, memory=memory, per_head=True).mv(e.expand(HEADS, N, D))
+    heads = layer.linearise(x, memory=memory, per_head=True).matvec(e.expand(HEADS, N, D))
     torch.testing.assert_close(heads.sum(0), jvp, rtol=1e-11, atol=1e-11)
 
 

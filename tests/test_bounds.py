@@ -11,7 +11,7 @@ from torch import Tensor
 from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single, value
 from lipscope.attention import DotProduct
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, materialise
+from lipscope.linalg.operator import Operator, to_dense
 from lipscope.theorems import (
     DERIVED,
     NotApplicableError,
@@ -48,7 +48,7 @@ def test_no_upper_bound_is_violated() -> None:
         if part == "heads" and "heads" not in regime:
             continue  # one head without projection: the same map
         op = layer.linearise(x, part=part)
-        dense = materialise(op)
+        dense = to_dense(op)
         truth = {
             "frobenius": float(torch.linalg.matrix_norm(dense, 2)),
             "infinity": float(dense.abs().sum(1).max()),
@@ -219,7 +219,7 @@ def test_norm_of_rows_is_never_below() -> None:
 def test_other_norms_agree_with_brute_force() -> None:
     layer, x = draw("medium", 3)
     op = layer.linearise(x)
-    dense = materialise(op)
+    dense = to_dense(op)
     assert infinity_norm(op).exact
     assert infinity_norm(op).lower == pytest.approx(float(dense.abs().sum(1).max()))
     estimate = infinity_norm(op, dense=0)
@@ -268,7 +268,7 @@ def test_table_has_every_theorem_with_value_or_reason() -> None:
     assert one["global_g2"].head == 2
     assert one["global_g2"].value is not None
     op = layer.linearise(x, per_head=True)
-    dense = torch.stack([op.mv(e.expand(4, *x.shape))[2].flatten() for e in units(x)], 1)
+    dense = torch.stack([op.matvec(e.expand(4, *x.shape))[2].flatten() for e in units(x)], 1)
     assert one["global_g2"].value >= float(torch.linalg.matrix_norm(dense, 2))
 
 

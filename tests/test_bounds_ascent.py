@@ -5,7 +5,7 @@ import torch
 
 from layers import draw
 from lipscope.attacks.constructions import ascend
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 REGIMES = ("medium", "sharp", "causal", "masked", "biased, causal", "heads", "rotary")
@@ -32,8 +32,8 @@ def test_no_upper_bound_is_violated_where_ascent_leads(regime: str) -> None:
             generator=torch.Generator().manual_seed(seed),
         )
         x = found.x.double()
-        sigma = float(torch.linalg.matrix_norm(materialise(layer.linearise(x)), 2))
-        at_start = float(torch.linalg.matrix_norm(materialise(layer.linearise(start)), 2))
+        sigma = float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
+        at_start = float(torch.linalg.matrix_norm(to_dense(layer.linearise(start)), 2))
         assert sigma >= at_start * (1 - 1e-3), "the ascent should end above its start"
         for theorem in asked:
             if "eps" in theorem.needs:

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     MAPS,
     LayerMap,
@@ -67,8 +67,8 @@ def test_every_map_of_every_family(family, name):
     assert (layer.attention is None) == (family == "olmo" or name in ("block", "model"))
     op, truth = layer.linearise(layer.x), dense(layer)
     scale = float(truth.abs().max())
-    assert torch.allclose(materialise(op), truth, atol=1e-11 * scale)
-    assert torch.allclose(materialise(op.T), truth.T, atol=1e-11 * scale)
+    assert torch.allclose(to_dense(op), truth, atol=1e-11 * scale)
+    assert torch.allclose(to_dense(op.T), truth.T, atol=1e-11 * scale)
 
 
 @pytest.mark.parametrize("name", ["heads", "attention", "normed"])
@@ -79,8 +79,8 @@ def test_single_heads_of_every_family(family, name):
     assert layer.num_heads is not None
     heads = layer.linearise(layer.x, per_head=True)
     e = torch.randn(layer.x.shape, dtype=torch.float64)
-    parts = heads.mv(e.expand(layer.num_heads, *e.shape))
-    whole = layer.linearise(layer.x).mv(e)
+    parts = heads.matvec(e.expand(layer.num_heads, *e.shape))
+    whole = layer.linearise(layer.x).matvec(e)
     joined = torch.cat(list(parts), dim=1) if name == "heads" else parts.sum(0)
     assert torch.allclose(joined, whole, atol=1e-11 * float(whole.abs().max()))
     outputs = layer.head_outputs()
@@ -99,7 +99,7 @@ def test_finite_differences_of_the_whole_model(family, name):
     h = 1e-6
     with torch.no_grad():
         numeric = (layer(layer.x + h * e) - layer(layer.x - h * e)) / (2 * h)
-    exact = layer.linearise(layer.x).mv(e)
+    exact = layer.linearise(layer.x).matvec(e)
     assert float((numeric - exact).norm()) <= 1e-5 * float(exact.norm())
 
 
@@ -130,7 +130,7 @@ def test_causality_survives_the_attention_implementation(family, implementation)
     blocks = dense(layer).reshape(n, d, n, d)
     future = torch.ones(n, n).triu(1).bool()
     assert not blocks.permute(0, 2, 1, 3)[future].any()
-    matrix = materialise(layer.linearise(layer.x)).reshape(n, d, n, d)
+    matrix = to_dense(layer.linearise(layer.x)).reshape(n, d, n, d)
     assert not matrix.permute(0, 2, 1, 3)[future].any()
     assert loaded.model.config._attn_implementation == implementation  # put back
 
@@ -147,7 +147,7 @@ def test_sliding_windows_are_kept():
     loaded = tiny("mistral")  # window 3
     layer = captured(loaded, ids(loaded, 8), "attention")
     n, d = layer.x.shape
-    blocks = materialise(layer.linearise(layer.x)).reshape(n, d, n, d).permute(0, 2, 1, 3)
+    blocks = to_dense(layer.linearise(layer.x)).reshape(n, d, n, d).permute(0, 2, 1, 3)
     reach = blocks.abs().amax((2, 3)) > 0
     expected = torch.ones(n, n).tril().bool() & ~torch.ones(n, n).tril(-3).bool()
     assert reach.equal(expected)
@@ -159,7 +159,7 @@ def test_padding_is_kept(family):
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
     layer = captured(loaded, {**ids(loaded), "attention_mask": mask}, "attention")
     n, d = layer.x.shape
-    blocks = materialise(layer.linearise(layer.x)).reshape(n, d, n, d).permute(0, 2, 1, 3)
+    blocks = to_dense(layer.linearise(layer.x)).reshape(n, d, n, d).permute(0, 2, 1, 3)
     seen = blocks.abs().amax((2, 3)) > 0
     assert not seen[:4, 4:].any()
     assert seen[:4, :4].all()
@@ -185,7 +185,7 @@ def test_float64_is_float64_on_the_generic_path(family):
     with torch.no_grad():
         base, near = layer(layer.x), layer(layer.x + 1e-9 * e)
     slope = (near - base) / 1e-9
-    exact = layer.linearise(layer.x).mv(e)
+    exact = layer.linearise(layer.x).matvec(e)
     assert float((slope - exact).norm()) <= 1e-4 * float(exact.norm())
 
 
@@ -203,7 +203,7 @@ def test_a_custom_operator_is_not_zero():
     from lipscope.linalg.operator import linearise
 
     x = torch.tensor([1.0, 2.0])
-    assert materialise(linearise(cube, x)).equal(torch.diag(3 * x**2))
+    assert to_dense(linearise(cube, x)).equal(torch.diag(3 * x**2))
 
 
 def test_live_dropout_is_switched_off_and_put_back():
@@ -227,7 +227,7 @@ def test_a_row_that_reads_nothing_is_zero(implementation):
     with torch.no_grad():
         assert not layer(layer.x)[:2].any()
         assert torch.allclose(layer(layer.x)[2:], layer.output[2:], atol=1e-12)
-    jacobian = materialise(layer.linearise(layer.x)).reshape(6, 12, 6, 12)
+    jacobian = to_dense(layer.linearise(layer.x)).reshape(6, 12, 6, 12)
     assert not jacobian[:2].any() and not jacobian[:, :, :2].any()
     assert torch.allclose(jacobian.reshape(72, 72), dense(layer), atol=1e-12)
 
@@ -263,7 +263,7 @@ def test_a_class_of_a_known_name_from_elsewhere_is_run_not_read():
     layer = captured(loaded, ids(loaded), "heads")
     assert layer.attention is None and plain.attention is not None
     assert torch.allclose(layer.output, 2 * plain.output + 1, atol=1e-12)
-    ours, twice = (materialise(a.linearise(a.x)) for a in (layer, plain))
+    ours, twice = (to_dense(a.linearise(a.x)) for a in (layer, plain))
     assert torch.allclose(ours, 2 * twice, atol=1e-11)
 
 
@@ -300,7 +300,7 @@ def test_torch_attention_whose_fast_path_skips_its_module(batch_first):
     ]
     expected = torch.cat(heads, 1) @ attention.out_proj.weight.T + attention.out_proj.bias
     assert torch.allclose(layer.output, expected, atol=1e-12)
-    assert torch.allclose(materialise(op), dense(layer), atol=1e-11)
+    assert torch.allclose(to_dense(op), dense(layer), atol=1e-11)
 
 
 def test_sites_are_the_innermost_attention_modules():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import BERT, TEXT
-from lipscope import capture, materialise
+from lipscope import capture, to_dense
 from lipscope.theorems import catalogue
 from tiny import TINY
 
@@ -107,7 +107,7 @@ def test_the_worst_input_can_be_measured_tightly(command):
     assert worst["sigma_text"] <= worst["upper_text"] <= 1.001 * worst["sigma_text"] * (1 + 1e-9)
     layer, _ = capture(BERT, TEXT, layer=0, length=6)
     with np.load("out/worst.npz") as kept:
-        dense = materialise(layer.linearise(torch.from_numpy(kept["x"])))
+        dense = to_dense(layer.linearise(torch.from_numpy(kept["x"])))
     assert worst["sigma"] == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)
 
 

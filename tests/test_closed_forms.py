@@ -37,7 +37,7 @@ from layouts import (
     traced,
 )
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.models import LayerMap, attention_sites, families
 
 
@@ -112,7 +112,7 @@ def test_both_implementations_are_read_alike(family):
         with traced(family, implementation=implementation) as build:
             layer = build("attention")
             op = layer.linearise(layer.x)
-            ours.append(op.mv(probes(*op.in_shape)))
+            ours.append(op.matvec(probes(*op.in_shape)))
     agree(ours[1], ours[0])
 
 
@@ -172,7 +172,7 @@ def test_appended_keys_are_run_not_read(option):
     layer = captured(model, inputs_of(TORCH), "attention")
     assert layer.attention is None
     truth: Any = torch.autograd.functional.jacobian(layer, layer.x)
-    ours = materialise(layer.linearise(layer.x))
+    ours = to_dense(layer.linearise(layer.x))
     agree(ours, truth.reshape(ours.shape))
 
 

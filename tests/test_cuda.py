@@ -60,7 +60,7 @@ def test_products_in_closed_form(kind, memory):
     here = layer_of(kind).linearise(x)
     there = layer_of(kind).cuda().linearise(x.cuda(), memory=memory)
     e = torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(2)).double()
-    for name in ("mv", "rmv"):
+    for name in ("matvec", "rmatvec"):
         found, expected = getattr(there, name)(e.cuda()), getattr(here, name)(e)
         assert found.device.type == "cuda"
         # float64 on both: sums in another order
@@ -71,7 +71,7 @@ def test_products_in_closed_form(kind, memory):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_solver(dtype):
     x, layer = tokens(), layer_of("plain")
-    truth = float(torch.linalg.matrix_norm(ls.materialise(layer.linearise(x)), 2))
+    truth = float(torch.linalg.matrix_norm(ls.to_dense(layer.linearise(x)), 2))
     layer = layer.to("cuda", dtype)
     start = torch.Generator().manual_seed(3)
     top = ls.top_singular(layer.linearise(x.to("cuda", dtype)), tol=1e-4, generator=start)
@@ -137,5 +137,5 @@ def test_the_chunked_core_stays_within_its_budget():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     op = layer.linearise(x, memory=2**26)
-    op.rmv(op.mv(x))
+    op.rmatvec(op.matvec(x))
     assert torch.cuda.max_memory_allocated() - before < 2**27

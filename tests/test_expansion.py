@@ -65,7 +65,7 @@ def _largest(
     g = torch.Generator().manual_seed(0)
     base, at_x = layer(x), layer.linearise(x)
     first = torch.stack([
-        at_x.mv(e) for e in torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
+        at_x.matvec(e) for e in torch.eye(x.numel(), dtype=x.dtype).view(-1, *x.shape)
     ]).flatten(1)  # fmt: skip
 
     def ratio(e: Tensor) -> Tensor:

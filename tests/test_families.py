@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     LayerMap,
     attention_sites,
@@ -70,7 +70,7 @@ def agrees(layer: LayerMap, truth: Callable[[torch.Tensor], torch.Tensor]) -> No
         assert torch.allclose(truth(layer.x), layer.output, rtol=1e-8, atol=1e-10)
     assert isinstance(expected, torch.Tensor)
     expected = expected.reshape(-1, layer.x.numel())
-    ours = materialise(layer.linearise(layer.x))
+    ours = to_dense(layer.linearise(layer.x))
     assert torch.allclose(ours, expected, atol=1e-9 * float(expected.abs().max()))
     sigma = float(torch.linalg.matrix_norm(expected, 2))
     assert sigma > 1e-3
@@ -112,8 +112,8 @@ def test_albert_whose_attention_module_adds_and_normalises():
             agrees(build("residual", layer), lambda u: site.LayerNorm(u + site.dense(heads(u))))
         one = build("attention", per_head=True)
         e = torch.randn_like(one.x)
-        parts = one.linearise(one.x, per_head=True).mv(e.expand(3, *e.shape))
-        assert torch.allclose(parts.sum(0), one.linearise(one.x).mv(e), atol=1e-12)
+        parts = one.linearise(one.x, per_head=True).matvec(e.expand(3, *e.shape))
+        assert torch.allclose(parts.sum(0), one.linearise(one.x).matvec(e), atol=1e-12)
         agrees(build("model"), lambda x: _albert_from(model, x))
 
 
@@ -369,7 +369,7 @@ def test_heads_of_torch_attention(masked):
         agrees(build("attention", 1), lambda u: site.out_proj(heads(u)))
         one = build("attention", 1, per_head=True)
         e = torch.randn_like(one.x)
-        parts = one.linearise(one.x, per_head=True).mv(e.expand(2, *e.shape))
+        parts = one.linearise(one.x, per_head=True).matvec(e.expand(2, *e.shape))
         for h in range(2):
             columns = slice(4 * h, 4 * h + 4)
             weight = site.out_proj.weight[:, columns]

@@ -217,7 +217,7 @@ def test_l2_extremal_comes_close_to_the_bound(n: int, ratio: float) -> None:
     # Row 1 holds the largest row sum; one product gives it.
     first = torch.zeros(n, 1).double()
     first[0] = 1.0
-    row = layer.linearise(built.x).rmv(first)
+    row = layer.linearise(built.x).rmatvec(first)
     assert float(row.abs().sum()) == pytest.approx(expected, rel=1e-9)
     assert (value + 1) / expected == pytest.approx(ratio, abs=1e-3)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lipscope import DotProduct, Rotary, materialise
+from lipscope import DotProduct, Rotary, to_dense
 from lipscope.theorems.derived.local import f1, f2, f2_scalar, f3_blocks
 from lipscope.theorems.derived.row_gram import Rows, row_gram, row_gram_joint
 from lipscope.theorems.head import all_heads_of, heads_of
@@ -50,7 +50,7 @@ def draw(seed, *, heads=1, rotary=False, n=6, d=8, k=4):
 
 
 def truth(layer, x):
-    return float(torch.linalg.matrix_norm(materialise(layer.linearise(x)), 2))
+    return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -75,7 +75,7 @@ def test_no_joint_certificate_is_below_sigma(rotary):
 def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
     layer, x = draw(seed, heads=3, rotary=rotary)
     n = len(x)
-    jacobian = materialise(layer.linearise(x)).view(n, -1, n, x.shape[1])
+    jacobian = to_dense(layer.linearise(x)).view(n, -1, n, x.shape[1])
     weights = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)).double() + 0.1
     dense = torch.einsum("iajb,icjb,ij->iac", jacobian, jacobian, 1 / weights)
     together = all_heads_of(layer)

@@ -10,7 +10,7 @@ import lipscope as ls
 from command import TEXT
 from layers import REGIMES, draw, draw_variant
 from lipscope.attention import DotProduct
-from lipscope.linalg.operator import Operator, materialise
+from lipscope.linalg.operator import Operator, to_dense
 from lipscope.theorems import Normed, bounds, catalogue, max_token_norm, norm_of
 from lipscope.theorems.derived.local import f1, f2
 from lipscope.theorems.derived.row_gram import Rows, row_gram_joint
@@ -105,7 +105,7 @@ def test_no_bound_of_the_map_normed_is_violated() -> None:
         layer = Normed(attention, norm(kind, 5, eps, seed))
         op = layer.linearise(x)
         dense = jacobian(layer, x)
-        assert torch.allclose(materialise(op), dense, atol=1e-8 * float(dense.abs().max()))
+        assert torch.allclose(to_dense(op), dense, atol=1e-8 * float(dense.abs().max()))
         truth = {
             "frobenius": float(torch.linalg.matrix_norm(dense, 2)),
             "max-token": max_token_norm(operator(dense, op), dense=0).lower,
@@ -128,7 +128,7 @@ def test_bounds_of_heads_through_a_norm() -> None:
     op = layer.linearise(x, per_head=True)
     basis = torch.eye(x.numel(), dtype=torch.float64).reshape(-1, *x.shape)
     for head in range(4):
-        dense = torch.stack([op.mv(e.expand(4, *x.shape))[head].flatten() for e in basis], 1)
+        dense = torch.stack([op.matvec(e.expand(4, *x.shape))[head].flatten() for e in basis], 1)
         sigma = float(torch.linalg.matrix_norm(dense, 2))
         values = {b.theorem: b.value or 0.0 for b in bounds(layer, x, head=head, sharp=True)}
         for name in ("f1", "f2", "f3_blocks", "row_gram", "row_gram_joint", "global_g2"):

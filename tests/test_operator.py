@@ -12,9 +12,9 @@ from lipscope.linalg.operator import (
     check_adjoint,
     compose,
     linearise,
-    materialise,
     plus_identity,
     restrict,
+    to_dense,
 )
 
 
@@ -43,30 +43,30 @@ def test_autograd_operator_is_the_dense_jacobian():
     jacobian = torch.autograd.functional.jacobian(net, x)
     assert isinstance(jacobian, torch.Tensor)
     jacobian = jacobian.reshape(12, 20)
-    assert torch.allclose(materialise(op), jacobian, atol=1e-13)
-    assert torch.allclose(materialise(op.T), jacobian.T, atol=1e-13)
+    assert torch.allclose(to_dense(op), jacobian, atol=1e-13)
+    assert torch.allclose(to_dense(op.T), jacobian.T, atol=1e-13)
 
 
 def test_leading_axes_are_free():
     x = torch.randn(3, 2)
     op = linearise(lambda x: torch.sin(x) @ torch.ones(2, 4), x)
     e = torch.randn(2, 5, 3, 2)
-    assert op.mv(e).shape == (2, 5, 3, 4)
-    assert torch.allclose(op.mv(e)[1, 2], op.mv(e[1, 2]))
+    assert op.matvec(e).shape == (2, 5, 3, 4)
+    assert torch.allclose(op.matvec(e)[1, 2], op.matvec(e[1, 2]))
 
 
 @pytest.mark.parametrize(
     "constant", [lambda x: torch.ones(3), lambda x: (0 * x).detach() + 1, lambda x: x * 0]
 )
 def test_a_constant_function_has_the_zero_jacobian(constant):
-    assert not materialise(linearise(constant, torch.ones(3))).any()
+    assert not to_dense(linearise(constant, torch.ones(3))).any()
 
 
 def test_live_dropout_is_refused():
     drop = nn.Dropout(0.5)
     with pytest.raises(InputError, match="same output twice"):
         linearise(drop, torch.ones(50))
-    assert materialise(linearise(drop.eval(), torch.ones(2))).equal(torch.eye(2))
+    assert to_dense(linearise(drop.eval(), torch.ones(2))).equal(torch.eye(2))
 
 
 def test_a_function_without_tensor_output_is_refused():
@@ -76,7 +76,7 @@ def test_a_function_without_tensor_output_is_refused():
 
 def test_products_that_are_not_transposes_are_refused():
     op = dense(torch.randn(4, 4))
-    broken = Operator(op.mv, lambda g: 2 * op.rmv(g), (4,), (4,))
+    broken = Operator(op.matvec, lambda g: 2 * op.rmatvec(g), (4,), (4,))
     with pytest.raises(InputError, match="transposes"):
         check_adjoint(broken)
 
@@ -101,7 +101,7 @@ class DetachedSoftmax(torch.autograd.Function):
 def test_an_autograd_function_with_wrong_second_derivatives_still_gives_its_jacobian():
     """Our JVP differentiates the pullback along its cotangent only, which stays right."""
     x = torch.randn(6, dtype=torch.float64)
-    ours = materialise(linearise(DetachedSoftmax.apply, x))  # pyright: ignore[reportArgumentType]
+    ours = to_dense(linearise(DetachedSoftmax.apply, x))  # pyright: ignore[reportArgumentType]
     p = x.softmax(-1)
     assert torch.allclose(ours, torch.diag(p) - torch.outer(p, p), atol=1e-14)
 
@@ -115,14 +115,14 @@ def test_fused_attention_has_both_products():
 
     plain = torch.autograd.functional.jacobian(lambda x: torch.softmax(x @ q.mT / 2, -1) @ q, q)
     assert isinstance(plain, torch.Tensor)
-    assert torch.allclose(materialise(linearise(attend, q)), plain.reshape(40, 40), atol=1e-13)
+    assert torch.allclose(to_dense(linearise(attend, q)), plain.reshape(40, 40), atol=1e-13)
 
 
 def test_chain_rule_and_residual():
     a, b = torch.randn(3, 4), torch.randn(4, 5)
-    assert torch.allclose(materialise(compose(dense(a), dense(b))), a @ b, atol=1e-6)
+    assert torch.allclose(to_dense(compose(dense(a), dense(b))), a @ b, atol=1e-6)
     square = torch.randn(4, 4)
-    assert torch.allclose(materialise(plus_identity(dense(square))), torch.eye(4) + square)
+    assert torch.allclose(to_dense(plus_identity(dense(square))), torch.eye(4) + square)
 
 
 def test_restriction_is_the_sub_matrix():
@@ -132,8 +132,8 @@ def test_restriction_is_the_sub_matrix():
     scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     part = restrict(op, move=move, read=read, scale=scale)
     expected = (blocks * scale[None, None, :, None])[read][:, :, move].reshape(2, 6)
-    assert torch.allclose(materialise(part), expected, atol=1e-14)
-    assert torch.allclose(materialise(part.T), expected.T, atol=1e-14)
+    assert torch.allclose(to_dense(part), expected, atol=1e-14)
+    assert torch.allclose(to_dense(part.T), expected.T, atol=1e-14)
     assert (part.in_shape, part.out_shape) == ((2, 3), (1, 2))
 
 
@@ -144,5 +144,5 @@ def test_restriction_with_one_set_of_tokens_per_batch_entry():
     e, g = torch.randn(2, 2, 3, dtype=torch.float64), torch.randn(2, 4, 2, dtype=torch.float64)
     for i, chosen in enumerate(sets):
         one = restrict(op, move=chosen)
-        assert torch.allclose(both.mv(e)[i], one.mv(e[i]))
-        assert torch.allclose(both.rmv(g)[i], one.rmv(g[i]))
+        assert torch.allclose(both.matvec(e)[i], one.matvec(e[i]))
+        assert torch.allclose(both.rmatvec(g)[i], one.rmatvec(g[i]))

@@ -103,7 +103,7 @@ def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
 def test_a_relative_bias_keeps_the_bounds_at_an_input():
     layer, x = ls.capture(tiny("mpnet").model, IDS, layer=0)
     found = {b.theorem: b for b in ls.bounds(layer, x) if b.applicable and b.kind == "upper"}
-    sigma = float(torch.linalg.matrix_norm(ls.materialise(layer.linearise(x)), 2))
+    sigma = float(torch.linalg.matrix_norm(ls.to_dense(layer.linearise(x)), 2))
     assert {"f1", "f2", "yudin_centred", "castin_thm_e_3", "global_g1", "global_g2"} <= set(found)
     values = [b.value for b in found.values() if b.metric == "frobenius" and b.value is not None]
     assert min(values) >= sigma
@@ -155,7 +155,7 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
     assert min(r.looseness or 1.0 for r in found) >= 1 - 1e-9
     layer, x = ls.capture(BERT, TEXT, layer=0, length=6, sample=0)
     op = layer.linearise(x)
-    dense = ls.materialise(op).reshape(6, 12, 6, 12)
+    dense = ls.to_dense(op).reshape(6, 12, 6, 12)
     if metric == "infinity" and not per_head:
         assert found[0].sigma == pytest.approx(float(dense.abs().sum((2, 3)).max()))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.models import attention_sites, prepared
 from lipscope.models.tracing.prepare import exact_maths
 from test_families import COMMON, CPU, GROUPED, IDS, agrees, call_of, maps_of, model_of
@@ -60,7 +60,7 @@ def test_the_text_part_of_a_composite_model_stays_causal():
         layer = next(i for i in range(4) if build("attention", i).x.shape[0] == 6)
         assert any("text" in site for site in sites)
         n, d = build("attention", layer).x.shape
-        jacobian = materialise(build("attention", layer).linearise(build("attention", layer).x))
+        jacobian = to_dense(build("attention", layer).linearise(build("attention", layer).x))
     blocks = jacobian.reshape(n, d, n, d).permute(0, 2, 1, 3)
     assert not blocks[torch.ones(n, n).triu(1).bool()].any()
     assert blocks[torch.ones(n, n).tril().bool()].abs().amax((1, 2)).all()
@@ -71,7 +71,7 @@ def test_a_model_inside_of_a_users_module_stays_causal():
     inner.set_attn_implementation("sdpa")
     with maps_of(Wrapper(inner), (IDS,)) as build:
         layer = build("attention", 1)
-        jacobian = materialise(layer.linearise(layer.x))
+        jacobian = to_dense(layer.linearise(layer.x))
         assert inner.config._attn_implementation == "eager"
     assert inner.config._attn_implementation == "sdpa"
     n, d = layer.x.shape
@@ -120,7 +120,7 @@ def test_mpt_whose_boolean_mask_hides_where_it_is_true():
     padded = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1]])}
     with maps_of(model, padded) as build:
         layer = build("attention", 1)
-        jacobian = materialise(layer.linearise(layer.x)).reshape(6, 12, 6, 12)
+        jacobian = to_dense(layer.linearise(layer.x)).reshape(6, 12, 6, 12)
         assert not jacobian[2:, :, :2].any() and bool(jacobian[2, :, 2].any())
 
 

@@ -31,7 +31,7 @@ from layouts import (
     randomised,
 )
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     Side,
     attention_sites,
@@ -157,7 +157,7 @@ def test_both_sides_together_are_the_whole_derivative():
         for side in SIDES:
             record = trace(ready, (x, x.clone()), sites, dtype=torch.float64, side=side)
             layer = build_map(record, 0, "attention")
-            total += materialise(layer.linearise(layer.x))
+            total += to_dense(layer.linearise(layer.x))
         queries = trace(ready, (x, x.clone()), sites, dtype=torch.float64, side="query").calls[0].x
         site: Any = ready.get_submodule("decoder.layers.0.multihead_attn")
 
@@ -220,7 +220,7 @@ def test_the_model_through_either_side(family, side):
         assert built.x.shape[0] == (QUERIES if side == "query" else KEYS)
         op = built.linearise(built.x)
         e, g = torch.randn_like(built.x), torch.randn_like(built.output)
-        products = op.mv(e), op.rmv(g)
+        products = op.matvec(e), op.rmatvec(g)
     with ready_model(family) as ready, exact_maths(torch.float64):
         function, at = last_states(family, ready, side)
         _, along = torch.autograd.functional.jvp(lambda z: function(z)[0], at, e[None])
@@ -235,11 +235,11 @@ def test_blocks_make_up_the_model(family):
     with wholes(family, "query") as found:
         first, second, whole = (one.linearise(one.x) for one in found)
         e = torch.randn_like(found[0].x)
-        agree(whole.mv(e), second.mv(first.mv(e)))
+        agree(whole.matvec(e), second.matvec(first.matvec(e)))
         with wholes(family, "key") as states:
             own, last, whole = (one.linearise(one.x) for one in states)
             e = torch.randn_like(states[0].x)
-            agree(whole.mv(e), last.mv(e) + second.mv(own.mv(e)))
+            agree(whole.matvec(e), last.matvec(e) + second.matvec(own.matvec(e)))
 
 
 @pytest.mark.parametrize("family", ["t5", "bert"])
@@ -277,7 +277,7 @@ def test_measure_takes_a_side(side):
 def test_measure_takes_a_side_of_blocks_and_models(name, side):
     with wholes("t5", side) as found:
         chosen = found[2:] if name == "model" else found[1:2]
-        jacobians = [materialise(one.linearise(one.x)) for one in chosen]
+        jacobians = [to_dense(one.linearise(one.x)) for one in chosen]
     rows = ls.measure(
         model_of("t5"),
         inputs_of("t5"),

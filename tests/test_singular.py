@@ -74,8 +74,8 @@ def test_the_triplet_belongs_together():
     top = top_singular(op, generator=seeded(0))
     assert math.isclose(float(top.v.norm()), 1.0, rel_tol=1e-12)
     assert math.isclose(float(top.u.norm()), 1.0, rel_tol=1e-12)
-    assert torch.allclose(op.mv(top.v), top.sigma * top.u, atol=1e-10)
-    residual = float((op.rmv(top.u) - top.sigma * top.v).norm())
+    assert torch.allclose(op.matvec(top.v), top.sigma * top.u, atol=1e-10)
+    residual = float((op.rmatvec(top.u) - top.sigma * top.v).norm())
     assert math.isclose(residual, top.solver_residual * math.sqrt(2) * top.sigma, rel_tol=1e-6)
 
 
@@ -181,7 +181,7 @@ def test_a_batch_gives_the_rows_of_single_runs():
 
 def test_a_map_that_overflows_is_a_status_not_an_exception():
     op = with_spectrum(SPECTRA["decaying"])
-    broken = Operator(lambda e: op.mv(e) * math.inf, op.rmv, (100,), (90,), torch.float64)
+    broken = Operator(lambda e: op.matvec(e) * math.inf, op.rmatvec, (100,), (90,), torch.float64)
     top = top_singular(broken)
     assert top.status == "non_finite"
     assert math.isnan(top.sigma)
@@ -218,10 +218,10 @@ def test_bidiagonalisation_satisfies_its_defining_identities():
     *_, last = golub_kahan(op, start, 20)
     b = last.matrix()
     v, u = last.v[:, :-1], last.u
-    assert torch.allclose(op.mv(v), torch.einsum("bkm,bkj->bjm", u, b), atol=1e-10)
+    assert torch.allclose(op.matvec(v), torch.einsum("bkm,bkj->bjm", u, b), atol=1e-10)
     tail = torch.zeros(2, 20, 100, dtype=torch.float64)
     tail[:, -1] = last.beta[:, -1, None] * last.v[:, -1]
-    assert torch.allclose(op.rmv(u), torch.einsum("bkn,bjk->bjn", v, b) + tail, atol=1e-10)
+    assert torch.allclose(op.rmatvec(u), torch.einsum("bkn,bjk->bjn", v, b) + tail, atol=1e-10)
     gram = torch.einsum("bkn,bjn->bkj", last.v, last.v)
     assert torch.allclose(gram, torch.eye(21, dtype=torch.float64).expand_as(gram), atol=1e-12)
 

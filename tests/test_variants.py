@@ -7,7 +7,7 @@ import torch
 
 from lipscope.attention import L2Attention, LipschitzNormAttention, ScaledCosineAttention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import materialise
+from lipscope.linalg.operator import to_dense
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -55,8 +55,8 @@ def test_closed_form_is_the_derivative(layer) -> None:
     x = gaussian(6, 4)
     dense = torch.func.jacrev(layer)(x).reshape(-1, x.numel())
     op = layer.linearise(x)
-    assert torch.allclose(materialise(op), dense, rtol=1e-10, atol=1e-12)
-    assert torch.allclose(materialise(op.T).T, dense, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(to_dense(op), dense, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(to_dense(op.T).T, dense, rtol=1e-10, atol=1e-12)
 
 
 @each_layer
@@ -70,8 +70,8 @@ def test_forward_in_chunks_is_the_forward(layer) -> None:
 def test_heads_one_by_one_add_up(layer) -> None:
     x = gaussian(6, 4)
     e = gaussian(6, 4, seed=9)
-    single = layer.linearise(x, per_head=True).mv(e.expand(layer.num_heads, -1, -1))
-    assert torch.allclose(single.sum(0), layer.linearise(x).mv(e))
+    single = layer.linearise(x, per_head=True).matvec(e.expand(layer.num_heads, -1, -1))
+    assert torch.allclose(single.sum(0), layer.linearise(x).matvec(e))
 
 
 def test_l2_attention_is_its_definition() -> None:
@@ -100,7 +100,7 @@ def test_l2_jacobian_is_the_one_of_the_theory() -> None:
             rank_one = 2 * torch.outer(y[j], a @ (x[j] - x[i]))
             blocks[i, :, j] = p[i, j] * a @ (torch.eye(4, dtype=torch.float64) - rank_one)
         blocks[i, :, i] += 2 * a @ (y.T * p[i]) @ y @ a
-    assert torch.allclose(materialise(layer.linearise(x)), blocks.reshape(20, 20))
+    assert torch.allclose(to_dense(layer.linearise(x)), blocks.reshape(20, 20))
 
 
 def test_l2_does_not_see_a_common_shift_of_the_scores() -> None:

@@ -10,7 +10,7 @@ from lipscope.engine.measure import measure
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
-from lipscope.linalg.operator import Operator, linearise, materialise, restrict
+from lipscope.linalg.operator import Operator, linearise, restrict, to_dense
 from lipscope.linalg.singular import TopSingular, top_singular, top_singular_batch
 from lipscope.pages.rows import Rows
 from lipscope.records.rows import Measurement
@@ -37,13 +37,13 @@ __all__ = [
     "certify",
     "inputs",
     "linearise",
-    "materialise",
     "measure",
     "read_run",
     "restrict",
     "sandwich",
     "sigma",
     "sweep",
+    "to_dense",
     "top_singular",
     "top_singular_batch",
 ]

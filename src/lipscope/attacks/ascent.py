@@ -133,7 +133,9 @@ def sigma_gradient(
         Values ``(b,)``, gradients and right vectors ``(b, n, d)``.
     """
     tape = Tape(layer, x)
-    op = Operator(tape.mv, tape.rmv, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device)
+    op = Operator(
+        tape.matvec, tape.rmatvec, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device
+    )
     sigma, left, right = _ritz(op, v, steps)
     with torch.enable_grad():
         value = stretch(tape.y, tape.point, left, right)

@@ -331,17 +331,17 @@ class Attention(nn.Module, ABC):
             if context is not None:
                 frame = OneSide(frame, side, core.q, core.k, core.v)
 
-        def mv(e: Tensor) -> Tensor:
+        def matvec(e: Tensor) -> Tensor:
             with torch.no_grad():
                 return frame.leave(core.jvp(*frame.enter(e)))
 
-        def rmv(g: Tensor) -> Tensor:
+        def rmatvec(g: Tensor) -> Tensor:
             with torch.no_grad():
                 return frame.enter_t(*core.vjp(frame.leave_t(g)))
 
         return Operator(
-            over_leading(mv, frame.axes),
-            over_leading(rmv, frame.axes),
+            over_leading(matvec, frame.axes),
+            over_leading(rmatvec, frame.axes),
             tuple(moved.shape),
             (x.shape[0], frame.width_out),
             x.dtype,

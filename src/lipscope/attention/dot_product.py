@@ -16,9 +16,9 @@ class DotProduct(InnerProduct):
     ``1/n`` in every block and its norm 1:
 
     >>> import torch
-    >>> from lipscope.linalg.operator import materialise
+    >>> from lipscope.linalg.operator import to_dense
     >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
-    >>> jacobian = materialise(layer.linearise(torch.zeros(3, 2)))
+    >>> jacobian = to_dense(layer.linearise(torch.zeros(3, 2)))
     >>> round(float(torch.linalg.matrix_norm(jacobian, 2)), 6)
     1.0
     """

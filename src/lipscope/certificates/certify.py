@@ -262,5 +262,5 @@ def attack_in_ball(
         search.see(search.to_edge(search.draw()))
     for i in range(ascents):
         search.climb_ratio([top.v, -top.v][i] if i < 2 else search.draw(), steps)
-        search.climbsigma_of(top.v if i == 0 else search.draw(), steps)
+        search.climb_sigma(top.v if i == 0 else search.draw(), steps)
     return Attack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)

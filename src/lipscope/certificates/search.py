@@ -80,7 +80,7 @@ class Search:
             e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
             self.see(e)
 
-    def climbsigma_of(self, start: Tensor, steps: int) -> None:
+    def climb_sigma(self, start: Tensor, steps: int) -> None:
         """Ascent of sigma through its singular vectors; the end is measured afresh."""
         e, best, at = self.to_edge(start), -1.0, None
         for i in range(steps // 3):

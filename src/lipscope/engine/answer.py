@@ -297,7 +297,7 @@ class _Solve:
         total = torch.zeros(len(tops), dtype=torch.float64)
         for _ in range(_PROBES):
             z = torch.stack([torch.randn(self.operator.in_shape, generator=g) for g in generators])
-            y = self.operator.mv(z.to(self.operator.device, self.operator.dtype))
+            y = self.operator.matvec(z.to(self.operator.device, self.operator.dtype))
             total += y.double().square().sum(dim=(-2, -1)).cpu()
         values = (total / _PROBES).sqrt().tolist()
         return [
@@ -362,8 +362,8 @@ def frobenius_interval(
 def _as_batch_of_one(op: Operator) -> Operator:
     """Products with a leading axis of length one, without a loop over it."""
     return Operator(
-        lambda e: op.mv(e[0])[None],
-        lambda g: op.rmv(g[0])[None],
+        lambda e: op.matvec(e[0])[None],
+        lambda g: op.rmatvec(g[0])[None],
         op.in_shape,
         op.out_shape,
         op.dtype,

@@ -96,8 +96,8 @@ class Captured:
             return every[..., head, :, :]
 
         return Operator(
-            lambda e: apply(op.mv, e),
-            lambda g: apply(op.rmv, g),
+            lambda e: apply(op.matvec, e),
+            lambda g: apply(op.rmatvec, g),
             op.in_shape,
             op.out_shape,
             op.dtype,

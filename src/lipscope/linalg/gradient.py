@@ -221,15 +221,15 @@ class _Vectors(torch.autograd.Function):
         top, tensors = ctx.top, ctx.saved_tensors
         op = _operator(ctx.inputs.layer, tensors[0].detach(), ctx.inputs.memory)
         gu, gv = (_without(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
-        q = _solve(op.mv, op.rmv, top, top.sigma * gv + op.rmv(gu))
-        p = (gu + op.mv(q)) / top.sigma
+        q = _solve(op.matvec, op.rmatvec, top, top.sigma * gv + op.rmatvec(gu))
+        p = (gu + op.matvec(q)) / top.sigma
         found = ctx.inputs.gradients(tensors, [(_without(p, top.u), top.v), (top.u, q)])
         return None, None, *found
 
 
 def _solve(
-    mv: Callable[[Tensor], Tensor],
-    rmv: Callable[[Tensor], Tensor],
+    matvec: Callable[[Tensor], Tensor],
+    rmatvec: Callable[[Tensor], Tensor],
     top: TopSingular,
     target: Tensor,
 ) -> Tensor:
@@ -240,7 +240,7 @@ def _solve(
     for _ in range(_SOLVE_STEPS):
         if size <= _SOLVE_TOL.get(target.dtype, 1e-2) ** 2 * start:
             return q
-        image = _without(top.sigma**2 * way - rmv(mv(way)), top.v)
+        image = _without(top.sigma**2 * way - rmatvec(matvec(way)), top.v)
         bent = float((way * image).sum())
         if not bent > 0:  # a second singular value as large as the first, to rounding
             break

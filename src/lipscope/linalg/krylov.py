@@ -87,13 +87,13 @@ def golub_kahan(
     before = left[:, 0]
     for k in range(capacity):
         now = left[:, k if keep_left else 0]
-        w = op.mv(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
+        w = op.matvec(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
         if k > 0:
             w = w - beta[:, k - 1, None].to(w) * before
         alpha[:, k], now[:] = _normalise(w, size * eps)
         size = torch.maximum(size, alpha[:, k])
 
-        z = op.rmv(now.reshape(b, *op.out_shape)).reshape(b, size_in)
+        z = op.rmatvec(now.reshape(b, *op.out_shape)).reshape(b, size_in)
         z = z - alpha[:, k, None].to(z) * right[:, k]
         z = _orthogonalise(z, right[:, : k + 1])
         beta[:, k], right[:, k + 1] = _normalise(z, size * eps)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.linalg.operator import Operator, materialise
+from lipscope.linalg.operator import Operator, to_dense
 
 # Entries of a dense Jacobian: 128 MiB in float64.
 _DENSE = 2**24
@@ -58,15 +58,15 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
     3.0
     """
     if op.in_size * op.T.in_size <= dense:
-        value = float(materialise(op).abs().sum(1).max())
+        value = float(to_dense(op).abs().sum(1).max())
         return NormInterval(value, value, exact=True)
     best = 0.0
     for start in _random(op.out_shape, op, seed):
         g = start.abs() / start.abs().sum()
         seen = -1
         for _ in range(_ITERATIONS):
-            move = torch.where(op.rmv(g) < 0, -1.0, 1.0).to(op.dtype)
-            out = op.mv(move)
+            move = torch.where(op.rmatvec(g) < 0, -1.0, 1.0).to(op.dtype)
+            out = op.matvec(move)
             best = max(best, float(out.abs().max()))
             where = int(out.abs().argmax())
             if where == seen:
@@ -108,7 +108,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
         best = max(best, _alternate(op, _unit_tokens(start)))
     if op.in_size * op.T.in_size > dense:
         return NormInterval(best, None, exact=False)
-    blocks = materialise(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
+    blocks = to_dense(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[_best_of_row(row) for row in blocks]])
     upper = max(_upper(row) for row in blocks)
     exact = upper <= best * (1 + 1e-10)
@@ -119,7 +119,7 @@ def _alternate(op: Operator, e: Tensor) -> float:
     """The best value of an ascent from ``e``."""
     best = -1.0
     for _ in range(_ITERATIONS):
-        out = op.mv(e)
+        out = op.matvec(e)
         norms = out.norm(dim=-1)
         where = int(norms.argmax())
         if not float(norms[where]) > best * (1 + 1e-12):
@@ -127,7 +127,7 @@ def _alternate(op: Operator, e: Tensor) -> float:
         best = float(norms[where])
         g = torch.zeros_like(out)
         g[where] = out[where] / norms[where].clamp_min(1e-300)
-        e = _unit_tokens(op.rmv(g))
+        e = _unit_tokens(op.rmatvec(g))
     return max(best, 0.0)
 
 

@@ -1,7 +1,7 @@
 """Linear operators: the Jacobian of a map at a point, as two products.
 
-An `Operator` is all that the solver ever sees of a model: ``mv`` multiplies by the
-Jacobian (a JVP), ``rmv`` by its transpose (a VJP). Both accept any number of leading
+An `Operator` is all that the solver ever sees of a model: ``matvec`` multiplies by the
+Jacobian (a JVP), ``rmatvec`` by its transpose (a VJP). Both accept any number of leading
 batch axes in front of their shape.
 """
 
@@ -25,8 +25,8 @@ class Operator:
     """A linear operator ``J: R^in_shape -> R^out_shape`` given by its two products.
 
     Args:
-        mv: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
-        rmv: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
+        matvec: ``(..., *in_shape) -> (..., *out_shape)``, the product ``J e``.
+        rmatvec: ``(..., *out_shape) -> (..., *in_shape)``, the product ``J^T g``.
         in_shape: Shape of one input.
         out_shape: Shape of one output.
         dtype: Floating type of both.
@@ -39,8 +39,8 @@ class Operator:
     (2,)
     """
 
-    mv: Product
-    rmv: Product
+    matvec: Product
+    rmatvec: Product
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -49,7 +49,9 @@ class Operator:
     @property
     def T(self) -> Operator:
         """The transpose: the same two products, swapped."""
-        return Operator(self.rmv, self.mv, self.out_shape, self.in_shape, self.dtype, self.device)
+        return Operator(
+            self.rmatvec, self.matvec, self.out_shape, self.in_shape, self.dtype, self.device
+        )
 
     @property
     def in_size(self) -> int:
@@ -95,7 +97,7 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
 
     >>> import torch
     >>> op = linearise(lambda x: x * x, torch.tensor([1.0, 3.0]))
-    >>> op.mv(torch.tensor([1.0, 1.0]))
+    >>> op.matvec(torch.tensor([1.0, 1.0]))
     tensor([2., 6.])
     """
     own = getattr(f, "linearise", None)
@@ -111,8 +113,8 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
         return _zero(x, tape.y)
     y = tape.y
     op = Operator(
-        over_leading(tape.mv, x.ndim),
-        over_leading(tape.rmv, y.ndim),
+        over_leading(tape.matvec, x.ndim),
+        over_leading(tape.rmatvec, y.ndim),
         tuple(x.shape),
         tuple(y.shape),
         y.dtype,
@@ -150,7 +152,7 @@ class Tape:
             self.pulled = _pulled(self.y, self.point, self.weight)
         self.constant = not self.pulled.requires_grad
 
-    def mv(self, e: Tensor) -> Tensor:
+    def matvec(self, e: Tensor) -> Tensor:
         """``J e``: the pullback is linear in its weight, so its own pullback is J."""
         (out,) = torch.autograd.grad(
             self.pulled,
@@ -162,7 +164,7 @@ class Tape:
         )
         return out
 
-    def rmv(self, g: Tensor) -> Tensor:
+    def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
         (out,) = torch.autograd.grad(self.y, self.point, g, retain_graph=True)
         return out
@@ -223,7 +225,7 @@ def check_adjoint(op: Operator) -> None:
     gen = torch.Generator().manual_seed(0)
     e = torch.randn(op.in_shape, generator=gen).to(op.device, op.dtype)
     g = torch.randn(op.out_shape, generator=gen).to(op.device, op.dtype)
-    je, jg = op.mv(e), op.rmv(g)
+    je, jg = op.matvec(e), op.rmatvec(g)
     left, right = (je * g).sum(), (e * jg).sum()
     scale = je.norm() * g.norm() + e.norm() * jg.norm()
     if scale.isfinite() and (left - right).abs() > 1e-3 * scale:
@@ -237,8 +239,8 @@ def check_adjoint(op: Operator) -> None:
 def compose(outer: Operator, inner: Operator) -> Operator:
     """The Jacobian of ``outer ∘ inner`` (the chain rule)."""
     return Operator(
-        lambda e: outer.mv(inner.mv(e)),
-        lambda g: inner.rmv(outer.rmv(g)),
+        lambda e: outer.matvec(inner.matvec(e)),
+        lambda g: inner.rmatvec(outer.rmatvec(g)),
         inner.in_shape,
         outer.out_shape,
         outer.dtype,
@@ -249,8 +251,8 @@ def compose(outer: Operator, inner: Operator) -> Operator:
 def plus_identity(op: Operator) -> Operator:
     """The Jacobian of a residual map ``x + f(x)``."""
     return Operator(
-        lambda e: e + op.mv(e),
-        lambda g: g + op.rmv(g),
+        lambda e: e + op.matvec(e),
+        lambda g: g + op.rmatvec(g),
         op.in_shape,
         op.out_shape,
         op.dtype,
@@ -284,16 +286,16 @@ def restrict(
     n, n_out = op.in_shape[-2], op.out_shape[-2]
     factor = None if scale is None else scale[:, None].to(op.device, op.dtype)
 
-    def mv(e: Tensor) -> Tensor:
+    def matvec(e: Tensor) -> Tensor:
         if move is not None:
             e = _embed(e, move, n)
-        y = op.mv(e if factor is None else e * factor)
+        y = op.matvec(e if factor is None else e * factor)
         return y if read is None else _pick(y, read)
 
-    def rmv(g: Tensor) -> Tensor:
+    def rmatvec(g: Tensor) -> Tensor:
         if read is not None:
             g = _embed(g, read, n_out)
-        x = op.rmv(g)
+        x = op.rmatvec(g)
         x = x if factor is None else x * factor
         return x if move is None else _pick(x, move)
 
@@ -301,7 +303,7 @@ def restrict(
         return shape if index is None else (*shape[:-2], index.shape[-1], shape[-1])
 
     return Operator(
-        mv, rmv, shrink(op.in_shape, move), shrink(op.out_shape, read), op.dtype, op.device
+        matvec, rmatvec, shrink(op.in_shape, move), shrink(op.out_shape, read), op.dtype, op.device
     )
 
 
@@ -320,16 +322,16 @@ def _embed(x: Tensor, index: Tensor, n: int) -> Tensor:
     return out.scatter_(-2, index[..., None].expand_as(x), x)
 
 
-def materialise(op: Operator) -> Tensor:
+def to_dense(op: Operator) -> Tensor:
     """The dense matrix of ``op``, shape ``(prod(out_shape), prod(in_shape))``.
 
     Costs one product per input dimension: for tests and very small layers.
 
     >>> import torch
-    >>> materialise(linearise(lambda x: x**2, torch.tensor([1.0, 2.0])))
+    >>> to_dense(linearise(lambda x: x**2, torch.tensor([1.0, 2.0])))
     tensor([[2., 0.],
             [0., 4.]])
     """
     eye = torch.eye(op.in_size, dtype=op.dtype, device=op.device)
-    columns = op.mv(eye.reshape(op.in_size, *op.in_shape))
+    columns = op.matvec(eye.reshape(op.in_size, *op.in_shape))
     return columns.reshape(op.in_size, -1).T.contiguous()

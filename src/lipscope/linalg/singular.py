@@ -134,7 +134,7 @@ def top_singular_batch(
 ) -> list[TopSingular]:
     """`top_singular` of ``b`` operators that share their products, for example heads.
 
-    ``op.mv`` and ``op.rmv`` take and return a leading axis of length ``b`` whose entries
+    ``op.matvec`` and ``op.rmatvec`` take and return a leading axis of length ``b`` whose entries
     belong to different operators. Each entry has its own start and its own stop, so that
     an answer does not depend on its neighbours.
 
@@ -318,7 +318,7 @@ class _Stop:
         """``J v / sigma`` for entry ``i`` of the batch: the left vector, from one product."""
         copies = v.new_zeros(b, *v.shape)
         copies[i] = v
-        image = self.op.mv(copies)[i]
+        image = self.op.matvec(copies)[i]
         norm = image.norm()
         return image / norm if norm > 0 else image
 

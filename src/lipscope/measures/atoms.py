@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import linearise, materialise
+from lipscope.linalg.operator import linearise, to_dense
 
 _LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
 
@@ -90,10 +90,10 @@ def repeated_tokens(
 
     m, d = x.shape
     root = (0.5 * log_weight).exp()
-    dense = materialise(linearise(weighted, x)).reshape(m, -1, m, d)
+    dense = to_dense(linearise(weighted, x)).reshape(m, -1, m, d)
     scaled = dense * (root[:, None] / root)[:, None, :, None]
     moving = _norm(scaled.reshape(-1, m * d))
-    own = materialise(linearise(queried, x)).reshape(m, -1, m, d)
+    own = to_dense(linearise(queried, x)).reshape(m, -1, m, d)
     split = [_norm(own[i, :, i]) for i in range(m) if counts[i] > 1]
     splitting = max(split, default=0.0)
     return Repeated(max(moving, splitting), moving, splitting, total)

@@ -118,8 +118,8 @@ def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: i
 
     n = len(x)
     operator = Operator(
-        lambda e: apart(inner.mv, e),
-        lambda g: apart(inner.rmv, g),
+        lambda e: apart(inner.matvec, e),
+        lambda g: apart(inner.rmatvec, g),
         (n, inner.in_shape[1]),
         (n, inner.out_shape[1]),
         inner.dtype,

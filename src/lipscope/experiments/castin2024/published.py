@@ -28,4 +28,4 @@ def castin_scripts(layer: LayerMap) -> float:
     """
     with torch.no_grad():
         output = layer(layer.x)
-        return float(layer.linearise(layer.x).rmv(output).norm().sqrt())
+        return float(layer.linearise(layer.x).rmatvec(output).norm().sqrt())

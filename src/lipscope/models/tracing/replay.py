@@ -169,18 +169,20 @@ class Replayed:
         n, concat = op.out_shape
         width = concat // count
 
-        def mv(e: Tensor) -> Tensor:
-            return torch.stack([op.mv(e[h])[:, h * width : (h + 1) * width] for h in range(count)])
+        def matvec(e: Tensor) -> Tensor:
+            return torch.stack(
+                [op.matvec(e[h])[:, h * width : (h + 1) * width] for h in range(count)]
+            )
 
-        def rmv(g: Tensor) -> Tensor:
+        def rmatvec(g: Tensor) -> Tensor:
             padded = g.new_zeros(count, n, concat)
             for h in range(count):
                 padded[h, :, h * width : (h + 1) * width] = g[h]
-            return op.rmv(padded)
+            return op.rmatvec(padded)
 
         return Operator(
-            over_leading(mv, 3),
-            over_leading(rmv, 3),
+            over_leading(matvec, 3),
+            over_leading(rmatvec, 3),
             op.in_shape,
             (n, width),
             op.dtype,
