@@ -112,7 +112,7 @@ def test_no_bound_of_the_map_normed_is_violated() -> None:
             "infinity": float(dense.abs().sum(1).max()),
         }
         for bound in bounds(layer, x, sharp=b % 4 == 0):
-            assert bound.map == "normed"
+            assert bound.radius is None
             if bound.value is not None and bound.theorem in sound:
                 checked[bound.theorem] = checked.get(bound.theorem, 0) + 1
                 least = truth[bound.metric] * (1 - ROUNDING)

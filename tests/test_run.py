@@ -17,12 +17,12 @@ from command import BERT
 from lipscope.errors import InputError
 from lipscope.records.bound_rows import rows_of_run
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import BoundValue, Measurement
+from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import read_run
 from rows import BOUND_KEYS, KEYS, SPEC, lines, row, tokens_of
 
 
-def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> BoundValue:
+def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> Bound:
     values: dict[str, Any] = {
         "id": measured.id,
         "theorem": "castin_thm_3_3",
@@ -37,7 +37,7 @@ def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> B
         "note": "",
         "sound": True,
     }
-    return BoundValue(**(values | more))
+    return Bound(**(values | more))
 
 
 def filled(path: Path, count: int = 3, *, start: int = 0) -> list[Measurement]:

@@ -21,7 +21,7 @@ from lipscope.errors import InputError
 from lipscope.linalg.singular import top_singular_batch
 from lipscope.models import LoadedModel
 from lipscope.records.bound_rows import ADVERSARIAL, MEASURED, BoundRow
-from lipscope.theorems import Bound, bounds, catalogue, infinity_norm, max_token_norm
+from lipscope.theorems import Bound, bounds, infinity_norm, max_token_norm
 from lipscope.theorems.register import Metric
 from lipscope.theorems.table import Map
 
@@ -253,7 +253,6 @@ class _Ask:
             "radius": self.radius,
             "floor": self.floor,
         }
-        self.sound = {one.name: one.sound for one in catalogue()}
 
     def rows(self, metric: str | None, *, per_head: bool, sharp: bool) -> Iterator[BoundRow]:
         """What was measured, then every theorem; head by head where asked for."""
@@ -283,7 +282,7 @@ class _Ask:
                 metric=metric,  # pyright: ignore[reportArgumentType]
                 sharp=sharp,
             )
-            yield from (self._row(bound, sigma) for bound in asked)
+            yield from (self._row(bound, sigma, head) for bound in asked)
 
     def adversarial(self, steps: int) -> BoundRow:
         """The worst input of the whole layer within the radius."""
@@ -339,7 +338,7 @@ class _Ask:
         less = ", its mean taken away," if norm.centred else ""
         return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
-    def _row(self, bound: Bound, sigma: float) -> BoundRow:
+    def _row(self, bound: Bound, sigma: float, head: int | None) -> BoundRow:
         row = BoundRow(
             theorem=bound.theorem,
             statement=bound.statement,
@@ -351,8 +350,8 @@ class _Ask:
             applicable=bound.applicable,
             reason=bound.reason,
             note=bound.note,
-            sound=self.sound[bound.theorem],
-            head=bound.head,
+            sound=bound.sound,
+            head=head,
             **self.about,
         )
         if not row.bounds_here or bound.metric != self.metric or not sigma > 0:

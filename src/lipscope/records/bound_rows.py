@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lipscope.records.rows import GIVEN, BoundValue, Measurement
+from lipscope.records.rows import GIVEN, Bound, Measurement
 
 MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
 _OFF_SCALE = 1e6  # times the largest measured value: such a bound would flatten all others
@@ -102,7 +102,7 @@ class Curve:
     points: tuple[tuple[int, float, float], ...]
 
 
-def rows_of_run(rows: Iterable[Measurement], bounds: Iterable[BoundValue]) -> list[BoundRow]:
+def rows_of_run(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[BoundRow]:
     """The sandwich of a run folder: every row with a sigma, and what theorems say about it.
 
     Args:
@@ -113,7 +113,7 @@ def rows_of_run(rows: Iterable[Measurement], bounds: Iterable[BoundValue]) -> li
         For each row what was measured (``adversarial`` where the input was built), then its
         bounds.
     """
-    of: dict[str, list[BoundValue]] = {}
+    of: dict[str, list[Bound]] = {}
     for bound in bounds:
         of.setdefault(bound.id, []).append(bound)
     found = []
@@ -141,8 +141,8 @@ def _measured(row: Measurement) -> BoundRow:
     )
 
 
-def _asked(row: Measurement, bound: BoundValue) -> BoundRow:
-    shared = {k: v for k, v in vars(bound).items() if k not in ("id", "radius")}
+def _asked(row: Measurement, bound: Bound) -> BoundRow:
+    shared = {k: v for k, v in vars(bound).items() if k not in ("id", "radius", "eps")}
     place = _place(row)
     if bound.radius is not None:
         place["radius"] = bound.radius

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope.errors import InputError
-from lipscope.records.rows import SCHEMA, BoundValue, Measurement, TokenShare, records_of, to_line
+from lipscope.records.rows import SCHEMA, Bound, Measurement, TokenShare, records_of, to_line
 from lipscope.records.stored import Mark, Table, marks_of, tables, write_parquet
 
 if sys.platform == "win32":
@@ -30,7 +30,7 @@ class Finished(NamedTuple):
 
     row: Measurement
     tokens: tuple[TokenShare, ...] = ()
-    bounds: tuple[BoundValue, ...] = ()
+    bounds: tuple[Bound, ...] = ()
 
 
 class RunFolder:
@@ -167,7 +167,7 @@ class RunFolder:
         self,
         row: Measurement,
         tokens: Iterable[TokenShare] = (),
-        bounds: Iterable[BoundValue] = (),
+        bounds: Iterable[Bound] = (),
     ) -> None:
         """Write one finished row, its tokens and bounds first, and flush all to the disk.
 

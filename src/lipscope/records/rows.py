@@ -158,39 +158,50 @@ class TokenShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BoundValue:
-    """One theorem asked about the layer and the input of a measured row.
+class Bound:
+    """One theorem, or one certificate, asked about a layer.
 
     Attributes:
-        id: Row that it belongs to; model, layer, map and sigma stand there.
+        id: Row that it belongs to; model, layer, head, map and sigma stand there. "" for a layer
+            that was not measured.
         theorem: Name in the catalogue.
         statement: Where it is stated.
         cite: Key of the bibliography, or "derived here".
         kind: ``upper`` or ``lower``.
-        scope: ``local``, ``global``, ``mean-field`` or ``limit``.
+        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field`` or ``limit``.
         metric: How input and output are measured.
-        radius: Largest token norm that global bounds allow.
         value: The bound; null if there is none.
-        reason: Why there is none, or "".
+        radius: Largest token norm that global bounds allow; null for the map ``normed``.
+        floor: Smallest token norm (mean taken away if the norm does so) that global bounds for
+            the map ``normed`` allow, else null.
+        eps: Radius of the ball that a ``ball`` bound speaks of, else null.
+        reason: Why there is no value, or "".
         note: What a reader must know, or "".
         sound: False for a statement that is shown as found although it fails.
     """
 
-    id: str
+    id: str = ""
     theorem: str
     statement: str
     cite: str
     kind: str
     scope: str
     metric: str
-    radius: float | None
     value: float | None
-    reason: str
-    note: str
-    sound: bool
+    radius: float | None = None
+    floor: float | None = None
+    eps: float | None = None
+    reason: str = ""
+    note: str = ""
+    sound: bool = True
+
+    @property
+    def applicable(self) -> bool:
+        """Whether there is a value."""
+        return self.value is not None
 
 
-def to_line(record: TokenShare | BoundValue) -> str:
+def to_line(record: TokenShare | Bound) -> str:
     """A record of a side table as one line of JSON; non-finite numbers are null."""
     values = {name: _finite(value) for name, value in vars(record).items()}
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
@@ -229,7 +240,7 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values.
 
     Args:
-        kind: `Measurement`, `TokenShare` or `BoundValue`.
+        kind: `Measurement`, `TokenShare` or `Bound`.
         rows: Their values by column.
 
     Returns:
@@ -245,7 +256,7 @@ def records_of(kind: type[Record], frame: polars.DataFrame) -> list[Record]:
     """The lines of a frame as records.
 
     Args:
-        kind: `Measurement`, `TokenShare` or `BoundValue`.
+        kind: `Measurement`, `TokenShare` or `Bound`.
         frame: Of the columns of `schema_of(kind)`, each of them.
 
     Returns:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder, belonging, load_manifest
-from lipscope.records.rows import BoundValue, Measurement, TokenShare, records_of
+from lipscope.records.rows import Bound, Measurement, TokenShare, records_of
 from lipscope.records.stored import marks_of, tables
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Run:
         """The tokens of some rows, or of all, as records."""
         return records_of(TokenShare, _of(self.tokens, ids))
 
-    def bound_values(self, ids: Sequence[str] | None = None) -> list[BoundValue]:
+    def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
         """The bounds of some rows, or of all, as records."""
-        return records_of(BoundValue, _of(self.bounds, ids))
+        return records_of(Bound, _of(self.bounds, ids))
 
     def _read(self, index: int) -> polars.DataFrame:
         table = tables(self.path)[index]

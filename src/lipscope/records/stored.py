@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError
 from lipscope.records.jsonl import append_lines, cut_torn_line, objects, restored
-from lipscope.records.rows import BoundValue, Measurement, TokenShare, schema_of, typed_frame
+from lipscope.records.rows import Bound, Measurement, TokenShare, schema_of, typed_frame
 
 if TYPE_CHECKING:
     import polars
@@ -165,7 +165,7 @@ def tables(folder: Path) -> tuple[Table, Table, Table]:
     return (
         Table(folder, "rows", Measurement, ("id",)),
         Table(folder, "tokens", TokenShare, ("id", "index")),
-        Table(folder, "bounds", BoundValue, ("id", "theorem")),
+        Table(folder, "bounds", Bound, ("id", "theorem")),
     )
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
+from lipscope.records.rows import Bound
+
 Kind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
 Metric = Literal["frobenius", "max-token", "infinity"]
@@ -64,6 +66,30 @@ class Theorem:
     def summary(self) -> str:
         """First line of the docstring."""
         return (inspect.getdoc(self.function) or "").splitlines()[0]
+
+    def record(
+        self,
+        value: float | None,
+        reason: str = "",
+        *,
+        radius: float | None = None,
+        floor: float | None = None,
+    ) -> Bound:
+        """What it says of a layer, or why it says nothing."""
+        return Bound(
+            theorem=self.name,
+            statement=self.statement,
+            cite=self.cite,
+            kind=self.kind,
+            scope=self.scope,
+            metric=self.metric,
+            value=value,
+            radius=radius,
+            floor=floor,
+            reason=reason,
+            note=self.note,
+            sound=self.sound,
+        )
 
 
 _CATALOGUE: dict[str, Theorem] = {}

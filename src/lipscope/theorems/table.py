@@ -13,12 +13,11 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.attention.projections import Part
 from lipscope.errors import InputError
+from lipscope.records.rows import Bound
 from lipscope.theorems.normed import Normed
 from lipscope.theorems.register import (
-    Kind,
     Metric,
     NotApplicableError,
-    Scope,
     Theorem,
     catalogue,
 )
@@ -28,39 +27,6 @@ from lipscope.theorems.several import Layer, evaluate
 _ROUNDING = 1e-5
 
 Map = Literal["attention", "heads", "normed"]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One theorem, asked about one layer.
-
-    Attributes:
-        theorem: Name in the catalogue.
-        statement: Where it is stated.
-        cite: Key of the bibliography, or "derived here".
-        kind: ``upper`` or ``lower``.
-        scope: For which inputs: ``local``, ``ball``, ``global``, ``mean-field``, ``limit``.
-        metric: How input and output are measured.
-        map: ``attention``, ``heads`` or ``normed``.
-        value: The bound of sigma, or None.
-        applicable: Whether there is a value.
-        reason: Why there is none, or "".
-        head: The query head it speaks of, or None for the whole layer.
-        note: What a reader must know, or "".
-    """
-
-    theorem: str
-    statement: str
-    cite: str
-    kind: Kind
-    scope: Scope
-    metric: Metric
-    map: Map
-    value: float | None
-    applicable: bool
-    reason: str
-    head: int | None
-    note: str
 
 
 def bounds(
@@ -135,7 +101,8 @@ def bounds(
             value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
-        found.append(_bound(theorem, question.map, head, value, reason))
+        radius = None if question.map == "normed" else question.radius
+        found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
     return found
 
 
@@ -154,6 +121,7 @@ class _Question:
     radius: float | None
     slope: Tensor | None = None
     steepest: Tensor | None = None
+    floor: float | None = None
 
     def answer(self, theorem: Theorem) -> float:
         """The value of a theorem, or `NotApplicableError`."""
@@ -202,7 +170,7 @@ def _normed_question(
         )
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
     asked = Layer(layer.absorbed, "attention", head)
-    return _Question(asked, "normed", sphere, num_tokens, 1.0, slope, steepest)
+    return _Question(asked, "normed", sphere, num_tokens, 1.0, slope, steepest, floor)
 
 
 def _only_normed(floor: float | None) -> None:
@@ -211,25 +179,6 @@ def _only_normed(floor: float | None) -> None:
             "`floor` should be left out for attention without a norm in front. Found "
             f"`floor = {floor}`."
         )
-
-
-def _bound(
-    theorem: Theorem, part: Map, head: int | None, value: float | None, reason: str
-) -> Bound:
-    return Bound(
-        theorem.name,
-        theorem.statement,
-        theorem.cite,
-        theorem.kind,
-        theorem.scope,
-        theorem.metric,
-        part,
-        value,
-        value is not None,
-        reason,
-        head,
-        theorem.note,
-    )
 
 
 def _checked(

@@ -18,8 +18,8 @@ from lipscope.errors import InputError
 from lipscope.measures.atoms import in_double
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
-from lipscope.records.rows import BoundValue, Measurement
-from lipscope.theorems import bounds, catalogue
+from lipscope.records.rows import Bound, Measurement
+from lipscope.theorems import Theorem, bounds, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
 _NO_WEIGHTS = "its weights are not read in closed form"
@@ -77,7 +77,7 @@ def _input(
     return best.x, f"{best.name}{head}, radius {radius:.6g}"
 
 
-def asked(row: Measurement, built: LayerMap, spec: Spec) -> tuple[BoundValue, ...]:
+def asked(row: Measurement, built: LayerMap, spec: Spec) -> tuple[Bound, ...]:
     """Every theorem of the specification about a row, with its value or why it has none.
 
     Args:
@@ -90,38 +90,22 @@ def asked(row: Measurement, built: LayerMap, spec: Spec) -> tuple[BoundValue, ..
     """
     if not spec.theorems or row.map not in WITH_THEOREMS or row.radius_max is None:
         return ()
-    wanted = [one for one in catalogue() if one.name in spec.theorems]
-    if row.metric != "frobenius":
-        wanted = [one for one in wanted if one.metric == row.metric]
-    found = _values(row, built, [one.name for one in wanted])
-    return tuple(
-        BoundValue(
-            id=row.id,
-            theorem=one.name,
-            statement=one.statement,
-            cite=one.cite,
-            kind=one.kind,
-            scope=one.scope,
-            metric=one.metric,
-            radius=row.radius_max,
-            value=found[one.name][0],
-            reason=found[one.name][1],
-            note=one.note,
-            sound=one.sound,
-        )
-        for one in wanted
-    )
+    wanted = [
+        one
+        for one in catalogue()
+        if one.name in spec.theorems and row.metric in ("frobenius", one.metric)
+    ]
+    found = _values(row, built, wanted)
+    return tuple(replace(one, id=row.id, radius=row.radius_max) for one in found)
 
 
-def _values(
-    row: Measurement, built: LayerMap, names: Sequence[str]
-) -> dict[str, tuple[float | None, str]]:
+def _values(row: Measurement, built: LayerMap, wanted: Sequence[Theorem]) -> list[Bound]:
     if built.attention is None:
-        return dict.fromkeys(names, (None, _NO_WEIGHTS))
+        return [one.record(None, _NO_WEIGHTS) for one in wanted]
     part = "heads" if row.map == "heads" else "attention"
-    layer = in_double(built.attention)
+    layer, names = in_double(built.attention), [one.name for one in wanted]
     try:
-        found = bounds(layer, built.x, part=part, head=row.head, sharp=True, names=names)
+        return bounds(layer, built.x, part=part, head=row.head, sharp=True, names=names)
     except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
-        return dict.fromkeys(names, (None, " ".join(str(problem).split())[:300]))
-    return {one.theorem: (one.value, one.reason) for one in found}
+        reason = " ".join(str(problem).split())[:300]
+        return [one.record(None, reason) for one in wanted]

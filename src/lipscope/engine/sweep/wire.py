@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lipscope.engine.sweep.plan import Job, Shape
 from lipscope.records.folder import Finished
-from lipscope.records.rows import BoundValue, Measurement, TokenShare
+from lipscope.records.rows import Bound, Measurement, TokenShare
 
 
 class Result(NamedTuple):
@@ -46,7 +46,7 @@ def _finished(row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[An
     return Finished(
         Measurement(**row),
         tuple(TokenShare(**one) for one in tokens),
-        tuple(BoundValue(**one) for one in bounds),
+        tuple(Bound(**one) for one in bounds),
     )
 
 
