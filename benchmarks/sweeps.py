@@ -16,9 +16,9 @@ from made_up import made_up
 from tables import Section, Target, milliseconds, say, table
 
 import lipscope as ls
+from lipscope.engine.plan import Shape, plan
+from lipscope.engine.session import Bench
 from lipscope.engine.sweep import read_spec
-from lipscope.engine.sweep.bench import Bench
-from lipscope.engine.sweep.plan import Shape, plan
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Measurement
 
@@ -27,7 +27,7 @@ _PLAN = """
 import resource, sys, time
 began = time.perf_counter()
 from lipscope.engine.sweep import read_spec
-from lipscope.engine.sweep.plan import Shape, plan
+from lipscope.engine.plan import Shape, plan
 loaded = time.perf_counter()
 spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",
                   "samples": int(sys.argv[1]), "seeds": "0:9"}).spec

@@ -17,9 +17,9 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
+from lipscope.engine.plan import Shape, plan
 from lipscope.engine.sweep import local, read_spec
 from lipscope.engine.sweep.batches import Batches
-from lipscope.engine.sweep.plan import Shape, plan
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from sweeps import FAILED, JOBS, SPEC, rows_of, same_run

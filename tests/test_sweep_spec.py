@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.spec import THEOREMS, Spec, read_spec, spec_of
 from lipscope.engine.sweep.batches import TRIES, Batches
 from lipscope.engine.sweep.estimate import seconds_at
-from lipscope.engine.sweep.plan import Job, Shape, plan, row_ids
-from lipscope.engine.sweep.spec import THEOREMS, Spec, read_spec, spec_of
 from lipscope.errors import InputError
 
 YAML = """

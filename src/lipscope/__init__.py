@@ -1,49 +1,55 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
-from lipscope.attacks import constructions as inputs
-from lipscope.attention import Attention, DotProduct, Rotary
-from lipscope.certificates.certify import certify
-from lipscope.certificates.decision import certified_radius
-from lipscope.engine.bounds import Sandwich, sandwich
+from lipscope.attention import (
+    Attention,
+    DotProduct,
+    L2Attention,
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+)
+from lipscope.engine.attack import attack
+from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
+from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
-from lipscope.linalg.operator import Operator, linearise, restrict, to_dense
-from lipscope.linalg.singular import TopSingular, top_singular, top_singular_batch
+from lipscope.linalg.operator import Operator, linearise, to_dense
+from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.models import load_model
+from lipscope.pages.report import report
 from lipscope.pages.rows import Rows
-from lipscope.records.rows import Measurement
+from lipscope.records.rows import Bound, Measurement, TokenShare
 from lipscope.records.run import Run, read_run
-
-# Three functions bear the names of modules: they are imported from where those modules are
-# loaded already, so that no later import can put a module in their place.
-from lipscope.theorems import bounds
+from lipscope.theorems import catalogue
 
 __all__ = [
     "Attention",
+    "Bound",
     "DotProduct",
     "InputError",
+    "L2Attention",
+    "LipschitzNormAttention",
     "Measurement",
     "Operator",
-    "Rotary",
     "Rows",
     "Run",
-    "Sandwich",
+    "ScaledCosineAttention",
+    "TokenShare",
     "TopSingular",
+    "attack",
     "bounds",
     "capture",
-    "certified_radius",
+    "catalogue",
     "certify",
-    "inputs",
     "linearise",
+    "load_model",
     "measure",
     "read_run",
-    "restrict",
-    "sandwich",
+    "report",
     "sigma",
     "sweep",
     "to_dense",
     "top_singular",
-    "top_singular_batch",
 ]

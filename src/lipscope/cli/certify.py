@@ -11,17 +11,22 @@ import typer
 from rich.console import Console
 
 from lipscope.cli import decision
-from lipscope.cli.terminal import errors, read_text
+from lipscope.cli.options import INPUT, SOLVER, asked, with_options
+from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.engine.capture import Captured
+    from lipscope.models import LoadedModel
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
 _BALLS = ("token", "frobenius")
+_OF_INPUT = ("windows", "special_tokens", "position_offset", "images", "resolutions")
+_OF_INPUT += ("seed", "modules", "allow_pickle")
+_HIDDEN = ("modules", "windows", "position_offset", "device", "dtype", "tight", "delta", "tol")
 
 
+@with_options(*INPUT, "map", *SOLVER, hidden=(*_HIDDEN, "images", "memory"), map="or heads.")
 def certify(
     model: Annotated[
         str,
@@ -47,28 +52,19 @@ def certify(
         ),
     ] = None,
     pool: Annotated[str, typer.Option(help="Pool by mean or first.")] = "mean",
-    text: Annotated[
-        str | None,
-        typer.Option(help="Text file, or -.  [default: Python's manual]"),
-    ] = None,
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
-    map_name: Annotated[str, typer.Option("--map", help="attention or heads.")] = "attention",
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
     sharp: Annotated[bool, typer.Option(help="Also the sharpest bound, slow.")] = True,
     random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
     ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of the random starts.")] = 0,
-    special_tokens: Annotated[
-        bool, typer.Option(help="Put [CLS] and the like around.", show_default=False)
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="Folder for row and worst inputs.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder for the row, and worst inputs.")
+    ] = None,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object per ball on stdout.")
     ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load pickled weights (weights only).")
-    ] = False,
+    **options: Any,
 ) -> None:
     """Bound all moves in a ball around a text.
 
@@ -76,53 +72,50 @@ def certify(
     the largest ratio found inside the ball must stay below L. With --read-out or --between:
     the radius within which a decision on the pooled output cannot change.
     """
-    asked = read_out is not None or bool(between)
-    if map_name not in ("attention", "heads"):
-        raise InputError(
-            f"`map` should be attention or heads, of which theorems speak. Found `{map_name}`."
-        )
-    if ball not in (None, *_BALLS):
-        raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
-    if pool not in ("mean", "first"):
-        raise InputError(f"`pool` should be mean or first. Found `{pool}`.")
-    if random < 0 or ascents < 0:
-        raise InputError("`random` and `ascents` should not be negative. Found a negative one.")
-    if asked and (eps is not None or head is not None or map_name != "attention"):
+    deciding = read_out is not None or bool(between)
+    content, given = asked(options)
+    _check(ball, pool, random, ascents)
+    if deciding and (eps is not None or head is not None or given["map"] != "attention"):
         raise InputError(
             "A decision has its own radius and reads the whole layer. Found `--eps`, `--head` or "
             "`--map` beside `--read-out` or `--between`; leave them out."
         )
-    content = read_text(text)
     from lipscope.engine.capture import captures
     from lipscope.models import load_model
 
-    loaded = load_model(model, seed=seed, allow_pickle=allow_pickle)
-    (real,) = captures(
-        loaded, content, layers=[layer], lengths=[length], special_tokens=special_tokens
-    )
-    attempts = {"random": random, "ascents": ascents, "seed": seed}
-    if asked:
+    loaded = load_model(model, seed=given["seed"], allow_pickle=given["allow_pickle"])
+    place = {"layer": layer, "length": None if "images" in given else length}
+    attempts = {"random": random, "ascents": ascents, "seed": given["seed"]}
+    if deciding:
         pooled = cast("decision.Pool", pool)
+        real = next(captures(loaded, content, **of_input(place | given)))
         rows, points = decision.decide(
             real,
             decision.classifier_for(
-                loaded, layer, read_out, between or [], pooled, special_tokens=special_tokens
+                loaded,
+                layer,
+                read_out,
+                between or [],
+                pooled,
+                special_tokens=given["special_tokens"],
             ),
             [cast("decision.BallName", one) for one in (_BALLS if ball is None else [ball])],
             pooled,
             steps=8 if steps is None else steps,
             **attempts,
         )
+        if out is not None:
+            decision.keep(loaded, content, rows, out, place | given)
     else:
-        options = {"ball": ball or "token", "head": head, "part": map_name}
-        options |= {"steps": 4 if steps is None else steps, "sharp": sharp}
-        rows, points = _bound(real, _EPS if eps is None else eps, options, attempts)
+        certificate = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
+        certificate |= {"steps": 4 if steps is None else steps, "sharp": sharp}
+        rows, points = _bound(loaded, content, place | given, certificate, attempts, out)
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     if out is not None:
-        _save(out, lines, points)
+        _save(out, points)
     if jsonl:
         sys.stdout.write("".join(lines))
-    elif asked:
+    elif deciding:
         decision.show(rows)
     else:
         _show(rows[0])
@@ -130,21 +123,39 @@ def certify(
         raise typer.Exit(1)
 
 
+def _check(ball: str | None, pool: str, random: int, ascents: int) -> None:
+    if ball not in (None, *_BALLS):
+        raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
+    if pool not in ("mean", "first"):
+        raise InputError(f"`pool` should be mean or first. Found `{pool}`.")
+    if random < 0 or ascents < 0:
+        raise InputError("`random` and `ascents` should not be negative. Found a negative one.")
+
+
 def _bound(
-    real: Captured, eps: float, options: dict[str, Any], attempts: dict[str, int]
+    loaded: LoadedModel,
+    content: str | None,
+    place: dict[str, Any],
+    certificate: dict[str, Any],
+    attempts: dict[str, int],
+    out: Path | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
-    from lipscope import certify as run
-    from lipscope.certificates.certify import attack_in_ball
+    from lipscope.attacks.in_ball import attack_in_ball
+    from lipscope.engine.capture import captures
+    from lipscope.engine.certify import certify as run
 
-    same = {name: options[name] for name in ("ball", "head", "part")}
-    found = run(real.attention, real.x, eps=eps, seed=attempts["seed"], **options)
-    tried = attack_in_ball(real.attention, real.x, eps, **attempts, **same)
+    found = run(loaded, content, out=out, **place, **certificate)
+    real = next(captures(loaded, content, **of_input(place)))
+    same = {name: certificate[name] for name in ("ball", "head")}
+    tried = attack_in_ball(
+        real.attention, real.x, certificate["eps"], map=place["map"], **attempts, **same
+    )
     row = {
         "model": real.model,
         "layer": real.layer,
-        "head": options["head"],
-        "map": options["part"],
+        "head": certificate["head"],
+        "map": place["map"],
         "num_tokens": len(real.x),
         "ball": found.ball,
         "eps": found.eps,
@@ -164,18 +175,23 @@ def _bound(
     return [decision.plain(row)], {"x": real.x, "worst": tried.worst}
 
 
-def _save(folder: Path, lines: list[str], points: dict[str, Any]) -> None:
-    """The rows, and the inputs that the attack found."""
+def of_input(place: dict[str, Any]) -> dict[str, Any]:
+    """What `captures` takes of a verb's arguments."""
+    kept = {name: place[name] for name in _OF_INPUT if name in place}
+    lengths = None if place["length"] is None else [place["length"]]
+    return kept | {"layers": [place["layer"]], "lengths": lengths}
+
+
+def _save(folder: Path, points: dict[str, Any]) -> None:
+    """The inputs that the attack found."""
     import numpy as np
 
     arrays: dict[str, Any] = {name: point.numpy() for name, point in points.items()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "certificate.jsonl").write_text("".join(lines), encoding="utf-8")
         np.savez(folder / "worst.npz", **arrays)
     except OSError as problem:
         raise InputError(
-            f"`--out` should be a folder that can be written. Found `{folder}`: {problem.strerror}."
+            f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
         ) from None
     errors.print(f"Row and inputs: {folder}", markup=False, soft_wrap=True)
 

@@ -114,6 +114,36 @@ def _row(
     return plain(row), tried.point
 
 
+def keep(
+    loaded: LoadedModel,
+    content: str | None,
+    rows: Sequence[dict[str, Any]],
+    out: Path,
+    place: dict[str, Any],
+) -> None:
+    """The row of sigma at the input, and the radii beside it, into a run folder."""
+    from lipscope.engine.certify import keep as write
+    from lipscope.records.rows import Bound
+    from lipscope.theorems import DERIVED
+
+    found = [
+        Bound(
+            theorem=f"decision_{row['ball']}",
+            statement=f"{_class(row, 'decision')} stays ahead of {_class(row, 'rival')}",
+            cite=DERIVED,
+            kind="radius",
+            scope="ball",
+            metric="frobenius",
+            value=row["radius"],
+            eps=row["radius"],
+            reason="" if row["radius"] is not None else "the scores do not depend on the input",
+            note=row["note"] or "",
+        )
+        for row in rows
+    ]
+    write(loaded, content, found, out=out, **place)
+
+
 def plain(row: dict[str, Any]) -> dict[str, Any]:
     """A row without the numbers that JSON cannot hold."""
 

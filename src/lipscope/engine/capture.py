@@ -1,46 +1,30 @@
-"""One attention layer of a model as an object of its own, with the input that it saw."""
+"""Attention layers of a model as objects of their own, with the inputs that they saw."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.errors import InputError, memory_for
-from lipscope.linalg.operator import Operator
-from lipscope.models import (
-    LayerMap,
-    LoadedModel,
-    Sample,
-    Trace,
-    adopt_model,
-    attention_sites,
-    build_map,
-    implementation_for,
-    load_model,
-    moved,
-    prepared,
-    reader_of,
-    samples_of,
-    trace,
-    why_run,
-)
-from lipscope.models.tracing.prepare import exact_maths
-from lipscope.models.tracing.residual import norm_before
-from lipscope.theorems import Normed, norm_of, radius_of_norm
-from lipscope.theorems.table import Map
+from lipscope.engine.plan import Job
+from lipscope.engine.runs import Data, LocalRun, Model, is_text
+from lipscope.engine.session import radius_of_the_norm
+from lipscope.engine.spec import Options
+from lipscope.errors import InputError
+from lipscope.models import LayerMap, LoadedModel, Sample
+from lipscope.models.tracing.prepare import ExactNorm
+from lipscope.theorems import Normed
 
-DType = Literal["float32", "float64"]
-CapturedMap = Literal["attention", "normed"]
-_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float64": torch.float64}
-_CPU = torch.device("cpu")
+# What only a measurement needs.
+ANSWERS = ("per_head", "metric", "move", "read", "inputs", "ascent_steps", "theorems", "sharp")
+ANSWERS += ("radius", "rest", "average", "tol", "delta", "tight")
 
 
 @dataclass(frozen=True)
@@ -71,112 +55,48 @@ class Captured:
         """Largest token norm of the input."""
         return float(torch.linalg.vector_norm(self.x, dim=-1).max())
 
-    def linearise(self, map: Map, *, per_head: bool = False) -> Operator:
-        """The Jacobian of one of the layer's maps at its input.
-
-        Args:
-            map: ``attention`` or ``heads``; the map ``normed`` where it was captured.
-            per_head: One operator per query head, on a leading axis.
-
-        Returns:
-            The operator.
-        """
-        if self.normed is not None:
-            return self.normed.linearise(self.x, per_head=per_head)
-        part = "heads" if map == "heads" else "attention"
-        return self.attention.linearise(self.x, part=part, per_head=per_head)
-
-    def linearise_head(self, map: Map, head: int) -> Operator:
-        """The Jacobian of one query head, without an axis of heads."""
-        op, count = self.linearise(map, per_head=True), self.attention.num_heads
-
-        def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
-            lead = e.shape[:-2]
-            every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
-            return every[..., head, :, :]
-
-        return Operator(
-            lambda e: apply(op.matvec, e),
-            lambda g: apply(op.rmatvec, g),
-            op.in_shape,
-            op.out_shape,
-            op.dtype,
-            op.device,
-        )
-
-    def start(self, head: int | None, seed: int) -> torch.Generator:
-        """Of a measurement: a random start that does not depend on what else is measured."""
-        name = f"{seed}|{self.model}|{self.layer}|{head}|{len(self.x)}|{self.sample}"
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-        return torch.Generator().manual_seed(number)
-
     def radius_of_norm(self) -> float:
         """Largest norm that a token can have after the norm that feeds the layer.
 
         Raises:
             InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
         """
-        if self.norm is None:
-            raise InputError(
-                "`radius = norm` needs a norm that feeds the layer. Found none before layer "
-                f"{self.layer}; give a number."
-            )
-        return radius_of_norm(norm_of(self.norm, self.x.shape[1]))
-
-
-class ExactNorm(nn.Module):
-    """A norm that computes in the precision of its input, whatever its own code asks for."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The norm of every token."""
-        with exact_maths(x.dtype):
-            return self.module(x)
+        return radius_of_the_norm(self.norm, self.x.shape[1], self.layer)
 
 
 def capture(
-    model: str | nn.Module = "minilm",
+    model: str | nn.Module | LoadedModel = "minilm",
     data: str | Tensor | Mapping[str, Any] | None = None,
     *,
     layer: int,
     length: int | None = None,
     sample: int = 0,
     samples: int | None = None,
-    map: CapturedMap = "attention",
-    special_tokens: bool = True,
-    dtype: DType = "float64",
-    seed: int = 0,
-    modules: str | None = None,
     tokenizer: Any = None,
     revision: str | None = None,
     allow_pickle: bool = False,
+    **options: Unpack[Options],
 ) -> tuple[Attention | Normed, Float[Tensor, "n d"]]:
     """One attention layer of a model and its input, for bounds, attacks and certificates.
 
     The layer is rebuilt from the model's weights and agrees with the model's own output;
-    it has weights of its own, on the CPU.
+    it has weights of its own.
 
     Holds for families whose weights are read in closed form (BERT, GPT-2, Llama, ViT, …).
 
     Args:
-        model: A name for `load_model`, or a torch module.
+        model: As for `measure`.
         data: Text or a batch, as for `measure`; the default text if None.
         layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         sample: Index of the window, or of the entry of a batch.
         samples: Number of windows that the text is cut into; 10 if None, as for `measure`.
-        map: ``attention``, or ``normed`` for the layer with the norm that feeds it and that
-            norm's input.
-        special_tokens: Put the model's own special tokens around the window.
-        dtype: Floating type of the layer and its input.
-        seed: Seed of the weights of a random model.
-        modules: Regular expression for the attention modules.
         tokenizer: Tokenizer for a module of your own that reads text.
         revision: Revision of a hub id.
         allow_pickle: Accept a checkpoint that exists only as a pickle.
+        **options: Those of `measure` that say what is captured: ``map`` is ``attention``, or
+            ``normed`` for the layer with the norm that feeds it and that norm's input; ``dtype`` is
+            float64 and ``device`` the CPU unless another is asked for.
 
     Returns:
         The layer and its input ``(n, d)``.
@@ -185,59 +105,55 @@ def capture(
         InputError: If the layer or the map does not exist, or its weights are not read in
             closed form.
     """
-    is_text = data is None or isinstance(data, str)
-    if not is_text and (length is not None or samples is not None):
+    from_text = is_text(data, options)
+    if not from_text and (length is not None or samples is not None):
         raise InputError(
             "`length` and `samples` cut a text into windows. Found them with a batch; leave them "
             "out."
         )
-    count = samples or (max(10, sample + 1) if is_text else None)
     found = captures(
-        _loaded(model, tokenizer, revision, seed, allow_pickle),
+        model,
         data,
         layers=[layer],
-        lengths=[64 if length is None else length] if is_text else None,
-        samples=count,
+        lengths=[64 if length is None else length] if from_text else None,
+        samples=samples or (max(10, sample + 1) if from_text else None),
         chosen=[sample],
-        map=map,
-        special_tokens=special_tokens,
-        dtype=dtype,
-        modules=modules,
+        tokenizer=tokenizer,
+        revision=revision,
+        allow_pickle=allow_pickle,
+        **options,
     )
-    one = next(found)
+    with contextlib.closing(found):
+        one = next(found)
     return one.normed or one.attention, one.x
 
 
 def captures(
-    model: str | LoadedModel,
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: Model,
+    data: Data = None,
     *,
-    layers: Sequence[int] | Literal["all"],
-    lengths: Sequence[int] | None,
-    samples: int | None = 1,
+    layers: Sequence[int] | Literal["all"] = "all",
+    lengths: Sequence[int] | None = None,
+    samples: int | None = None,
     chosen: Sequence[int] | None = None,
-    map: CapturedMap = "attention",
-    special_tokens: bool = True,
-    dtype: DType = "float64",
-    seed: int = 0,
-    modules: str | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
     allow_pickle: bool = False,
-) -> Iterator[Captured]:
+    **options: Unpack[Options],
+) -> Generator[Captured]:
     """Layers of a model and their inputs: for every length and sample, layer by layer.
 
     Args:
-        model: A name for `load_model`, or a loaded model.
+        model: As for `measure`.
         data: Text or a batch; the default text if None.
         layers: Indices from 0, or "all".
-        lengths: Numbers of tokens of text windows; None for a batch.
-        samples: Windows per length.
+        lengths: Numbers of tokens of text windows.
+        samples: Windows per length; 1 if None, for text.
         chosen: Only these samples; all if None.
-        map: As in `capture`.
-        special_tokens: Put the model's own special tokens around every window.
-        dtype: Floating type of layers and inputs.
-        seed: Seed of the weights of a random model.
-        modules: Regular expression for the attention modules.
+        tokenizer: Tokenizer for a module of your own that reads text.
+        revision: Revision of a hub id.
         allow_pickle: Accept a checkpoint that exists only as a pickle.
+        **options: As for `capture`.
 
     Yields:
         One `Captured` per length, sample and layer.
@@ -245,59 +161,41 @@ def captures(
     Raises:
         InputError: As `capture` does.
     """
-    if dtype not in _DTYPES:
-        raise InputError(f"`dtype` should be float32 or float64. Found `{dtype}`.")
+    map = options.get("map", "attention")
     if map not in ("attention", "normed"):
         raise InputError(f"`map` should be attention or normed. Found `{map}`.")
-    loaded = _named(model, seed, allow_pickle)
-    inputs = samples_of(loaded, data, lengths, samples, "spread", special_tokens)
-    count = 1 + max(item.sample for item in inputs)
-    for index in chosen or ():
-        if not 0 <= index < count:
-            raise InputError(
-                f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
-            )
-    found = [*attention_sites(loaded.model, modules).values()]
-    known = [reader_of(site) is not None for site in found]
-    if not any(known):
-        raise InputError(_refusal(found[0]))
-    implementation = implementation_for(loaded.model, closed=all(known))
-    options = {"dtype": _DTYPES[dtype], "device": _CPU, "implementation": implementation}
-    with prepared(loaded.model, **options) as (module, _):
-        sites = attention_sites(module, modules)
-        for item in inputs:
-            if chosen is not None and item.sample not in chosen:
-                continue
-            record = _traced(module, item, sites, _DTYPES[dtype])
-            total = range(len(record.calls))
-            for layer in total if isinstance(layers, str) else layers:
-                yield _captured(loaded.name, record, item, layer, map)
+    asked = {"layers": layers, "lengths": lengths, "samples": samples, **options}
+    asked |= {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
+    for run, job in _places(model, data, asked, chosen, dtype="float64"):
+        layer, norm = run.session.layer(job)
+        attention = layer.attention if isinstance(layer, Normed) else layer
+        # Copies: the model is put back as it was, and may be changed or freed by its owner.
+        own = attention.replace().requires_grad_(False)
+        x = run.session.place(job)[0].x.detach().clone()
+        normed = None
+        if isinstance(layer, Normed) and norm is not None:
+            normed = Normed(own, ExactNorm(copy.deepcopy(norm).requires_grad_(False)))
+        yield Captured(run.loaded.name, job.layer or 0, job.sample, own, x, norm, normed)
 
 
 def layer_maps(
-    model: str | LoadedModel,
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: Model,
+    data: Data = None,
     *,
-    layers: Sequence[int] | Literal["all"],
-    map: str = "attention",
-    lengths: Sequence[int] | None,
-    samples: int | None = 1,
-    windows: str = "spread",
-    special_tokens: bool = True,
-    dtype: DType = "float32",
+    layers: Sequence[int] | Literal["all"] = "all",
+    lengths: Sequence[int] | None = None,
+    samples: int | None = None,
+    **options: Unpack[Options],
 ) -> Iterator[tuple[Sample, LayerMap]]:
     """Any map of a model's layers at its inputs: for every length and sample, layer by layer.
 
     Args:
-        model: A name for `load_model`, or a loaded model.
+        model: As for `measure`.
         data: Text or a batch; the default text if None.
         layers: Indices from 0, or "all".
-        map: As in `measure`; ``model`` is one map, whatever the layers.
-        lengths: Numbers of tokens of text windows; None for a batch.
-        samples: Windows per length; None for a batch.
-        windows: ``spread`` or ``consecutive``.
-        special_tokens: Put the model's own special tokens around every window.
-        dtype: Floating type of layers and inputs.
+        lengths: Numbers of tokens of text windows.
+        samples: Windows per length; 1 if None, for text.
+        **options: As for `capture`; any ``map``, float32 unless another dtype is asked for.
 
     Yields:
         The sample, and the map at its input; it lives as long as the iteration.
@@ -305,76 +203,27 @@ def layer_maps(
     Raises:
         InputError: If the layer or the map does not exist.
     """
-    loaded = _named(model, 0, False)
-    inputs = samples_of(loaded, data, lengths, samples, windows, special_tokens)
-    closed = all(reader_of(site) for site in attention_sites(loaded.model).values())
-    closed = closed and map in ("heads", "attention", "normed", "residual")
-    options = {"dtype": _DTYPES[dtype], "device": _CPU}
-    with prepared(loaded.model, implementation="sdpa" if closed else "eager", **options) as (
-        module,
-        _,
-    ):
-        sites = attention_sites(module)
-        for item in inputs:
-            record = _traced(module, item, sites, _DTYPES[dtype], blocks=map in ("block", "model"))
-            total = range(len(record.calls))
-            asked = [None] if map == "model" else total if isinstance(layers, str) else layers
-            for layer in asked:
-                yield item, build_map(record, layer, map)
+    asked = {"layers": layers, "lengths": lengths, "samples": samples, **options}
+    for run, job in _places(model, data, asked, None, dtype="float32"):
+        built, item, _ = run.session.place(job)
+        yield item, built
 
 
-def _named(model: str | LoadedModel, seed: int, allow_pickle: bool) -> LoadedModel:
-    if isinstance(model, LoadedModel):
-        return model
-    return _loaded(model, None, None, seed, allow_pickle)
-
-
-@memory_for("The model's own forward pass")
-def _traced(
-    model: nn.Module,
-    item: Sample,
-    sites: Mapping[str, nn.Module],
-    dtype: torch.dtype,
-    blocks: bool = False,
-) -> Trace:
-    arguments = moved(item.arguments, _CPU, dtype)
-    return trace(model, arguments, sites, norms=True, blocks=blocks, dtype=dtype)
-
-
-def _captured(name: str, record: Trace, item: Sample, layer: int, map: CapturedMap) -> Captured:
-    if not 0 <= layer < len(record.calls):
-        raise InputError(
-            f"`layer` should be between 0 and {len(record.calls) - 1} for `{name}`. Found {layer}."
-        )
-    call = record.calls[layer]
-    if reader_of(call.module) is None:
-        raise InputError(_refusal(call.module))
-    built = build_map(record, layer, map)
-    if built.attention is None:
-        raise InputError(_refusal(call.module))
-    norm = norm_before(record, call)
-    # Copies: the model is put back as it was, and may be changed or freed by its owner.
-    attention = copy.deepcopy(built.attention).requires_grad_(False)
-    x = built.x.detach().clone()
-    module = None if norm is None else norm.module
-    normed = None
-    if map == "normed":
-        assert module is not None  # else the map does not exist
-        own = copy.deepcopy(module).requires_grad_(False)
-        normed = Normed(attention, ExactNorm(own))
-    return Captured(name, layer, item.sample, attention, x, module, normed)
-
-
-def _refusal(module: nn.Module) -> str:
-    return (
-        f"Weight-based bounds are not available for this layer, because {why_run(module)}. "
-        "`lipscope measure` measures it."
-    )
-
-
-def _loaded(
-    model: str | nn.Module, tokenizer: Any, revision: str | None, seed: int, allow_pickle: bool
-) -> LoadedModel:
-    if isinstance(model, nn.Module):
-        return adopt_model(model, tokenizer)
-    return load_model(model, revision=revision, seed=seed, allow_pickle=allow_pickle)
+def _places(
+    model: Model, data: Data, options: Mapping[str, Any], chosen: Sequence[int] | None, dtype: str
+) -> Iterator[tuple[LocalRun, Job]]:
+    """Every layer at every input that is meant, on the CPU unless another device is named."""
+    usual = {"samples": 1 if is_text(data, options) else None, "device": "cpu"}
+    given = {name: value for name, value in options.items() if value is not None}
+    with LocalRun(
+        model, data, usual | given, verb="capture", without=ANSWERS, dtype=dtype, norms=True
+    ) as run:
+        count = 1 + max(job.sample for job in run.jobs)
+        for index in chosen or ():
+            if not 0 <= index < count:
+                raise InputError(
+                    f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
+                )
+        for job in run.jobs:
+            if chosen is None or job.sample in chosen:
+                yield run, job

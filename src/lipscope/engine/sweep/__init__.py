@@ -4,8 +4,9 @@ The specification becomes jobs with ids of their own; every finished job is on t
 the same request on the same folder goes on with what is missing.
 """
 
+from lipscope.engine.spec import Spec
 from lipscope.engine.sweep.driver import folder_of, sweep
 from lipscope.engine.sweep.estimate import Estimate, estimate
-from lipscope.engine.sweep.spec import Spec, read_spec
+from lipscope.engine.sweep.written import read_spec
 
 __all__ = ["Estimate", "Spec", "estimate", "folder_of", "read_spec", "sweep"]

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 
-from lipscope.engine.sweep.plan import Job
+from lipscope.engine.plan import Job
 
 TRIES = 3  # a job whose worker dies so often has failed
 _LARGEST = 64  # jobs: what a lost message costs at most

@@ -18,11 +18,11 @@ from distributed import (
     wait,
 )
 
+from lipscope.engine.plan import Job, Shape, failed_rows
+from lipscope.engine.session import Result, Session
+from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.batches import Batches
-from lipscope.engine.sweep.bench import Bench
-from lipscope.engine.sweep.plan import Job, Shape, failed_rows
-from lipscope.engine.sweep.spec import Request, spec_of
-from lipscope.engine.sweep.wire import Result, decoded, decoded_jobs, encoded, encoded_jobs
+from lipscope.engine.sweep.wire import decoded, decoded_jobs, encoded, encoded_jobs
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished
 
@@ -30,23 +30,23 @@ _CONNECT = "20s"
 _AHEAD = 2  # portions for each worker that are given out at a time
 
 
-class Benches(WorkerPlugin):
-    """A bench in every worker process, those that join later included.
+class Sessions(WorkerPlugin):
+    """A session in every worker process, those that join later included.
 
     Args:
         spec: The specification as plain values.
-        texts: Content of every text.
+        sources: Content of every text.
     """
 
-    def __init__(self, spec: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-        self.spec, self.texts = spec, texts
+    def __init__(self, spec: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+        self.spec, self.sources = spec, sources
 
     def setup(self, worker: Worker) -> None:
         """Called by Dask in a worker."""
         import torch
 
         torch.set_num_threads(worker.state.nthreads)
-        self.bench = Bench(spec_of(self.spec), self.texts)
+        self.session = Session(spec_of(self.spec), self.sources)
         # A model is changed while it is measured: one job at a time, with all threads.
         self.lock = threading.Lock()
 
@@ -54,7 +54,7 @@ class Benches(WorkerPlugin):
         """Called by Dask when the sweep has ended."""
         del worker
         with self.lock:
-            self.bench.close()
+            self.session.close()
 
 
 def cluster_results(
@@ -66,7 +66,7 @@ def cluster_results(
     and again are tried one by one, and then have failed.
 
     Args:
-        request: The specification and its texts.
+        request: The specification and its sources.
         shapes: Those of the models.
         jobs: What is to be done.
         address: Of the scheduler.
@@ -80,7 +80,7 @@ def cluster_results(
     name = f"lipscope-{uuid4().hex}"
     with _connected(address) as client:
         try:
-            client.register_plugin(Benches(request.spec.as_dict(), request.texts), name=name)
+            client.register_plugin(Sessions(request.spec.as_dict(), request.sources), name=name)
             workers = max(1, len(client.nthreads()))
             yield from _Running(request, shapes, Batches(jobs, workers), client, name).results()
             client.unregister_worker_plugin(name)
@@ -148,11 +148,11 @@ class _Running:
 
 def _answers(name: str, line: str) -> list[str]:
     """In a worker: the answers to some jobs."""
-    benches = get_worker().plugins[name]
-    assert isinstance(benches, Benches)
+    sessiones = get_worker().plugins[name]
+    assert isinstance(sessiones, Sessions)
     jobs, shape = decoded_jobs(line)
-    with benches.lock:
-        return [encoded(benches.bench.result(job, shape)) for job in jobs]
+    with sessiones.lock:
+        return [encoded(sessiones.session.result(job, shape)) for job in jobs]
 
 
 def _connected(address: str) -> Any:

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.session import Result
+from lipscope.engine.spec import Request
 from lipscope.engine.sweep.local import cores, local_results
-from lipscope.engine.sweep.plan import Job, Shape, plan, row_ids
-from lipscope.engine.sweep.spec import Request, read_spec
-from lipscope.engine.sweep.survey import shapes_of
-from lipscope.engine.sweep.wire import Result
+from lipscope.engine.sweep.survey import surveys_of
+from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement, TokenShare, provenance, stable_id
+from lipscope.records.rows import Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
 
@@ -34,13 +35,13 @@ def sweep(
     missing; a job that fails is a row with its error, and is not tried again.
 
     Args:
-        spec: Path of a YAML file, or its entries (`lipscope.engine.sweep.Spec` lists them).
+        spec: Path of a YAML file, or its entries (`lipscope.engine.spec.Spec` lists them).
         out: Run folder; ``runs/NAME`` after the file if None, or after the entries.
         workers: Processes on this machine; 2 if None, as far as there are cores. Its threads
             are divided among them.
         cluster: Address of a Dask scheduler, such as ``tcp://host:8786``: its workers do
             the jobs, and this process writes.
-        progress: Called as ``progress(done, total, row)``, in jobs.
+        progress: Called as ``progress(done, total, row)``, in rows.
 
     Returns:
         The rows in the order of the specification, those of earlier runs included.
@@ -54,14 +55,14 @@ def sweep(
     path = folder_of(request, out)
     origin = provenance(workers=cluster or f"{count} local")
     with RunFolder(path, request.spec.as_dict(), origin) as folder:
-        shapes = shapes_of(request, folder.models)
-        jobs = plan(request.spec, shapes)
+        surveys = surveys_of(request)
+        shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
         todo = left_over(jobs, shapes, folder.done)
         if todo:
             results = _results(request, shapes, todo, count, cluster)
-            _write(request, folder, shapes, results, progress, len(jobs) - len(todo), len(jobs))
-        tokens = folder.tokens() if request.spec.tokens else []
-        return _rows(request, folder, shapes, jobs, tokens)
+            ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
+            _write(request, folder, results, progress, ids)
+        return _rows(request, folder, shapes, jobs)
 
 
 def number_of_workers(workers: int | None, cluster: str | None) -> int:
@@ -108,23 +109,20 @@ def _results(
 def _write(
     request: Request,
     folder: RunFolder,
-    shapes: Sequence[Shape],
     results: Iterator[list[Result]],
     progress: Progress | None,
-    done: int,
-    total: int,
+    ids: Sequence[str],
 ) -> None:
-    tell = progress or (lambda *_: None)
+    tell, total = progress or (lambda *_: None), len(ids)
+    done = sum(one in folder.done for one in ids)
     tell(done, total, None)
     for some in results:
         for one in some:
             if one.about:
-                about = one.about | shapes[one.model]._asdict()
-                folder.add_model(request.spec.models[one.model].name, about)
-        folder.extend(
-            [each for one in some for each in one.finished if each.row.id not in folder.done]
-        )
-        done += len(some)
+                folder.add_model(request.spec.models[one.model].name, one.about)
+        new = [each for one in some for each in one.finished if each.row.id not in folder.done]
+        folder.extend(new)
+        done += len(new)
         tell(done, total, some[-1].finished[-1].row)
 
 
@@ -133,8 +131,11 @@ def _rows(
     folder: RunFolder,
     shapes: Sequence[Shape],
     jobs: Sequence[Job],
-    tokens: list[TokenShare],
 ) -> Rows:
     ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
-    windows = request.spec.windows
-    return Rows([folder.done[one] for one in ids], tokens, windows)  # pyright: ignore[reportArgumentType]
+    return Rows(
+        [folder.done[one] for one in ids],
+        tokens=folder.tokens() if request.spec.tokens else [],
+        windows=request.spec.windows,  # pyright: ignore[reportArgumentType]
+        bounds=folder.bounds(),
+    )

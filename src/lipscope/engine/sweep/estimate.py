@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lipscope.engine.sweep.bench import Bench
+from lipscope.engine.plan import Job, Shape, plan
+from lipscope.engine.session import Session
+from lipscope.engine.spec import Request
 from lipscope.engine.sweep.driver import folder_of, left_over, number_of_workers
 from lipscope.engine.sweep.local import start_time
-from lipscope.engine.sweep.plan import Job, Shape, plan
-from lipscope.engine.sweep.spec import Request, read_spec
-from lipscope.engine.sweep.survey import shapes_of
+from lipscope.engine.sweep.survey import surveys_of
+from lipscope.engine.sweep.written import read_spec
 from lipscope.records.folder import check_same, load_manifest
 from lipscope.records.rows import Measurement
 from lipscope.records.run import Run
@@ -74,13 +75,13 @@ def estimate(
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
     held = _held(folder_of(request, out), request)
     began = time.perf_counter()
-    shapes = shapes_of(request, held.models)
+    surveys = surveys_of(request)
     looked = time.perf_counter() - began
-    jobs = plan(request.spec, shapes)
+    shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
     todo = left_over(jobs, shapes, held.rows)
     if not todo:
         return Estimate(len(jobs), len(jobs), 0.0, "Nothing is left to do.")
-    wanted = Counter((_kind(job), job.num_tokens) for job in todo)
+    wanted = Counter((_kind(job), job.num_tokens or 0) for job in todo)
     times, basis = _from_rows(jobs, held.rows), "the solving times of rows measured before"
     basis += " (capturing the inputs comes on top)"
     if not {kind for kind, _ in wanted} <= set(times):
@@ -157,7 +158,7 @@ def _from_rows(jobs: Sequence[Job], rows: Mapping[str, Measurement]) -> Times:
     for job in jobs:
         row = rows.get(job.id)
         if row is not None and row.status != "failed":
-            found.setdefault(_kind(job), {}).setdefault(job.num_tokens, []).append(row.seconds)
+            found.setdefault(_kind(job), {}).setdefault(job.num_tokens or 0, []).append(row.seconds)
     return {
         kind: {n: math.fsum(some) / len(some) for n, some in by_length.items()}
         for kind, by_length in found.items()
@@ -172,9 +173,9 @@ def _calibrated(request: Request, shapes: Sequence[Shape], jobs: Sequence[Job]) 
     first: dict[tuple[int, Kind], Job] = {}
     windows = Counter(job.window for job in jobs)
     for job in jobs:
-        first.setdefault((job.num_tokens, _kind(job)), job)
+        first.setdefault((job.num_tokens or 0, _kind(job)), job)
     times: Times = {}
-    bench = Bench(request.spec, request.texts)
+    session = Session(request.spec, request.sources)
     began = time.perf_counter()
     kinds = {kind for _, kind in first}
     try:
@@ -183,10 +184,10 @@ def _calibrated(request: Request, shapes: Sequence[Shape], jobs: Sequence[Job]) 
             if late and kinds <= set(times):
                 break
             if not late or kind not in times:
-                capture, whole = bench.seconds(job, shapes[job.model])
+                capture, whole = session.seconds(job, shapes[job.model])
                 times.setdefault(kind, {})[n] = whole + capture / windows[job.window]
     finally:
-        bench.close()
+        session.close()
     return times
 
 

@@ -15,10 +15,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lipscope.engine.plan import Job, Shape, failed_rows
+from lipscope.engine.session import Result
+from lipscope.engine.spec import Request
 from lipscope.engine.sweep.batches import TRIES, Batches
-from lipscope.engine.sweep.plan import Job, Shape, failed_rows
-from lipscope.engine.sweep.spec import Request
-from lipscope.engine.sweep.wire import Result, decoded, encoded_jobs
+from lipscope.engine.sweep.wire import decoded, encoded_jobs
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished
 
@@ -107,7 +108,7 @@ class _Pool:
         self.count = min(count, len(batches))
         threads = max(1, cores() // count)
         self.start_line = json.dumps(
-            {"spec": request.spec.as_dict(), "texts": dict(request.texts), "threads": threads}
+            {"spec": request.spec.as_dict(), "sources": dict(request.sources), "threads": threads}
         )
         self.environment = _environment(threads)
         self.workers: list[_Worker] = []

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from lipscope.engine.sweep.plan import Job, Shape
+from lipscope.engine.plan import Job, Shape
+from lipscope.engine.session import Result
 from lipscope.records.folder import Finished
 from lipscope.records.rows import Bound, Measurement, TokenShare
-
-
-class Result(NamedTuple):
-    """What became of a job.
-
-    Attributes:
-        job: Its id.
-        model: Index of its model.
-        about: Revision and weights of the model; empty if it could not be loaded.
-        finished: Its rows.
-    """
-
-    job: str
-    model: int
-    about: dict[str, Any]
-    finished: list[Finished]
 
 
 def encoded(result: Result) -> str:
@@ -58,4 +43,6 @@ def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
 def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
     """The jobs of a line, and the shape of their model."""
     jobs, shape = json.loads(line)
-    return [Job(*one) for one in jobs], Shape(*shape)
+    layers, heads = shape
+    known = Shape(layers, None if heads is None else tuple(heads))
+    return [Job(*one) for one in jobs], known

@@ -14,8 +14,8 @@ import sys
 import threading
 from typing import Any, TextIO
 
-from lipscope.engine.sweep.bench import Bench
-from lipscope.engine.sweep.spec import spec_of
+from lipscope.engine.session import Session
+from lipscope.engine.spec import spec_of
 from lipscope.engine.sweep.wire import decoded_jobs, encoded
 
 
@@ -40,11 +40,11 @@ def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], answers: TextI
     import torch
 
     torch.set_num_threads(start["threads"])
-    bench = Bench(spec_of(start["spec"]), start["texts"])
+    session = Session(spec_of(start["spec"]), start["sources"])
     while True:
         jobs, shape = decoded_jobs(lines.get())
         for job in jobs:
-            answers.write(encoded(bench.result(job, shape)) + "\n")
+            answers.write(encoded(session.result(job, shape)) + "\n")
             answers.flush()
 
 

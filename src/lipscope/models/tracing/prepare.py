@@ -59,6 +59,19 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+class ExactNorm(nn.Module):
+    """A norm that computes in the precision of its input, whatever its own code asks for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of every token."""
+        with exact_maths(x.dtype):
+            return self.module(x)
+
+
 @contextlib.contextmanager
 def prepared(
     model: nn.Module, *, dtype: torch.dtype, device: torch.device, implementation: str

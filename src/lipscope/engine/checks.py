@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lipscope.engine.ranges import parse_bytes, parse_integers
-from lipscope.engine.sweep.source import Source, nearest
+from lipscope.engine.source import Source, nearest
 from lipscope.errors import InputError
 
 Check = Callable[[Source, str, Any], Any]
@@ -27,7 +28,7 @@ def words(choices: Sequence[str]) -> Check:
         for i, word in enumerate(items(value)):
             if word not in choices:
                 source.fail(
-                    f"`{key}` should be of {', '.join(choices)}. Found `{word}`."
+                    f"`{key}` should be one of {', '.join(choices)}. Found `{word}`."
                     f"{nearest(str(word), choices)}",
                     key,
                     i,
@@ -98,6 +99,25 @@ def radii(source: Source, key: str, value: Any) -> tuple[float | str, ...]:
         if item != OF_TEXT and not (_is_number(item) and item > 0 and math.isfinite(item)):
             source.fail(f"`{key}` should be positive numbers, or text. Found `{item}`.", key, i)
     return _once(source, key, [v if v == OF_TEXT else float(v) for v in items(value)])
+
+
+def radius(source: Source, key: str, value: Any) -> float | str:
+    """A positive number, or a word for how it is found."""
+    if value in ("row", "inputs", "norm"):
+        return value
+    if not (_is_number(value) and value > 0 and math.isfinite(value)):
+        source.fail(
+            f"`{key}` should be a positive number, row, inputs or norm. Found `{key} = {value}`.",
+            key,
+        )
+    return float(value)
+
+
+def path(source: Source, key: str, value: Any) -> str:
+    """A path."""
+    if not isinstance(value, str | Path) or value == "":
+        source.fail(f"`{key}` should be a folder. Found `{value}`.", key)
+    return str(value)
 
 
 def flag(source: Source, key: str, value: Any) -> bool:

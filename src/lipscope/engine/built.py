@@ -1,0 +1,122 @@
+"""Inputs that are built for a layer, and theorems asked about a row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.attacks.ascent import ascend
+from lipscope.attacks.worst import worst
+from lipscope.attention import Attention
+from lipscope.engine.plan import Job
+from lipscope.engine.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
+from lipscope.errors import InputError
+from lipscope.measures.atoms import in_double
+from lipscope.models import LayerMap, Sample
+from lipscope.models.data.windows import digest
+from lipscope.records.rows import Bound, Measurement
+from lipscope.theorems import Normed, bounds, catalogue
+
+_STEPS_WITH_POSITIONS = 10
+_RESTARTS = 4  # random starts of an ascent, besides the text itself
+_NO_WEIGHTS = "its weights are not read in closed form"
+
+
+def built_input(
+    built: LayerMap, item: Sample, job: Job, spec: Spec, radius: float
+) -> tuple[Tensor, str]:
+    """The input that a job builds for a layer, and what built it.
+
+    Args:
+        built: The map at the input that was given.
+        item: That input.
+        job: What is asked for.
+        spec: The specification.
+        radius: Largest token norm.
+
+    Returns:
+        The tokens, and a remark.
+
+    Raises:
+        InputError: If it cannot be built for this layer.
+    """
+    layer = built.attention
+    if layer is None:
+        raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
+    name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(number)
+    size = {"num_tokens": len(built.x), "radius": radius, "generator": generator}
+    if job.input == ASCENT:
+        options = {"restarts": _RESTARTS, "steps": spec.ascent_steps, "start": built.x}
+        return ascend(layer, **size, **options).x, f"radius {radius:.6g}"
+    options: dict[str, Any] = {"names": CONSTRUCTIONS, "steps": 0}
+    if job.input != ADVERSARIAL:
+        options["names"] = (job.input,)
+    elif layer.positional:  # no construction places its tokens
+        options |= {"steps": _STEPS_WITH_POSITIONS, "restarts": 0, "start": [built.x]}
+    best = worst(layer, **size, **options)[0]
+    if best.x is None or best.sigma is None:
+        why = (best.reason or "sigma is not finite there").rstrip(".")
+        raise InputError(f"`{job.input}` is not available for this layer: {why}.")
+    return best.x, said(best.name, best.head, radius)
+
+
+def said(name: str, head: int | None, radius: float) -> str:
+    """What built an input, as a row says it."""
+    return f"{name}{'' if head is None else f', head {head}'}, radius {radius:.6g}"
+
+
+def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerMap, Sample]:
+    """A map and its sample at another input."""
+    with torch.no_grad():
+        moved = replace(built, x=x, output=built(x))
+    return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
+
+
+def asked(
+    row: Measurement,
+    built: LayerMap,
+    spec: Spec,
+    about: Callable[[], tuple[Attention | Normed, tuple[float | None, float | None]]],
+) -> tuple[Bound, ...]:
+    """Every theorem of the specification about a row, with its value or why it has none.
+
+    Args:
+        row: The row.
+        built: Its map at its input.
+        spec: The specification.
+        about: Gives the layer as theorems see it, and the radius and the floor of which bounds
+            on all inputs speak; None for those of the row's own input.
+
+    Returns:
+        One record for each theorem of the row's metric; of all metrics for ``frobenius``.
+    """
+    if row.map not in WITH_THEOREMS or row.radius_max is None or not row.sigma:
+        return ()
+    wanted = [
+        one
+        for one in catalogue()
+        if one.name in spec.theorems and row.metric in ("frobenius", one.metric)
+    ]
+    try:
+        layer, (radius, floor) = about()
+        found = bounds(
+            in_double(layer),
+            built.x,
+            part="heads" if row.map == "heads" else "attention",
+            head=row.head,
+            radius=radius,
+            floor=floor,
+            sharp=spec.sharp,
+            names=[one.name for one in wanted],
+        )
+    except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
+        reason = " ".join(str(problem).split())[:300].rstrip(".")
+        found = [one.record(None, reason) for one in wanted]
+    return tuple(replace(one, id=row.id) for one in found)

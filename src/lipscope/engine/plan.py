@@ -1,0 +1,268 @@
+"""From a specification to jobs: each with an id that depends on its question alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from lipscope.engine.checks import OF_TEXT
+from lipscope.engine.spec import ASCENT, REAL, Spec
+from lipscope.records.rows import Measurement, stable_id, version
+
+# Maps whose input may be captured under fused attention where weights are read in closed form.
+FUSED = ("heads", "attention", "normed", "residual")
+# What every question of a specification has in common.
+_SHARED = ("modules", "move", "read", "side", "position_offset", "tol", "delta", "tight")
+
+
+class Item(NamedTuple):
+    """A window of text, an entry of a batch or a picture, as its rows name it.
+
+    Attributes:
+        num_tokens: Number of tokens; None where only the model knows.
+        sample: Index among those of one length.
+        start: First text token; None for a batch.
+        sha256: Digest of the token ids, or of the input tensor.
+    """
+
+    num_tokens: int | None
+    sample: int
+    start: int | None
+    sha256: str
+
+
+class Job(NamedTuple):
+    """One measurement, or one for each head.
+
+    Attributes:
+        id: Digest of the question, the same whichever verb asks it.
+        model: Index of the model.
+        weights: Seed of the weights of a random model; None elsewhere.
+        dtype: Floating type.
+        fused: Whether fused attention may be used to capture the input.
+        text: Name of the source.
+        item: Index of the window among those of its source.
+        num_tokens: Number of tokens; None where only the model knows.
+        sample: Index among the windows of one length.
+        map: Name of the map.
+        layer: Index of the layer; None for the map ``model``.
+        input: ``real``, or what builds the input.
+        radius: Largest token norm of a built input; None for that of the text.
+        metric: Name of the metric.
+        seed: Seed of the random starts.
+    """
+
+    id: str
+    model: int
+    weights: int | None
+    dtype: str
+    fused: bool
+    text: str
+    item: int
+    num_tokens: int | None
+    sample: int
+    map: str
+    layer: int | None
+    input: str
+    radius: float | None
+    metric: str
+    seed: int
+
+    @property
+    def window(self) -> tuple[Any, ...]:
+        """What jobs that share a forward pass of the model have in common."""
+        return self[1:7]
+
+
+class Shape(NamedTuple):
+    """What a model was found to have.
+
+    Attributes:
+        layers: Number of attention layers.
+        heads: Query heads of each layer where they are measured one by one, else None.
+    """
+
+    layers: int
+    heads: tuple[int, ...] | None
+
+
+class Survey(NamedTuple):
+    """What has to be known of a model before its jobs can be listed.
+
+    Attributes:
+        shape: Its layers and heads.
+        items: What it reads, by the name of the source.
+        revision: Commit, package version or digest of the weights; None if there is none.
+    """
+
+    shape: Shape
+    items: Mapping[str, Sequence[Item]]
+    revision: str | None
+
+
+def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
+    """All jobs of a run; those of one model, and within it of one window, stand together.
+
+    Args:
+        spec: The specification.
+        surveys: Those of its models, in their order.
+
+    Returns:
+        The jobs.
+    """
+    return [
+        job
+        for model, survey in enumerate(surveys)
+        for window in _windows(spec, model, survey.items)
+        for job in _of_window(spec, survey, window)
+    ]
+
+
+def identity(
+    spec: Spec,
+    *,
+    model: Sequence[str | None],
+    item: Item,
+    layer: int | None,
+    dtype: str,
+    seed: int,
+    **asked: Any,
+) -> str:
+    """The id of a measurement: of everything that determines its sigma and its interval.
+
+    Args:
+        spec: What its question shares with others.
+        model: Name and revision of the model.
+        item: The input; what a built input starts from.
+        layer: Index of the layer.
+        dtype: Floating type.
+        seed: Of the random starts.
+        **asked: ``map``, ``metric``, ``input`` and ``radius`` of the job.
+
+    Returns:
+        The id, for all heads together.
+    """
+    parts = {name: getattr(spec, name) for name in _SHARED}
+    parts |= asked | {"model": model, "layer": layer, "dtype": dtype, "seed": seed}
+    if asked.get("input") == ASCENT:
+        parts["ascent_steps"] = spec.ascent_steps
+    return stable_id(parts | {"item": item[1:]})
+
+
+def _windows(
+    spec: Spec, model: int, held: Mapping[str, Sequence[Item]]
+) -> Iterator[tuple[Any, ...]]:
+    random = spec.models[model].name.startswith("random:")
+    fused = [f for f in (True, False) if _maps(spec, fused=f)]
+    for first in product([model], spec.seeds if random else (None,), spec.dtypes, fused):
+        for name, some in held.items():
+            for index, item in enumerate(some):
+                if REAL in spec.inputs or item.sample == 0:
+                    yield (*first, name, index, *item[:2])
+
+
+def _maps(spec: Spec, *, fused: bool) -> list[str]:
+    return [name for name in spec.maps if (name in FUSED) == fused]
+
+
+def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[Job]:
+    model, weights, dtype, fused, text, index, _, sample = window
+    seeds = spec.seeds if weights is None else (weights,)
+    item, name = survey.items[text][index], (spec.models[model].name, survey.revision)
+    layers = range(survey.shape.layers) if spec.layers is None else spec.layers
+    for map in _maps(spec, fused=fused):
+        asked = product([None] if map == "model" else layers, _inputs(spec, sample))
+        for (layer, (kind, radius)), metric, seed in product(asked, spec.metrics, seeds):
+            question = {"map": map, "metric": metric, "input": kind, "radius": radius}
+            if kind != REAL and radius is None and spec.radius == "inputs":
+                question["radius"] = [one.sha256 for one in survey.items[text]]
+            id = identity(
+                spec, model=name, item=item, layer=layer, dtype=dtype, seed=seed, **question
+            )
+            yield Job._make((id, *window, map, layer, kind, radius, metric, seed))
+
+
+def _inputs(spec: Spec, sample: int) -> Iterator[tuple[str, float | None]]:
+    """Inputs of one window: those that are built do not depend on it, and come once."""
+    for kind in spec.inputs:
+        if kind == REAL:
+            yield kind, None
+        elif sample == 0:
+            yield from ((kind, None if r == OF_TEXT else float(r)) for r in spec.radii)
+
+
+def row_ids(job: Job, shape: Shape) -> list[str]:
+    """The ids of the rows of a job: its own, or one for each head."""
+    return [row_id(job.id, head) for head in _heads(job, shape)]
+
+
+def _heads(job: Job, shape: Shape) -> Sequence[int | None]:
+    if shape.heads is None or job.layer is None:
+        return [None]
+    return range(shape.heads[job.layer])
+
+
+def row_id(job: str, head: int | None) -> str:
+    """The id of a row of a job: the job's own, or one for each head."""
+    return job if head is None else stable_id({"job": job, "head": head})
+
+
+def failed_rows(
+    spec: Spec, job: Job, shape: Shape, error: str, about: dict[str, Any]
+) -> list[Measurement]:
+    """The rows of a job that has no answer.
+
+    Args:
+        spec: The specification.
+        job: The job.
+        shape: That of its model.
+        error: What went wrong, in one line.
+        about: Revision and weights of its model, where known.
+
+    Returns:
+        One row, or one for each head.
+    """
+    model = spec.models[job.model]
+    empty = dict.fromkeys(
+        ("sigma", "upper", "solver_residual", "relative", "top_token", "top_share")
+    )
+    empty |= dict.fromkeys(("radius_max", "radius_rms", "input_norm", "output_norm"))
+    return [
+        Measurement(
+            id=row_id(job.id, head),
+            model=model.name,
+            revision=about.get("revision"),
+            weights=_weights(job, about),
+            layer=job.layer,
+            head=head,
+            map=job.map,
+            metric=job.metric,
+            move=spec.move,
+            read=spec.read,
+            input=OF_TEXT if job.input == REAL else job.input,
+            side=spec.side,
+            position_offset=spec.position_offset,
+            num_tokens=job.num_tokens or 0,
+            sample=job.sample,
+            delta=spec.delta,
+            status="failed",
+            products=0,
+            seconds=0.0,
+            dtype=job.dtype,
+            device=spec.device,
+            seed=job.seed,
+            tokens_sha256="",
+            version=version(),
+            error=" ".join(error.split())[:300],
+            text=job.text or None,
+            step=model.step,
+            **empty,
+        )
+        for head in _heads(job, shape)
+    ]
+
+
+def _weights(job: Job, about: dict[str, Any]) -> str:
+    known = about.get("weights") or "unknown"
+    return known if job.weights is None else f"random, seed {job.weights}"
