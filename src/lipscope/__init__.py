@@ -4,7 +4,7 @@ from lipscope.attacks import constructions as inputs
 from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.certificates.certify import certify
 from lipscope.certificates.decision import certified_radius
-from lipscope.engine.bounds import Sandwich, sandwich
+from lipscope.engine.bounds import sandwich
 from lipscope.engine.capture import capture
 from lipscope.engine.measure import measure
 from lipscope.engine.sweep import sweep
@@ -29,7 +29,6 @@ __all__ = [
     "Rotary",
     "Rows",
     "Run",
-    "Sandwich",
     "TopSingular",
     "bounds",
     "capture",

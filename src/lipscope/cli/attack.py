@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lipscope.cli.bounds import parse_radius, table
+from lipscope.cli.bounds import parse_radius
 from lipscope.cli.terminal import default_folder, errors, read_text
 from lipscope.errors import InputError
+from lipscope.pages.bounds_table import empty_table
 from lipscope.pages.table import number
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _save(folder: Path, first: Attack, told: dict[str, Any]) -> None:
 def _show(
     found: list[Attack], real: Captured, radius: float, measured: tuple[float, float]
 ) -> None:
-    made = table(
+    made = empty_table(
         f"{real.model}, layer {real.layer}, map attention, {len(real.x)} tokens, "
         f"radius {radius:.4g}",
         ("input", "where from", "source", "head"),

@@ -8,98 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 
 from lipscope.attacks.worst import worst
 from lipscope.engine.capture import Captured, captures
+from lipscope.engine.rows import named
 from lipscope.errors import InputError
 from lipscope.linalg.singular import top_singular_batch
-from lipscope.models import LoadedModel
-from lipscope.records.bound_rows import ADVERSARIAL, MEASURED, BoundRow
-from lipscope.theorems import Bound, bounds, infinity_norm, max_token_norm
+from lipscope.models import LoadedModel, load_model
+from lipscope.pages.rows import Rows
+from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.rows import Bound, Measurement, provenance, stable_id, version
+from lipscope.theorems import bounds, infinity_norm, max_token_norm
 from lipscope.theorems.register import Metric
 from lipscope.theorems.table import Map
 
-if TYPE_CHECKING:
-    from lipscope.charts.look import Chart
-
 _STEPS_WITH_POSITIONS = 10  # of ascent from the text itself
 METRICS: tuple[Metric, ...] = ("frobenius", "max-token", "infinity")
-Told = Callable[[BoundRow], None]
+Progress = Callable[[Measurement, Sequence[Bound]], None]
 _Allowed = tuple[float | None, float | None]
-
-
-class Sandwich(Sequence[BoundRow]):
-    """Rows of one or more layers, with their figure.
-
-    Args:
-        rows: Rows, those of one layer, head, length and sample together.
-
-    >>> len(Sandwich([]))
-    0
-    """
-
-    def __init__(self, rows: Sequence[BoundRow]) -> None:
-        self._rows = list(rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        """One row, or a `Sandwich` of some of them."""
-        found = self._rows[index]
-        return Sandwich(found) if isinstance(index, slice) else found
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[BoundRow]:
-        return iter(self._rows)
-
-    def __repr__(self) -> str:
-        return f"<Sandwich: {len(self)} rows>"
-
-    def parts(self) -> list[Sandwich]:
-        """Rows of one layer, head, length and sample, in their order."""
-
-        def place(row: BoundRow) -> tuple[Any, ...]:
-            return row.layer, row.head, row.num_tokens, row.sample
-
-        return [Sandwich(list(part)) for _, part in groupby(self._rows, place)]
-
-    def plot(self) -> Chart:
-        """The figure against the number of tokens, see `lipscope.charts.sandwich_chart`."""
-        from lipscope.charts.sandwich import sandwich_chart
-
-        return sandwich_chart(self._rows)
-
-    def save(self, folder: str | Path) -> Path:
-        """Rows as ``bounds.jsonl`` and the figure as SVG, PNG and HTML.
-
-        Args:
-            folder: Where; made if need be.
-
-        Returns:
-            The folder.
-        """
-        from lipscope.charts.look import save
-
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = [row.to_json() + "\n" for row in self._rows]
-            (folder / "bounds.jsonl").write_text("".join(lines), encoding="utf-8")
-            chart = self.plot()
-            for kind in ("svg", "png", "html"):
-                save(chart, folder / f"sandwich.{kind}")
-        except OSError as problem:
-            raise InputError(
-                f"`out` should be a folder that can be written. Found `{folder}`: "
-                f"{problem.strerror}."
-            ) from None
-        return folder
 
 
 def sandwich(
@@ -119,8 +50,9 @@ def sandwich(
     special_tokens: bool = True,
     seed: int = 0,
     allow_pickle: bool = False,
-    told: Told | None = None,
-) -> Sandwich:
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Rows:
     """Between which values the Lipschitz constant of a model's layers lies, and why.
 
     For every layer, length and sample: sigma with its interval, every theorem of the catalogue
@@ -151,10 +83,11 @@ def sandwich(
         special_tokens: Put the model's own special tokens around every window.
         seed: Seed of random starts, and of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle.
-        told: Called with every row as it comes.
+        out: Run folder for the rows and bounds.
+        progress: Called with every row and its bounds as they come.
 
     Returns:
-        The rows.
+        The rows with their bounds; the worst input found is a row of its own.
 
     Raises:
         InputError: For every request that cannot be answered as asked.
@@ -164,9 +97,12 @@ def sandwich(
         raise InputError(f"`metric` should be one of {', '.join(METRICS)}. Found `{metric}`.")
     _check_radius(radius, part)
     is_text = data is None or isinstance(data, str)
+    loaded = model
+    if isinstance(loaded, str):
+        loaded = load_model(loaded, seed=seed, allow_pickle=allow_pickle)
     found = list(
         captures(
-            model,
+            loaded,
             data,
             layers=layers,
             lengths=lengths if is_text else None,
@@ -177,17 +113,21 @@ def sandwich(
             allow_pickle=allow_pickle,
         )
     )
-    rows: list[BoundRow] = []
+    own: Metric = next(m for m in METRICS if metric in (m, None))
+    kept: list[Finished] = []
     for layer in dict.fromkeys(c.layer for c in found):
         mine = [c for c in found if c.layer == layer]
         allowed = _allowed(mine, radius)
         for c in mine:
-            ask = _Ask(c, allowed, part, next(m for m in METRICS if metric in (m, None)), seed)
-            for row in ask.rows(metric, per_head=per_head, sharp=sharp):
-                _keep(rows, row, told)
+            about = named(loaded) | {"input": "text" if is_text else "batch"}
+            ask = _Ask(c, allowed, part, own, seed, about)
+            for one in ask.rows(metric, per_head=per_head, sharp=sharp):
+                _keep(kept, one, progress)
             if attack:
-                _keep(rows, ask.adversarial(ascent_steps), told)
-    return Sandwich(rows)
+                _keep(kept, Finished(ask.adversarial(ascent_steps)), progress)
+    if out is not None:
+        _write(Path(out), kept)
+    return Rows([one.row for one in kept], bounds=[b for one in kept for b in one.bounds])
 
 
 def radius_of(found: Sequence[Captured], radius: float | Literal["norm"] | None) -> float:
@@ -238,40 +178,25 @@ class _Ask:
     """All questions about one layer at one input."""
 
     def __init__(
-        self, c: Captured, allowed: _Allowed, part: Map, metric: Metric, seed: int
+        self,
+        c: Captured,
+        allowed: _Allowed,
+        part: Map,
+        metric: Metric,
+        seed: int,
+        about: Mapping[str, Any],
     ) -> None:
         self.c, self.seed = c, seed
         self.radius, self.floor = allowed
         self.part: Map = part
         self.metric: Metric = metric
-        self.about: dict[str, Any] = {
-            "map": part,
-            "model": c.model,
-            "layer": c.layer,
-            "num_tokens": len(c.x),
-            "sample": c.sample,
-            "radius": self.radius,
-            "floor": self.floor,
-        }
+        self.about = dict(about)
 
-    def rows(self, metric: str | None, *, per_head: bool, sharp: bool) -> Iterator[BoundRow]:
-        """What was measured, then every theorem; head by head where asked for."""
+    def rows(self, metric: str | None, *, per_head: bool, sharp: bool) -> Iterator[Finished]:
+        """What was measured with every theorem; head by head where asked for."""
         heads: list[int | None] = [*range(self.c.attention.num_heads)] if per_head else [None]
         for head, (sigma, upper) in zip(heads, self._measured(per_head), strict=True):
-            yield BoundRow(
-                theorem=MEASURED,
-                statement="sigma at this input",
-                cite="",
-                kind=MEASURED,
-                scope="local",
-                metric=self.metric,
-                value=sigma,
-                head=head,
-                sigma=sigma,
-                upper=upper,
-                note=self._on_all_inputs(),
-                **self.about,
-            )
+            row = self._row(head, sigma, upper, note=self._on_all_inputs() or None)
             asked = bounds(
                 self.c.normed or self.c.attention,
                 self.c.x,
@@ -282,9 +207,9 @@ class _Ask:
                 metric=metric,  # pyright: ignore[reportArgumentType]
                 sharp=sharp,
             )
-            yield from (self._row(bound, sigma, head) for bound in asked)
+            yield Finished(row, bounds=tuple(replace(bound, id=row.id) for bound in asked))
 
-    def adversarial(self, steps: int) -> BoundRow:
+    def adversarial(self, steps: int) -> Measurement:
         """The worst input of the whole layer within the radius."""
         generator = torch.Generator().manual_seed(self.seed)
         assert self.radius is not None  # the map is `attention`
@@ -299,20 +224,56 @@ class _Ask:
             start=[self.c.x],
             generator=generator,
         )[0]
-        head = "" if found.head is None else f", head {found.head}"
-        return BoundRow(
-            theorem=ADVERSARIAL,
-            statement=found.name + head,
-            cite=found.cite,
-            kind="lower",
-            scope="global",
-            metric="frobenius",
-            value=found.sigma,
-            applicable=found.sigma is not None,
-            reason=found.reason or "",
-            sigma=found.sigma,
-            upper=found.upper,
+        self.about["input"] = found.name
+        head = "" if found.head is None else f", its tokens placed by head {found.head}"
+        note = f"{found.name}: {found.statement} [{found.cite}]{head}"
+        return self._row(
+            None,
+            found.sigma,
+            found.upper,
+            note="; ".join(filter(None, [note, found.reason])) if found.sigma else note,
+            error=None if found.sigma else found.reason,
+            radius_max=found.radius_max,
+        )
+
+    def _row(
+        self, head: int | None, sigma: float | None, upper: float | None, **more: Any
+    ) -> Measurement:
+        c = self.c
+        values = {
             **self.about,
+            "layer": c.layer,
+            "head": head,
+            "map": self.part,
+            "metric": self.metric,
+            "num_tokens": len(c.x),
+            "sample": c.sample,
+            "seed": self.seed,
+            "dtype": str(c.x.dtype).removeprefix("torch."),
+            "radius_max": c.radius,
+            **more,
+        }
+        return Measurement(
+            id=stable_id(values),
+            **values,
+            move="all",
+            read="all",
+            sigma=sigma,
+            upper=upper,
+            delta=1e-6 if self.metric == "frobenius" else 0.0,
+            status="failed" if sigma is None else "converged",
+            solver_residual=None,
+            products=0,
+            relative=None,
+            top_token=None,
+            top_share=None,
+            radius_rms=None,
+            input_norm=None,
+            output_norm=None,
+            seconds=0.0,
+            device="cpu",
+            tokens_sha256="",
+            version=version(),
         )
 
     def _measured(self, per_head: bool) -> list[tuple[float, float | None]]:
@@ -338,32 +299,17 @@ class _Ask:
         less = ", its mean taken away," if norm.centred else ""
         return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
-    def _row(self, bound: Bound, sigma: float, head: int | None) -> BoundRow:
-        row = BoundRow(
-            theorem=bound.theorem,
-            statement=bound.statement,
-            cite=bound.cite,
-            kind=bound.kind,
-            scope=bound.scope,
-            metric=bound.metric,
-            value=bound.value,
-            applicable=bound.applicable,
-            reason=bound.reason,
-            note=bound.note,
-            sound=bound.sound,
-            head=head,
-            **self.about,
-        )
-        if not row.bounds_here or bound.metric != self.metric or not sigma > 0:
-            return row
-        assert row.value is not None
-        return replace(row, looseness=row.value / sigma)
+
+def _keep(kept: list[Finished], one: Finished, progress: Progress | None) -> None:
+    kept.append(one)
+    if progress is not None:
+        progress(one.row, one.bounds)
 
 
-def _keep(rows: list[BoundRow], row: BoundRow, told: Told | None) -> None:
-    rows.append(row)
-    if told is not None:
-        told(row)
+def _write(path: Path, kept: Sequence[Finished]) -> None:
+    spec = {"rows": [one.row.id for one in kept]}
+    with RunFolder(path, spec, provenance(device="cpu")) as folder:
+        folder.extend([one for one in kept if one.row.id not in folder.done])
 
 
 def _map(name: str, *, attack: bool, per_head: bool) -> Map:
