@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.records.bound_rows import BoundRow
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement, TokenShare, provenance, to_line
+from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.rows import Bound, Measurement, TokenShare, provenance, to_line
 from rows import row
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
@@ -83,50 +82,38 @@ def grown(
 
 def sandwiched(folder: Path, model: str = "minilm", layer: int = 0) -> Path:
     """A folder of `lipscope bounds`: sigma, an adversarial one, and bounds in two metrics."""
-    found = []
+    rows, bounds = [], []
     for n in (16, 32, 64):
-        place: dict[str, Any] = {"map": "attention", "model": model, "layer": layer}
-        place |= {"num_tokens": n, "sample": 0, "radius": 10.0, "metric": "frobenius"}
         sigma = (1 + layer) * n**0.25
-        real = {"kind": "measured", "scope": "local", "cite": "", "statement": "sigma"}
-        found += [
-            BoundRow(
-                theorem="measured", value=sigma, sigma=sigma, upper=1.1 * sigma, **real, **place
-            ),
-            BoundRow(
-                theorem="adversarial",
-                statement="two_cluster, head 1",
-                cite="castin2024",
-                kind="lower",
-                scope="global",
-                value=5 * sigma,
-                sigma=5 * sigma,
-                upper=5.1 * sigma,
-                **place,
-            ),
-            _bound("castin_thm_3_3", "castin2024", "global", 100 * math.sqrt(n), **place),
-            _bound("f1", "derived here", "local", 2 * sigma, looseness=2.0, **place),
-            _bound("kim_thm_3_2", "kim2021", "global", 90.0 * n, **place | {"metric": "infinity"}),
-            _bound(
-                "kim_thm_3_1", "kim2021", "global", None, reason="no L2 attention: <b>", **place
-            ),
+        place: dict[str, Any] = {"model": model, "layer": layer, "num_tokens": n}
+        real = row(sigma=sigma, upper=1.1 * sigma, **place)
+        built = {"input": "adversarial", "id": f"adversarial-{model}-{layer}-{n}"}
+        rows += [real, row(sigma=5 * sigma, upper=5.1 * sigma, **built, **place)]
+        bounds += [
+            _bound(real, "castin_thm_3_3", "castin2024", "global", 100 * math.sqrt(n)),
+            _bound(real, "f1", "derived here", "local", 2 * sigma),
+            _bound(real, "kim_thm_3_2", "kim2021", "global", 90.0 * n, metric="infinity"),
+            _bound(real, "kim_thm_3_1", "kim2021", "global", None, reason="no L2 attention: <b>"),
         ]
-    folder.mkdir()
-    lines = "".join(one.to_json() + "\n" for one in found)
-    (folder / "bounds.jsonl").write_text(lines, encoding="utf-8")
+    with RunFolder(folder, {"windows": "spread"}, provenance(device="cpu")) as run:
+        run.extend([Finished(one) for one in rows])
+        run.extend([Finished(rows[0], (), tuple(bounds))])
     return folder
 
 
-def _bound(name: str, cite: str, scope: str, value: float | None, **more: Any) -> BoundRow:
-    return BoundRow(
+def _bound(
+    of: Measurement, name: str, cite: str, scope: str, value: float | None, **more: Any
+) -> Bound:
+    return Bound(
+        id=of.id,
         theorem=name,
         statement=f"Statement of {name}",
         cite=cite,
         kind="upper",
         scope=scope,
         value=value,
-        applicable=value is not None,
-        **more,
+        radius=10.0,
+        **{"metric": "frobenius"} | more,
     )
 
 

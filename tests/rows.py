@@ -52,8 +52,8 @@ KEYS = [
     "position_offset",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
-BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "radius"]
-BOUND_KEYS += ["value", "reason", "note", "sound"]
+BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "value"]
+BOUND_KEYS += ["radius", "floor", "eps", "reason", "note", "sound"]
 SPEC = {"model": "minilm", "layers": [0, 1], "tol": 1e-3}
 
 VALUES: dict[str, Any] = {

@@ -26,9 +26,9 @@ from lipscope.pages.files import training_charts
 from lipscope.pages.items import items_of
 from lipscope.pages.points import axes, points_of
 from lipscope.pages.report import report
-from lipscope.pages.source import Source, read_source
 from lipscope.pages.training import training_of
 from lipscope.pages.words import bibliography, methods
+from lipscope.records.run import read_run
 from rows import row
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
@@ -138,7 +138,7 @@ def test_sources_are_quoted_with_their_bibtex(page: str) -> None:
 
 def test_the_methods_sentence_says_what_was_measured(tmp_path: Path) -> None:
     run = written(tmp_path / "run", grown(map="block", metric="token-relative"))
-    (said,) = methods(items_of([read_source(run)]))
+    (said,) = methods(items_of([read_run(run)]))
     for part in (
         "the map “block” of minilm (3 layers)",
         "token-relative norm",
@@ -154,7 +154,7 @@ def test_the_methods_sentence_names_the_text(tmp_path: Path) -> None:
     rows = [row(text=name, sample=k) for k, name in enumerate(("alice", "default"))]
     rows += [row(layer=1, model="vit", input="image")]
     run = written(tmp_path / "run", rows, texts={"alice": "ab" * 32, "default": "cd" * 32})
-    items = items_of([read_source(run)])
+    items = items_of([read_run(run)])
     assert [item.kind for item in items] == ["real"] * 3
     said = methods(items)
     for part, sentence in zip(
@@ -194,7 +194,7 @@ def test_more_rows_are_sampled_and_the_worst_are_kept(tmp_path: Path, monkeypatc
     monkeypatch.setattr(points, "MAX_POINTS", 100)
     rows = grown(layers=10, samples=10)
     worst = max(rows, key=lambda r: r.sigma or 0.0)
-    found = points_of(items_of([read_source(written(tmp_path / "run", rows))]))
+    found = points_of(items_of([read_run(written(tmp_path / "run", rows))]))
     assert len(found.points) == 100
     assert worst in [item.row for item in found.items]
     assert len(found.means) == 30 and sum(m["count"] for m in found.means) == 300
@@ -209,7 +209,7 @@ def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:
             row(**(vars(r) | {"id": f"{seed}/{k}", "seed": seed})) for k, r in enumerate(grown(1))
         ]
         runs.append(written(tmp_path / str(seed), rows))
-    settings = points_of(items_of([read_source(run) for run in [*runs, runs[0]]])).settings
+    settings = points_of(items_of([read_run(run) for run in [*runs, runs[0]]])).settings
     assert [s["model"] for s in settings] == ["minilm · seed 0", "minilm · seed 1"]
     assert [s["rows"] for s in settings] == [9, 9]
 
@@ -251,7 +251,7 @@ def test_words_are_spaced_as_their_tokenizer_means_them() -> None:
 def test_checkpoints_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
     """The mean of three windows and, in logarithms, its Student interval."""
     runs = [trained(tmp_path / "run"), written(tmp_path / "other", grown(1))]
-    content = Content([read_source(run) for run in runs])
+    content = Content([read_run(run) for run in runs])
     data = content.as_plain()
     (group,) = data["groups"]
     assert (group["name"], group["steps"]) == ("org/lm@step*", [0, 10, 100, 1000])
@@ -277,7 +277,7 @@ def test_one_window_has_the_interval_of_the_solver_and_far_steps_a_logarithmic_a
 ) -> None:
     for steps, turn in (((10, 20), None), ((10, 501), 10.0), ((0, 1), None)):
         rows = [row(model=f"lm/{k}", step=k, sigma=2.0, upper=3.0) for k in steps]
-        items = items_of([Source(folder=tmp_path, rows=rows)])
+        items = items_of([read_run(written(tmp_path / f"{turn}-{steps[0]}", rows))])
         found = training_of(items, points_of(items).settings)
         assert found.turn == turn
         assert [(m["low"], m["sigma"], m["high"]) for m in found.means] == [(2.0, 2.0, 3.0)] * 2
@@ -298,14 +298,13 @@ def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
 def test_the_command_draws_what_the_commands_wrote(command) -> None:
     """From measure and bounds to the page, on a tiny model."""
     ls.measure(BERT, TEXT, lengths=[4, 6, 8], samples=2, rest=True, average=True, out="run")
-    sandwich = ls.sandwich(BERT, TEXT, layers=[0], lengths=[4, 6], attack=True)
-    sandwich.save("bounds")
+    ls.sandwich(BERT, TEXT, layers=[0], lengths=[4, 6], attack=True, out="bounds")
     result = command("report", "run", "bounds", "-o", "out/page.html", "--svg", "figures")
     assert result.status == 0, result.err
     first, *figures = result.out.splitlines()
     assert first == "out/page.html" and len(figures) >= 10
     data = data_of(Path(first).read_text(encoding="utf-8"))
-    assert len(data["points"]["n"]) == 2 * 3 * 2 + 2
+    assert len(data["points"]["n"]) == 2 * 3 * 2 + 2 * 2
     assert [b["metric"] for b in data["bounds"]] and data["windows"]
     sha256 = hashlib.sha256(TEXT.encode()).hexdigest()[:12]
     begins = (
@@ -323,12 +322,12 @@ def test_the_page_stands_in_the_first_folder(command) -> None:
 def test_mistakes_end_in_one_line(command) -> None:
     Path("empty").mkdir()
     Path("bad").mkdir()
-    Path("bad/bounds.jsonl").write_text("{]", encoding="utf-8")
+    Path("bad/manifest.json").write_text("{]", encoding="utf-8")
     written(Path("run"), grown(1))
     for arguments, expected in (
-        (["nowhere"], "`nowhere`, which is no folder"),
-        (["empty"], "`empty`, which is neither"),
-        (["bad"], "as `lipscope bounds` writes it"),
+        (["nowhere"], "`nowhere` should be a run folder"),
+        (["empty"], "Found none in it"),
+        (["bad"], "readable manifest"),
         (["run", "-o", "run/rows.jsonl/page.html"], "places that can be written"),
         (["run", "--png", "run/rows.jsonl"], "places that can be written"),
     ):

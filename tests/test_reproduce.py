@@ -14,9 +14,12 @@ from command import SIZES, TEXT
 from lipscope import cli
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
+from lipscope.experiments.experiment import _REGISTER, Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
-from rows import row as measurement
+from lipscope.records.rows import Measurement
+from lipscope.records.run import read_run
 from small import drawn
 
 BERT = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=128"
@@ -100,9 +103,6 @@ def test_figure1_on_tiny_models(monkeypatch, capsys, tmp_path, short_text) -> No
 
 
 def test_values_survive_a_torn_line(tmp_path) -> None:
-    from lipscope.experiments.experiment import _REGISTER, Study
-    from lipscope.records.folder import RunFolder
-
     calls = []
 
     def job(i: int):
@@ -115,11 +115,12 @@ def test_values_survive_a_torn_line(tmp_path) -> None:
             return study.values("squares", [job(i) for i in range(count)])
 
     run(2)
-    path = tmp_path / "run" / "squares.jsonl"
+    path = tmp_path / "run" / "values.jsonl"
     path.write_text(path.read_text() + '{"key": "torn')
     assert [r["square"] for r in run(4)] == [0, 1, 4, 9]
     assert calls == [0, 1, 2, 3]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 4
+    assert read_run(tmp_path / "run").values("squares")["square"].to_list() == [0, 1, 4, 9]
 
 
 def test_page_escapes_and_counts() -> None:
@@ -135,7 +136,7 @@ def test_page_escapes_and_counts() -> None:
 
 def test_exponent_says_where_no_power_law_fits() -> None:
     rows = [
-        measurement(num_tokens=n, sample=s, sigma=(1 + 0.01 * s) * f(n))
+        row(num_tokens=n, sample=s, sigma=(1 + 0.01 * s) * f(n))
         for n in (16, 64, 256)
         for s in range(6)
         for f in [lambda n: 10.0 if n == 64 else 1.0]
@@ -148,7 +149,7 @@ def test_exponent_says_where_no_power_law_fits() -> None:
 @pytest.mark.parametrize("name", ["witness", "castin2024/figure3", "castin2024/mean-field"])
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
     told: list[str] = []
-    first = reproduce(name, quick=True, out=tmp_path / "a", told=lambda p, d, n: told.append(p))
+    first = reproduce(name, quick=True, out=tmp_path / "a", progress=lambda p, d, n: told.append(p))
     again = reproduce(name, quick=True, out=tmp_path / "a")
     assert first == again and told
     assert (tmp_path / "a" / "findings.md").read_text().count("| --- |") >= 2
@@ -218,11 +219,18 @@ def test_certificates_end_at_the_first_refusal() -> None:
     assert found[0] >= 1e-3 * window.layer_top.sigma
 
 
-def test_parts_are_files_on_any_system(tmp_path) -> None:
-    from lipscope.experiments.experiment import _REGISTER, Study
-    from lipscope.records.folder import RunFolder
+def test_rows_of_a_study_are_rows_of_its_folder(tmp_path) -> None:
+    calls = []
 
-    with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        study = Study(_REGISTER["castin2024/figure1"], folder, (), (), True, None)
-        study.values("random:gpt2, alice29.txt", [({"i": 0}, lambda: {"x": 1})])
-    assert (tmp_path / "run" / "random-gpt2--alice29-txt.jsonl").is_file()
+    def job(layer: int):
+        return {"layer": layer}, lambda: calls.append(layer) or row(layer=layer)
+
+    def run(count: int) -> list[Measurement]:
+        with RunFolder(tmp_path / "run", {"a": 1}) as folder:
+            study = Study(_REGISTER["castin2024/figure1"], folder, (), (), True, None)
+            return study.rows("a part, of one", [job(i) for i in range(count)])
+
+    first = run(2)
+    assert first == [row(layer=0), row(layer=1)] and run(3)[:2] == first
+    assert calls == [0, 1, 2]
+    assert read_run(tmp_path / "run").measurements() == [row(layer=i) for i in range(3)]

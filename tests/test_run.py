@@ -1,9 +1,8 @@
-"""A run folder as it is read: side tables, old schemas, copies that are out of date."""
+"""A run folder as it is read: side tables, other schemas, copies that are out of date."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import pandas
 import polars
 import pytest
 
-import lipscope as ls
-from command import BERT
 from lipscope.errors import InputError
-from lipscope.records.bound_rows import rows_of_run
+from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import read_run
-from rows import BOUND_KEYS, KEYS, SPEC, lines, row, tokens_of
+from rows import BOUND_KEYS, SPEC, lines, row, tokens_of
 
 
 def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> Bound:
@@ -56,7 +53,7 @@ def test_all_tables_are_read_back(tmp_path):
     assert [t.id for t in run.token_shares([rows[1].id])] == [rows[1].id] * 2
     assert run.bound_values() == [bound_of(one) for one in rows]
     assert run.bound_values([rows[2].id]) == [bound_of(rows[2])]
-    assert run.manifest["schema"] == 2 and run.manifest["spec"] == SPEC
+    assert run.manifest["schema"] == 3 and run.manifest["spec"] == SPEC
     assert run.manifest["provenance"] == {"machine": "here"}
 
 
@@ -71,60 +68,39 @@ def test_bounds_open_without_lipscope(tmp_path):
     assert sorted(found, reverse=True) == [(6.0 / (2.0 + i),) for i in range(len(rows))]
 
 
-def test_a_folder_of_the_first_schema_is_read_and_goes_on(tmp_path):
-    """As lipscope 0.1.0 wrote it: no schema, no `text` and `step`, no bounds, no digests."""
-    rows = [row(layer=i) for i in range(3)]
-    old = [{k: v for k, v in r.to_dict().items() if k not in ("text", "step")} for r in rows]
-    tokens = [vars(t) for r in rows for t in tokens_of(r, ["a", "b"])]
-    for name, values in (("rows", old), ("tokens", tokens)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(v) + "\n" for v in values))
-        polars.DataFrame(values).write_parquet(tmp_path / f"{name}.parquet")
-    (tmp_path / "manifest.json").write_text(json.dumps({"spec": SPEC, "provenance": {"a": "b"}}))
-    run = read_run(tmp_path)
-    assert run.measurements() == rows
-    assert len(run.tokens) == 6 and len(run.bounds) == 0
-    assert run.rows.columns == KEYS
-    assert polars.read_parquet(tmp_path / "rows.parquet").columns == KEYS  # compacted again
-    with RunFolder(tmp_path, SPEC) as folder:
-        assert list(folder.done.values()) == rows
-        folder.append(row(layer=3, text="alice", step=100))
-    assert [r.layer for r in read_run(tmp_path).measurements()] == [0, 1, 2, 3]
-    assert read_run(tmp_path).rows["step"].to_list() == [None, None, None, 100]
-    assert read_run(tmp_path).manifest["provenance"] == {"a": "b"}
-
-
-@pytest.mark.parametrize("version", ["schema-1", "schema-2"])
-def test_folders_that_older_versions_wrote_are_read_and_go_on(tmp_path, version):
-    """Stored as they were written: the first schema, and the second before `side`."""
-    folder = tmp_path / version
-    shutil.copytree(Path(__file__).parent / "written" / version, folder)
-    stored = lines(folder / "rows.jsonl")
-    run = read_run(folder)
-    assert run.rows.columns == KEYS and len(run.tokens) == 16
-    later = {"text": None, "step": None, "side": "self", "position_offset": 0}
-    assert [r.to_dict() for r in run.measurements()] == [later | one for one in stored]
-    told: list[tuple[int, int]] = []
-    rows = ls.measure(
-        BERT,
-        "The quick brown fox jumps over the lazy dog, and then it sleeps. " * 20,
-        lengths=[4],
-        samples=2,
-        rest=True,
-        out=folder,
-        progress=lambda *now: told.append(now[:2]),
-    )
-    assert told == [(4, 4)] and list(rows) == run.measurements()
-    assert lines(folder / "rows.jsonl") == stored
-
-
-def test_a_folder_of_a_later_schema_is_refused_in_one_line(tmp_path):
+@pytest.mark.parametrize("schema", [1, 2, 4])
+def test_a_folder_of_another_schema_is_refused_in_one_line(tmp_path, schema):
     filled(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"schema": 3}))
+    (tmp_path / "manifest.json").write_text(json.dumps({"schema": schema, "spec": SPEC}))
+    assert manifest["schema"] == 3
     for ask in (read_run, lambda path: RunFolder(path, SPEC)):
-        with pytest.raises(InputError, match=r"Found schema 3.*update lipscope") as caught:
+        with pytest.raises(InputError, match=rf"of schema 3.*Found schema {schema}") as caught:
             ask(tmp_path)
         assert "\n" not in str(caught.value)
+
+
+def test_one_theorem_may_speak_of_several_balls(tmp_path):
+    one = row()
+    balls = [bound_of(one, 3.0 + eps, scope="ball", eps=eps) for eps in (0.1, 0.2)]
+    for _ in range(2):  # written again: the later one counts
+        with RunFolder(tmp_path, SPEC) as folder:
+            folder.append(one, (), [bound_of(one), *balls])
+    assert read_run(tmp_path).bound_values() == [bound_of(one), *balls]
+
+
+def test_values_are_kept_by_part_and_key(tmp_path):
+    with RunFolder(tmp_path, SPEC) as folder:
+        kept = folder.add_value("a", "x", {"n": 1, "points": (1.5, None)})
+        folder.add_value("b", "x", {"n": "other"})
+        assert kept == {"n": 1, "points": [1.5, None]}
+        assert folder.values("a") == {"x": kept}
+        folder.add_value("a", "y", {"n": 2, "points": []})
+        folder.add_value("a", "x", {"n": 3, "points": []})
+    assert read_run(tmp_path).values("a").select("key", "n").rows() == [("y", 2), ("x", 3)]
+    assert read_run(tmp_path).values("none").is_empty()
+    assert (tmp_path / "values.parquet").is_file()
+    assert len(read_run(tmp_path).rows) == 0
 
 
 def test_rows_are_read_while_a_run_goes_on_and_nothing_is_written(tmp_path):
@@ -174,15 +150,15 @@ def test_only_what_came_behind_the_copy_is_read_as_lines(tmp_path, monkeypatch):
     """And a copy of other lines, put beside them by hand or by `cp`, is not believed."""
     rows = filled(tmp_path / "one") + filled(tmp_path / "one", start=3)
     asked: list[int] = []
-    from lipscope.records.stored import Table
+    from lipscope.records.stored import Stored
 
-    original = Table._checked
+    original = Stored._checked
 
-    def counted(self: Table, data: bytes, first: int) -> Any:
+    def counted(self: Stored, data: bytes, first: int) -> Any:
         asked.append(data.count(b"\n"))
         return original(self, data, first)
 
-    monkeypatch.setattr(Table, "_checked", counted)
+    monkeypatch.setattr(Stored, "_checked", counted)
     assert read_run(tmp_path / "one").measurements() == rows
     assert asked == []
     file = tmp_path / "one" / "rows.jsonl"
@@ -195,9 +171,9 @@ def test_only_what_came_behind_the_copy_is_read_as_lines(tmp_path, monkeypatch):
     assert read_run(tmp_path / "one").measurements()[0].sigma == 7.0
 
 
-def test_a_run_as_the_rows_of_a_sandwich():
+def test_rows_and_bounds_are_joined_by_id():
     text, built = row(sigma=2.0), row(sigma=3.0, input="two_cluster", sample=1)
-    failed = row(sigma=None, sample=2)
+    failed, other = row(sigma=None, sample=2), row(layer=1)
     values = [
         bound_of(text, 6.0),
         bound_of(built, None),
@@ -205,17 +181,16 @@ def test_a_run_as_the_rows_of_a_sandwich():
         bound_of(text, 1.0, theorem="infinity", metric="infinity"),
         bound_of(failed, 4.0),
     ]
-    found = rows_of_run([text, built, failed], values)
-    assert [(r.theorem, r.value, r.looseness) for r in found] == [
-        ("measured", 2.0, None),
+    frobenius, infinity = comparisons([text, built, failed, other], values)
+    assert (frobenius.real, frobenius.built) == ([text], [built])
+    assert [(b.theorem, b.value, looseness(b, r)) for r, b in frobenius.bounds] == [
         ("castin_thm_3_3", 6.0, 3.0),
         ("global_g2", 9.0, 4.5),
-        ("infinity", 1.0, None),  # of another metric: not compared
-        ("adversarial", 3.0, None),
         ("castin_thm_3_3", None, None),
     ]
-    assert [r.radius for r in found] == [1.0, 1.0, 5.0, 1.0, 1.0, 1.0]
-    assert found[-1].reason == "it has a mask" and not found[-1].applicable
+    assert infinity.metric == "infinity" and infinity.rows == []  # measured in another metric
+    assert [looseness(bound, r) for r, bound in infinity.bounds] == [None]
+    assert frobenius.allowed == "tokens of norm up to 1"
 
 
 @pytest.mark.parametrize("what", ["no such folder", "none in it"])

@@ -86,12 +86,12 @@ def _marks(one: Series, points: list[Point]) -> list[alt.Chart]:
     if one.kind == "dashes":
         return [base.mark_line(strokeDash=[5, 4], strokeWidth=1.4)]
     size = 34 if len(points) <= 60 else 9
-    told = [
+    tips = [
         alt.Tooltip("name:N"),
         alt.Tooltip("x:Q", format=".5g"),
         alt.Tooltip("y:Q", format=".5g"),
     ]
-    dots = base.mark_circle(size=size, opacity=0.85 if size > 9 else 0.5).encode(tooltip=told)
+    dots = base.mark_circle(size=size, opacity=0.85 if size > 9 else 0.5).encode(tooltip=tips)
     return [dots] if one.kind == "points" else [base.mark_line(strokeWidth=1.8), dots]
 
 

@@ -190,10 +190,10 @@ def _panel(
                 opacity=alt.when(focus).then(alt.value(0.5 if few else 0.3)).otherwise(fade),
             )
         )
-    told = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
+    tips = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
     circles = dots.mark_circle(size=20 if few else 12).encode(
         opacity=alt.when(focus).then(alt.value(0.65 if few else 0.3)).otherwise(fade),
-        tooltip=tooltip(*told, "top token", "its share")
+        tooltip=tooltip(*tips, "top token", "its share")
         if shown is points
         else tooltip("layer", "n"),
     )

@@ -209,9 +209,9 @@ def cell_of(placed: Placed, top: float) -> dict[str, Any]:
         "share": share,
         "token": readable(token.text).strip(),
         "index": token.index,
-        "share in": _told(token.share_in, ".2%"),
-        "share out": _told(token.share_out, ".2%"),
-        "norm": _told(token.norm, ".4g"),
+        "share in": _shown(token.share_in, ".2%"),
+        "share out": _shown(token.share_out, ".2%"),
+        "norm": _shown(token.norm, ".4g"),
         "x": round(x - 1, 1),
         "x2": round(x + CELL * placed.width + 1, 1),
         "y": y + 1,
@@ -221,5 +221,32 @@ def cell_of(placed: Placed, top: float) -> dict[str, Any]:
     }
 
 
-def _told(value: float | None, form: str) -> str:
+def _shown(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
+
+
+def spread(values: Sequence[float], gap: float) -> list[float]:
+    """Places of labels near these values, at least ``gap`` (a ratio) apart, in their order.
+
+    >>> [round(v, 2) for v in spread([1.0, 1.1, 8.0], 2.0)]
+    [0.74, 1.48, 8.0]
+    """
+    order = sorted(range(len(values)), key=lambda k: values[k])
+    clusters: list[list[int]] = []
+    step = math.log(gap)
+
+    def ends(cluster: list[int]) -> tuple[float, float]:
+        middle = math.fsum(math.log(values[k]) for k in cluster) / len(cluster)
+        half = (len(cluster) - 1) / 2 * step
+        return middle - half, middle + half
+
+    for k in order:
+        clusters.append([k])
+        while len(clusters) > 1 and ends(clusters[-2])[1] + step > ends(clusters[-1])[0]:
+            last = clusters.pop()
+            clusters[-1] += last
+    places = [0.0] * len(values)
+    for cluster in clusters:
+        for i, k in enumerate(cluster):
+            places[k] = math.exp(ends(cluster)[0] + i * step)
+    return places

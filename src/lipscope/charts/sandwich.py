@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -11,15 +11,15 @@ from lipscope.charts import marks
 from lipscope.charts.axes import Data, across, data, ends, up
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
-from lipscope.records.bound_rows import (
+from lipscope.records.comparison import (
     ADVERSARIAL,
     CERTIFICATE,
     MEASURED,
-    BoundRow,
+    Comparison,
     Curve,
-    curves,
-    spread,
+    comparisons,
 )
+from lipscope.records.rows import Bound, Measurement
 
 # Blue, orange and green that stay apart for every kind of colour vision; bounds in grey.
 COLOURS = {MEASURED: "#0072b2", ADVERSARIAL: "#d55e00", CERTIFICATE: "#009e73", "bound": QUIET}
@@ -27,15 +27,20 @@ _LABEL_PIXELS = 13
 
 
 def sandwich_chart(
-    rows: Sequence[BoundRow], *, width: int = 420, height: int = 340
+    rows: Iterable[Measurement],
+    bounds: Iterable[Bound],
+    *,
+    width: int = 420,
+    height: int = 340,
 ) -> alt.VConcatChart | alt.LayerChart:
     """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
 
-    Both axes are logarithmic, one chart for each layer; only rows of one map and metric, all
-    heads together. Bounds that would flatten the others are named under the title instead.
+    Both axes are logarithmic, one chart for each layer; only rows of one map and metric, those of
+    the first one. Bounds that would flatten the others are named under the title instead.
 
     Args:
-        rows: Rows of a sandwich in one metric.
+        rows: Rows, at given and at built inputs.
+        bounds: What theorems say about them.
         width: Width in pixels.
         height: Height in pixels.
 
@@ -43,17 +48,20 @@ def sandwich_chart(
         The chart.
 
     Raises:
-        InputError: If there is no measured, positive value.
+        InputError: If there is no measured, positive value with bounds.
     """
-    measured = [r for r in rows if r.theorem == MEASURED and marks.positive(r.value)]
-    if not measured:
-        raise InputError("`rows` should hold a measured, positive sigma to draw. Found none.")
-    first = measured[0]
-    kept = [r for r in rows if (r.metric, r.map) == (first.metric, first.map)]
-    charts = []
-    for layer, head in dict.fromkeys((r.layer, r.head) for r in measured):
-        some = [r for r in kept if (r.layer, r.head) == (layer, head)]
-        charts.append(_layer_chart(some, width, height))
+    found = [
+        one
+        for one in comparisons(rows, bounds)
+        if any(marks.positive(row.sigma) for row in one.real)
+    ]
+    if not found:
+        raise InputError(
+            "`rows` should hold a measured, positive sigma with bounds to draw. Found none."
+        )
+    first = found[0]
+    kept = [one for one in found if (one.map, one.metric) == (first.map, first.metric)]
+    charts = [_layer_chart(one, width, height) for one in kept]
     if len(charts) == 1:
         return dressed(charts[0])
     title = f"Bounds of sigma: {first.model}, {len(charts)} layers or heads"
@@ -108,8 +116,8 @@ def _layers(lines: Any, names: Any, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     return [drawn, bars, dots, words.encode(x=x, y=y, text="name:N", color=colour)]
 
 
-def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.LayerChart:
-    lines, left_out = curves(rows)
+def _layer_chart(of: Comparison, width: int, height: int) -> alt.LayerChart:
+    lines, left_out = of.curves()
     lengths = sorted({n for line in lines for n, *_ in line.points})
     every = [v for line in lines for _, *values in line.points for v in values]
     domain = [min(every) / 1.3, max(every) * 1.3]
@@ -129,14 +137,14 @@ def _layer_chart(rows: Sequence[BoundRow], width: int, height: int) -> alt.Layer
         axis=alt.Axis(format=",~g" if domain[1] < 1e6 else "~e", values=marks.tick_values(*domain)),
     )
     gap = (domain[1] / domain[0]) ** (_LABEL_PIXELS / height)
-    places = spread([line.points[-1][1] for line in lines], gap)
+    places = marks.spread([line.points[-1][1] for line in lines], gap)
     words = [
         {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
         for line, place in zip(lines, places, strict=True)
     ]
     points = [p for line in lines for p in _points(line)]
     layers = _layers(alt.InlineData(values=points), alt.InlineData(values=words), x, y)
-    title = alt.TitleParams(_title(rows[0]), subtitle=_subtitle(rows, left_out))
+    title = alt.TitleParams(_title(of), subtitle=_subtitle(of, left_out))
     return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 
 
@@ -150,14 +158,13 @@ def _points(line: Curve) -> list[dict[str, Any]]:
     ]
 
 
-def _title(row: BoundRow) -> str:
-    head = "" if row.head is None else f", head {row.head}"
-    return f"Bounds of sigma: {row.model}, layer {row.layer}{head}"
+def _title(of: Comparison) -> str:
+    head = "" if of.head is None else f", head {of.head}"
+    return f"Bounds of sigma: {of.model}, layer {of.layer}{head}"
 
 
-def _subtitle(rows: Sequence[BoundRow], left_out: Sequence[str]) -> list[str]:
-    row = rows[0]
-    lines = [f"map {row.map}, metric {row.metric}; bounds on all inputs (dashed): {row.allowed}"]
+def _subtitle(of: Comparison, left_out: Sequence[str]) -> list[str]:
+    lines = [f"map {of.map}, metric {of.metric}; bounds on all inputs (dashed): {of.allowed}"]
     if left_out:
         lines.append(f"Off the scale: {', '.join(left_out)}.")
     return lines

@@ -66,7 +66,7 @@ def reproduce(
                 images=images,
                 quick=quick,
                 out=folder,
-                told=parts.tell,
+                progress=parts.tell,
             )
         except KeyboardInterrupt:
             errors.print("Stopped. What is finished is kept; the same command goes on from there.")

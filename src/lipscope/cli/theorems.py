@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lipscope.cli.bounds import table
 from lipscope.errors import InputError
+from lipscope.pages.bounds_table import empty_table
 
 if TYPE_CHECKING:
     from lipscope.theorems import Theorem
@@ -63,7 +63,7 @@ def theorems(
     elif markdown:
         sys.stdout.write(page(chosen))
     else:
-        made = table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
+        made = empty_table(f"{len(chosen)} theorems", ("theorem", "statement", "source"), ())
         for name in ("kind", "scope", "metric"):
             made.add_column(name, no_wrap=True)
         for one in chosen:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,9 @@ from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import LoadedModel, load_model
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.jsonl import append_lines, cut_torn_line, objects
 from lipscope.records.rows import Measurement, provenance, stable_id
-from lipscope.records.stored import write_parquet
 
-Told = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 T = TypeVar("T")
 
@@ -104,7 +101,7 @@ class Study:
         texts: Texts.
         images: Folder of pictures, or ``random`` pixels.
         quick: Whether a minute is enough.
-        told: Called as ``told(part, done, total)``.
+        progress: Called as ``progress(part, done, total)``.
     """
 
     def __init__(
@@ -114,13 +111,13 @@ class Study:
         models: tuple[str, ...],
         texts: tuple[Text, ...],
         quick: bool,
-        told: Told | None,
+        progress: Progress | None,
         images: str = "random",
     ) -> None:
         self.entry, self.folder, self.quick, self.images = entry, folder, quick, images
         self.models, self.texts = models, texts
         self.figures: list[tuple[str, str]] = []
-        self._told = told
+        self._progress = progress
         self.load = functools.lru_cache(maxsize=2)(load_model)
 
     def pick(self, quick: T, full: T) -> T:
@@ -143,50 +140,52 @@ class Study:
     ) -> Rows:
         """Rows of `lipscope.engine.measure`, in a run folder of their own under ``parts``."""
 
-        def progress(done: int, total: int, row: Measurement | None) -> None:
+        def tell(done: int, total: int, row: Measurement | None) -> None:
             del row
             self._tell(part, done, total)
 
         loaded = self.load(model) if isinstance(model, str) else model
         where = self.folder.path / "parts" / _file_name(part)
-        rows = measure(loaded, data, out=where, progress=progress, **options)
+        rows = measure(loaded, data, out=where, progress=tell, **options)
         self._keep(rows)
         return rows
 
     def values(self, part: str, jobs: Iterable[Job]) -> list[dict[str, Any]]:
-        """Records of jobs by their keys, each computed once and kept in ``<part>.jsonl``.
+        """Records of jobs by their keys, each computed once and kept in the run folder.
 
         Args:
-            part: Name of the file.
+            part: Name of the part.
             jobs: Pairs of a key (plain values that determine the record) and a function that
                 computes the rest of it.
 
         Returns:
             Key and values together, in the order of the jobs.
         """
-        path = self.folder.path / f"{_file_name(part)}.jsonl"
-        held = _held(path)
-        jobs = list(jobs)
+        jobs, held = list(jobs), self.folder.values(part)
         found = []
         for done, (key, compute) in enumerate(jobs):
             name = stable_id({"part": part, **key})
             if name not in held:
                 self._tell(part, done, len(jobs))
-                held[name] = {"key": name, **key, **compute()}
-                _append(path, held[name])
+                held[name] = self.folder.add_value(part, name, {**key, **compute()})
             found.append(held[name])
         self._tell(part, len(jobs), len(jobs))
-        _compact(path, [*held.values()])
         return found
 
     def rows(
         self, part: str, jobs: Iterable[tuple[dict[str, Any], Callable[[], Measurement]]]
     ) -> list[Measurement]:
-        """As `values`, for jobs that give a `Measurement`."""
-        kept = self.values(part, [(key, _row_of(make)) for key, make in jobs])
-        rows = [Measurement(**json.loads(record["row"])) for record in kept]
-        self._keep(rows)
-        return rows
+        """As `values`, for jobs that give a `Measurement`: a row of the run folder."""
+        kept = self.values(part, [(key, self._row_of(make)) for key, make in jobs])
+        return [self.folder.done[record["id"]] for record in kept]
+
+    def _row_of(self, make: Callable[[], Measurement]) -> Callable[[], dict[str, Any]]:
+        def compute() -> dict[str, Any]:
+            row = make()
+            self.folder.append(row)
+            return {"id": row.id}
+
+        return compute
 
     def draw(
         self,
@@ -219,8 +218,8 @@ class Study:
         self.folder.extend([Finished(row) for row in new.values()])
 
     def _tell(self, part: str, done: int, total: int) -> None:
-        if self._told is not None:
-            self._told(part, done, total)
+        if self._progress is not None:
+            self._progress(part, done, total)
 
 
 def reproduce(
@@ -231,7 +230,7 @@ def reproduce(
     images: str | None = None,
     quick: bool = False,
     out: str | Path,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> Findings:
     """Run one experiment; the same call again goes on where it stopped.
 
@@ -242,7 +241,7 @@ def reproduce(
         images: Folder of pictures for models that read them; random pixels if None.
         quick: About a minute instead of the paper's size.
         out: Folder of the rows, figures and ``findings.md``.
-        told: Called as ``told(part, done, total)``.
+        progress: Called as ``progress(part, done, total)``.
 
     Returns:
         The findings, which also stand in ``findings.md``.
@@ -263,12 +262,12 @@ def reproduce(
     chosen = tuple(models) if models else (entry.quick_models if quick else entry.models)
     held = texts_of(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
-    spec |= {"texts": [(text.name, text.sha256) for text in held]}
+    spec |= {"texts": {text.name: text.sha256 for text in held}}
     if images is not None:
         spec["images"] = str(images)
     origin = provenance()
     with RunFolder(Path(out), spec, origin) as folder:
-        study = Study(entry, folder, chosen, held, quick, told, images or "random")
+        study = Study(entry, folder, chosen, held, quick, progress, images or "random")
         findings = entry.function(study)
         text = page(
             findings,
@@ -305,43 +304,10 @@ def _command(
     return " ".join([*words, "--quick"] if quick else words)
 
 
-def _row_of(make: Callable[[], Measurement]) -> Callable[[], dict[str, Any]]:
-    return lambda: {"row": make().to_json()}
-
-
-def _held(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished records by key; a torn last line is as good as not written."""
-    try:
-        cut_torn_line(path)
-        data = path.read_bytes() if path.exists() else b""
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
-    return {record["key"]: record for _, record in objects(data)}
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    try:
-        append_lines(path, [json.dumps(record, ensure_ascii=False)])
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
-
-
-def _compact(path: Path, records: list[dict[str, Any]]) -> None:
-    import polars as pl
-
-    plain = [{k: v for k, v in r.items() if k != "row"} for r in records]
-    try:
-        write_parquet(pl.DataFrame(plain, infer_schema_length=None), path.with_suffix(".parquet"))
-    except OSError as problem:
-        raise _unwritable(path, problem) from problem
-
-
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
-        raise _unwritable(path, problem) from problem
-
-
-def _unwritable(path: Path, problem: OSError) -> InputError:
-    return InputError(f"`{path}` cannot be written ({problem.strerror}); choose another `--out`.")
+        raise InputError(
+            f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."
+        ) from problem

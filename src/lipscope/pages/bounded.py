@@ -5,54 +5,57 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lipscope.charts.marks import tick_values
+from lipscope.charts.marks import spread, tick_values
 from lipscope.pages.points import short
-from lipscope.records.bound_rows import MEASURED, BoundRow, curves, spread
+from lipscope.records.comparison import ADVERSARIAL, MEASURED, Comparison, given, looseness
+from lipscope.records.rows import Bound, Measurement
 
 HEIGHT, LABEL = 360, 14
 """Height of the chart, and of one name beside it, in pixels."""
 
 
-def bounded(rows: Sequence[BoundRow]) -> list[dict[str, Any]]:
+def bounded(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
     """One record for each model, map, metric, layer and head that bounds speak of.
 
     Args:
-        rows: Rows of any sandwiches.
+        comparisons: Rows with their bounds.
 
     Returns:
         Records with ``lines``, ``names`` (places of their labels), axes and a ``table``.
     """
-    groups: dict[tuple[Any, ...], list[BoundRow]] = {}
-    for row in rows:
-        key = (row.model, row.map, row.metric, row.layer, row.head)
-        groups.setdefault(key, []).append(row)
-    return [_record(key, some) for key, some in groups.items()]
+    return [_record(one) for one in comparisons]
 
 
-def _record(key: tuple[Any, ...], rows: list[BoundRow]) -> dict[str, Any]:
-    model, part, metric, layer, head = key
-    lines, left_out = curves(rows)
+def _record(of: Comparison) -> dict[str, Any]:
+    lines, left_out = of.curves()
+    rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
-    table = [row for row in rows if row.num_tokens == last]
-    table = [row for row in table if row.sample == table[0].sample]
+    sample = next(row.sample for row in rows if row.num_tokens == last)
     points = [
         {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
         for line in lines
         for n, value, upper in line.points
     ]
+
+    def shown(row: Measurement) -> bool:
+        return (row.num_tokens, row.sample) == (last, sample)
+
     return {
-        "model": model,
-        "map": part,
-        "metric": metric,
-        "layer": str(layer),
-        "head": head,
+        "model": of.model,
+        "map": of.map,
+        "metric": of.metric,
+        "layer": str(of.layer),
+        "head": of.head,
         "n": last,
-        "sample": table[0].sample,
-        "radius": short(table[0].radius),
-        "measured": any(row.theorem == MEASURED for row in rows),
+        "sample": sample,
+        "allowed": of.allowed,
+        "measured": bool(of.real),
         "lines": [_short(point) for point in points],
         "out": left_out,
-        "table": [_cells(row) for row in table],
+        "table": [
+            *(_measured(row) for row in of.rows if shown(row)),
+            *(_asked(row, bound) for row, bound in of.bounds if shown(row)),
+        ],
         **_axes(points),
     }
 
@@ -85,32 +88,49 @@ def _short(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: short(v) if isinstance(v, float) else v for k, v in record.items()}
 
 
-def _cells(row: BoundRow) -> dict[str, Any]:
+def _measured(row: Measurement) -> dict[str, Any]:
+    real = given(row)
     return {
-        "theorem": row.theorem,
-        "statement": row.statement,
-        "cite": row.cite,
-        "kind": row.kind,
-        "scope": row.scope,
-        "value": short(row.value) if row.applicable else None,
+        "theorem": MEASURED if real else ADVERSARIAL,
+        "statement": "sigma at this input" if real else row.input,
+        "cite": "",
+        "kind": MEASURED if real else "lower",
+        "scope": "local" if real else "global",
+        "value": short(row.sigma),
         "upper": short(row.upper),
-        "times": short(row.looseness),
-        "sound": row.sound,
-        "why": row.reason if not row.applicable else row.note,
+        "times": None,
+        "sound": True,
+        "why": row.note or "",
     }
 
 
-def cited(rows: Iterable[BoundRow]) -> dict[str, list[str]]:
-    """Keys of the bibliography that rows refer to, each with the statements used.
+def _asked(row: Measurement, bound: Bound) -> dict[str, Any]:
+    ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
+    return {
+        "theorem": bound.theorem,
+        "statement": bound.statement,
+        "cite": bound.cite,
+        "kind": bound.kind,
+        "scope": bound.scope + ball,
+        "value": short(bound.value),
+        "upper": None,
+        "times": short(looseness(bound, row)),
+        "sound": bound.sound,
+        "why": bound.note if bound.applicable else bound.reason,
+    }
+
+
+def cited(bounds: Iterable[Bound]) -> dict[str, list[str]]:
+    """Keys of the bibliography that bounds refer to, each with the statements used.
 
     Args:
-        rows: Rows of any sandwiches.
+        bounds: Bounds of any rows.
 
     Returns:
         By key, its statements in order of appearance; what was derived here among them.
     """
     found: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.cite and row.applicable:
-            found.setdefault(row.cite, {})[f"{row.statement} ({row.theorem})"] = None
+    for bound in bounds:
+        if bound.cite and bound.applicable:
+            found.setdefault(bound.cite, {})[f"{bound.statement} ({bound.theorem})"] = None
     return {cite: list(statements) for cite, statements in found.items()}

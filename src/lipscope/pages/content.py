@@ -11,10 +11,11 @@ from lipscope.errors import InputError
 from lipscope.pages.bounded import bounded
 from lipscope.pages.items import Item, items_of
 from lipscope.pages.points import Points, as_columns, points_of
-from lipscope.pages.source import Source
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, windows_for
-from lipscope.records.bound_rows import BoundRow
+from lipscope.records.comparison import comparisons
+from lipscope.records.rows import Bound
+from lipscope.records.run import Run
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class Content:
         InputError: If they hold no row with a finite, positive sigma.
     """
 
-    runs: Sequence[Source]
+    runs: Sequence[Run]
 
     def __post_init__(self) -> None:
         if not any(item.row.sigma for item in self.items):
-            places = ", ".join(str(run.folder) for run in self.runs)
+            places = ", ".join(str(run.path) for run in self.runs)
             raise InputError(
                 "`DIR` should hold a row with a finite, positive sigma. Found "
                 f"{len(self.items)} rows without one in {places}; their `status` says why."
@@ -44,9 +45,10 @@ class Content:
         return items_of(self.runs)
 
     @cached_property
-    def bounds(self) -> list[BoundRow]:
-        """All rows of sandwiches."""
-        return [row for run in self.runs for row in run.bounds]
+    def bounds(self) -> list[Bound]:
+        """All bounds, those of a row that stands in several folders once."""
+        every = (bound for run in self.runs for bound in run.bound_values())
+        return list({(one.id, one.theorem, one.eps): one for one in every}.values())
 
     @cached_property
     def points(self) -> Points:
@@ -61,7 +63,7 @@ class Content:
     @cached_property
     def bounded(self) -> list[dict[str, Any]]:
         """Bounds by layer and metric."""
-        return bounded(self.bounds)
+        return bounded(comparisons((item.row for item in self.items), self.bounds))
 
     @cached_property
     def training(self) -> Training:

@@ -76,7 +76,7 @@ def _layer_colours(count: int) -> str:
 
 def _counts(content: Content) -> str:
     rows = f"{len(content.items):,} measurements"
-    bounds = f", {len(content.bounds):,} rows of bounds" if content.bounds else ""
+    bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
     folders = f"{len(content.runs)} folder{'s' * (len(content.runs) > 1)}"
     dates = sorted(
         str(run.manifest.get("provenance", {}).get("started", ""))[:10] for run in content.runs
@@ -117,7 +117,7 @@ def _provenance(content: Content) -> str:
     for k, one in enumerate(provenance(content.runs)):
         said.append(
             f"<h3>{html.escape(one['folder'])}</h3><p class='quiet'>{one['rows']:,} measurements, "
-            f"{one['bounds']:,} rows of bounds</p>"
+            f"{one['bounds']:,} bounds</p>"
         )
         for part, values in one["parts"].items():
             open_ = " open" if part == "provenance" and k == 0 else ""

@@ -8,9 +8,9 @@ from itertools import compress
 from operator import attrgetter
 from typing import Any
 
-from lipscope.pages.source import Source
-from lipscope.records.bound_rows import ADVERSARIAL, MEASURED, BoundRow
-from lipscope.records.rows import GIVEN, Measurement
+from lipscope.records.comparison import given
+from lipscope.records.rows import Measurement
+from lipscope.records.run import Run
 
 REAL = "real"
 
@@ -29,7 +29,7 @@ class Item:
     row: Measurement
     setting: tuple[str, ...]
     kind: str
-    run: Source
+    run: Run
 
     @property
     def curve(self) -> tuple[Any, ...]:
@@ -37,8 +37,8 @@ class Item:
         return self.setting, self.kind, self.row.layer, self.row.head
 
 
-def items_of(runs: Sequence[Source]) -> list[Item]:
-    """Every row once, bounds measured elsewhere included.
+def items_of(runs: Sequence[Run]) -> list[Item]:
+    """Every row once.
 
     Args:
         runs: The folders.
@@ -46,23 +46,12 @@ def items_of(runs: Sequence[Source]) -> list[Item]:
     Returns:
         Items; those of a row that stands in several folders once.
     """
-    found: dict[str, tuple[Source, Measurement]] = {}
+    found: dict[str, tuple[Run, Measurement]] = {}
     for run in runs:
-        for row in run.rows:
+        for row in run.measurements():
             found.setdefault(row.id, (run, row))
     names = _names(row for _, row in found.values())
-    items = [_item(run, row, names) for run, row in found.values()]
-    held = {(*item.setting, item.row.layer) for item in items if item.kind == REAL}
-    for run in runs:
-        # The rows of a run folder stand there themselves.
-        for bound in run.bounds if run.run is None else ():
-            made = _measured(bound)
-            if made is None:
-                continue
-            item = _item(run, made, names)
-            if item.kind != REAL or (*item.setting, made.layer) not in held:
-                items.append(item)
-    return items
+    return [_item(run, row, names) for run, row in found.values()]
 
 
 def _names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
@@ -101,50 +90,7 @@ def _words(
     ]
 
 
-def _item(run: Source, row: Measurement, names: Mapping[tuple[Any, ...], str]) -> Item:
+def _item(run: Run, row: Measurement, names: Mapping[tuple[Any, ...], str]) -> Item:
     model = names.get(_version(row), row.model)
-    kind = REAL if row.input in GIVEN else row.input
+    kind = REAL if given(row) else row.input
     return Item(row, (model, row.map, row.metric, row.move, row.read), kind, run)
-
-
-def _measured(bound: BoundRow) -> Measurement | None:
-    """A sigma of a sandwich as a row: at the text, or at an adversarial input."""
-    real = bound.theorem == MEASURED
-    known = real or bound.theorem == ADVERSARIAL
-    if not known or bound.sigma is None or bound.metric != "frobenius":
-        return None
-    where = (bound.model, bound.map, bound.layer, bound.head, bound.num_tokens, bound.sample)
-    return Measurement(
-        id="/".join(map(str, (bound.theorem, *where))),
-        model=bound.model,
-        weights="",
-        layer=bound.layer,
-        head=bound.head,
-        map=bound.map,
-        metric=bound.metric,
-        move="all",
-        read="all",
-        input="text" if real else ADVERSARIAL,
-        num_tokens=bound.num_tokens,
-        sample=bound.sample,
-        sigma=bound.sigma,
-        upper=bound.upper,
-        delta=1e-6,
-        status="converged",
-        solver_residual=None,
-        products=0,
-        relative=None,
-        top_token=None,
-        top_share=None,
-        radius_max=None if real else bound.radius,
-        radius_rms=None,
-        input_norm=None,
-        output_norm=None,
-        seconds=0.0,
-        dtype="",
-        device="",
-        seed=0,
-        tokens_sha256="",
-        version="",
-        note=None if real else bound.statement,
-    )

@@ -11,6 +11,7 @@ from typing import Any
 from lipscope.charts.marks import layer_labels, positive, tick_values
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, Item
+from lipscope.pages.runs import paired
 from lipscope.records.growth import Growth, Of, growth
 from lipscope.records.rows import Measurement
 
@@ -286,10 +287,10 @@ def _average(values: Sequence[float]) -> float | None:
 def _fits(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
     """Exponents of one curve: of sigma, and of sigma with the top token held fixed."""
     first = items[0]
-    rows, paired = [item.row for item in items], all(item.run.paired for item in items)
-    found = [(first.kind, _growth(rows, paired=paired))]
+    rows, alike = [item.row for item in items], all(paired(item.run) for item in items)
+    found = [(first.kind, _growth(rows, paired=alike))]
     if first.kind == REAL and any(row.sigma_rest for row in rows):
-        found.append(("rest", _growth(rows, paired=paired, of="sigma_rest")))
+        found.append(("rest", _growth(rows, paired=alike, of="sigma_rest")))
     where = {"s": setting, "layer": label(first.row.layer), "head": first.row.head}
     return [where | {"kind": kind} | _fit(fit) for kind, fit in found if fit is not None]
 

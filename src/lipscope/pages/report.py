@@ -23,7 +23,7 @@ def report(
     """Write one self-contained HTML page about run folders, and their figures as files.
 
     Args:
-        folders: Run folders of `measure`, `sweep` and `sandwich`.
+        folders: Run folders, whichever verb wrote them.
         out: The page; ``report.html`` in the first folder if None.
         png: Folder for the figures as PNG, two pixels a point.
         svg: Folder for the figures as SVG.
@@ -37,11 +37,11 @@ def report(
     from lipscope.pages.content import Content
     from lipscope.pages.files import write_figures
     from lipscope.pages.html import page
-    from lipscope.pages.source import read_source
+    from lipscope.records.run import read_run
 
     if not folders:
         raise InputError("`DIR` should name at least one run folder. Found none.")
-    content = Content([read_source(folder) for folder in folders])
+    content = Content([read_run(folder) for folder in folders])
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from lipscope.charts.pieces import readable
 from lipscope.errors import InputError
 from lipscope.pages.table import Line, blocks, draw, interval, number, percent
 from lipscope.records.growth import Group, Growth, groups, growth, usable
-from lipscope.records.rows import Measurement, TokenShare, typed_frame
+from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:
     import polars
@@ -30,11 +30,12 @@ Windows = Literal["spread", "consecutive"]
 
 
 class Rows(Sequence[Measurement]):
-    """Measurements in a sequence, with their tokens, tables and figures.
+    """Measurements in a sequence, with their tokens, bounds, tables and figures.
 
     Args:
         rows: Measurements, in the order in which they should stand.
         tokens: The tokens of their windows; those of other rows are left out.
+        bounds: What theorems say about them; those of other rows are left out.
         windows: How windows were chosen: "spread" compares the same passages at every
             length, "consecutive" takes fresh ones.
 
@@ -48,10 +49,12 @@ class Rows(Sequence[Measurement]):
         rows: Iterable[Measurement],
         tokens: Iterable[TokenShare] = (),
         windows: Windows = "spread",
+        bounds: Iterable[Bound] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
+        self.bounds = [bound for bound in bounds if bound.id in held]
         self.windows: Windows = windows
 
     @overload
@@ -59,9 +62,9 @@ class Rows(Sequence[Measurement]):
     @overload
     def __getitem__(self, index: slice) -> Rows: ...
     def __getitem__(self, index: int | slice) -> Measurement | Rows:
-        """One measurement, or some of them with their tokens."""
+        """One measurement, or some of them with their tokens and bounds."""
         if isinstance(index, slice):
-            return Rows(self._rows[index], self.tokens, self.windows)
+            return Rows(self._rows[index], self.tokens, self.windows, self.bounds)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -82,6 +85,10 @@ class Rows(Sequence[Measurement]):
         """One line for each token; `id` says which measurement it belongs to."""
         return typed_frame(TokenShare, (vars(token) for token in self.tokens))
 
+    def bounds_to_polars(self) -> polars.DataFrame:
+        """One line for each theorem; `id` says which measurement it speaks of."""
+        return typed_frame(Bound, (vars(bound) for bound in self.bounds))
+
     def plot(self) -> Chart:
         """The growth chart, see `lipscope.charts.growth_chart`.
 
@@ -91,6 +98,22 @@ class Rows(Sequence[Measurement]):
         from lipscope.charts.growth import growth_chart
 
         return growth_chart(self._rows, self.tokens)
+
+    def plot_bounds(self) -> Chart:
+        """Sigma between its bounds, see `lipscope.charts.sandwich_chart`.
+
+        Raises:
+            InputError: If no row with bounds has a finite, positive sigma.
+        """
+        from lipscope.charts.sandwich import sandwich_chart
+
+        return sandwich_chart(self._rows, self.bounds)
+
+    def bounds_table(self) -> RenderableType:
+        """Every theorem with its value and looseness; for single heads, the best ones of each."""
+        from lipscope.pages.bounds_table import bounds_shown
+
+        return bounds_shown(self._rows, self.bounds)
 
     def shade(self, row_id: str | None = None) -> Chart:
         """A window of text, shaded by how much each token can move the output.
@@ -167,22 +190,31 @@ class Rows(Sequence[Measurement]):
         return f"{kind} with probability at least 1 - {total}."
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write ``growth.svg``, ``growth.png`` and ``growth.html``.
+        """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
 
         Args:
             folder: Folder, made if it does not exist.
 
         Returns:
             The files; none where no row has a finite, positive sigma to draw.
+
+        Raises:
+            InputError: If they cannot be written.
         """
         from lipscope.charts.look import save
 
         if not any(usable(row.sigma) for row in self._rows):
             return []
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        chart = self.plot()
-        return [save(chart, folder / f"growth.{kind}") for kind in ("svg", "png", "html")]
+        chart, name = (self.plot_bounds(), "sandwich") if self.bounds else (self.plot(), "growth")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return [save(chart, folder / f"{name}.{kind}") for kind in ("svg", "png", "html")]
+        except OSError as problem:
+            raise InputError(
+                f"`out` should be a folder that can be written. Found `{folder}`: "
+                f"{problem.strerror}."
+            ) from None
 
     def _blocks(self) -> list[list[Line]]:
         return blocks(self._rows, self.tokens, self.growth())

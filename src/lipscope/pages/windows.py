@@ -9,8 +9,9 @@ from typing import Any
 from lipscope.charts.pieces import spaced
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import short
-from lipscope.pages.source import Source, windows_of
+from lipscope.pages.runs import windows_of
 from lipscope.records.rows import TokenShare, records_of
+from lipscope.records.run import Run
 
 MAX_TOKENS = 50_000
 """Tokens with shares that a page carries."""
@@ -43,7 +44,7 @@ class Windows:
     remark: str | None
 
 
-def windows_for(runs: Sequence[Source], items: Sequence[Item]) -> Windows:
+def windows_for(runs: Sequence[Run], items: Sequence[Item]) -> Windows:
     """Windows of the worst rows first, until the page is full.
 
     Args:
@@ -109,7 +110,7 @@ def _whole(share: float | None) -> int | None:
     return None if value is None else round(SCALE * value)
 
 
-def _excerpts(runs: Sequence[Source], items: Sequence[Item]) -> tuple[list[str], list[int | None]]:
+def _excerpts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[list[str], list[int | None]]:
     """Beginnings of the texts, one for each that is distinct."""
     first: dict[str, str] = {}
     for item in items:
@@ -125,7 +126,7 @@ def _excerpts(runs: Sequence[Source], items: Sequence[Item]) -> tuple[list[str],
     return list(texts), [by_digest.get(item.row.tokens_sha256) for item in items]
 
 
-def _tops(runs: Sequence[Source], items: Iterable[Item]) -> list[str | None]:
+def _tops(runs: Sequence[Run], items: Iterable[Item]) -> list[str | None]:
     """Text of the top token of every item."""
     import polars as pl
 
@@ -139,7 +140,7 @@ def _tops(runs: Sequence[Source], items: Iterable[Item]) -> list[str | None]:
     )
     names: dict[str, TokenShare] = {}
     for run in runs:
-        found = run.tokens.join(wanted, on=["id", "index"], how="semi").collect()
+        found = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()
         for token in records_of(TokenShare, found):
             names.setdefault(token.id, token)
     shown = {row_id: spaced([token])[0] for row_id, token in names.items()}

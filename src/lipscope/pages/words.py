@@ -12,9 +12,9 @@ from typing import Any
 from lipscope.pages.bounded import cited
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.rows import Rows
-from lipscope.pages.source import Source
-from lipscope.records.bound_rows import BoundRow
-from lipscope.records.rows import Measurement
+from lipscope.pages.runs import paired, text_of
+from lipscope.records.rows import Bound, Measurement
+from lipscope.records.run import Run
 
 METRICS = {
     "frobenius": "the Frobenius norm",
@@ -50,7 +50,7 @@ def headline(items: Sequence[Item]) -> list[str]:
         layer = _worst(at)
         # The course of the worst layer only: exponents of all take long in large reports.
         kept = [i for i in whole if i.row.num_tokens == last or i.curve == layer]
-        windows = "spread" if kept[0].run.paired else "consecutive"
+        windows = "spread" if paired(kept[0].run) else "consecutive"
         rows = Rows(_distinct(i.row for i in kept), windows=windows)
         name = f"{setting[0]}, map {setting[1]}: " if len(settings) > 1 else ""
         said.append(name + rows.summary().split("\n")[0])
@@ -123,7 +123,7 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
 def _texts(items: Sequence[Item]) -> list[str]:
     """The texts of these measurements, in words."""
     sources = {(id(item.run), item.row.text): item for item in items}.values()
-    return list(dict.fromkeys(filter(None, (i.run.text(i.row.text) for i in sources))))
+    return list(dict.fromkeys(filter(None, (text_of(i.run, i.row.text) for i in sources))))
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -156,7 +156,7 @@ def failures(items: Sequence[Item]) -> dict[str, Any]:
     }
 
 
-def provenance(runs: Sequence[Source]) -> list[dict[str, Any]]:
+def provenance(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """For each folder, what it was asked and where it was made.
 
     Args:
@@ -167,7 +167,7 @@ def provenance(runs: Sequence[Source]) -> list[dict[str, Any]]:
     """
     return [
         {
-            "folder": str(run.folder),
+            "folder": str(run.path),
             "rows": len(run.rows),
             "bounds": len(run.bounds),
             "parts": {
@@ -190,11 +190,11 @@ def _word(value: Any) -> str:
 # --- bibliography ---------------------------------------------------------------------------
 
 
-def references(bounds: Sequence[BoundRow]) -> list[dict[str, Any]]:
+def references(bounds: Sequence[Bound]) -> list[dict[str, Any]]:
     """The sources of what is shown, with their BibTeX.
 
     Args:
-        bounds: All rows of sandwiches.
+        bounds: All bounds.
 
     Returns:
         One record a source: key, BibTeX (None for what is derived here), statements.

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope.errors import InputError
-from lipscope.records.rows import SCHEMA, Bound, Measurement, TokenShare, records_of, to_line
-from lipscope.records.stored import Mark, Table, marks_of, tables, write_parquet
+from lipscope.records.rows import (
+    SCHEMA,
+    Bound,
+    Measurement,
+    TokenShare,
+    Value,
+    records_of,
+    to_line,
+)
+from lipscope.records.stored import Mark, Stored, marks_of, tables, write_parquet
 
 if sys.platform == "win32":
     import msvcrt
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
     import polars
 
 _LOCK = ".lock"
+_ENTRIES = ("spec", "provenance", "models", "files")
 
 
 class Finished(NamedTuple):
@@ -38,8 +47,8 @@ class RunFolder:
 
     Files: ``manifest.json`` (specification, versions, machine, models, digests),
     ``rows.jsonl``, ``tokens.jsonl`` and ``bounds.jsonl`` (appended and flushed; what belongs
-    to a row is written before the row itself, so that a row on disk is complete), and their
-    Parquet copies.
+    to a row is written before the row itself, so that a row on disk is complete),
+    ``values.jsonl`` (what an experiment computes besides rows), and their Parquet copies.
 
     It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
     Parquet files and gives the folder free. `lipscope.records.run.read_run` only reads.
@@ -142,7 +151,7 @@ class RunFolder:
         except OSError as problem:
             raise InputError(
                 f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
-                "choose another `--out` or remove the folder."
+                "choose another `--out`."
             ) from problem
         frame = self._compact(own=False)
         return {one.id: one for one in records_of(Measurement, frame)}
@@ -190,14 +199,39 @@ class RunFolder:
         Raises:
             InputError: If the disk takes no more.
         """
-        rows, tokens, bounds = self._tables
+        rows, tokens, bounds, _ = self._tables
+        self._add(tokens, (to_line(token) for one in finished for token in one.tokens))
+        self._add(bounds, (to_line(bound) for one in finished for bound in one.bounds))
+        self._add(rows, (one.row.to_json() for one in finished))
+        self.done |= {one.row.id: one.row for one in finished}
+
+    def values(self, part: str) -> dict[str, dict[str, Any]]:
+        """What was computed for a part of an experiment, by key, in the order of `add_value`."""
+        return values_of(self._tables[3].read(self._marks.get("values"), own=True), part)
+
+    def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Write what was computed, and flush it to the disk.
+
+        Args:
+            part: Part of the experiment.
+            key: Digest of what determines the value.
+            content: Plain values.
+
+        Returns:
+            The content as it will be read back.
+
+        Raises:
+            InputError: If the disk takes no more.
+        """
+        text = json.dumps(content, ensure_ascii=False)
+        self._add(self._tables[3], [to_line(Value(part=part, key=key, content=text))])
+        return json.loads(text)
+
+    def _add(self, table: Stored, lines: Iterable[str]) -> None:
         try:
-            tokens.append([to_line(token) for one in finished for token in one.tokens])
-            bounds.append([to_line(bound) for one in finished for bound in one.bounds])
-            rows.append([one.row.to_json() for one in finished])
+            table.append(list(lines))
         except OSError as problem:
             raise self._unwritable(problem) from problem
-        self.done |= {one.row.id: one.row for one in finished}
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
         """Note in the manifest what a model was found to be.
@@ -227,7 +261,7 @@ class RunFolder:
         return [one for one in records_of(TokenShare, frame) if one.id in self.done]
 
     def compact(self) -> None:
-        """Write ``rows.parquet``, ``tokens.parquet`` and ``bounds.parquet``.
+        """Bring the Parquet copies of all tables up to their lines.
 
         Raises:
             InputError: If the disk takes no more.
@@ -245,16 +279,17 @@ class RunFolder:
         """
         frame = self._tables[0].read(self._marks.get("rows"), own=own)
         marks = {table.name: self._copy(table, frame, own=own) for table in self._tables}
-        if marks != self._marks or self._manifest["schema"] != SCHEMA:
+        if marks != self._marks:
             self._marks = marks
             self._write_manifest()
         return frame
 
-    def _copy(self, table: Table, rows: polars.DataFrame, *, own: bool) -> Mark:
+    def _copy(self, table: Stored, rows: polars.DataFrame, *, own: bool) -> Mark:
         """Write the Parquet copy of a table unless it is there; how far it goes."""
         mark, held = table.mark(), self._marks.get(table.name)
-        if (mark == held and table.readable()) or (table.name == "bounds" and not mark.bytes):
-            return mark  # a run without theorems has no file of them
+        optional = table.name in ("bounds", "values")  # without any there is no file of them
+        if (mark == held and table.readable()) or (optional and not mark.bytes):
+            return mark
         frame = rows if table.name == "rows" else belonging(table.read(held, own=own), rows)
         try:
             write_parquet(frame, table.parquet)
@@ -265,7 +300,17 @@ class RunFolder:
 
 def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
     """What belongs to finished rows: a kill may leave tokens whose row was never written."""
+    if "id" not in side.columns:  # values belong to no row
+        return side
     return side.join(rows.select("id"), on="id", how="semi", maintain_order="left")
+
+
+def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
+    """The values of one part of an experiment, by key."""
+    import polars as pl
+
+    some = records_of(Value, frame.filter(pl.col("part") == part))
+    return {one.key: json.loads(one.content) for one in some}
 
 
 def check_same(path: Path, held: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
@@ -289,33 +334,31 @@ def check_same(path: Path, held: Mapping[str, Any], spec: Mapping[str, Any]) -> 
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """A manifest of this or an older schema, as this version writes it.
+    """The manifest of a run folder.
 
     Args:
         path: The file.
 
     Returns:
-        Its entries; those that an older version did not write are empty.
+        Its entries.
 
     Raises:
-        InputError: If it cannot be read, or a newer version of lipscope wrote it.
+        InputError: If it cannot be read, or is of another schema.
     """
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
-        schema = int(held.get("schema", 1))
-        found = {"schema": schema, "provenance": {}, "models": {}, "files": {}} | held
-        found["spec"] = dict(held["spec"])
+        schema = held["schema"]
+        known = {name: dict(held[name]) for name in _ENTRIES} if schema == SCHEMA else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise InputError(
-            f"`{path}` should be a readable manifest. Found {problem}; "
-            "choose another `--out` or remove the folder."
+            f"`{path}` should be a readable manifest. Found {problem!r}; choose another `--out`."
         ) from problem
-    if schema > SCHEMA:
+    if schema != SCHEMA:
         raise InputError(
-            f"`{path}` should be of schema {SCHEMA} or older. Found schema {schema}, of a newer "
-            "lipscope; update lipscope."
+            f"`{path}` should be of schema {SCHEMA}, which this version of lipscope reads. Found "
+            f"schema {schema}; choose another `--out`, or read it with the version that wrote it."
         )
-    return found
+    return {"schema": schema, **known}
 
 
 def take(path: Path) -> int:

@@ -89,7 +89,7 @@ def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any
 
 
 def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Record:
-    """A record from its line; columns of a later version are left out.
+    """A record from its line.
 
     Args:
         kind: A dataclass.
@@ -100,31 +100,33 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
         The record.
 
     Raises:
-        InputError: If a column that has no default is missing, or is of another type.
+        InputError: If its columns are not those of the record, or of another type.
     """
     known: dict[str, Any] = {}
     wrong = None
-    for name, parts, required in _columns(kind):
-        if name in values:
-            value = values[name]
-            if type(value) is int and float in parts:  # not every writer tells 1.0 from 1
-                value = float(value)
-            known[name] = value
-            if not (value in parts if parts[0].__class__ is str else type(value) in parts):
-                wrong = f"`{name}` = {json.dumps(value)[:40]}"
-        elif required:
-            wrong = f"no `{name}`"
+    for name, parts in _columns(kind):
+        if name not in values:
+            wrong = wrong or f"no `{name}`"
+            continue
+        value = values[name]
+        if type(value) is int and float in parts:  # not every writer tells 1.0 from 1
+            value = float(value)
+        known[name] = value
+        if not (value in parts if parts[0].__class__ is str else type(value) in parts):
+            wrong = wrong or f"`{name}` = {json.dumps(value)[:40]}"
+    if len(values) > len(known):
+        wrong = wrong or f"`{next(name for name in values if name not in known)[:40]}`"
     if wrong is not None:
         raise InputError(
             f"{where}, should be as this version of lipscope writes it. Found {wrong}; choose "
-            "another `--out` or remove the folder."
+            "another `--out`."
         )
     return kind(**known)
 
 
 @functools.cache
-def _columns(kind: type) -> list[tuple[str, tuple[Any, ...], bool]]:
-    """Name, allowed types (or words) and whether it must be there, of every column."""
+def _columns(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
+    """Name and allowed types (or words) of every column."""
     hints = typing.get_type_hints(kind)
     found = []
     for field in dataclasses.fields(kind):
@@ -132,5 +134,5 @@ def _columns(kind: type) -> list[tuple[str, tuple[Any, ...], bool]]:
         parts = typing.get_args(hint) or (hint,)
         if typing.get_origin(hint) is Literal:
             parts = tuple(map(str, parts))
-        found.append((field.name, parts, field.default is dataclasses.MISSING))
+        found.append((field.name, parts))
     return found

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     import polars
 
-SCHEMA = 2
-"""Version of the files of a run. 1: before `text`, `step` and the bounds; still read."""
+SCHEMA = 3
+"""Version of the files of a run; only this one is read."""
 
 GIVEN = ("text", "batch", "image")
 """Kinds of inputs that were given; all others were built."""
@@ -201,7 +201,22 @@ class Bound:
         return self.value is not None
 
 
-def to_line(record: TokenShare | Bound) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """What an experiment computed besides rows, under a key of its own.
+
+    Attributes:
+        part: Part of the experiment; its values have the same columns.
+        key: Digest of what determines the value.
+        content: The value as JSON.
+    """
+
+    part: str
+    key: str
+    content: str
+
+
+def to_line(record: TokenShare | Bound | Value) -> str:
     """A record of a side table as one line of JSON; non-finite numbers are null."""
     values = {name: _finite(value) for name, value in vars(record).items()}
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
@@ -240,7 +255,7 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values.
 
     Args:
-        kind: `Measurement`, `TokenShare` or `Bound`.
+        kind: `Measurement`, or the record of a side table.
         rows: Their values by column.
 
     Returns:
@@ -256,7 +271,7 @@ def records_of(kind: type[Record], frame: polars.DataFrame) -> list[Record]:
     """The lines of a frame as records.
 
     Args:
-        kind: `Measurement`, `TokenShare` or `Bound`.
+        kind: `Measurement`, or the record of a side table.
         frame: Of the columns of `schema_of(kind)`, each of them.
 
     Returns:

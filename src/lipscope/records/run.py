@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError
-from lipscope.records.folder import RunFolder, belonging, load_manifest
+from lipscope.records.folder import RunFolder, belonging, load_manifest, values_of
 from lipscope.records.rows import Bound, Measurement, TokenShare, records_of
 from lipscope.records.stored import marks_of, tables
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder as it is read: three tables and the manifest.
+    """A run folder as it is read: its tables and the manifest.
 
     Attributes:
         path: The folder.
@@ -46,6 +46,14 @@ class Run:
         """One line for each theorem that was asked about a row; ``id`` says of which."""
         return belonging(self._read(2), self.rows)
 
+    def values(self, part: str) -> polars.DataFrame:
+        """What an experiment computed for one of its parts, a line each, with their keys."""
+        import polars as pl
+
+        found = values_of(self._read(3), part)
+        lines = [{"key": key} | content for key, content in found.items()]
+        return pl.DataFrame(lines, infer_schema_length=None)
+
     def measurements(self) -> list[Measurement]:
         """The rows as records."""
         return records_of(Measurement, self.rows)
@@ -66,17 +74,16 @@ class Run:
 def read_run(path: str | Path) -> Run:
     """Open a run folder for reading; its Parquet files are brought up to date if nobody writes.
 
-    Holds for folders of this and of older schemas, also while a run goes on: then the rows
-    that are finished at this moment are read.
+    Holds also while a run goes on: then the rows that are finished at this moment are read.
 
     Args:
-        path: A folder that `measure` or a sweep wrote.
+        path: A run folder, whoever wrote it.
 
     Returns:
         The run.
 
     Raises:
-        InputError: If it is no run folder, or cannot be read.
+        InputError: If it is no run folder, cannot be read, or is of another schema.
     """
     path = Path(path)
     manifest = path / "manifest.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError
 from lipscope.records.jsonl import append_lines, cut_torn_line, objects, restored
-from lipscope.records.rows import Bound, Measurement, TokenShare, schema_of, typed_frame
+from lipscope.records.rows import Bound, Measurement, TokenShare, Value, schema_of, typed_frame
 
 if TYPE_CHECKING:
     import polars
@@ -35,12 +35,12 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table by its two files.
+class Stored:
+    """One table of a run folder, by its two files.
 
     Attributes:
         folder: Where they are.
-        name: ``rows``, ``tokens`` or ``bounds``.
+        name: ``rows``, ``tokens``, ``bounds`` or ``values``.
         kind: Type of a record.
         key: Columns that name a record; of two of one name the later one counts.
     """
@@ -160,17 +160,18 @@ class Table:
         return typed_frame(self.kind, records)
 
 
-def tables(folder: Path) -> tuple[Table, Table, Table]:
-    """The tables of a run folder: rows, and by their ids tokens and bounds."""
+def tables(folder: Path) -> tuple[Stored, Stored, Stored, Stored]:
+    """The tables of a run folder: rows, by their ids tokens and bounds, and other values."""
     return (
-        Table(folder, "rows", Measurement, ("id",)),
-        Table(folder, "tokens", TokenShare, ("id", "index")),
-        Table(folder, "bounds", Bound, ("id", "theorem")),
+        Stored(folder, "rows", Measurement, ("id",)),
+        Stored(folder, "tokens", TokenShare, ("id", "index")),
+        Stored(folder, "bounds", Bound, ("id", "theorem", "eps")),
+        Stored(folder, "values", Value, ("part", "key")),
     )
 
 
 def marks_of(values: Mapping[str, Any]) -> dict[str, Mark]:
-    """The marks in a manifest; what is no mark counts as none."""
+    """The marks in a manifest; entries that are not marks are left out."""
     found = {}
     for name, value in values.items():
         try:
@@ -207,5 +208,5 @@ def _parts(path: Path, start: int = 0) -> Iterator[bytes]:
     except OSError as problem:
         raise InputError(
             f"`{path}` should be a file that can be read and written. Found: "
-            f"{problem.strerror}; choose another `--out` or remove the folder."
+            f"{problem.strerror}; choose another `--out`."
         ) from problem

@@ -16,6 +16,7 @@ from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
 from lipscope.models import LoadedModel
 from lipscope.pages.table import number
+from lipscope.records.comparison import looseness as looseness_of
 from lipscope.theorems import bounds, infinity_norm
 from lipscope.theorems.register import Metric
 
@@ -99,9 +100,9 @@ def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str, sharp
         )
         return {
             "bounds": [
-                _point(row.theorem, row.scope, metric, row.looseness)
-                for row in rows
-                if row.looseness is not None
+                _point(bound.theorem, bound.scope, metric, ratio)
+                for bound in rows.bounds
+                if (ratio := looseness_of(bound, rows[0])) is not None
             ]
         }
 

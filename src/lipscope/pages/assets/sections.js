@@ -187,7 +187,7 @@ function drawBounds() {
   const out = b.out.length ? ` Off the scale: ${b.out.join(", ")}.` : "";
   const unmeasured = b.measured ? "" : " Sigma was not measured in this metric: lipscope bounds … "
     + `--metric ${b.metric} does.`;
-  $("bounds-note").textContent = `Dashed: bounds for all inputs with tokens of norm up to ${number(b.radius)}.${out}${unmeasured}`;
+  $("bounds-note").textContent = `Dashed: bounds for all inputs, ${b.allowed}.${out}${unmeasured}`;
   fill("bounds-table", heading("theorem", "statement", "source", "kind", "scope", ["value", "number"],
     ["× sigma", "number"], "note"),
   make("tbody", {}, ...b.table.map((t) => make("tr", {}, cell(t.theorem),

@@ -1,0 +1,239 @@
+"""Bounds beside the rows that they speak of: what may be compared, and the lines of the figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lipscope.records.rows import GIVEN, Bound, Measurement
+
+MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
+EVERYWHERE = ("global", "mean-field")
+"""Scopes of bounds on all inputs."""
+
+_OFF_SCALE = 1e6  # times the largest measured value: such a bound would flatten all others
+_SAME = 1.01  # bounds within one per cent of each other at every length are one line
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of the figure: values by number of tokens.
+
+    Attributes:
+        name: What stands beside it.
+        group: ``measured``, ``adversarial``, ``local certificate`` or ``bound``.
+        points: ``(n, value, upper)``.
+    """
+
+    name: str
+    group: str
+    points: tuple[tuple[int, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One layer or head in one map and metric: what was measured, and what theorems say.
+
+    Attributes:
+        model: Name of the model.
+        map: The map.
+        metric: The metric of all values.
+        layer: Index of the layer.
+        head: Query head, or None for all.
+        rows: Rows with a sigma in this metric.
+        bounds: Bounds in this metric, each with its row (which may be of another metric).
+    """
+
+    model: str
+    map: str
+    metric: str
+    layer: int
+    head: int | None
+    rows: list[Measurement] = field(default_factory=list)
+    bounds: list[tuple[Measurement, Bound]] = field(default_factory=list)
+
+    @property
+    def real(self) -> list[Measurement]:
+        """Rows at inputs that were given."""
+        return [row for row in self.rows if given(row)]
+
+    @property
+    def built(self) -> list[Measurement]:
+        """Rows at inputs that were constructed or searched for."""
+        return [row for row in self.rows if not given(row)]
+
+    @property
+    def allowed(self) -> str:
+        """The tokens of which bounds on all inputs speak, in words."""
+        return allowed(bound for _, bound in self.bounds)
+
+    def curves(self) -> tuple[list[Curve], list[str]]:
+        """Lines of the figure, and what is left out: bounds far off the scale.
+
+        Several samples of one length become their geometric mean; equal bounds one line.
+        """
+        lines = [
+            _curve("sigma, real text", MEASURED, map(_measured, self.real)),
+            _curve("sigma, adversarial", ADVERSARIAL, map(_measured, self.built)),
+            _curve("local certificate, real text", CERTIFICATE, self._certificates()),
+        ]
+        top = max((value for line in lines for _, value, _ in line.points), default=1.0)
+        wide: dict[str, list[_Point]] = {}
+        for row, bound in self.bounds:
+            if is_upper(bound) and bound.scope in EVERYWHERE:
+                wide.setdefault(bound.theorem, []).append(_bounded(row, bound))
+        every = [_curve(name, "bound", points) for name, points in wide.items()]
+        kept, left_out = _on_scale([line for line in every if line.points], _OFF_SCALE * top)
+        return [line for line in [*lines, *_merged(kept)] if line.points], left_out
+
+    def _certificates(self) -> list[_Point]:
+        """The best local bound of every given input."""
+        found: dict[str, tuple[Measurement, list[Bound]]] = {}
+        for row, bound in self.bounds:
+            if given(row):
+                found.setdefault(row.id, (row, []))[1].append(bound)
+        best = [(row, best_of(some, "local")) for row, some in found.values()]
+        return [_bounded(row, bound) for row, bound in best if bound is not None]
+
+
+def comparisons(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[Comparison]:
+    """Rows and their bounds, joined by `id`, for every layer and head that bounds speak of.
+
+    Args:
+        rows: Rows; those without a sigma, and the map ``model``, are left out. At inputs that
+            were built, also rows without bounds.
+        bounds: Their side table.
+
+    Returns:
+        One entry for each model, map, metric, layer and head.
+    """
+    rows, of = list(rows), by_row(bounds)
+    places = {_place(row) for row in rows if row.id in of}
+    # Other given inputs are left out: their sigma may well be above a bound at this one.
+    rows = [row for row in rows if row.id in of or not given(row)]
+    found: dict[tuple[Any, ...], Comparison] = {}
+    for row in rows:
+        if row.sigma is None or row.layer is None or _place(row) not in places:
+            continue
+        mine = of.get(row.id, [])
+        for metric in dict.fromkeys([row.metric, *(bound.metric for bound in mine)]):
+            key = (row.model, row.map, metric, row.layer, row.head)
+            one = found.setdefault(key, Comparison(*key))
+            if metric == row.metric:
+                one.rows.append(row)
+            one.bounds.extend((row, bound) for bound in mine if bound.metric == metric)
+    return list(found.values())
+
+
+def by_row(bounds: Iterable[Bound]) -> dict[str, list[Bound]]:
+    """Bounds by the `id` of their row."""
+    found: dict[str, list[Bound]] = {}
+    for bound in bounds:
+        found.setdefault(bound.id, []).append(bound)
+    return found
+
+
+def given(row: Measurement) -> bool:
+    """Whether the input of a row was given, not built."""
+    return row.input in GIVEN
+
+
+def is_upper(bound: Bound) -> bool:
+    """Whether a bound is proved to be above sigma at the input of its row.
+
+    A ball around the input, and all inputs, contain it.
+    """
+    above = bound.kind == "upper" and bound.scope in ("local", "ball", *EVERYWHERE)
+    return above and bound.sound and bound.value is not None
+
+
+def looseness(bound: Bound, row: Measurement) -> float | None:
+    """An upper bound divided by the sigma of its row; None where they are not comparable.
+
+    Args:
+        bound: The bound.
+        row: Its row, whose map it bounds.
+
+    Returns:
+        ``value / sigma`` in one and the same metric.
+    """
+    if not is_upper(bound) or bound.metric != row.metric or not row.sigma:
+        return None
+    return (bound.value or 0.0) / row.sigma
+
+
+def best_of(bounds: Iterable[Bound], *scopes: str) -> Bound | None:
+    """The smallest sound upper bound of these scopes."""
+    found = [bound for bound in bounds if is_upper(bound) and bound.scope in scopes]
+    return min(found, key=lambda bound: bound.value or 0.0, default=None)
+
+
+def allowed(bounds: Iterable[Bound]) -> str:
+    """The tokens of which bounds on all inputs speak, in words."""
+    for bound in bounds:
+        if bound.radius is not None:
+            return f"tokens of norm up to {bound.radius:.4g}"
+        if bound.floor is not None:
+            return f"tokens of norm from {bound.floor:.4g} on"
+    return "all tokens"
+
+
+# --- lines ----------------------------------------------------------------------------------
+
+_Point = tuple[int, float | None, float | None]  # number of tokens, value, upper end
+
+
+def _place(row: Measurement) -> tuple[Any, ...]:
+    return row.model, row.map, row.layer, row.head
+
+
+def _measured(row: Measurement) -> _Point:
+    return row.num_tokens, row.sigma, row.upper
+
+
+def _bounded(row: Measurement, bound: Bound) -> _Point:
+    return row.num_tokens, bound.value, None
+
+
+def _curve(name: str, group: str, points: Iterable[_Point]) -> Curve:
+    by_length: dict[int, list[tuple[float, float]]] = {}
+    for n, value, upper in points:
+        if value is not None and value > 0 and math.isfinite(value):
+            by_length.setdefault(n, []).append((value, upper or value))
+    means = [
+        (n, _mean([value for value, _ in some]), _mean([upper for _, upper in some]))
+        for n, some in sorted(by_length.items())
+    ]
+    return Curve(name, group, tuple(means))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(math.log(v) for v in values) / len(values))
+
+
+def _on_scale(lines: Sequence[Curve], top: float) -> tuple[list[Curve], list[str]]:
+    """The lines that come below the top somewhere, and the names of the others."""
+    kept = [line for line in lines if min(value for _, value, _ in line.points) <= top]
+    return kept, [f"{x.name} ({x.points[-1][1]:.1e})" for x in lines if x not in kept]
+
+
+def _merged(lines: Iterable[Curve]) -> list[Curve]:
+    """Lines that nearly coincide become one with both names."""
+    merged: list[Curve] = []
+    for line in lines:
+        at = next((k for k, other in enumerate(merged) if _close(other, line)), None)
+        if at is None:
+            merged.append(line)
+        else:
+            both = f"{merged[at].name} = {line.name}"
+            merged[at] = Curve(both, "bound", merged[at].points)
+    return merged
+
+
+def _close(one: Curve, other: Curve) -> bool:
+    if [n for n, *_ in one.points] != [n for n, *_ in other.points]:
+        return False
+    pairs: list[tuple[Any, Any]] = list(zip(one.points, other.points, strict=True))
+    return all(1 / _SAME < a[1] / b[1] < _SAME for a, b in pairs)
