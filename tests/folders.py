@@ -105,7 +105,7 @@ def sandwiched(folder: Path, model: str = "minilm", layer: int = 0) -> Path:
                 **place,
             ),
             _bound("castin_thm_3_3", "castin2024", "global", 100 * math.sqrt(n), **place),
-            _bound("f1", "derived here", "local", 2 * sigma, looseness=2.0, **place),
+            _bound("local_norms", "derived here", "local", 2 * sigma, looseness=2.0, **place),
             _bound("kim_thm_3_2", "kim2021", "global", 90.0 * n, **place | {"metric": "infinity"}),
             _bound(
                 "kim_thm_3_1", "kim2021", "global", None, reason="no L2 attention: <b>", **place

@@ -201,7 +201,7 @@ def test_a_run_as_the_rows_of_a_sandwich():
     values = [
         bound_of(text, 6.0),
         bound_of(built, None),
-        bound_of(text, 9.0, theorem="global_g2", scope="global", radius=5.0),
+        bound_of(text, 9.0, theorem="global_rows_capped", scope="global", radius=5.0),
         bound_of(text, 1.0, theorem="infinity", metric="infinity"),
         bound_of(failed, 4.0),
     ]
@@ -209,7 +209,7 @@ def test_a_run_as_the_rows_of_a_sandwich():
     assert [(r.theorem, r.value, r.looseness) for r in found] == [
         ("measured", 2.0, None),
         ("castin_thm_3_3", 6.0, 3.0),
-        ("global_g2", 9.0, 4.5),
+        ("global_rows_capped", 9.0, 4.5),
         ("infinity", 1.0, None),  # of another metric: not compared
         ("adversarial", 3.0, None),
         ("castin_thm_3_3", None, None),

@@ -1,6 +1,6 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
-from lipscope.attacks import constructions as inputs
+from lipscope import attacks as inputs
 from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.certificates.certify import certify
 from lipscope.certificates.decision import certified_radius
@@ -18,7 +18,7 @@ from lipscope.records.run import Run, read_run
 
 # Three functions bear the names of modules: they are imported from where those modules are
 # loaded already, so that no later import can put a module in their place.
-from lipscope.theorems import bounds
+from lipscope.theorems import bounds_at
 
 __all__ = [
     "Attention",
@@ -31,7 +31,7 @@ __all__ = [
     "Run",
     "Sandwich",
     "TopSingular",
-    "bounds",
+    "bounds_at",
     "capture",
     "certified_radius",
     "certify",

@@ -17,7 +17,7 @@ from lipscope.errors import InputError
 from lipscope.pages.table import number
 
 if TYPE_CHECKING:
-    from lipscope.attacks.worst import Attack
+    from lipscope.attacks import WorstInput
     from lipscope.engine.capture import Captured
 
 EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 20"
@@ -80,7 +80,7 @@ def attack(
     content = read_text(text)
     import torch
 
-    from lipscope.attacks.worst import worst
+    from lipscope.attacks import worst
     from lipscope.engine.bounds import radius_of, sigmas
     from lipscope.engine.capture import captures
 
@@ -121,12 +121,12 @@ def attack(
     errors.print(f"Worst input: {folder / 'worst.npz'}", markup=False, soft_wrap=True)
 
 
-def _plain(one: Attack) -> dict[str, Any]:
+def _plain(one: WorstInput) -> dict[str, Any]:
     """An input without its tensors."""
     return {name: value for name, value in vars(one).items() if name not in ("x", "v")}
 
 
-def _save(folder: Path, first: Attack, told: dict[str, Any]) -> None:
+def _save(folder: Path, first: WorstInput, told: dict[str, Any]) -> None:
     import numpy as np
 
     assert first.x is not None
@@ -143,7 +143,7 @@ def _save(folder: Path, first: Attack, told: dict[str, Any]) -> None:
 
 
 def _show(
-    found: list[Attack], real: Captured, radius: float, measured: tuple[float, float]
+    found: list[WorstInput], real: Captured, radius: float, measured: tuple[float, float]
 ) -> None:
     made = table(
         f"{real.model}, layer {real.layer}, map attention, {len(real.x)} tokens, "

@@ -114,7 +114,7 @@ def certify(
             **attempts,
         )
     else:
-        options = {"ball": ball or "token", "head": head, "part": map_name}
+        options = {"ball": ball or "token", "head": head, "map": map_name}
         options |= {"steps": 4 if steps is None else steps, "sharp": sharp}
         rows, points = _bound(real, _EPS if eps is None else eps, options, attempts)
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
@@ -135,16 +135,16 @@ def _bound(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
     from lipscope import certify as run
-    from lipscope.certificates.certify import attack_in_ball
+    from lipscope.attacks import attack_in_ball
 
-    same = {name: options[name] for name in ("ball", "head", "part")}
-    found = run(real.attention, real.x, eps=eps, seed=attempts["seed"], **options)
+    same = {name: options[name] for name in ("ball", "head", "map")}
+    found = run(real.attention, real.x, eps=eps, **options)
     tried = attack_in_ball(real.attention, real.x, eps, **attempts, **same)
     row = {
         "model": real.model,
         "layer": real.layer,
         "head": options["head"],
-        "map": options["part"],
+        "map": options["map"],
         "num_tokens": len(real.x),
         "ball": found.ball,
         "eps": found.eps,

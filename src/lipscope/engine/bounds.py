@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from lipscope.attacks.worst import worst
+from lipscope.attacks import worst
 from lipscope.engine.capture import Captured, captures
 from lipscope.errors import InputError
+from lipscope.linalg.norms import Metric
 from lipscope.linalg.singular import top_singular_batch
 from lipscope.models import LoadedModel
 from lipscope.records.bound_rows import ADVERSARIAL, MEASURED, BoundRow
-from lipscope.theorems import Bound, bounds, infinity_norm, max_token_norm
-from lipscope.theorems.register import Metric
+from lipscope.theorems import Bound, bounds_at, infinity_norm, max_token_norm
 from lipscope.theorems.table import Map
 
 if TYPE_CHECKING:
@@ -272,10 +272,10 @@ class _Ask:
                 note=self._on_all_inputs(),
                 **self.about,
             )
-            asked = bounds(
+            asked = bounds_at(
                 self.c.normed or self.c.attention,
                 self.c.x,
-                part="heads" if self.part == "heads" else "attention",
+                map="heads" if self.part == "heads" else "attention",
                 head=head,
                 radius=self.radius,
                 floor=self.floor,

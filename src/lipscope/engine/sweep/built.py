@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lipscope.attacks import constructions as inputs
-from lipscope.attacks.worst import worst
+from lipscope.attacks import ascend, worst
 from lipscope.attention import Attention
 from lipscope.engine.sweep.plan import Job
 from lipscope.engine.sweep.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
@@ -19,7 +18,7 @@ from lipscope.measures.atoms import in_double
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
-from lipscope.theorems import Theorem, bounds, catalogue
+from lipscope.theorems import Theorem, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
 _NO_WEIGHTS = "its weights are not read in closed form"
@@ -67,7 +66,7 @@ def _input(
     size = {"num_tokens": len(text), "radius": radius}
     if job.input == ASCENT:
         options = {"restarts": _RESTARTS, "steps": steps, "generator": generator}
-        return inputs.ascend(layer, start=text, **size, **options).x, f"radius {radius:.6g}"
+        return ascend(layer, start=text, **size, **options).x, f"radius {radius:.6g}"
     names = CONSTRUCTIONS if job.input == ADVERSARIAL else (job.input,)
     best = worst(layer, names=names, steps=0, generator=generator, **size)[0]
     if best.x is None or best.sigma is None:
@@ -105,7 +104,7 @@ def _values(row: Measurement, built: LayerMap, wanted: Sequence[Theorem]) -> lis
     part = "heads" if row.map == "heads" else "attention"
     layer, names = in_double(built.attention), [one.name for one in wanted]
     try:
-        return bounds(layer, built.x, part=part, head=row.head, sharp=True, names=names)
+        return bounds_at(layer, built.x, map=part, head=row.head, sharp=True, names=names)
     except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
         reason = " ".join(str(problem).split())[:300]
         return [one.record(None, reason) for one in wanted]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lipscope.attacks.worst import PER_HEAD, PER_LAYER
+from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine.measure import METRICS
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.sweep import checks
