@@ -13,12 +13,18 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.certificates.certify import attack_in_ball
-from lipscope.theorems.derived.everywhere import global_g1, global_g2
-from lipscope.theorems.derived.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.theorems.derived.everywhere import global_rows, global_rows_capped
+from lipscope.theorems.derived.local import local_blocks, local_norms, local_rows, local_rows_scalar
 from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint
 from lipscope.theorems.head import Head, all_heads_of, heads_of
 
-LOCAL = {"F1": f1, "F2": f2, "F2s": f2_scalar, "F3c": f3_blocks, "row-Gram": row_gram}
+LOCAL = {
+    "F1": local_norms,
+    "F2": local_rows,
+    "F2s": local_rows_scalar,
+    "F3c": local_blocks,
+    "row-Gram": row_gram,
+}
 
 
 def section(*, quick: bool) -> Section:
@@ -120,9 +126,9 @@ def times_section(*, quick: bool) -> Section:
     heads = heads_of(layer)
     radius = float(x.norm(dim=-1).max())
     scalar: dict[str, Callable[[Head], float]] = {
-        "G1": lambda h: global_g1(h, n, radius),
-        "G2": lambda h: global_g2(h, n, radius),
-        "F2s": lambda h: f2_scalar(h, x),
+        "G1": lambda h: global_rows(h, n, radius),
+        "G2": lambda h: global_rows_capped(h, n, radius),
+        "F2s": lambda h: local_rows_scalar(h, x),
     }
     rows = [[name, "all", f"{_seconds(form, heads):.2f}"] for name, form in scalar.items()]
     whole = sum(float(row[2]) for row in rows)

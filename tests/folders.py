@@ -91,7 +91,7 @@ def sandwiched(folder: Path, model: str = "minilm", layer: int = 0) -> Path:
         rows += [real, row(sigma=5 * sigma, upper=5.1 * sigma, **built, **place)]
         bounds += [
             _bound(real, "castin_thm_3_3", "castin2024", "global", 100 * math.sqrt(n)),
-            _bound(real, "f1", "derived here", "local", 2 * sigma),
+            _bound(real, "local_norms", "derived here", "local", 2 * sigma),
             _bound(real, "kim_thm_3_2", "kim2021", "global", 90.0 * n, metric="infinity"),
             _bound(real, "kim_thm_3_1", "kim2021", "global", None, reason="no L2 attention: <b>"),
         ]

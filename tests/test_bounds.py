@@ -28,7 +28,7 @@ from lipscope.theorems import (
 )
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows
-from lipscope.theorems.softmax import balanced_mass, g1, softmax_norm
+from lipscope.theorems.softmax import balanced_mass, softmax_norm, top_two
 
 ROUNDING = 1e-9
 # A second on the smallest layer: asked on a few cases only.
@@ -99,13 +99,13 @@ def test_every_unsound_statement_is_shown_to_fail() -> None:
 
 def test_orderings() -> None:
     chains = (
-        ("f2", "global_g2", "global_g1", "castin_thm_3_3"),
-        ("global_g2", "mean_field", "geshkovski_mean_field"),
-        ("global_g1", "castin_thm_e_3"),
-        ("f2", "castin_thm_c_3_tightened", "castin_thm_c_3"),
-        ("f2", "f2_scalar"),
-        ("max_token_local", "max_token_scalar"),
-        ("max_token_local", "max_token"),
+        ("local_rows", "global_rows_capped", "global_rows", "castin_thm_3_3"),
+        ("global_rows_capped", "mean_field", "geshkovski_mean_field"),
+        ("global_rows", "castin_thm_e_3"),
+        ("local_rows", "castin_thm_c_3_tightened", "castin_thm_c_3"),
+        ("local_rows", "local_rows_scalar"),
+        ("local_max_token", "local_max_token_scalar"),
+        ("local_max_token", "global_max_token"),
         ("yudin_centred", "yudin_thm_3"),
         ("castin_prop_3_6", "castin_prop_3_6_strengthened"),
         ("castin_prop_3_6_strengthened", "mean_field"),
@@ -159,7 +159,7 @@ def test_lower_bounds_are_reached(causal: bool) -> None:
             x[0] = radius * direction.first
             bound = value(name, layer, num_tokens=n, radius=radius)
             assert sigma(layer, x) >= bound * (1 - ROUNDING)
-            assert value("global_g2", layer, num_tokens=n, radius=radius) >= bound
+            assert value("global_rows_capped", layer, num_tokens=n, radius=radius) >= bound
 
 
 def test_unmasked_p_would_fail_under_a_causal_mask() -> None:
@@ -202,7 +202,7 @@ def test_softmax_norms() -> None:
     jac = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     exact = torch.linalg.matrix_norm(jac, 2)
     assert torch.allclose(softmax_norm(p), exact, atol=1e-12)
-    assert bool((g1(p) >= exact - 1e-12).all())
+    assert bool((top_two(p) >= exact - 1e-12).all())
     signs = torch.tensor(list(itertools.product([-1.0, 1.0], repeat=6))).double()
     to_sum = (jac @ signs.T).abs().sum(1).amax(1)
     assert bool((balanced_mass(p) >= to_sum - 1e-12).all())
@@ -244,7 +244,9 @@ def test_absorbed_norms(kind: type) -> None:
         assert torch.allclose(absorbed(norm.direction(x)), layer(module(x)))
         assert float(module(x).norm(dim=1).max()) <= radius_of_norm(norm)
         jac = torch.func.jacrev(lambda z, f=layer, m=module: f(m(z)))(x).reshape(-1, x.numel())
-        bound = value("global_g2", absorbed, num_tokens=7, radius=1.0) * float(norm.slope(x).max())
+        bound = value("global_rows_capped", absorbed, num_tokens=7, radius=1.0) * float(
+            norm.slope(x).max()
+        )
         assert float(torch.linalg.matrix_norm(jac, 2)) <= bound
 
 
@@ -265,11 +267,11 @@ def test_table_has_every_theorem_with_value_or_reason() -> None:
         assert row.applicable == (row.value is not None) == (not row.reason)
         assert row.value is None or math.isfinite(row.value)
     one = {row.theorem: row for row in bounds(layer, x, head=2)}
-    assert one["global_g2"].head == 2
-    assert one["global_g2"].value is not None
+    assert one["global_rows_capped"].head == 2
+    assert one["global_rows_capped"].value is not None
     op = layer.linearise(x, per_head=True)
     dense = torch.stack([op.matvec(e.expand(4, *x.shape))[2].flatten() for e in units(x)], 1)
-    assert one["global_g2"].value >= float(torch.linalg.matrix_norm(dense, 2))
+    assert one["global_rows_capped"].value >= float(torch.linalg.matrix_norm(dense, 2))
 
 
 def units(x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +282,7 @@ def test_values_beyond_float64_are_not_given() -> None:
     rows = {row.theorem: row for row in bounds(single(eye(2)), num_tokens=4, radius=100.0)}
     assert rows["mean_field"].value is None
     assert rows["mean_field"].reason == "its value exceeds the float64 range"
-    assert rows["global_g2"].applicable
+    assert rows["global_rows_capped"].applicable
 
 
 @pytest.mark.parametrize(

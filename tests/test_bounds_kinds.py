@@ -171,7 +171,7 @@ def test_every_variant_on_every_kind_of_input(variant: str) -> None:
     for name in {name for name, _ in checked} - COSTLY:
         each = [checked[name, kind] for kind in KINDS]
         assert sum(each) >= 200 and min(each) >= 30, (name, each)
-    expected = {"f1", "f2", "global_rotary", *COSTLY}
+    expected = {"local_norms", "local_rows", "global_rotary", *COSTLY}
     if variant != "rotary":
         expected = {t.name for t in upper_bounds(subject)}
     assert {name for name, _ in checked} == expected

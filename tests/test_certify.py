@@ -13,7 +13,7 @@ from lipscope.certificates.certify import attack_in_ball, certify
 from lipscope.theorems import heads_of
 from lipscope.theorems.derived.ball import Ball, ball_certificate
 from lipscope.theorems.derived.centre import Centre, softmax_over
-from lipscope.theorems.derived.local import f1, f2
+from lipscope.theorems.derived.local import local_norms, local_rows
 from small_layers import KINDS, case, move
 
 
@@ -94,10 +94,12 @@ def test_radius_zero_is_the_local_certificate(kind: str) -> None:
     layer, x = case(kind, 3)
     for head in heads_of(layer):
         at = Ball(Centre(head, x), 0.0)
-        assert at.by_blocks == pytest.approx(f1(head, x), rel=1e-12)
-        assert at.by_rows == pytest.approx(f2(head, x), rel=1e-12)
+        assert at.by_blocks == pytest.approx(local_norms(head, x), rel=1e-12)
+        assert at.by_rows == pytest.approx(local_rows(head, x), rel=1e-12)
         assert at.change <= 1e-12 * at.by_rows
-        assert ball_certificate(head, x, 0.0) <= min(f1(head, x), f2(head, x)) * (1 + 1e-12)
+        assert ball_certificate(head, x, 0.0) <= min(local_norms(head, x), local_rows(head, x)) * (
+            1 + 1e-12
+        )
 
 
 def test_interval_survives_probabilities_that_underflow() -> None:

@@ -39,7 +39,11 @@ def test_bounds_as_json(command):
 def test_bounds_as_a_table(command):
     result = command("bounds", BERT, "--text", "text.txt", "--length", "6", "--layer", "1")
     assert result.status == 0, result.err
-    assert "measured" in result.out and "global_g2" in result.out and "castin2024" in result.out
+    assert (
+        "measured" in result.out
+        and "global_rows_capped" in result.out
+        and "castin2024" in result.out
+    )
     assert "Not applicable:" in result.out and "it is not causal" in result.out
     assert not Path("runs").exists()
 

@@ -52,7 +52,7 @@ my_module = torch.nn.TransformerEncoder(
     num_layers=2, enable_nested_tensor=False,
 )
 batch = torch.randn(1, 6, 16)
-SPEC = "models: ['%s']\\nlayers: [0]\\nlengths: [16]\\nsamples: 1\\ntheorems: [f2]\\n"
+SPEC = "models: ['%s']\\nlayers: [0]\\nlengths: [16]\\nsamples: 1\\ntheorems: [local_rows]\\n"
 Path("growth.yaml").write_text(SPEC)
 ls.measure("%s", text, layers=[0], lengths=[8], samples=1, out="runs/demo")
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipscope import DotProduct, Rotary, to_dense
-from lipscope.theorems.derived.local import f1, f2, f2_scalar, f3_blocks
+from lipscope.theorems.derived.local import local_blocks, local_norms, local_rows, local_rows_scalar
 from lipscope.theorems.derived.row_gram import Rows, row_gram, row_gram_joint
 from lipscope.theorems.head import all_heads_of, heads_of
 from lipscope.theorems.point import at_point
@@ -55,7 +55,9 @@ def truth(layer, x):
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_no_certificate_of_one_head_is_below_sigma(rotary):
-    forms = [f1, f2, row_gram] + ([] if rotary else [f2_scalar, f3_blocks])
+    forms = [local_norms, local_rows, row_gram] + (
+        [] if rotary else [local_rows_scalar, local_blocks]
+    )
     for seed in range(60):
         layer, x = draw(seed, rotary=rotary)
         sigma, head = truth(layer, x), heads_of(layer)[0]
@@ -96,7 +98,9 @@ def test_f2_is_exact_for_one_hot_attention():
     # A large radius: every row reads one token, J has the blocks V there (Theorem 3.7).
     layer, x = draw(1)
     layer = DotProduct(layer.query, layer.key, layer.value, layer.output)
-    assert math.isclose(f2(heads_of(layer)[0], 300 * x), truth(layer, 300 * x), rel_tol=1e-9)
+    assert math.isclose(
+        local_rows(heads_of(layer)[0], 300 * x), truth(layer, 300 * x), rel_tol=1e-9
+    )
 
 
 def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
@@ -104,7 +108,7 @@ def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
     layer, x = draw(7)
     x = x[:1].expand(6, -1)
     head = heads_of(layer)[0]
-    for form in (f1, f2, f2_scalar, row_gram, f3_blocks):
+    for form in (local_norms, local_rows, local_rows_scalar, row_gram, local_blocks):
         assert math.isclose(form(head, x), truth(layer, x), rel_tol=1e-6), form.__name__
 
 
@@ -116,21 +120,21 @@ def test_a_point_is_kept_while_its_input_is_the_same():
     assert at_point([head], x.clone()) is not first
     slope = torch.ones(len(x)).double()
     assert at_point([head], x, slope).slope is slope
-    before = f2(head, x)
+    before = local_rows(head, x)
     x[0] *= 3  # written into: what was kept no longer holds
-    assert f2(head, x) == f2(heads_of(layer)[0], x.clone()) != before
+    assert local_rows(head, x) == local_rows(heads_of(layer)[0], x.clone()) != before
 
 
 def test_scalar_form_is_above_f2():
     for seed in range(40):
         layer, x = draw(seed)
         head = heads_of(layer)[0]
-        assert f2_scalar(head, x) >= f2(head, x) * (1 - 1e-12)
+        assert local_rows_scalar(head, x) >= local_rows(head, x) * (1 - 1e-12)
 
 
 def test_rotary_embeddings_are_refused_where_nothing_is_derived():
     layer, x = draw(2, rotary=True)
-    for form in (f2_scalar, f3_blocks):
+    for form in (local_rows_scalar, local_blocks):
         with pytest.raises(NotApplicableError, match="positions"):
             form(heads_of(layer)[0], x)
 

@@ -12,7 +12,7 @@ from layers import REGIMES, draw, draw_variant
 from lipscope.attention import DotProduct
 from lipscope.linalg.operator import Operator, to_dense
 from lipscope.theorems import Normed, bounds, catalogue, max_token_norm, norm_of
-from lipscope.theorems.derived.local import f1, f2
+from lipscope.theorems.derived.local import local_norms, local_rows
 from lipscope.theorems.derived.row_gram import Rows, row_gram_joint
 from lipscope.theorems.head import all_heads_of
 from lipscope.theorems.point import at_point
@@ -118,7 +118,14 @@ def test_no_bound_of_the_map_normed_is_violated() -> None:
                 least = truth[bound.metric] * (1 - ROUNDING)
                 assert bound.value >= least, (bound.theorem, regime, kind, eps, seed)
     assert sum(checked.values()) >= 600
-    assert {"f1", "f2", "row_gram_joint", "global_g2", "global_rotary", "mean_field"} <= {*checked}
+    assert {
+        "local_norms",
+        "local_rows",
+        "row_gram_joint",
+        "global_rows_capped",
+        "global_rotary",
+        "mean_field",
+    } <= {*checked}
     assert min(checked.values()) >= 2, checked
 
 
@@ -131,7 +138,14 @@ def test_bounds_of_heads_through_a_norm() -> None:
         dense = torch.stack([op.matvec(e.expand(4, *x.shape))[head].flatten() for e in basis], 1)
         sigma = float(torch.linalg.matrix_norm(dense, 2))
         values = {b.theorem: b.value or 0.0 for b in bounds(layer, x, head=head, sharp=True)}
-        for name in ("f1", "f2", "f3_blocks", "row_gram", "row_gram_joint", "global_g2"):
+        for name in (
+            "local_norms",
+            "local_rows",
+            "local_blocks",
+            "row_gram",
+            "row_gram_joint",
+            "global_rows_capped",
+        ):
             assert values[name] >= sigma * (1 - ROUNDING), name
 
 
@@ -165,7 +179,7 @@ def test_slopes_by_token_are_sharper_than_the_chain_rule() -> None:
         u, slope = layer.constants.direction(x), layer.constants.slope(x)
         together = all_heads_of(layer.absorbed)
         (head,) = together.heads
-        for form, subject in ((f1, head), (f2, head), (row_gram_joint, together)):
+        for form, subject in ((local_norms, head), (local_rows, head), (row_gram_joint, together)):
             through = form(subject, u, slope)
             assert through <= form(subject, u) * float(slope.max()) * (1 + ROUNDING)
 
@@ -180,10 +194,10 @@ def test_bounds_on_the_whole_space(kind: type) -> None:
     layer = Normed(attention, norm(kind, 5, 1e-3))
     values = {b.theorem: b.value or 0.0 for b in bounds(layer, num_tokens=len(x))}
     here = {b.theorem: b.value or 0.0 for b in bounds(layer, x)}
-    assert here["global_g2"] < values["global_g2"]
+    assert here["global_rows_capped"] < values["global_rows_capped"]
     for size in (1e-6, 1e-3, 1e-2, 0.03, 0.1, 1.0, 100.0):
         sigma = float(torch.linalg.matrix_norm(jacobian(layer, size * x), 2))
-        assert values["global_g2"] >= sigma
+        assert values["global_rows_capped"] >= sigma
     # No slope is larger than 1 / √(d ε), and a token of norm 0 has it.
     assert float(layer.constants.slope(0 * x).max()) == pytest.approx(1 / (5 * 1e-3) ** 0.5)
 
@@ -192,17 +206,17 @@ def test_without_epsilon_there_is_no_bound_near_zero() -> None:
     attention, x = draw("medium", 0)
     layer = Normed(attention, norm(nn.RMSNorm, 5, 0.0))
     rows = {b.theorem: b for b in bounds(layer, num_tokens=4)}
-    assert rows["global_g2"].reason == (
+    assert rows["global_rows_capped"].reason == (
         "its norm has ε = 0: there is no bound near tokens of norm 0"
     )
-    assert {b.theorem: b.applicable for b in bounds(layer, x)}["global_g2"]
+    assert {b.theorem: b.applicable for b in bounds(layer, x)}["global_rows_capped"]
 
 
 def test_what_does_not_carry_over_says_why() -> None:
     attention, x = draw("medium", 0)
     capped = DotProduct(attention.query, attention.key, attention.value, softcap=5.0)
     rows = {b.theorem: b for b in bounds(Normed(capped, norm(nn.RMSNorm, 5, 1e-5)), x)}
-    assert rows["f1"].reason == "its scores are soft-capped"
+    assert rows["local_norms"].reason == "its scores are soft-capped"
     rows = {b.theorem: b for b in bounds(Normed(attention, norm(nn.RMSNorm, 5, 1e-5)), x)}
     assert rows["two_cluster_star"].reason == "its inputs are not what comes out of a norm"
     assert rows["castin_thm_3_7_limit"].reason == "tokens do not grow after a norm"

@@ -131,7 +131,7 @@ def test_bounds_are_shown_one_metric_at_a_time(page: str) -> None:
 def test_sources_are_quoted_with_their_bibtex(page: str) -> None:
     assert "@inproceedings{castin2024," in page and "@inproceedings{kim2021," in page
     shown = page[page.index('<section id="references">') : page.index("</main>")]
-    assert "Statement of f1 (f1)" in shown  # derived here: no entry
+    assert "Statement of local_norms (local_norms)" in shown  # derived here: no entry
     assert "Statement of kim_thm_3_1" not in shown  # it has no value
     assert len(bibliography()) > 15
 

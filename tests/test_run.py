@@ -177,7 +177,7 @@ def test_rows_and_bounds_are_joined_by_id():
     values = [
         bound_of(text, 6.0),
         bound_of(built, None),
-        bound_of(text, 9.0, theorem="global_g2", scope="global", radius=5.0),
+        bound_of(text, 9.0, theorem="global_rows_capped", scope="global", radius=5.0),
         bound_of(text, 1.0, theorem="infinity", metric="infinity"),
         bound_of(failed, 4.0),
     ]
@@ -185,7 +185,7 @@ def test_rows_and_bounds_are_joined_by_id():
     assert (frobenius.real, frobenius.built) == ([text], [built])
     assert [(b.theorem, b.value, looseness(b, r)) for r, b in frobenius.bounds] == [
         ("castin_thm_3_3", 6.0, 3.0),
-        ("global_g2", 9.0, 4.5),
+        ("global_rows_capped", 9.0, 4.5),
         ("castin_thm_3_3", None, None),
     ]
     assert infinity.metric == "infinity" and infinity.rows == []  # measured in another metric

@@ -1,1 +1,48 @@
-"""Inputs that make sigma large, built and found."""
+"""Inputs that make sigma large, built and found; moves that a certificate must survive.
+
+``A = K^T Q / sqrt(k)``, logits ``<A x_i, x_j>``, tokens of norm at most ``R``. The head decides
+where the tokens go; what is measured is the layer with its biases, heads and projection.
+"""
+
+from lipscope.attacks.ascent import Ascent, ascend, confirm
+from lipscope.attacks.constructions import (
+    Construction,
+    constant,
+    dominant_token,
+    gamma_star,
+    l2_extremal,
+    large_radius,
+    quadratic,
+    two_cluster,
+    unbalanced,
+    weighted_two_atoms,
+)
+from lipscope.attacks.in_ball import BallAttack, attack_in_ball
+from lipscope.attacks.on_decision import Flip, attack_decision
+from lipscope.attacks.worst_known import PER_HEAD, PER_LAYER, WorstInput, worst
+from lipscope.measures.atoms import Repeated
+
+__all__ = [
+    "PER_HEAD",
+    "PER_LAYER",
+    "Ascent",
+    "BallAttack",
+    "Construction",
+    "Flip",
+    "Repeated",
+    "WorstInput",
+    "ascend",
+    "attack_decision",
+    "attack_in_ball",
+    "confirm",
+    "constant",
+    "dominant_token",
+    "gamma_star",
+    "l2_extremal",
+    "large_radius",
+    "quadratic",
+    "two_cluster",
+    "unbalanced",
+    "weighted_two_atoms",
+    "worst",
+]

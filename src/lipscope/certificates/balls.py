@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,11 +16,14 @@ from lipscope.attention import Attention, DotProduct, Rotary
 from lipscope.attention.projections import Part
 from lipscope.certificates.expansion import rest
 from lipscope.errors import InputError
+from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.theorems.derived.ball import Ball, least
-from lipscope.theorems.derived.centre import BallName, Centre
-from lipscope.theorems.derived.row_gram import row_gram_joint
-from lipscope.theorems.head import all_heads_of, check_scores, heads_of
+from lipscope.theorems.derived.intervals import BallName
+from lipscope.theorems.derived.row_gram import Weighted, row_gram_joint, weighted_head
+from lipscope.theorems.head import check_scores
+from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.several import AskedLayer
 
 
 @dataclass(frozen=True)
@@ -43,27 +47,30 @@ class BallLayer:
     Args:
         layer: The layer.
         x: Centre of the ball.
-        part: ``attention``: heads add up; ``heads``: they stand side by side.
+        map: ``attention``: heads add up; ``heads``: they stand side by side.
         sharp: Also use the row-Gram certificate at the centre, and what is left of all heads
             together beyond it (`around`).
     """
 
-    def __init__(self, layer: DotProduct, x: Tensor, part: Part, sharp: bool) -> None:
-        self.layer, self.x = layer, x
-        self.part: Part = part
+    def __init__(self, layer: DotProduct, x: Tensor, map: Part, sharp: bool) -> None:
+        self.layer = AskedLayer(layer, map, x=x)
         self.sharp = sharp
-        heads = heads_of(layer, fold=part == "attention")
-        self.centres = [Centre(head, x) for head in heads]
-        self.local = [_local(c, sharp) for c in self.centres]
-        self.bare: list[Centre] = []
-        self.norm_out, self.joint = 0.0, math.inf
-        if len(heads) > 1:
-            if part == "attention" and layer.output is not None:
-                self.norm_out = float(torch.linalg.matrix_norm(layer.output, 2))
-                self.bare = [Centre(head, x) for head in heads_of(layer, fold=False)]
-            self.bare_local = [_local(c, False) for c in self.bare]
-            if sharp:
-                self.joint = row_gram_joint(all_heads_of(layer, fold=part == "attention"), x)
+        self.centres = [HeadAt(head, x) for head in self.layer.heads]
+        self.weighted = [weighted_head(c) if sharp else None for c in self.centres]
+        self.local = [_local(*pair) for pair in zip(self.centres, self.weighted, strict=True)]
+        self.several = len(self.centres) > 1
+        self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
+
+    @cached_property
+    def bare(self) -> list[HeadAt]:
+        """The heads before the output projection, if there is one."""
+        assert self.layer.x is not None
+        return [HeadAt(head, self.layer.x) for head in self.layer.bare]
+
+    @cached_property
+    def bare_local(self) -> list[float]:
+        """The best cheap certificate of each of them at the centre."""
+        return [_local(c, None) for c in self.bare]
 
     def around(self, radii: Tensor, ball: BallName) -> tuple[float, list[float]]:
         """``>= ‖f(X') - f(X)‖ / ‖X' - X‖`` from X itself: sigma there plus the rest.
@@ -71,45 +78,47 @@ class BallLayer:
         Returns:
             Of the layer, infinite without ``sharp``, and of each head.
         """
-        output = self.layer.output if self.part == "attention" else None
-        centres = self.bare or [Centre(head, self.x) for head in heads_of(self.layer, fold=False)]
-        together, each = rest(centres, output, radii, ball, together=self.sharp)
+        output = self.layer.attention.output if self.layer.projected else None
+        together, each = rest(self.bare, output, radii, ball, together=self.sharp)
         heads = [local + one for local, one in zip(self.local, each, strict=True)]
-        return (heads[0] if len(heads) == 1 else self.joint + together), heads
+        return (self.joint + together if self.several else heads[0]), heads
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
         """Bounds of sigma over the ball of these radii."""
         # a Frobenius ball has one radius by definition
         eps = float(radii[0]) if ball == "frobenius" else radii
-        balls = [Ball(c, eps, ball) for c in self.centres]
-        forms = [
-            b.forms(local, sharp=self.sharp) for b, local in zip(balls, self.local, strict=True)
-        ]
+        balls = [Ball(c, eps, ball, w) for c, w in zip(self.centres, self.weighted, strict=True)]
+        forms = [b.forms(local) for b, local in zip(balls, self.local, strict=True)]
         heads = [(least(f), min(f, key=lambda name: f[name])) for f in forms]
-        values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
-        if len(heads) == 1:
+        if not self.several:
             return BallValue(heads[0][0], "one head", heads)
+        values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
         change = torch.tensor([b.change for b in balls], dtype=torch.float64)
-        apart = self.part == "heads" or self.norm_out == 0.0  # outputs side by side
+        apart = not self.layer.projected or self.layer.norm_output == 0.0  # outputs side by side
         together = {
             "sum": float(values.norm() if apart else values.sum()),
             "joint": self.joint + float(change.norm() if apart else change.sum()),
         }
-        if self.bare:
+        if self.layer.projected:
             each = [
                 least(Ball(c, eps, ball).forms(local))
                 for c, local in zip(self.bare, self.bare_local, strict=True)
             ]
-            together["projection"] = self.norm_out * math.hypot(*each)
+            together["projection"] = self.layer.norm_output * math.hypot(*each)
         form = min(together, key=lambda name: together[name])
         return BallValue(together[form], form, heads)
 
 
-def _local(centre: Centre, sharp: bool) -> float:
+def _local(centre: HeadAt, weighted: Weighted | None) -> float:
     """The best certificate at the centre."""
     at = Ball(centre, 0.0)
-    value = min(at.by_rows, at.by_blocks)
-    return min(value, centre.weighted.value) if sharp else value
+    return min(at.by_rows, at.by_blocks, math.inf if weighted is None else weighted.value)
+
+
+def sigma_of(layer: DotProduct, x: Tensor, map: Part = "attention", seed: int = 0) -> TopSingular:
+    """Sigma of a layer at ``x``, from a start of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return top_singular(layer.linearise(x, part=map), tol=1e-4, generator=generator)
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.attention.projections import Part
-from lipscope.certificates.balls import BallLayer, in_double, tokens_of
+from lipscope.certificates.balls import BallLayer, in_double, sigma_of, tokens_of
 from lipscope.certificates.read_out import check_ball
-from lipscope.certificates.search import Search, sigma_of
 from lipscope.errors import InputError
 from lipscope.theorems.derived.ball import per_token
-from lipscope.theorems.derived.centre import BallName
+from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.register import NotApplicableError
 
 _OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
@@ -82,10 +81,10 @@ def certify(
     eps: float | Tensor,
     ball: BallName = "token",
     head: int | None = None,
-    part: Part = "attention",
+    map: Part = "attention",
     steps: int = 4,
     sharp: bool = True,
-    seed: int = 0,
+    sigma: tuple[float, float] | None = None,
 ) -> BallCertificate:
     """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
 
@@ -103,10 +102,10 @@ def certify(
         eps: Radius; one per token if wanted (ball ``token``).
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
-        part: ``attention``, or ``heads`` for the map before the output projection.
+        map: ``attention``, or ``heads`` for the map before the output projection.
         steps: Radii ``m`` of the mean; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; all heads together take long.
-        seed: Of the measurement of sigma.
+        sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
 
     Returns:
         The certificate.
@@ -131,7 +130,7 @@ def certify(
     x = tokens_of(own, x)
     radii = per_token(eps, len(x), ball)
     try:
-        bound = BallLayer(own, x, part, sharp)
+        bound = BallLayer(own, x, map, sharp)
         found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
         around, alone = bound.around(radii, ball)
     except NotApplicableError as error:
@@ -143,9 +142,11 @@ def certify(
     if not math.isfinite(value):
         raise InputError(_OVERFLOW)
     value, form = min((value, last.form), (around, "expansion"))
-    top = sigma_of(own, x, part, seed)
+    if sigma is None:
+        top = sigma_of(own, x, map)
+        sigma = top.sigma, top.upper
     norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
-    ratio = value / top.sigma if top.sigma > 0 else (1.0 if value == 0 else math.inf)
+    ratio = value / sigma[0] if sigma[0] > 0 else (1.0 if value == 0 else math.inf)
     note = None
     if ratio > _WIDE:
         _refuse_if_vacuous(bound, radii, ball, value)
@@ -167,8 +168,8 @@ def certify(
             for h in range(own.num_heads)
         ),
         form=form,
-        sigma=top.sigma,
-        upper=top.upper,
+        sigma=sigma[0],
+        upper=sigma[1],
         ratio=ratio,
         note=note,
     )
@@ -182,85 +183,11 @@ def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: f
     moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
     rows = [c.nu.masked_fill(~c.allowed, 0.0).amax(-1) for c in bound.centres]
     wide = float(radii.max())
-    sizes = [float((r + c.norm_v * wide).norm()) for r, c in zip(rows, bound.centres, strict=True)]
+    sizes = [
+        float((r + c.head.norm_v * wide).norm()) for r, c in zip(rows, bound.centres, strict=True)
+    ]
     if moved >= sum(sizes):
         raise InputError(
             f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "
             f"more than the {sum(sizes):.3g} that values allow at all; choose a smaller `eps`."
         )
-
-
-@dataclass(frozen=True)
-class Attack:
-    """The worst that was found inside a ball; what a certificate must exceed.
-
-    Attributes:
-        ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found.
-        sigma: Largest sigma found inside the ball.
-        worst: The X' of ``ratio``.
-        attempts: Random points and ascents tried.
-    """
-
-    ratio: float
-    sigma: float
-    worst: Tensor
-    attempts: int
-
-
-def attack_in_ball(
-    layer: Attention,
-    x: Float[Tensor, "n d"],
-    eps: float | Tensor,
-    *,
-    ball: BallName = "token",
-    head: int | None = None,
-    part: Part = "attention",
-    random: int = 20,
-    ascents: int = 4,
-    steps: int = 30,
-    seed: int = 0,
-) -> Attack:
-    """Random and gradient-ascent attempts to exceed a certificate inside its ball.
-
-    Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
-    singular vectors at the current point; every iterate is put back into the ball.
-
-    Holds for any layer; its values are lower ones, found and not proved largest.
-
-    Args:
-        layer: The layer.
-        x: Centre.
-        eps: Radius, as in `certify`.
-        ball: ``token`` or ``frobenius``.
-        head: One head alone, or None.
-        part: ``attention`` or ``heads``.
-        random: Random points.
-        ascents: Ascents of each kind; the first start along the top singular vector,
-            towards both sides.
-        steps: Steps of each.
-        seed: Of the random points.
-
-    Returns:
-        The largest values found.
-
-    Raises:
-        InputError: As `certify` does.
-    """
-    check_ball(ball)
-    own = in_double(layer, head)
-    x = tokens_of(own, x)
-    radii = per_token(eps, len(x), ball)
-    search = Search(own, x, radii, ball, part, seed)
-    top = sigma_of(own, x, part, seed)
-    search.sigma = top.sigma
-    if not bool((radii > 0).any()):
-        return Attack(top.sigma, top.sigma, x, 0)
-    search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
-    for start in (top.v, -top.v):
-        search.see(search.to_edge(start))
-    for _ in range(random):
-        search.see(search.to_edge(search.draw()))
-    for i in range(ascents):
-        search.climb_ratio([top.v, -top.v][i] if i < 2 else search.draw(), steps)
-        search.climb_sigma(top.v if i == 0 else search.draw(), steps)
-    return Attack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)

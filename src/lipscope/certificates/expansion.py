@@ -16,7 +16,9 @@ from torch import Tensor
 
 from lipscope.attention import Rotary
 from lipscope.theorems.derived.ball import Ball
-from lipscope.theorems.derived.centre import BallName, Centre, eigenvalue
+from lipscope.theorems.derived.intervals import BallName
+from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.spectrum import eigenvalue
 
 _PIECES = 16  # of the way from X to X + E; intervals are taken at the end of each
 _ROUNDS = 2  # of the search for weights between heads
@@ -27,7 +29,7 @@ _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 
 
 def rest(
-    centres: Sequence[Centre],
+    centres: Sequence[HeadAt],
     output: Tensor | None,
     eps: Tensor,
     ball: BallName,
@@ -65,7 +67,7 @@ class Summed:
         heads: Centre, ``W_h`` and what bounds ``r_h``, of each.
     """
 
-    def __init__(self, heads: Sequence[tuple[Centre, Tensor, Channel]]) -> None:
+    def __init__(self, heads: Sequence[tuple[HeadAt, Tensor, Channel]]) -> None:
         self.centres = [centre for centre, _, _ in heads]
         self.channels = [channel for _, _, channel in heads]
         # ‖W r‖ = ‖T r‖ for W = U T, and |K^T q| = |R q| for K^T = B R
@@ -184,7 +186,7 @@ class Way:
         ball: Which moves.
     """
 
-    def __init__(self, centre: Centre, eps: Tensor, ball: BallName) -> None:
+    def __init__(self, centre: HeadAt, eps: Tensor, ball: BallName) -> None:
         self.c, self.eps = centre, eps
         self.ends = [(piece + 1) / _PIECES for piece in range(_PIECES)]
         self.at = [
@@ -251,7 +253,7 @@ class Way:
         at, end = self.at[piece], self.ends[piece]
         bend = 2 * end * self.bend
         gram = self.c.gram_v.expand(len(bend), -1, -1)
-        size = torch.full_like(bend, self.c.norm_v)
+        size = torch.full_like(bend, self.c.head.norm_v)
         part = self._times(piece)[0] * at.spread / end
         return self._channel(gram, size, part, at.sums["upper_a"].sqrt() + bend, at.p.upper)
 
@@ -309,7 +311,7 @@ def _merged(channels: list[Channel]) -> Channel:
     )
 
 
-def _reach(c: Centre, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
+def _reach(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
     """``>= |<e_i, z_ij> + <h_ij, e_j>| + bend_i |e_i|``: how fast a logit moves, ``(n,)``."""
     both = c.mu * eps[:, None] + c.rho * eps
     if ball == "frobenius":
@@ -318,7 +320,7 @@ def _reach(c: Centre, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
     return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
 
 
-def _read(c: Centre, j: int) -> Tensor:
+def _read(c: HeadAt, j: int) -> Tensor:
     """``R_j^T q_i`` for every row i, ``(n, k)``."""
     if c.rotary is None:
         return c.q

@@ -17,9 +17,11 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.errors import InputError
 from lipscope.theorems.derived.ball import Ball
-from lipscope.theorems.derived.centre import BallName, Centre, eigenvalue
+from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import heads_of
+from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.spectrum import eigenvalue
 
 Pool = Literal["mean", "first"]
 _SLACK = 1e-9  # float64 rounding of the sums, with room
@@ -70,7 +72,7 @@ class ReadOut:
         )
         # one row of values per read-out: what w makes of the head's values
         self.centres = [
-            Centre(dataclasses.replace(head, value=u @ head.value), x) for head, u in heads
+            HeadAt(dataclasses.replace(head, value=u @ head.value), x) for head, u in heads
         ]
 
     @cached_property

@@ -12,7 +12,7 @@ from rich.console import Console
 from lipscope.certificates.read_out import Pool
 from lipscope.errors import InputError
 from lipscope.pages.table import number
-from lipscope.theorems.derived.centre import BallName
+from lipscope.theorems import BallName
 
 if TYPE_CHECKING:
     from lipscope.engine.capture import Captured
@@ -74,7 +74,8 @@ def _row(
     ascents: int,
     seed: int,
 ) -> tuple[dict[str, Any], Any]:
-    from lipscope.certificates.decision import attack_decision, certified_radius
+    from lipscope.attacks import attack_decision
+    from lipscope.certificates.decision import certified_radius
 
     read_out: dict[str, Any] = {"bias": classifier.bias, "pool": pool, "ball": ball}
     found = certified_radius(real.attention, real.x, classifier.weight, steps=steps, **read_out)

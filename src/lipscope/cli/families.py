@@ -9,7 +9,16 @@ import torch
 from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.models import families
 from lipscope.models.tracing.sites import Scores
-from lipscope.theorems import Head, NotApplicableError, Theorem, catalogue, evaluate, heads_of
+from lipscope.theorems import (
+    Head,
+    HeadAt,
+    HeadsAt,
+    NotApplicableError,
+    Theorem,
+    catalogue,
+    evaluate,
+    heads_of,
+)
 
 _TOKENS = 4
 
@@ -65,7 +74,7 @@ def _layer(kind: str, *, causal: bool) -> DotProduct:
 
 def _names(kind: str) -> list[str]:
     layers = [_layer(kind, causal=causal) for causal in (False, True)]
-    asked = [one for one in catalogue() if one.subject is Head or one.subject.__name__ == "Heads"]
+    asked = [one for one in catalogue() if one.subject in (Head, HeadAt, HeadsAt)]
     return [one.name for one in asked if any(_applies(one, layer) for layer in layers)]
 
 
@@ -73,7 +82,7 @@ def _applies(one: Theorem, layer: DotProduct) -> bool:
     x = torch.randn(_TOKENS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     try:
         if "eps" in one.needs:
-            one.function(heads_of(layer)[0], x, 0.1)
+            one.function(HeadAt(heads_of(layer)[0], x), 0.1)
         else:
             evaluate(one, layer, x=x, num_tokens=_TOKENS, radius=float(x.norm(dim=1).max()))
     except NotApplicableError:

@@ -12,7 +12,7 @@ from lipscope.attention import (
     LipschitzNormAttention,
     ScaledCosineAttention,
 )
-from lipscope.theorems import Head, Theorem, catalogue
+from lipscope.theorems import Head, HeadAt, HeadsAt, Theorem, catalogue
 
 VARIANTS = (DotProduct, L2Attention, ScaledCosineAttention, LipschitzNormAttention)
 
@@ -50,8 +50,8 @@ def page() -> str:
 
 def _own(variant: type[Attention]) -> list[Theorem]:
     """Theorems about it; those of one head and of all heads speak of dot products."""
-    heads = {Head.__name__, "Heads"} if variant is DotProduct else set()
-    return [one for one in catalogue() if one.subject.__name__ in {variant.__name__, *heads}]
+    heads = (Head, HeadAt, HeadsAt) if variant is DotProduct else ()
+    return [one for one in catalogue() if one.subject in (variant, *heads)]
 
 
 def _global(theorems: list[Theorem]) -> list[Theorem]:

@@ -8,11 +8,18 @@ and an upper value by weighted Cauchy–Schwarz stand on its two sides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, to_dense
+
+# How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
+# the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
+# proportion to its norm. ``max-token``: by the largest norm of a token. ``infinity``: by the
+# largest entry.
+Metric = Literal["frobenius", "token-relative", "max-token", "infinity"]
 
 # Entries of a dense Jacobian: 128 MiB in float64.
 _DENSE = 2**24

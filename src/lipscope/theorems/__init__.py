@@ -1,9 +1,11 @@
 """Every bound of the literature and those derived here: one paper, one file."""
 
-from lipscope.linalg.norms import NormInterval, infinity_norm, max_token_norm
+from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
 from lipscope.linalg.segment import Segment, segment
-from lipscope.theorems.derived import ball, everywhere, local, row_gram
+from lipscope.theorems.derived import ball, global_bounds, local_bounds, row_gram
+from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import Head, heads_of
+from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
 from lipscope.theorems.papers import (
     castin2024,
@@ -15,8 +17,8 @@ from lipscope.theorems.papers import (
     yudin2025,
 )
 from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
-from lipscope.theorems.several import Layer, evaluate
-from lipscope.theorems.table import Bound, bounds
+from lipscope.theorems.several import AskedLayer, evaluate
+from lipscope.theorems.table import Bound, Map, bounds_at
 
 # What enters theorems into the catalogue by being imported.
 PAPERS = (
@@ -27,8 +29,8 @@ PAPERS = (
     lipsformer2023,
     yudin2025,
     emadi2026,
-    everywhere,
-    local,
+    global_bounds,
+    local_bounds,
     row_gram,
     ball,
 )
@@ -36,9 +38,14 @@ PAPERS = (
 __all__ = [
     "DERIVED",
     "PAPERS",
+    "AskedLayer",
+    "BallName",
     "Bound",
     "Head",
-    "Layer",
+    "HeadAt",
+    "HeadsAt",
+    "Map",
+    "Metric",
     "Norm",
     "NormInterval",
     "Normed",
@@ -46,7 +53,7 @@ __all__ = [
     "Segment",
     "Theorem",
     "absorb",
-    "bounds",
+    "bounds_at",
     "catalogue",
     "evaluate",
     "heads_of",

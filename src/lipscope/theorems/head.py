@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -50,11 +49,6 @@ class Head:
     score_bias: Float[Tensor, "n n"] | None = None
 
     @cached_property
-    def kept(self) -> list[Any]:
-        """Where `lipscope.theorems.point.at_point` keeps this head's last point."""
-        return []
-
-    @cached_property
     def norm_a(self) -> float:
         """``‖A‖``, from a ``k x k`` matrix."""
         return _product_norm(self.key.T, self.query.T)
@@ -68,6 +62,16 @@ class Head:
     def norm_v(self) -> float:
         """``‖V‖``."""
         return float(torch.linalg.matrix_norm(_small(self.value), 2))
+
+    @cached_property
+    def rotation_norm(self) -> float:
+        """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
+        assert self.rotary is not None
+        (c1, c2), (s1, s2) = (w.chunk(2, dim=-1) for w in (self.rotary.cos, self.rotary.sin))
+        # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
+        pairs = torch.stack([torch.stack([c1, -s1], -1), torch.stack([s2, c2], -1)], -2)
+        rest = self.rotary.cos.shape[-1] < self.query.shape[0]
+        return max(float(torch.linalg.matrix_norm(pairs, 2).max()), 1.0 if rest else 0.0)
 
     def matrix_a(self) -> Float[Tensor, "d d"]:
         """``A`` itself, for constructions on small layers."""
@@ -159,27 +163,6 @@ class Head:
         hides = self.mask is not None and not bool(self.mask.all())
         if self.window is not None or hides:
             raise NotApplicableError("its mask is neither empty nor causal")
-
-
-@dataclass(frozen=True)
-class Heads:
-    """All heads of a layer, unfolded, with the output projection that adds them up.
-
-    Attributes:
-        heads: The heads, each with its own ``V``.
-        output: ``W = [W_1 … W_H]``, ``(d_out, H k_v)``, or None for concatenated heads.
-    """
-
-    heads: tuple[Head, ...]
-    output: Float[Tensor, "d_out hkv"] | None
-
-
-def all_heads_of(layer: DotProduct, *, fold: bool = True) -> Heads:
-    """The heads of a layer with its output projection (map ``attention``) or without it."""
-    output = layer.output if fold else None
-    if output is not None:
-        output = output.detach().to("cpu", torch.float64)
-    return Heads(tuple(heads_of(layer, fold=False)), output)
 
 
 def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:

@@ -1,9 +1,10 @@
 """The catalogue: one theorem is one small function whose signature is its hypothesis.
 
-The first parameter says for what it holds (`Head`: one head of dot-product attention; a
-subclass of `Attention`: a whole layer of that variant), the others what it needs to know:
-``x`` (a bound at this input), ``eps`` (in a ball around it), ``num_tokens`` and ``radius``
-(for all inputs of that length with tokens of at most that norm). One that may be told the
+The first parameter says for what it holds: `Head`, one head of dot-product attention, for all
+inputs; `HeadAt` or `HeadsAt`, one head or all together at this input ``x``; a subclass of
+`Attention`, a whole layer of that variant. The others say what it needs to know: ``eps`` (for
+inputs in a ball around ``x``), ``num_tokens`` and ``radius`` (for all inputs of that length with
+tokens of at most that norm). One that may be told the
 ``slope`` of a norm in front, token by token, knows the map ``normed`` itself; all others reach
 it by the chain rule (`lipscope.theorems.several`). What a signature cannot
 say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
@@ -16,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
+from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
 
 Kind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
-Metric = Literal["frobenius", "max-token", "infinity"]
 DERIVED = "derived here"
 
 
@@ -41,7 +42,8 @@ class Theorem:
         scope: For which inputs.
         metric: How input and output are measured.
         subject: Type of the first parameter.
-        needs: Names of the other parameters that have no default.
+        needs: What it must be told: ``x`` if the first parameter is about an input, and the
+            names of the other parameters that have no default.
         by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
         sound: False for a statement that is exposed as found although it fails.
         slow: Whether it is left out unless sharper forms are asked for.
@@ -126,7 +128,10 @@ def theorem(
         hints: dict[str, Any] = get_type_hints(function)
         parameters = inspect.signature(function).parameters
         subject, *rest = parameters
-        needs = [name for name in rest if parameters[name].default is inspect.Parameter.empty]
+        needs = [
+            *getattr(hints[subject], "needs", ()),
+            *(name for name in rest if parameters[name].default is inspect.Parameter.empty),
+        ]
         _CATALOGUE[function.__name__] = Theorem(
             function.__name__,
             function,

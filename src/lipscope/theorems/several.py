@@ -13,8 +13,8 @@ token by token where a theorem takes the slopes itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -22,74 +22,91 @@ from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.attention.projections import Part
-from lipscope.theorems.head import Head, Heads, all_heads_of, heads_of
+from lipscope.theorems.head import Head, heads_of
+from lipscope.theorems.head_at import AtInput, HeadAt, HeadsAt
 from lipscope.theorems.register import NotApplicableError, Theorem
+from lipscope.theorems.spectrum import spectral_norm
 
 _TOO_LARGE = "its value exceeds the float64 range"
+# Tokens up to which heads at an input are kept: each then holds some tensors of 2 MiB.
+_KEPT = 512
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A layer as theorems ask for it: its heads are taken out once, whoever asks.
+class AskedLayer:
+    """A layer as theorems ask for it: heads, and heads at its input, are made once for all.
 
     Attributes:
         attention: The layer.
-        part: ``attention`` or ``heads``.
+        map: ``attention`` or ``heads``.
         head: One query head alone, or None for all.
+        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
     """
 
     attention: Attention
-    part: Part = "attention"
+    map: Part = "attention"
     head: int | None = None
+    x: Tensor | None = None
+    _at: dict[tuple[int, bool], HeadAt] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def heads(self) -> list[Head]:
-        """Heads with the output projection folded in, for the part ``attention``."""
-        assert isinstance(self.attention, DotProduct)
-        return self._chosen(heads_of(self.attention, fold=self.part == "attention"))
+        """Heads with the output projection folded in, for the map ``attention``."""
+        return self._made(fold=self.map == "attention")
 
     @cached_property
     def bare(self) -> list[Head]:
         """Heads before the output projection."""
-        assert isinstance(self.attention, DotProduct)
-        return self._chosen(heads_of(self.attention, fold=False))
+        return self._made(fold=False)
 
-    @cached_property
-    def together(self) -> Heads:
-        """The heads unfolded, with the part of the output projection that is theirs."""
-        assert isinstance(self.attention, DotProduct)
-        every = all_heads_of(self.attention, fold=self.part == "attention")
-        if self.head is None or every.output is None:
-            return Heads(tuple(self._chosen(list(every.heads))), every.output)
-        own = every.output.chunk(len(every.heads), 1)[self.head]
-        return Heads((every.heads[self.head],), own)
+    @property
+    def together(self) -> HeadsAt:
+        """The heads at the input, with the part of the output projection that is theirs."""
+        assert self.x is not None
+        output = self.attention.output if self.map == "attention" else None
+        if output is not None:
+            output = output.detach().to("cpu", torch.float64)
+            parts = output.chunk(self.attention.num_heads, 1)
+            output = output if self.head is None else parts[self.head]
+        return HeadsAt(self.bare, self.x, output)
 
     @property
     def projected(self) -> bool:
         """Whether an output projection is part of the map."""
-        return self.part == "attention" and self.attention.output is not None
+        return self.map == "attention" and self.attention.output is not None
 
     @cached_property
     def norm_output(self) -> float:
         """``‖W_O‖``."""
-        output = self.attention.output
-        assert output is not None
-        w = output.detach().to("cpu", torch.float64)
-        w = w if w.shape[0] <= w.shape[1] else w.T
-        return float(torch.linalg.eigvalsh(w @ w.T)[-1].clamp_min(0).sqrt())
+        assert self.attention.output is not None
+        return spectral_norm(self.attention.output)
 
-    def _chosen(self, heads: list[Head]) -> list[Head]:
+    def each(self, subject: type, *, bare: bool = False) -> Iterator[Head | HeadAt]:
+        """The heads, at the input for theorems about `HeadAt`."""
+        for index, head in enumerate(self.bare if bare else self.heads):
+            yield head if subject is Head else self._at_input(index, head, bare)
+
+    def _at_input(self, index: int, head: Head, bare: bool) -> HeadAt:
+        assert self.x is not None
+        found = self._at.get((index, bare)) or HeadAt(head, self.x)
+        if len(self.x) <= _KEPT:
+            self._at[index, bare] = found
+        return found
+
+    def _made(self, *, fold: bool) -> list[Head]:
+        assert isinstance(self.attention, DotProduct)
+        heads = heads_of(self.attention, fold=fold)
         return heads if self.head is None else [heads[self.head]]
 
 
 def evaluate(
     theorem: Theorem,
-    layer: Attention | Layer,
+    layer: Attention | AskedLayer,
     *,
     x: Tensor | None = None,
     num_tokens: int | None = None,
     radius: float | None = None,
-    part: Part = "attention",
+    map: Part = "attention",
     slope: Tensor | None = None,
 ) -> float:
     """The value of a theorem for a whole layer.
@@ -99,11 +116,11 @@ def evaluate(
 
     Args:
         theorem: An entry of the catalogue.
-        layer: The layer, or a `Layer` made of it (then ``part`` is that of the `Layer`).
+        layer: The layer, or an `AskedLayer` made of it, whose ``map`` and ``x`` then count.
         x: ``(n, d)``, for local theorems.
         num_tokens: For theorems on all inputs of that length.
         radius: For theorems on all inputs with tokens of at most that norm.
-        part: ``attention``, or ``heads`` for the concatenation before the projection.
+        map: ``attention``, or ``heads`` for the concatenation before the projection.
         slope: For the map ``normed``, whose norm ``layer`` has taken up: `Norm.slope` of every
             token at ``x``, or the largest one for all inputs.
 
@@ -116,13 +133,14 @@ def evaluate(
 
     Source: Lemma 3.8 of [castin2024].
     """
-    if not isinstance(layer, Layer):
-        layer = Layer(layer, part)
-    given = {"x": x, "num_tokens": num_tokens, "radius": radius}
+    if not isinstance(layer, AskedLayer):
+        layer = AskedLayer(layer, map, x=x)
+    given = {"x": layer.x, "num_tokens": num_tokens, "radius": radius}
     missing = [name for name in theorem.needs if given.get(name) is None]
     if missing:
         raise NotApplicableError(f"it asks for `{missing[0]}`")
-    wanted = {name: given[name] for name in theorem.needs}
+    held = theorem.subject.needs if issubclass(theorem.subject, AtInput) else ()
+    wanted = {name: given[name] for name in theorem.needs if name not in held}
     factor = 1.0
     if slope is not None:
         factor = _chain_rule(theorem, slope)
@@ -153,31 +171,29 @@ def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
     return 1.0 if theorem.by_token else steepest
 
 
-def _value(theorem: Theorem, layer: Layer, value: Callable[[object], float]) -> float:
-    if theorem.subject in (Head, Heads):
+def _value(theorem: Theorem, layer: AskedLayer, value: Callable[[object], float]) -> float:
+    if theorem.subject in (Head, HeadAt, HeadsAt):
         if not isinstance(layer.attention, DotProduct):
             raise NotApplicableError("it is stated for dot-product attention")
-        if theorem.subject is Heads:
+        if theorem.subject is HeadsAt:
             return value(layer.together)
         return _of_heads(theorem, layer, value)
     if not isinstance(layer.attention, theorem.subject):
         raise NotApplicableError(f"it is stated for {theorem.subject.__name__}")
     if layer.head is not None and layer.attention.num_heads > 1:
         raise NotApplicableError("it is stated for the whole layer, not for one head")
-    if layer.part == "heads" and layer.attention.output is not None:
+    if layer.map == "heads" and layer.attention.output is not None:
         raise NotApplicableError("it is stated for the layer with its output projection")
     return value(layer.attention)
 
 
-def _of_heads(theorem: Theorem, layer: Layer, value: Callable[[object], float]) -> float:
-    if len(layer.heads) == 1:
-        return value(layer.heads[0])
-    if theorem.kind == "lower":
+def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], float]) -> float:
+    if len(layer.heads) > 1 and theorem.kind == "lower":
         raise NotApplicableError("lower bounds of heads do not add up; ask for one head")
+    values = [value(head) for head in layer.each(theorem.subject)]
+    if len(values) == 1:
+        return values[0]
     if not layer.projected:
-        return math.hypot(*[value(head) for head in layer.heads])
-    added = sum(value(head) for head in layer.heads)
-    if layer.head is not None:
-        return added
-    joined = layer.norm_output * math.hypot(*[value(head) for head in layer.bare])
-    return min(added, joined)
+        return math.hypot(*values)
+    bare = [value(head) for head in layer.each(theorem.subject, bare=True)]
+    return min(sum(values), layer.norm_output * math.hypot(*bare))

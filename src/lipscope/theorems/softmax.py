@@ -9,7 +9,7 @@ from torch import Tensor
 _BISECTIONS = 60
 
 
-def g1(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
+def top_two(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
     """An upper bound of ``‖L(p)‖`` from the two largest probabilities.
 
     ``λ_max(L(p)) ≤ p_(1) (1 - p_(1) + p_(2)) ≤ 1/2``, with equality for uniform ``p`` and for
@@ -19,7 +19,7 @@ def g1(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
 
     Source: the function ``g_1`` of [yudin2025]; proof: ``docs/theory/global-bounds.md``.
 
-    >>> g1(torch.tensor([0.5, 0.5, 0.0])).item()
+    >>> top_two(torch.tensor([0.5, 0.5, 0.0])).item()
     0.5
     """
     top = p.topk(min(2, p.shape[-1]), dim=-1).values
@@ -50,7 +50,7 @@ def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
         value = torch.where(terms.isfinite(), terms, 0.0).sum(-1)
         above = (value > 1) | (mid >= first)
         high, low = torch.where(above, mid, high), torch.where(above, low, mid)
-    return torch.minimum(high, g1(p)).clamp_min(0)
+    return torch.minimum(high, top_two(p)).clamp_min(0)
 
 
 def balanced_mass(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:

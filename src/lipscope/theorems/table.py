@@ -13,15 +13,11 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.attention.projections import Part
 from lipscope.errors import InputError
+from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
 from lipscope.theorems.normed import Normed
-from lipscope.theorems.register import (
-    Metric,
-    NotApplicableError,
-    Theorem,
-    catalogue,
-)
-from lipscope.theorems.several import Layer, evaluate
+from lipscope.theorems.register import NotApplicableError, Theorem, catalogue
+from lipscope.theorems.several import AskedLayer, evaluate
 
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
 _ROUNDING = 1e-5
@@ -29,14 +25,14 @@ _ROUNDING = 1e-5
 Map = Literal["attention", "heads", "normed"]
 
 
-def bounds(
+def bounds_at(
     layer: Attention | Normed,
     x: Float[Tensor, "n d"] | None = None,
     *,
     num_tokens: int | None = None,
     radius: float | None = None,
     floor: float | None = None,
-    part: Part = "attention",
+    map: Part = "attention",
     head: int | None = None,
     metric: Metric | None = None,
     names: Collection[str] | None = None,
@@ -58,7 +54,7 @@ def bounds(
         num_tokens: Number of tokens; that of ``x`` if None.
         radius: Largest token norm; that of ``x`` if None. Not for `Normed`.
         floor: Smallest token norm, for `Normed` only; that of ``x`` if None.
-        part: ``attention``, or ``heads`` for the concatenation before the projection.
+        map: ``attention``, or ``heads`` for the concatenation before the projection.
         head: One query head alone; all together if None.
         metric: Only bounds in this metric; all if None.
         names: Only these theorems; all if None.
@@ -73,19 +69,19 @@ def bounds(
     >>> import torch
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
-    >>> for bound in bounds(layer, num_tokens=4, radius=1.0):
-    ...     if bound.theorem in ("castin_thm_3_3", "global_g2", "yudin_thm_3"):
+    >>> for bound in bounds_at(layer, num_tokens=4, radius=1.0):
+    ...     if bound.theorem in ("castin_thm_3_3", "global_rows_capped", "yudin_thm_3"):
     ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
     castin_thm_3_3 6.12
-    global_g2 2.56
+    global_rows_capped 2.56
     yudin_thm_3 it asks for `x`
     """
     if isinstance(layer, Normed):
-        question = _normed_question(layer, x, num_tokens, radius, floor, part, head)
+        question = _normed_question(layer, x, num_tokens, radius, floor, map, head)
     else:
         _only_normed(floor)
-        x, num_tokens, radius = _checked(layer, x, num_tokens, radius, part, head)
-        question = _Question(Layer(layer, part, head), part, x, num_tokens, radius)
+        x, num_tokens, radius = _checked(layer, x, num_tokens, radius, map, head)
+        question = _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -110,13 +106,12 @@ def bounds(
 class _Question:
     """What theorems are asked about: a layer, an input, what all inputs have in common.
 
-    For the map ``normed`` the layer has taken up the norm, ``x`` is on the unit sphere, and the
+    For the map ``normed`` the layer has taken up the norm, its ``x`` is on the unit sphere, and the
     slopes are those at ``x`` and the largest one of all inputs.
     """
 
-    layer: Layer
+    layer: AskedLayer
     map: Map
-    x: Tensor | None
     num_tokens: int | None
     radius: float | None
     slope: Tensor | None = None
@@ -128,7 +123,6 @@ class _Question:
         return evaluate(
             theorem,
             self.layer,
-            x=self.x,
             num_tokens=self.num_tokens,
             radius=self.radius,
             slope=self.slope if "x" in theorem.needs else self.steepest,
@@ -141,7 +135,7 @@ def _normed_question(
     num_tokens: int | None,
     radius: float | None,
     floor: float | None,
-    part: Part,
+    map: Part,
     head: int | None,
 ) -> _Question:
     """The question about the absorbed layer that answers the one about a layer and its norm."""
@@ -150,12 +144,11 @@ def _normed_question(
             "`radius` should be left out for a layer with a norm in front, which takes tokens of "
             f"every norm to one ellipsoid. Found `radius = {radius}`."
         )
-    if part != "attention":
+    if map != "attention":
         raise InputError(
-            "`part` should be 'attention' for a layer with a norm in front. Found "
-            f"`part = {part!r}`."
+            f"`map` should be 'attention' for a layer with a norm in front. Found `map = {map!r}`."
         )
-    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, part, head)
+    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, map, head)
     norm = layer.constants
     sphere, slope, smallest = None, None, 0.0
     if x is not None:
@@ -169,8 +162,8 @@ def _normed_question(
             f"Found `floor = {floor:g}`."
         )
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
-    asked = Layer(layer.absorbed, "attention", head)
-    return _Question(asked, "normed", sphere, num_tokens, 1.0, slope, steepest, floor)
+    asked = AskedLayer(layer.absorbed, "attention", head, sphere)
+    return _Question(asked, "normed", num_tokens, 1.0, slope, steepest, floor)
 
 
 def _only_normed(floor: float | None) -> None:
@@ -186,14 +179,14 @@ def _checked(
     x: Tensor | None,
     num_tokens: int | None,
     radius: float | None,
-    part: str,
+    map: str,
     head: int | None,
 ) -> tuple[Tensor | None, int | None, float | None]:
     """The arguments, completed from ``x``; one line for what makes no sense."""
     if not isinstance(layer, Attention):
         raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
-    if part not in ("attention", "heads"):
-        raise InputError(f"`part` should be 'attention' or 'heads'. Found `part = {part!r}`.")
+    if map not in ("attention", "heads"):
+        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
     if head is not None and not 0 <= head < layer.num_heads:
         raise InputError(
             f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."

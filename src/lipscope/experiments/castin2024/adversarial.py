@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.attacks.constructions import two_cluster
+from lipscope.attacks import two_cluster
 from lipscope.attention import Attention
 from lipscope.engine.capture import captures
 from lipscope.engine.given import measure_given

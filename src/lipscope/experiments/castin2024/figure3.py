@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lipscope.attacks.constructions import quadratic
+from lipscope.attacks import quadratic
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.experiments.experiment import Job, Study, experiment

@@ -16,7 +16,7 @@ from lipscope.errors import InputError
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.linalg.singular import top_singular
-from lipscope.theorems import NotApplicableError, heads_of
+from lipscope.theorems import HeadAt, NotApplicableError, heads_of
 from lipscope.theorems.papers.castin2024 import castin_thm_3_7_limit
 
 
@@ -96,7 +96,7 @@ def _job(name: str, layer: DotProduct, x: Tensor, scale: float) -> Job:
     def compute() -> dict[str, Any]:
         head = heads_of(layer)[0]
         try:
-            limit = castin_thm_3_7_limit(head, x)
+            limit = castin_thm_3_7_limit(HeadAt(head, x))
         except NotApplicableError:
             return {"limit": None, "sigma": None, "share": None, "in_degree": None}
         start = torch.Generator().manual_seed(0)

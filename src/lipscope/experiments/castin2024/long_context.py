@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lipscope.attacks.constructions import two_cluster, weighted_two_atoms
+from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.experiments.castin2024.windows import first_and_middle

@@ -17,8 +17,8 @@ from lipscope.linalg.singular import top_singular
 from lipscope.models import LoadedModel
 from lipscope.pages.table import number
 from lipscope.records.comparison import looseness as looseness_of
-from lipscope.theorems import bounds, infinity_norm
-from lipscope.theorems.register import Metric
+from lipscope.theorems import bounds_at, infinity_norm
+from lipscope.theorems import Metric
 
 _MOST = 1e6  # times above sigma, as far as the figure goes
 _METRICS = ("frobenius", "max-token")
@@ -58,10 +58,10 @@ def looseness(study: Study) -> Findings:
                 for name, norm, said in (
                     ("castin_thm_3_3", "Frobenius", "tight in n (Section 3.2)"),
                     ("castin_thm_e_3", "Frobenius", "Theorem 3.3 with biases (Appendix E.3)"),
-                    ("global_g2", "Frobenius", "below Theorem 3.3 (derived here)"),
-                    ("f2", "Frobenius", "local: reads the input (derived here)"),
+                    ("global_rows_capped", "Frobenius", "below Theorem 3.3 (derived here)"),
+                    ("local_rows", "Frobenius", "local: reads the input (derived here)"),
                     ("row_gram_joint", "Frobenius", "local, all heads at once (derived here)"),
-                    ("max_token_scalar", "largest-token", "local, without n (derived here)"),
+                    ("local_max_token_scalar", "largest-token", "local, without n (derived here)"),
                     ("kim_thm_3_2_infinity", "infinity", "asymptotically tight (abstract)"),
                 )
             ),
@@ -126,7 +126,7 @@ def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> Job:
             "bounds": [
                 _point(bound.theorem, bound.scope, metric, bound.value / norm)
                 for metric, norm in measured.items()
-                for bound in bounds(l2, one.x, metric=cast("Metric", metric))
+                for bound in bounds_at(l2, one.x, metric=cast("Metric", metric))
                 if bound.value is not None and bound.kind == "upper"
             ]
         }

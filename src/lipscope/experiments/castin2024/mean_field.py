@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from lipscope.attacks.constructions import weighted_two_atoms
+from lipscope.attacks import weighted_two_atoms
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.pages.table import number
 from lipscope.records.growth import slope_of
-from lipscope.theorems import Layer, NotApplicableError, catalogue, evaluate, heads_of
+from lipscope.theorems import NotApplicableError, catalogue, evaluate, heads_of
 from lipscope.theorems.directions import eigen_directions
 
 _MOST = 1e7  # tokens
@@ -122,9 +122,7 @@ def _bounds(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, floa
     found: dict[str, float | None] = {}
     for name in _BOUNDS.values():
         try:
-            found[name] = evaluate(
-                known[name], Layer(layer, "attention", None), num_tokens=num_tokens, radius=radius
-            )
+            found[name] = evaluate(known[name], layer, num_tokens=num_tokens, radius=radius)
         except NotApplicableError:
             found[name] = None
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lipscope.attacks.constructions import two_cluster, weighted_two_atoms
+from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
 from lipscope.certificates.balls import in_double
 from lipscope.charts.panels import Panel, Series

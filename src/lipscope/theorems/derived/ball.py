@@ -15,9 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
-from lipscope.theorems.derived.centre import BallName, Centre, Softmax, eigenvalue, softmax_over
+from lipscope.theorems.derived.intervals import BallName, Softmax, softmax_over
+from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import Head
+from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+from lipscope.theorems.spectrum import eigenvalue
 
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 _EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
@@ -30,16 +33,22 @@ class Ball:
         centre: The head at the centre.
         eps: Radius; one for all tokens, or one each (``token`` only).
         ball: Which moves it holds.
+        weighted: The head's row-Gram certificate at the centre, for `by_weights`, or None.
 
     Raises:
         InputError: If ``eps`` is negative, not finite or of the wrong shape.
     """
 
     def __init__(
-        self, centre: Centre, eps: float | Float[Tensor, " n"], ball: BallName = "token"
+        self,
+        centre: HeadAt,
+        eps: float | Float[Tensor, " n"],
+        ball: BallName = "token",
+        weighted: Weighted | None = None,
     ) -> None:
         self.c = centre
         self.ball: BallName = ball
+        self.weighted = weighted
         self.eps = per_token(eps, centre.x.shape[0], ball)
 
     @cached_property
@@ -117,7 +126,7 @@ class Ball:
     def own_change(self) -> Tensor:
         """``>= ‖V C'_i A - V C_i A‖``, ``(n,)``: what token i's own query adds."""
         c, sums = self.c, self.sums
-        v, a = c.norm_v * self.spread, c.norm_a * self.spread
+        v, a = c.head.norm_v * self.spread, c.norm_a * self.spread
         return (
             (sums["change_v"] * sums["change_a"]).sqrt()
             + self.mean_moved * self._key_moved
@@ -130,7 +139,7 @@ class Ball:
     def own(self) -> Tensor:
         """``>= ‖V C'_i A‖``, ``(n,)``: the product of two spreads, or centre plus change."""
         c, sums = self.c, self.sums
-        v = sums["upper_v"].sqrt() + c.norm_v * self.spread
+        v = sums["upper_v"].sqrt() + c.head.norm_v * self.spread
         a = sums["upper_a"].sqrt() + c.norm_a * self.spread
         return torch.minimum(v * a, c.drift + self.own_change)
 
@@ -140,10 +149,10 @@ class Ball:
         c, sums = self.c, self.sums
         if c.rotary is not None:
             return sums["rows"]
-        moved, upper = c.norm_v * self.spread, sums["upper_v"].sqrt()
+        moved, upper = c.head.norm_v * self.spread, sums["upper_v"].sqrt()
         # (a + b)(a + b)^T <= (1 + t) a a^T + (1 + 1/t) b b^T with t = moved / upper
         stretch = torch.where(upper > 0, 1 + moved / upper, 0.0)
-        extra = self.spread.square() + self.spread * upper / max(c.norm_v, 1e-300)
+        extra = self.spread.square() + self.spread * upper / max(c.head.norm_v, 1e-300)
         rho = self.rho[:, 0].square()
         whole = c.gram_v * (1 + rho * extra)[:, None, None]
         return eigenvalue(whole + sums["upper_y"] * (rho * stretch)[:, None, None])
@@ -152,14 +161,14 @@ class Ball:
         """`row` where what reads token j depends on j: centre weighted by U, plus change."""
         c, upper = self.c, self.p.upper[rows]
         key_value = c.head.value @ c.head.key.T  # (k_v, k)
-        cross = (upper[..., None] * (c.h(rows) @ key_value.T)).mT @ y
+        cross = (upper[..., None] * (c.pulled(rows) @ key_value.T)).mT @ y
         gram = _gram((upper.sqrt() * c.rho[rows])[..., None] * y)
         total = upper.sum(-1)[:, None, None] * c.gram_v
         main = eigenvalue(total + cross + cross.mT + gram).sqrt()
         # o'_i - o_i, from the norms alone: the sums are not known yet
-        mean = (self.p.change[rows] * c.nu[rows]).sum(-1) + c.norm_v * self.shift[rows]
+        mean = (self.p.change[rows] * c.nu[rows]).sum(-1) + c.head.norm_v * self.shift[rows]
         query = c.norm_a * self.eps[rows, None]
-        block = (c.norm_v * self.eps + mean[:, None]) * self.rho[rows] + c.nu[rows] * query
+        block = (c.head.norm_v * self.eps + mean[:, None]) * self.rho[rows] + c.nu[rows] * query
         return (main + (upper * block.square()).sum(-1).sqrt()).square()
 
     # --- the forms
@@ -169,16 +178,19 @@ class Ball:
         """The row-Gram certificate at the centre, blocks stretched by ``U_ij / P_ij``.
 
         ``sqrt(max_j sum_i p_ij ω'_i)``; the weights ``p`` are those found at the centre.
+        Infinite without them.
         """
+        if self.weighted is None:
+            return math.inf
         c, p = self.c, self.p
         stretch = torch.where(c.p > 0, p.upper / c.p, 1.0)
         unseen = (c.p == 0) & (p.upper > 0)
         if bool(unseen.any()) or not bool(torch.isfinite(stretch).all()):
             return math.inf
-        rows, weights = c.weighted.rows, c.weighted.weights
+        rows, weights = self.weighted.rows, self.weighted.weights
         sizes = torch.where(weights > 0, p.upper.square() / weights, 0.0)
-        mean = self.mean_moved + c.norm_v * self.shift
-        moved = (c.norm_v * self.eps + mean[:, None]) * self.rho
+        mean = self.mean_moved + c.head.norm_v * self.shift
+        moved = (c.head.norm_v * self.eps + mean[:, None]) * self.rho
         query = c.norm_a * self.eps
         if c.rotary is None:
             parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks()]
@@ -200,23 +212,23 @@ class Ball:
     def by_blocks(self) -> float:
         """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |Vy'_ij| |a'_i|]_ij‖``."""
         c = self.c
-        mean = self.mean_moved + c.norm_v * self.shift
-        nu = c.nu + c.norm_v * self.eps + mean[:, None]
+        mean = self.mean_moved + c.head.norm_v * self.shift
+        nu = c.nu + c.head.norm_v * self.eps + mean[:, None]
         blocks = self.p.upper * nu * self.rho
-        return float(_norm(self.p.upper) * c.norm_v + self.own.max() + _norm(blocks))
+        return float(_norm(self.p.upper) * c.head.norm_v + self.own.max() + _norm(blocks))
 
     @cached_property
     def change(self) -> float:
         """``>= ‖J(X') - J(X)‖``: to be added to any bound of ``‖J(X)‖``."""
         c, sums = self.c, self.sums
-        weights = self.p.change.sum(-1).sqrt() * c.norm_v
+        weights = self.p.change.sum(-1).sqrt() * c.head.norm_v
         reader = c.rho.amax(-1) if c.rotary is None else None
         if reader is None:
             turned = (self.p.change * (c.nu * c.rho).square()).sum(-1).sqrt()
         else:
             turned = reader * sums["change_v"].sqrt()
         blocks = (weights + turned).square()
-        moved = self.rho.amax(-1) * (c.norm_v * self.spread + self.mean_moved)
+        moved = self.rho.amax(-1) * (c.head.norm_v * self.spread + self.mean_moved)
         moved = moved + c.norm_a * self.eps * sums["upper_v"].sqrt()
         return float(
             _column(self.p.change, blocks)
@@ -232,12 +244,11 @@ class Ball:
         norms = self.c.x.norm(dim=-1) + self.eps
         return _global(self.c.head, float(norms.max()), self.c.allowed)
 
-    def forms(self, local: float | None = None, *, sharp: bool = False) -> dict[str, float]:
+    def forms(self, local: float | None = None) -> dict[str, float]:
         """Every form that is finite, by name.
 
         Args:
             local: A certificate at the centre; the lesser of F1 and F2 if None.
-            sharp: Also `by_weights`.
         """
         if local is None:
             at = Ball(self.c, 0.0)
@@ -246,7 +257,7 @@ class Ball:
             "rows": self.by_rows,
             "blocks": self.by_blocks,
             "change": local + self.change,
-            "weights": self.by_weights if sharp else math.inf,
+            "weights": self.by_weights,
             "radius": self.by_radius,
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
@@ -261,42 +272,42 @@ class Ball:
 
 
 @theorem(cite=DERIVED, statement="ball certificate")
-def ball_certificate(head: Head, x: Tensor, eps: float) -> float:
+def ball_certificate(at: HeadAt, eps: float) -> float:
     """Least of all ball forms: ``‖f(X') - f(X'')‖ <= L ‖X' - X''‖`` within ``eps`` of X.
 
     ``L = min(F1(eps), F2(eps), min(F1, F2)(0) + change(eps), G2(max|x_i| + eps))``.
     Holds for every X', X'' whose tokens are within ``eps`` of those of X, any mask, biases
     and rotary embedding (G2 then left out). Source: derived here (``docs/theory``).
     """
-    return least(Ball(Centre(head, x), eps).forms())
+    return least(Ball(at, eps).forms())
 
 
 @theorem(cite=DERIVED, statement="ball certificate, rows", slow=True)
-def ball_rows(head: Head, x: Tensor, eps: float) -> float:
+def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``.
 
     Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
     """
-    return least({"rows": Ball(Centre(head, x), eps).by_rows})
+    return least({"rows": Ball(at, eps).by_rows})
 
 
 @theorem(cite=DERIVED, statement="ball certificate, blocks", slow=True)
-def ball_blocks(head: Head, x: Tensor, eps: float) -> float:
+def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 
     Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
     """
-    return least({"blocks": Ball(Centre(head, x), eps).by_blocks})
+    return least({"blocks": Ball(at, eps).by_blocks})
 
 
 @theorem(cite=DERIVED, statement="ball certificate, radius")
-def ball_radius(head: Head, x: Tensor, eps: float) -> float:
-    """G2 at radius ``max_i |x_i| + eps``.
+def ball_radius(at: HeadAt, eps: float) -> float:
+    """`global_rows_capped` at radius ``max_i |x_i| + eps``.
 
     Holds for any mask and biases, not for rotary embeddings. Source: derived here.
     """
-    head.without_rotary()
-    return least({"radius": Ball(Centre(head, x), eps).by_radius})
+    at.head.without_rotary()
+    return least({"radius": Ball(at, eps).by_radius})
 
 
 def least(forms: dict[str, float]) -> float:

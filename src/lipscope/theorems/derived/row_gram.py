@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lipscope.theorems.head import Head, Heads
-from lipscope.theorems.point import Point, at_point
+from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
@@ -30,7 +29,7 @@ _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", slow=True)
-def row_gram(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
+def row_gram(at: HeadAt, slope: Tensor | None = None) -> float:
     """Rows by Cauchy–Schwarz under weights chosen for this input, one head.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``; the diagonal
@@ -39,11 +38,11 @@ def row_gram(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
     Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights; exactly
     as it stands through a norm in front, whose derivative is a part of ``J_ij``.
     """
-    return weighted_rows(Rows(at_point([head], x, slope), None)).value
+    return weighted_head(at, slope).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", slow=True)
-def row_gram_joint(heads: Heads, x: Tensor, slope: Tensor | None = None) -> float:
+def row_gram_joint(at: HeadsAt, slope: Tensor | None = None) -> float:
     """The same with all heads and the output projection in one matrix per row.
 
     ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
@@ -52,7 +51,7 @@ def row_gram_joint(heads: Heads, x: Tensor, slope: Tensor | None = None) -> floa
     Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front.
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
-    return weighted_rows(Rows(at_point(heads.heads, x, slope), heads.output)).value
+    return weighted_rows(JacobianRows(at, slope)).value
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,16 @@ class Weighted:
     """A row-Gram certificate: its value, and what it was computed from."""
 
     value: float
-    rows: Rows
+    rows: JacobianRows
     weights: Tensor
 
 
-def weighted_rows(rows: Rows) -> Weighted:
+def weighted_head(at: HeadAt, slope: Tensor | None = None) -> Weighted:
+    """The certificate of one head, with its rows and weights."""
+    return weighted_rows(JacobianRows(HeadsAt((at.head,), at.x), slope))
+
+
+def weighted_rows(rows: JacobianRows) -> Weighted:
     """The certificate with the best weights found."""
     best, weights = math.inf, None
     probes = _random_probes(rows)
@@ -87,7 +91,7 @@ def _bound(weights: Tensor, omega: Tensor) -> float:
     return float((weights * omega[:, None]).sum(0).max().sqrt())
 
 
-def _random_probes(rows: Rows) -> Tensor:
+def _random_probes(rows: JacobianRows) -> Tensor:
     """The same Gaussian directions at every call: their mean square is a Frobenius norm."""
     generator = torch.Generator().manual_seed(0)
     n, size = len(rows.at.x), rows.width
@@ -95,24 +99,24 @@ def _random_probes(rows: Rows) -> Tensor:
     return (probes / math.sqrt(size * _PROBES)).expand(n, -1, -1)
 
 
-@dataclass
-class Rows:
+class JacobianRows:
     """The rows of the Jacobian of several heads, ``J_ij = W Y_ij``.
 
     Through a norm in front a block is followed by ``s_j (I - x_j x_j^T)``, whose square is
     ``s_j^2 (I - κ_j x_j x_j^T)`` with ``κ_j = 2 - |x_j|^2``: what a block does along ``x_j`` is
     taken off its Gram matrix.
+
+    Args:
+        at: The heads at X; on the unit sphere if there is a norm in front.
+        slope: Of that norm, ``s``, ``(n,)``, or None.
     """
 
-    at: Point
-    output: Tensor | None
-
-    def __post_init__(self) -> None:
-        at = self.at
+    def __init__(self, at: HeadsAt, slope: Tensor | None = None) -> None:
+        self.at, self.slope = at, slope
         heads, n, kv = at.v.shape
         self.concat = heads * kv
         # ‖W Y‖ = ‖R Y‖ for W = U R; without projection R is the identity.
-        self.factor = None if self.output is None else torch.linalg.qr(self.output, mode="r").R
+        self.factor = None if at.output is None else torch.linalg.qr(at.output, mode="r").R
         self.width = self.concat if self.factor is None else len(self.factor)
         self.values = at.value.reshape(self.concat, -1)
         self.value_gram = self.values @ self.values.T
@@ -137,6 +141,13 @@ class Rows:
             perron = size.T @ (size @ perron)
             perron = perron / perron.norm()
         return size / (perron + 1e-3 * perron.max())
+
+    def _pulled(self, i: int) -> Tensor:
+        """``R_j^T R_i q_i``, ``(H, m, k)``."""
+        return self.at.pulled(slice(i, i + 1))[:, 0]
+
+    def _covariance(self, i: int) -> Tensor:
+        return self.at.covariance(slice(i, i + 1))[:, 0]
 
     def _rows_at_once(self) -> int:
         return max(1, _CHUNK // (8 * max(self.concat, len(self.at.x)) * self.concat))
@@ -185,10 +196,10 @@ class Rows:
         c = at.p[:, i]
         through = (at.value.mT @ parts).permute(0, 2, 1)  # V_h^T z_h, (H, m, d)
         heights = c[:, :, None] * ((at.v - at.o[:, i, None]) @ parts)  # (H, n, m)
-        own = ((at.covariance(i).mT @ parts).mT @ at.query).sum(0)  # (m, d)
-        if at.rotary:
+        own = ((self._covariance(i).mT @ parts).mT @ at.query).sum(0)  # (m, d)
+        if at.rotary is not None:
             pulled = torch.einsum("hj,hmd->jmd", c, through)
-            pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, at.pulled(i), at.key)
+            pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, self._pulled(i), at.key)
             pulled[i] += own
             return self._through_norm(i, parts, pulled.square().sum((1, 2)))
         # Sums of squares from inner products of heads: no vector of d numbers per token.
@@ -203,17 +214,17 @@ class Rows:
 
     def _through_norm(self, i: int, parts: Tensor, seen: Tensor) -> Tensor:
         """What is left of one row of `seen` after the norm."""
-        if self.at.slope is not None:
+        if self.slope is not None:
             along = torch.einsum("hjk,hkm->jm", self._along(i), parts).square().sum(1)
-            seen = self.at.slope.square() * (seen - self.kappa * along)
+            seen = self.slope.square() * (seen - self.kappa * along)
         return seen.clamp_min(0)
 
     def _along(self, i: int) -> Tensor:
         """``Y_ij x_j``: what blocks do to a move of every token along itself, ``(H, n, k_v)``."""
         at = self.at
-        inner = (at.pulled(i) * self.own_keys).sum(-1)  # <a_ij, x_j>
+        inner = (self._pulled(i) * self.own_keys).sum(-1)  # <a_ij, x_j>
         along = at.p[:, i, :, None] * (at.v + inner[:, :, None] * (at.v - at.o[:, i, None]))
-        along[:, i] += (at.covariance(i) @ self.own_queries[:, i, :, None])[..., 0]
+        along[:, i] += (self._covariance(i) @ self.own_queries[:, i, :, None])[..., 0]
         return along
 
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
@@ -226,14 +237,14 @@ class Rows:
     def _gram(self, i: int, weights: Tensor) -> Tensor:
         at = self.at
         heads, n, kv = at.v.shape
-        inverse = torch.where(self.support[i], at.columns.square() / weights, 0.0)
+        inverse = torch.where(self.support[i], at.columns(self.slope).square() / weights, 0.0)
         c = at.p[:, i]
         scaled = c * inverse
         y = (c[:, :, None] * (at.v - at.o[:, i, None])).mT.reshape(self.concat, n)
         weighted = y * inverse
         gram = _expand(scaled @ c.T, kv) * self.value_gram
-        if at.rotary:
-            pulled = at.pulled(i)
+        if at.rotary is not None:
+            pulled = self._pulled(i)
             mixed, quadratic = self._rotary_terms(pulled, scaled, y, weighted)
             query = pulled[:, i]
         else:
@@ -247,7 +258,7 @@ class Rows:
             quadratic = _expand(products, kv) * (weighted @ y.T)
         gram = gram + mixed + mixed.T + quadratic
         gram = gram + self._diagonal(i, query) * inverse[i]
-        if at.slope is None:
+        if self.slope is None:
             return gram
         along = self._along(i).mT.reshape(self.concat, n)
         rounding = _CANCELLATION * gram.trace() * torch.eye(self.concat, dtype=gram.dtype)
@@ -276,7 +287,7 @@ class Rows:
         """``(Y + S)(Y + S)^T - Y Y^T`` for the block on the diagonal, ``S_h = Cov_h Q_h``."""
         at = self.at
         heads, _, kv = at.v.shape
-        cov = torch.block_diag(*at.covariance(i))  # (Hk_v, Hk)
+        cov = torch.block_diag(*self._covariance(i))  # (Hk_v, Hk)
         c = at.p[:, i, i]
         y = (at.v[:, i] - at.o[:, i]) * c[:, None]
         # Y Q_g^T for every g: c_h (V_h + y_h a_h^T) Q_g^T

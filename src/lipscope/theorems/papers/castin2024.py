@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope.theorems.directions import Direction, eigen_directions
 from lipscope.theorems.head import Head
-from lipscope.theorems.point import Point, at_point
+from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError, theorem
 
 _SLIDES = "as stated on the authors' slides (January 2025); fails for p = 2"
@@ -62,7 +62,7 @@ def castin_thm_4_4(head: Head, radius: float) -> float:
 
     Stated for causal attention and the conditional Wasserstein distance. It fails for p = 2:
     with ``A = 0`` attention is the running mean, of norm 1.1441 for two tokens and up to 2
-    (Hardy) for many. `masked_mean_field` is the corrected constant.
+    (Hardy) for many. `causal_mean_field` is the corrected constant.
 
     Source: Theorem 4.4 of [castin2024], as on the authors' slides.
     """
@@ -153,7 +153,7 @@ def castin_prop_3_6_strengthened(head: Head, radius: float) -> float:
 
 
 @theorem(cite="castin2024", statement="Theorems 3.7 and 4.5, exact limit", scope="limit")
-def castin_thm_3_7_limit(head: Head, x: Tensor) -> float:
+def castin_thm_3_7_limit(at: HeadAt) -> float:
     """Sigma of ``s X`` as ``s`` grows, exactly.
 
     ``‖V‖ √(max_j #{i : m_i = j})`` with ``m_i = argmax_j <A x_i, x_j>`` over visible keys.
@@ -162,10 +162,10 @@ def castin_thm_3_7_limit(head: Head, x: Tensor) -> float:
 
     Source: Theorems 3.7 and 4.5 of [castin2024]; the exact value is derived here.
     """
+    head, x = at.head, at.x
     head.without_rotary()
-    x = x.detach().to("cpu", torch.float64)
     scores = (x @ head.query.T) @ (x @ head.key.T).T  # a bias does not grow like R²
-    allowed = head.allowed(len(x))
+    allowed = at.allowed
     top = scores.masked_fill(~allowed, -torch.inf).topk(min(2, len(x)), dim=1)
     tied = (allowed.sum(1) > 1) & (
         top.values[:, 0] - top.values[:, -1] <= 1e-12 * scores.abs().max()
@@ -191,7 +191,7 @@ def castin_thm_3_7(head: Head, num_tokens: int) -> float:
 
 
 @theorem(cite="castin2024", statement="Theorem C.3, corrected")
-def castin_thm_c_3(head: Head, x: Tensor) -> float:
+def castin_thm_c_3(at: HeadAt) -> float:
     """Theorem 3.3 with what the tokens really are.
 
     ``√3 ‖V‖ (ρ² r² (n + 1) + n)^(1/2)``, ``r = max |x_i - x_j|``,
@@ -202,9 +202,10 @@ def castin_thm_c_3(head: Head, x: Tensor) -> float:
     Source: Theorem C.3 of [castin2024]. Its printed formula was not available to us; that ``ρ``
     must see ``A^T x`` is shown in ``docs/theory/global-bounds.md``.
     """
-    rho, rho_t, r = _reach(head, x)
+    head, n = at.head, len(at.x)
+    rho, rho_t, r = _reach(at)
     rho = max(rho, rho_t)
-    return head.norm_v * math.sqrt(3 * (rho**2 * r**2 * (len(x) + 1) + len(x)))
+    return head.norm_v * math.sqrt(3 * (rho**2 * r**2 * (n + 1) + n))
 
 
 @theorem(
@@ -213,7 +214,7 @@ def castin_thm_c_3(head: Head, x: Tensor) -> float:
     sound=False,
     note="the authors' code lacks √3 and A^T x; fails by a factor of 9 on eight hand-made tokens",
 )
-def castin_thm_c_3_coded(head: Head, x: Tensor) -> float:
+def castin_thm_c_3_coded(at: HeadAt) -> float:
     """What the authors' script computes.
 
     ``‖V‖ (ρ² r² (n + 1) + n)^(1/2)`` with ``ρ = max_i |A x_i|`` alone.
@@ -222,12 +223,13 @@ def castin_thm_c_3_coded(head: Head, x: Tensor) -> float:
 
     Source: the code of [castin2024].
     """
-    rho, _, r = _reach(head, x)
-    return head.norm_v * math.sqrt(rho**2 * r**2 * (len(x) + 1) + len(x))
+    head, n = at.head, len(at.x)
+    rho, _, r = _reach(at)
+    return head.norm_v * math.sqrt(rho**2 * r**2 * (n + 1) + n)
 
 
 @theorem(cite="castin2024", statement="Theorem C.3, tightened")
-def castin_thm_c_3_tightened(head: Head, x: Tensor) -> float:
+def castin_thm_c_3_tightened(at: HeadAt) -> float:
     """Theorem C.3 by the row form and the identity of pairs.
 
     ``‖V‖ (√(n (1 + ρ² r² / 2)) + ρ_T r / √2)``, ``ρ = max |a_i|``, ``ρ_T = max |A^T x_i|``.
@@ -236,8 +238,9 @@ def castin_thm_c_3_tightened(head: Head, x: Tensor) -> float:
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    rho, rho_t, r = _reach(head, x)
-    rows = math.sqrt(len(x) * (1 + rho**2 * r**2 / 2))
+    head, n = at.head, len(at.x)
+    rho, rho_t, r = _reach(at)
+    rows = math.sqrt(n * (1 + rho**2 * r**2 / 2))
     return head.norm_v * (rows + rho_t * r / math.sqrt(2))
 
 
@@ -306,12 +309,9 @@ def _causal(head: Head) -> None:
         raise NotApplicableError("it is not causal")
 
 
-def _reach(head: Head, x: Tensor) -> tuple[float, float, float]:
+def _reach(at: HeadAt) -> tuple[float, float, float]:
     """``max |a_i|``, ``max |A^T x_i|`` and the diameter of the tokens."""
-    head.without_rotary()
-    at: Point = at_point([head], x)
-    small = torch.linalg.qr(head.query.T, mode="r").R
-    back = (at.x @ head.key.T) @ small.T  # |A^T x| = |Q^T (K x)|
+    at.head.without_rotary()
     centred = at.x - at.x.mean(0)  # of the size of the diameter: products lose nothing
     r = torch.cdist(centred, centred, compute_mode="use_mm_for_euclid_dist").max()
-    return float(at.norms_a[0].max()), float(back.norm(dim=1).max()), float(r)
+    return float(at.rho.max()), float(at.tokens_in_queries().norm(dim=1).max()), float(r)

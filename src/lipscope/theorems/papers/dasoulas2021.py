@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.theorems.register import theorem
+from lipscope.theorems.spectrum import spectral_norm
 
 CONSTANT = math.exp(math.sqrt(3)) + 2 * math.sqrt(6)
 
@@ -29,8 +29,8 @@ def dasoulas_lipschitz_norm(layer: LipschitzNormAttention) -> float:
     Source: [dasoulas2021], with as many keys as queries.
     """
     together = torch.cat([layer.query, layer.key, layer.value])
-    return CONSTANT * _norm(together) * (1.0 if layer.output is None else _norm(layer.output))
-
-
-def _norm(weight: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weight.detach().to("cpu", torch.float64), 2))
+    return (
+        CONSTANT
+        * spectral_norm(together)
+        * (1.0 if layer.output is None else spectral_norm(layer.output))
+    )

@@ -18,6 +18,7 @@ from lipscope.attention.l2 import L2Attention
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+from lipscope.theorems.spectrum import spectral_norm
 
 
 def phi(x: float) -> float:
@@ -179,12 +180,10 @@ def _frobenius_weights(layer: L2Attention) -> float:
     """``k^(-1/2) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``."""
     _visible_self(layer)
     w, v, output = _weights(layer)
-    heads = math.hypot(*[_norm(a) ** 2 * _norm(b) for a, b in zip(w, v, strict=True)])
-    return layer.head_width**-0.5 * heads * (1.0 if output is None else _norm(output))
-
-
-def _norm(matrix: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(matrix, 2))
+    heads = math.hypot(
+        *[spectral_norm(a) ** 2 * spectral_norm(b) for a, b in zip(w, v, strict=True)]
+    )
+    return layer.head_width**-0.5 * heads * (1.0 if output is None else spectral_norm(output))
 
 
 def _infinity(matrix: Tensor) -> float:

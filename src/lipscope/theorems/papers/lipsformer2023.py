@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from lipscope.attention.cosine import ScaledCosineAttention
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+from lipscope.theorems.spectrum import spectral_norm
 
 
 @theorem(cite="lipsformer2023", statement="Theorem 1")
@@ -56,11 +54,7 @@ def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) ->
 
 def _of_heads(layer: ScaledCosineAttention, one: Callable[[float, float, float], float]) -> float:
     parts = (layer.query, layer.key, layer.value)
-    norms = [[_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
+    norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
     heads = math.hypot(*[one(*sizes) for sizes in zip(*norms, strict=True)])
-    output = 1.0 if layer.output is None else _norm(layer.output)
+    output = 1.0 if layer.output is None else spectral_norm(layer.output)
     return layer.gain * layer.eps**-0.5 * heads * output
-
-
-def _norm(weight: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(weight.detach().to("cpu", torch.float64), 2))

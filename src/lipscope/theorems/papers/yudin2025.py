@@ -7,31 +7,30 @@ import math
 import torch
 from torch import Tensor
 
-from lipscope.theorems.head import Head
-from lipscope.theorems.point import at_point
+from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import theorem
-from lipscope.theorems.softmax import g1, softmax_norm
+from lipscope.theorems.softmax import softmax_norm, top_two
 
 
 @theorem(cite="yudin2025", statement="Theorem 3")
-def yudin_thm_3(head: Head, x: Tensor) -> float:
+def yudin_thm_3(at: HeadAt) -> float:
     """Attention and the change of attention, the latter by the softmax's spectrum.
 
-    ``‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i g1(P_i))``, ``g1(p) = p_(1) (1 - p_(1) + p_(2))``.
+    ``‖V‖ (‖P‖ + 2 ‖X‖² ‖A‖ max_i top_two(P_i))``, ``top_two(p) = p_(1) (1 - p_(1) + p_(2))``.
 
     Holds for any mask at ``x``; not for biases of queries or rotary embeddings.
 
     Source: Theorem 3 of [yudin2025], as quoted by an implementation of it.
     """
+    head = at.head
     head.without_rotary()
     head.without_bias()
-    at = at_point([head], x)
     size = _norm(at.x) ** 2 * head.norm_a
-    return head.norm_v * (norm_of_rows(at.p[0]) + 2 * size * float(g1(at.p[0]).max()))
+    return head.norm_v * (norm_of_rows(at.p) + 2 * size * float(top_two(at.p).max()))
 
 
 @theorem(cite="yudin2025", statement="Theorem 3, centred")
-def yudin_centred(head: Head, x: Tensor) -> float:
+def yudin_centred(at: HeadAt) -> float:
     """Theorem 3 without what the softmax does not see.
 
     ``‖V‖ ‖P‖ + max_i ‖L(P_i)‖ · ‖X_c V^T‖ (‖X_c A‖ + ‖X A^T + 1 b^T‖)``, ``X_c`` the tokens
@@ -42,15 +41,14 @@ def yudin_centred(head: Head, x: Tensor) -> float:
     Source: derived here from the proof of Theorem 3 of [yudin2025]
     (``docs/theory/global-bounds.md``).
     """
+    head = at.head
     head.without_rotary()
-    at = at_point([head], x)
     centred = at.x - at.x.mean(0)
-    small_q = torch.linalg.qr(head.query.T, mode="r").R
     small_k = torch.linalg.qr(head.key.T, mode="r").R
-    keys = _norm((centred @ head.key.T) @ small_q.T)  # ‖X_c A‖
-    queries = _norm(at.q[0] @ small_k.T)  # ‖X A^T + 1 b^T‖
-    change = _largest_softmax_norm(at.p[0]) * _norm(centred @ head.value.T)
-    return head.norm_v * norm_of_rows(at.p[0]) + change * (keys + queries)
+    keys = _norm((centred @ head.key.T) @ at.factor_q.T)  # ‖X_c A‖
+    queries = _norm(at.q @ small_k.T)  # ‖X A^T + 1 b^T‖
+    change = _largest_softmax_norm(at.p) * _norm(centred @ head.value.T)
+    return head.norm_v * norm_of_rows(at.p) + change * (keys + queries)
 
 
 def norm_of_rows(p: Tensor) -> float:
@@ -70,8 +68,8 @@ def norm_of_rows(p: Tensor) -> float:
 
 
 def _largest_softmax_norm(p: Tensor) -> float:
-    """``max_i ‖L(P_i)‖``: rows in the order of g1, until no other can be larger."""
-    ceiling, order = g1(p).sort(descending=True)
+    """``max_i ‖L(P_i)‖``: rows in the order of top_two, until no other can be larger."""
+    ceiling, order = top_two(p).sort(descending=True)
     best, start = 0.0, 0
     while start < len(p) and float(ceiling[start]) > best:
         best = max(best, float(softmax_norm(p[order[start : start + 32]]).max()))

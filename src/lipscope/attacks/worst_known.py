@@ -10,29 +10,30 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attacks import constructions as inputs
-from lipscope.attacks.ascent import check_size
+from lipscope.attacks import constructions
+from lipscope.attacks.ascent import ascend, check_size
+from lipscope.attacks.constructions import Construction
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.theorems import DERIVED
 
 # One construction is one function; those that place tokens by a head take its index.
-PER_HEAD: dict[str, Callable[..., inputs.Construction]] = {
-    "two_cluster": inputs.two_cluster,
-    "gamma_star": inputs.gamma_star,
-    "unbalanced": inputs.unbalanced,
-    "dominant_token": inputs.dominant_token,
-    "quadratic": inputs.quadratic,
-    "large_radius": inputs.large_radius,
-    "l2_extremal": inputs.l2_extremal,
+PER_HEAD: dict[str, Callable[..., Construction]] = {
+    "two_cluster": constructions.two_cluster,
+    "gamma_star": constructions.gamma_star,
+    "unbalanced": constructions.unbalanced,
+    "dominant_token": constructions.dominant_token,
+    "quadratic": constructions.quadratic,
+    "large_radius": constructions.large_radius,
+    "l2_extremal": constructions.l2_extremal,
 }
-PER_LAYER: dict[str, Callable[..., inputs.Construction]] = {"constant": inputs.constant}
+PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constructions.constant}
 _BEST_AS_STARTS = 4
 
 
 @dataclass(frozen=True)
-class Attack:
+class WorstInput:
     """One input and sigma of the whole layer there, or why it is not available.
 
     Attributes:
@@ -45,7 +46,7 @@ class Attack:
         radius_max: Largest token norm.
         predicted: As in `Construction`: about the head's contribution, or the whole layer.
         x: The input, or None.
-        v: Top right singular vector, for `inputs.confirm`, or None.
+        v: Top right singular vector, for `confirm`, or None.
         reason: Why it is not available, the solver's note if it has one, or None.
     """
 
@@ -75,7 +76,7 @@ def worst(
     tol: float = 1e-3,
     tight: bool = False,
     generator: torch.Generator | None = None,
-) -> list[Attack]:
+) -> list[WorstInput]:
     """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
 
     Holds for every layer; what cannot be built for it follows last, with the reason. The
@@ -116,13 +117,13 @@ def worst(
                 f"`heads` should be between 0 and {layer.num_heads - 1}. Found {head}."
             )
     rows = [
-        _measured(layer, built, tol, generator) if isinstance(built, inputs.Construction) else built
+        _measured(layer, built, tol, generator) if isinstance(built, Construction) else built
         for built in _all(layer, num_tokens, radius, chosen, names)
     ]
     rows.sort(key=_order)
     if steps:
         starts = [row.x for row in rows[:_BEST_AS_STARTS] if row.x is not None]
-        found = inputs.ascend(
+        found = ascend(
             layer,
             num_tokens=num_tokens,
             radius=radius,
@@ -142,7 +143,7 @@ def _all(
     radius: float,
     heads: Sequence[int],
     names: Collection[str] | None,
-) -> Iterator[inputs.Construction | Attack]:
+) -> Iterator[Construction | WorstInput]:
     wanted = {*PER_LAYER, *PER_HEAD} if names is None else names
     for name, build in PER_LAYER.items():
         if name not in wanted:
@@ -156,33 +157,33 @@ def _all(
             for h in heads
         ]
         # What fails for the layer as such is said once.
-        reasons = {one.reason if isinstance(one, Attack) else None for one in made}
-        if len(made) > 1 and len(reasons) == 1 and isinstance(made[0], Attack):
+        reasons = {one.reason if isinstance(one, WorstInput) else None for one in made}
+        if len(made) > 1 and len(reasons) == 1 and isinstance(made[0], WorstInput):
             made = [replace(made[0], head=None)]
         yield from made
 
 
 def _try(
-    name: str, head: int | None, build: Callable[[], inputs.Construction]
-) -> inputs.Construction | Attack:
+    name: str, head: int | None, build: Callable[[], Construction]
+) -> Construction | WorstInput:
     try:
         return build()
     except InputError as why:
         reason = str(why).removeprefix("not available: ")
-        return Attack(name, "", "", head, None, None, None, None, None, None, reason)
+        return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
 def _measured(
-    layer: Attention, built: inputs.Construction, tol: float, generator: torch.Generator | None
-) -> Attack:
+    layer: Attention, built: Construction, tol: float, generator: torch.Generator | None
+) -> WorstInput:
     top = top_singular(layer.linearise(built.x), tol=tol, generator=generator)
     about = (built.name, built.statement, built.cite, built.head)
     return _row(about, built.x, top, built.predicted)
 
 
 def _tightened(
-    layer: Attention, row: Attack, tol: float, generator: torch.Generator | None
-) -> Attack:
+    layer: Attention, row: WorstInput, tol: float, generator: torch.Generator | None
+) -> WorstInput:
     """A row with a narrow interval, from a start that its choice has not seen."""
     if row.x is None or row.sigma is None:
         return row
@@ -193,12 +194,12 @@ def _tightened(
 
 def _row(
     about: tuple[str, str, str, int | None], x: Tensor, top: TopSingular, predicted: float | None
-) -> Attack:
+) -> WorstInput:
     radius = float(torch.linalg.vector_norm(x, dim=-1).max())
     if top.status == "non_finite":
-        return Attack(*about, None, None, radius, predicted, x, None, top.note)
-    return Attack(*about, top.sigma, top.upper, radius, predicted, x, top.v, top.note)
+        return WorstInput(*about, None, None, radius, predicted, x, None, top.note)
+    return WorstInput(*about, top.sigma, top.upper, radius, predicted, x, top.v, top.note)
 
 
-def _order(row: Attack) -> float:
+def _order(row: WorstInput) -> float:
     return float("inf") if row.sigma is None else -row.sigma

@@ -18,14 +18,14 @@ from torch import Tensor
 from lipscope.theorems.directions import star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
-from lipscope.theorems.point import at_point
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
+from lipscope.theorems.spectrum import spectral_norm
 
 _CELLS = 4096
 
 
 @theorem(cite=DERIVED, statement="G1")
-def global_g1(head: Head, num_tokens: int, radius: float) -> float:
+def global_rows(head: Head, num_tokens: int, radius: float) -> float:
     """Theorem 3.3 by rows: never above it.
 
     ``‖V‖ (√(n κ(β²)) + α)``, ``κ(t) = max_{p≤1} p (1 + t min(1, 4p(1-p)))``.
@@ -39,8 +39,8 @@ def global_g1(head: Head, num_tokens: int, radius: float) -> float:
 
 
 @theorem(cite=DERIVED, statement="G2")
-def global_g2(head: Head, num_tokens: int, radius: float) -> float:
-    """G1 with the largest attention that a ball allows: the best global bound here.
+def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
+    """`global_rows` with the largest attention that a ball allows: the best global bound here.
 
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p)))) + α)``,
     ``p_i = 1 / (1 + (N_i - 1) e^(-2β - r_i))``, ``N_i`` the number of keys that row ``i`` sees,
@@ -74,7 +74,7 @@ def mean_field(head: Head, radius: float) -> float:
 
 
 @theorem(cite=DERIVED, statement="Theorem 4.4, corrected (Hardy)", scope="mean-field")
-def masked_mean_field(head: Head, radius: float) -> float:
+def causal_mean_field(head: Head, radius: float) -> float:
     """A mean-field constant that holds for causal attention.
 
     ``‖V‖ (α + 2 (1 + 2β) e^(2β))``, the 2 being that of Hardy's inequality for running means.
@@ -88,14 +88,14 @@ def masked_mean_field(head: Head, radius: float) -> float:
 
 
 @theorem(cite=DERIVED, statement="Theorem 4.4, corrected (dyadic blocks)", scope="mean-field")
-def masked_mean_field_dyadic(head: Head, radius: float) -> float:
+def causal_mean_field_dyadic(head: Head, radius: float) -> float:
     """The causal mean-field constant with half the exponent.
 
     ``‖V‖ (α + Σ_{m≥0} min(s, c 2^(-m/2)))``, ``s = e^β √(1 + β²)``, ``c = (1 + 2β) e^(2β)``;
     at most ``‖V‖ (α + s (2 log2(c/s) + 1 + 1/(1 - 2^(-1/2))))``.
 
     Holds for the causal mask, any bias and any number of tokens of norm at most R; better
-    than `masked_mean_field` from ``β`` of about 0.9 on.
+    than `causal_mean_field` from ``β`` of about 0.9 on.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
@@ -108,7 +108,7 @@ def masked_mean_field_dyadic(head: Head, radius: float) -> float:
 
 
 @theorem(cite=DERIVED, statement="Largest token norm", metric="max-token", scope="global")
-def max_token(head: Head, radius: float) -> float:
+def global_max_token(head: Head, radius: float) -> float:
     """How far any token of the output moves when no token moves by more than 1.
 
     ``‖V‖ (√(1 + β²) + α)``: no number of tokens in it, no exponential.
@@ -121,55 +121,9 @@ def max_token(head: Head, radius: float) -> float:
     return head.norm_v * (math.sqrt(1 + beta**2) + alpha)
 
 
-@theorem(cite=DERIVED, statement="Largest token norm, at x", metric="max-token", slow=True)
-def max_token_local(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
-    """`max_token` with what attention does at this input.
-
-    ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
-
-    Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
-    head's width, a second or two a head at 512 tokens.
-
-    Source: derived here (``docs/theory/global-bounds.md``).
-    """
-    head.without_rotary()
-    at = at_point([head], x, slope)
-    base = head.value @ head.value.T
-    move = (at.p[0] @ at.columns.square()).sqrt()
-    worst = 0.0
-    for i in range(len(at.x)):
-        y = at.v[0] - at.o[0, i]
-        cov = (y * at.p[0, i, :, None]).T @ y
-        w = torch.linalg.eigvalsh(base + at.norms_a[0, i, 0] ** 2 * cov)[-1]
-        own = at.norms_t2[0, i] * at.columns[i]
-        worst = max(worst, float(w.clamp_min(0).sqrt() * move[i] + own))
-    return worst
-
-
-@theorem(cite=DERIVED, statement="Largest token norm, at x, scalars only", metric="max-token")
-def max_token_scalar(head: Head, x: Tensor, slope: Tensor | None = None) -> float:
-    """`max_token_local` with traces in place of eigenvalues.
-
-    ``max_i (√((‖V‖² + |a_i|² t_i) Σ_j P_ij s_j²) + √(t_i · tr A^T C_i A) s_i)``,
-    ``t_i = tr V C_i V^T``, ``s_j = 1`` without a norm in front.
-
-    Holds for any mask and bias at ``x``; no rotary embedding.
-
-    Source: derived here (``docs/theory/global-bounds.md``).
-    """
-    head.without_rotary()
-    at = at_point([head], x, slope)
-    small = torch.linalg.qr(head.query.T, mode="r").R
-    moved = _trace(at.p[0], at.v[0])
-    turned = _trace(at.p[0], (at.x @ head.key.T) @ small.T)
-    rows = head.norm_v**2 + at.norms_a[0, :, 0] ** 2 * moved
-    rows = (rows * (at.p[0] @ at.columns.square())).sqrt()
-    return float((rows + (moved * turned).sqrt() * at.columns).max())
-
-
 @theorem(cite=DERIVED, statement="Rotary embeddings")
 def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
-    """G2 for attention with rotary embeddings.
+    """`global_rows_capped` for attention with rotary embeddings.
 
     ``‖V‖ (√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + a R min(1, 2√(p(1-p))))²) + t R)`` with
     ``a = ρ² ‖K‖ (‖Q‖ R + |b_Q|)``, ``t = ρ² ‖Q‖ (‖K‖ R + |b_K|)``,
@@ -181,9 +135,9 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     if head.rotary is None:
-        raise NotApplicableError("it has no rotary embedding; G2 is sharper")
-    rho = _rotation_norm(head)
-    norm_q, norm_k = (float(torch.linalg.matrix_norm(w, 2)) for w in (head.query, head.key))
+        raise NotApplicableError("it has no rotary embedding; `global_rows_capped` is sharper")
+    rho = head.rotation_norm
+    norm_q, norm_k = spectral_norm(head.query), spectral_norm(head.key)
     q = rho * (norm_q * radius + float(head.query_bias.norm()))
     k = rho * (norm_k * radius + float(head.key_bias.norm()))
     p = _largest_attention(head, num_tokens, q * k)
@@ -257,23 +211,6 @@ def _column(head: Head, rows: Tensor) -> float:
         return float(rows.sum())
     allowed = head.allowed(len(rows)).to(rows.dtype)
     return float((rows @ allowed).max())
-
-
-def _trace(p: Tensor, v: Tensor) -> Tensor:
-    """Traces of the covariances of the rows of ``v`` under every row of ``p``."""
-    v = v - v.mean(0)  # covariances do not see it, rounding does
-    return (p @ v.square().sum(-1) - (p @ v).square().sum(-1)).clamp_min(0)
-
-
-def _rotation_norm(head: Head) -> float:
-    """Largest norm of a rotation; above 1 where a long-context scaling is part of it."""
-    assert head.rotary is not None
-    cos, sin = (w.unflatten(-1, (2, -1)) for w in (head.rotary.cos, head.rotary.sin))
-    # The two halves of one pair turn by [[c_1, -s_1], [s_2, c_2]].
-    pairs = torch.stack([cos[..., 0, :], -sin[..., 0, :], sin[..., 1, :], cos[..., 1, :]], -1)
-    turns = torch.linalg.matrix_norm(pairs.unflatten(-1, (2, 2)), 2)
-    rest = head.rotary.cos.shape[-1] < head.query.shape[0]
-    return max(float(turns.max()), 1.0 if rest else 0.0)
 
 
 def _alpha_beta(head: Head, radius: float) -> tuple[float, float]:

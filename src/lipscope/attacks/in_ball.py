@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import DotProduct
+from lipscope.attention import Attention, DotProduct
 from lipscope.attention.projections import Part
-from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.theorems.derived.centre import BallName
+from lipscope.certificates.balls import in_double, sigma_of, tokens_of
+from lipscope.certificates.read_out import check_ball
+from lipscope.theorems.derived.ball import per_token
+from lipscope.theorems.derived.intervals import BallName
 
 
-class Search:
+@dataclass(frozen=True)
+class BallAttack:
+    """The worst that was found inside a ball; what a certificate must exceed.
+
+    Attributes:
+        ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found.
+        sigma: Largest sigma found inside the ball.
+        worst: The X' of ``ratio``.
+        attempts: Random points and ascents tried.
+    """
+
+    ratio: float
+    sigma: float
+    worst: Tensor
+    attempts: int
+
+
+def attack_in_ball(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    eps: float | Tensor,
+    *,
+    ball: BallName = "token",
+    head: int | None = None,
+    map: Part = "attention",
+    random: int = 20,
+    ascents: int = 4,
+    steps: int = 30,
+    seed: int = 0,
+) -> BallAttack:
+    """Random and gradient-ascent attempts to exceed a certificate inside its ball.
+
+    Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
+    singular vectors at the current point; every iterate is put back into the ball.
+
+    Holds for any layer; its values are lower ones, found and not proved largest.
+
+    Args:
+        layer: The layer.
+        x: Centre.
+        eps: Radius, as for `certify`.
+        ball: ``token`` or ``frobenius``.
+        head: One head alone, or None.
+        map: ``attention`` or ``heads``.
+        random: Random points.
+        ascents: Ascents of each kind; the first start along the top singular vector,
+            towards both sides.
+        steps: Steps of each.
+        seed: Of the random points.
+
+    Returns:
+        The largest values found.
+
+    Raises:
+        InputError: As `certify` does.
+    """
+    check_ball(ball)
+    own = in_double(layer, head)
+    x = tokens_of(own, x)
+    radii = per_token(eps, len(x), ball)
+    search = _Search(own, x, radii, ball, map, seed)
+    top = sigma_of(own, x, map, seed)
+    search.sigma = top.sigma
+    if not bool((radii > 0).any()):
+        return BallAttack(top.sigma, top.sigma, x, 0)
+    search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
+    for start in (top.v, -top.v):
+        search.see(search.to_edge(start))
+    for _ in range(random):
+        search.see(search.to_edge(search.draw()))
+    for i in range(ascents):
+        search.climb_ratio([top.v, -top.v][i] if i < 2 else search.draw(), steps)
+        search.climb_sigma(top.v if i == 0 else search.draw(), steps)
+    return BallAttack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)
+
+
+class _Search:
     """The best values seen so far, and moves that stay inside the ball.
 
     Args:
@@ -19,7 +100,7 @@ class Search:
         x: Centre.
         radii: One per token, ``(n,)``.
         ball: ``token`` or ``frobenius``.
-        part: ``attention`` or ``heads``.
+        map: ``attention`` or ``heads``.
         seed: Of random directions and of the solver's starts.
     """
 
@@ -29,12 +110,12 @@ class Search:
         x: Tensor,
         radii: Tensor,
         ball: BallName,
-        part: Part,
+        map: Part,
         seed: int,
     ) -> None:
         self.layer, self.x, self.radii = layer, x, radii[:, None]
         self.ball: BallName = ball
-        self.part: Part = part
+        self.map: Part = map
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
         self.here = self.f(x).detach()
@@ -42,7 +123,7 @@ class Search:
 
     def f(self, x: Tensor) -> Tensor:
         """The map."""
-        return self.layer(x) if self.part == "attention" else self.layer.heads(x)
+        return self.layer(x) if self.map == "attention" else self.layer.heads(x)
 
     def draw(self) -> Tensor:
         """A random direction."""
@@ -84,7 +165,7 @@ class Search:
         """Ascent of sigma through its singular vectors; the end is measured afresh."""
         e, best, at = self.to_edge(start), -1.0, None
         for i in range(steps // 3):
-            top = sigma_of(self.layer, self.x + e, self.part, self.seed + i)
+            top = sigma_of(self.layer, self.x + e, self.map, self.seed + i)
             if top.sigma > best:
                 best, at = top.sigma, e
             point = (self.x + e).detach().requires_grad_(True)
@@ -92,12 +173,6 @@ class Search:
             (slope,) = torch.autograd.grad((top.u * moved).sum(), point)
             e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
         if at is not None:
-            again = sigma_of(self.layer, self.x + at, self.part, self.seed + 10_000)
+            again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
             self.sigma = max(self.sigma, again.sigma)
             self.see(at)
-
-
-def sigma_of(layer: DotProduct, x: Tensor, part: Part, seed: int) -> TopSingular:
-    """Sigma of a layer at ``x``, from a start of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    return top_singular(layer.linearise(x, part=part), tol=1e-4, generator=generator)

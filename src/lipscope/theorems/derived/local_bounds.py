@@ -1,0 +1,151 @@
+"""Local certificates of one head: upper bounds of sigma at this very input.
+
+All of them split the Jacobian into ``T1 + T3``, the blocks ``P_ij V B_ij`` with
+``B_ij = I + y_ij a_ij^T``, and ``T2``, the diagonal blocks ``V C_i A``. They hold for any
+mask and bias, and for the map ``normed``: there column ``j`` is multiplied by the slope ``s_j``
+of the norm, else ``s_j = 1``. Proofs: ``docs/theory/local-certificates.md``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.register import DERIVED, theorem
+from lipscope.theorems.spectrum import eigenvalue, spectral_norm
+
+
+@theorem(cite=DERIVED, statement="F1: three norms")
+def local_norms(at: HeadAt, slope: Tensor | None = None) -> float:
+    """Norms of the three parts of the Jacobian, added.
+
+    ``‖[P_ij s_j]‖ ‖V‖ + max_i ‖V C_i A‖ s_i + ‖[P_ij |V y_ij| |a_ij| s_j]‖``.
+
+    Holds for any mask, bias and rotary embedding, at ``x``.
+    """
+    s = at.columns(slope)
+    p = at.p * s
+    rank_one = spectral_norm(p * at.nu * at.rho)
+    return spectral_norm(p) * at.head.norm_v + float((at.drift * s).max()) + rank_one
+
+
+@theorem(cite=DERIVED, statement="F2: rows by Cauchy–Schwarz")
+def local_rows(at: HeadAt, slope: Tensor | None = None) -> float:
+    """Rows by Cauchy–Schwarz under the attention weights.
+
+    ``sqrt(max_j s_j^2 sum_i P_ij w_i) + max_i ‖V C_i A‖ s_i`` with ``w_i`` the top eigenvalue of
+    ``V (sum_j P_ij B_ij B_ij^T) V^T``, which is ``V (I + |a_i|^2 C_i) V^T`` without rotary
+    embedding.
+
+    Holds for any mask, bias and rotary embedding, at ``x``; exact as attention becomes
+    one-hot, and for equal tokens.
+    """
+    s, w = at.columns(slope), _row_norms(at)
+    rows = ((at.p.T @ w).sqrt() * s).max()
+    return float(rows + (at.drift * s).max())
+
+
+@theorem(cite=DERIVED, statement="F2s: scalars only")
+def local_rows_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
+    """`local_rows` with every matrix replaced by its trace: ``O(n^2 d)``, no eigenvalues.
+
+    ``‖V‖ (sqrt(max_j s_j^2 sum_i P_ij (1 + |a_i|^2 tr C_i)) + ‖A‖ max_i s_i tr C_i)``.
+
+    Holds for any mask and bias, at ``x``; not for rotary embeddings.
+    """
+    at.head.without_rotary()
+    head, s, trace = at.head, at.columns(slope), _trace(at.p, at.x)
+    weights = 1 + at.rho[:, 0] ** 2 * trace
+    rows = ((at.p.T @ weights).sqrt() * s).max()
+    return head.norm_v * float(rows + head.norm_a * (trace * s).max())
+
+
+@theorem(cite=DERIVED, statement="F3c: norms of blocks")
+def local_blocks(at: HeadAt, slope: Tensor | None = None) -> float:
+    """Norm of the matrix of the blocks' norms, off the diagonal in closed form.
+
+    ``‖[β_ij s_j]‖`` with ``β_ii = ‖J_ii‖`` and, else,
+    ``β_ij = P_ij min(‖V‖ ‖I + y a^T‖, ‖V‖ + |V y| |a|)``, where
+    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``.
+
+    Holds for any mask and bias, at ``x``; not for rotary embeddings.
+    """
+    at.head.without_rotary()
+    p, a, head = at.p, at.rho, at.head
+    mean = p @ at.x
+    y = torch.cdist(mean, at.x, compute_mode="donot_use_mm_for_euclid_dist")
+    keys = at.x @ head.key.T  # <y_ij, a_i> = <K y_ij, q_i>
+    inner = at.q @ keys.T - (at.q * (p @ keys)).sum(-1, keepdim=True)
+    g = y * a
+    norm = (g + (g * g + 4 + 4 * inner).clamp_min(0).sqrt()) / 2
+    beta = p * torch.minimum(head.norm_v * norm, head.norm_v + at.nu * a)
+    beta.diagonal().copy_(_diagonal_norms(at))
+    return spectral_norm(beta * at.columns(slope))
+
+
+@theorem(cite=DERIVED, statement="Largest token norm, at x", metric="max-token", slow=True)
+def local_max_token(at: HeadAt, slope: Tensor | None = None) -> float:
+    """`global_max_token` with what attention does at this input.
+
+    ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
+
+    Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
+    head's width, a second or two a head at 512 tokens.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    at.head.without_rotary()
+    s = at.columns(slope)
+    rows = (_row_norms(at) * (at.p @ s.square())).sqrt()
+    return float((rows + at.drift * s).max())
+
+
+@theorem(cite=DERIVED, statement="Largest token norm, at x, scalars only", metric="max-token")
+def local_max_token_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
+    """`local_max_token` with traces in place of eigenvalues.
+
+    ``max_i (√((‖V‖² + |a_i|² t_i) Σ_j P_ij s_j²) + √(t_i · tr A^T C_i A) s_i)``,
+    ``t_i = tr V C_i V^T``, ``s_j = 1`` without a norm in front.
+
+    Holds for any mask and bias at ``x``; no rotary embedding.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
+    """
+    at.head.without_rotary()
+    s, moved = at.columns(slope), _trace(at.p, at.v)
+    turned = _trace(at.p, at.tokens_in_queries())
+    rows = at.head.norm_v**2 + at.rho[:, 0] ** 2 * moved
+    rows = (rows * (at.p @ s.square())).sqrt()
+    return float((rows + (moved * turned).sqrt() * s).max())
+
+
+def _trace(p: Tensor, v: Tensor) -> Tensor:
+    """Traces of the covariances of the rows of ``v`` under every row of ``p``."""
+    v = v - v.mean(0)  # covariances do not see it, rounding does
+    return (p @ v.square().sum(-1) - (p @ v).square().sum(-1)).clamp_min(0)
+
+
+def _row_norms(at: HeadAt) -> Tensor:
+    """Top eigenvalues of ``V (sum_j P_ij B_ij B_ij^T) V^T``, ``(n,)``."""
+    cross = at.head.key @ at.head.value.T
+    found = []
+    for rows in at.chunks():
+        y, p = at.y(rows), at.p[rows, :, None]
+        grams = at.gram_v + (y * p * at.rho[rows, :, None].square()).mT @ y
+        if at.rotary is not None:  # else the weighted sum of y is zero
+            mixed = (at.pulled(rows) @ cross).mT @ (y * p)
+            grams = grams + mixed + mixed.mT
+        found.append(eigenvalue(grams))
+    return torch.cat(found)
+
+
+def _diagonal_norms(at: HeadAt) -> Tensor:
+    """``‖J_ii‖`` without rotary embedding, exactly, ``(n,)``."""
+    head, norms = at.head, []
+    for rows in at.chunks():
+        for i, own in zip(range(rows.start, rows.stop), at.covariance(rows), strict=True):
+            block = head.value + torch.outer(at.v[i] - at.o[i], at.q[i] @ head.key)
+            block = at.p[i, i] * block + own @ head.query
+            norms.append(eigenvalue(block @ block.T))
+    return torch.stack(norms).sqrt()

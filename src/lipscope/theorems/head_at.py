@@ -1,0 +1,261 @@
+"""Heads at an input: projections, rotary embedding, mask, bias and softmax, in one place.
+
+With ``a_i = A x_i + b`` and ``y_ij = x_j - m_i``, the block of the Jacobian is
+``J_ij = P_ij (V + V y_ij a_ij^T) + delta_ij V C_i A``. Under a rotary embedding ``R_j``,
+``a_ij = K^T R_j^T R_i q_i`` depends on ``j`` and ``V C_i A`` becomes
+``Cov_i(V x, R K x) R_i Q`` [A10 of the theory page]; else ``a_ij = K^T q_i``.
+
+Everything is in factors: with ``z_ij = Q^T R_i^T k_j`` ``|A^T y_ij| = |z_ij - zbar_i|``, and
+``Q^T`` is replaced by its triangular factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention import Rotary
+from lipscope.errors import InputError
+from lipscope.theorems.head import Head
+from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.spectrum import spectral_norm, spectral_norms
+
+_CHUNK_BYTES = 2**26  # of one tensor (rows, n, k)
+
+
+class AtInput:
+    """Heads at ``X``, in float64 on the CPU; every quantity is computed when first asked for.
+
+    ``HeadsAt`` puts an axis of heads in front of every tensor, ``HeadAt`` does not: ``*h``.
+
+    Args:
+        heads: Heads of one layer.
+        x: ``(n, d)``.
+
+    Raises:
+        InputError: If ``x`` does not fit the heads or is not finite.
+        NotApplicableError: Where a quantity is asked for whose mask, bias or rotary embedding
+            is for another number of tokens, or whose row reads nothing.
+    """
+
+    # What a theorem about such an object needs to know beyond the layer.
+    needs: ClassVar[tuple[str, ...]] = ("x",)
+
+    def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
+        self.heads, self.x = tuple(heads), _checked(heads[0], x)
+
+    def joined(self, parts: Iterable[Tensor]) -> Tensor:
+        """One tensor from those of the heads."""
+        return torch.stack(list(parts))
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding, or None; with one, ``a_ij`` depends on ``j``."""
+        return self.heads[0].rotary
+
+    @cached_property
+    def q(self) -> Float[Tensor, "*h n k"]:
+        """Queries, scaled, rotated if so."""
+        return self._rotated(self.joined(self.x @ h.query.T + h.query_bias for h in self.heads))
+
+    @cached_property
+    def k(self) -> Float[Tensor, "*h n k"]:
+        """Keys, rotated if so."""
+        return self._rotated(self.joined(self.x @ h.key.T + h.key_bias for h in self.heads))
+
+    @cached_property
+    def v(self) -> Float[Tensor, "*h n kv"]:
+        """``V x_j``; biases of values shift the output only."""
+        return self.joined(self.x @ h.value.T for h in self.heads)
+
+    @cached_property
+    def p(self) -> Float[Tensor, "*h n n"]:
+        """Probabilities."""
+        return torch.softmax(self.logits(), -1)
+
+    @cached_property
+    def o(self) -> Float[Tensor, "*h n kv"]:
+        """``V m_i``."""
+        return self.p @ self.v
+
+    @cached_property
+    def mean_key(self) -> Float[Tensor, "*h n k"]:
+        """Means of the keys under every row."""
+        return self.p @ self.k
+
+    def logits(self) -> Float[Tensor, "*h n n"]:
+        """What the softmax is taken of: with the bias, -inf where masked."""
+        scores = (self.q @ self.k.mT).view(len(self.heads), len(self.x), len(self.x))
+        return self.joined(h.biased(s) for h, s in zip(self.heads, scores, strict=True))
+
+    def columns(self, slope: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
+        """What a norm in front multiplies every column of blocks by: its slope, else ones."""
+        return self.x.new_ones(len(self.x)) if slope is None else slope
+
+    def y(self, rows: slice) -> Float[Tensor, "*h r n kv"]:
+        """``V y_ij = v_j - o_i``; differences, never of squares."""
+        return self.v[..., None, :, :] - self.o[..., rows, None, :]
+
+    def pulled(self, rows: slice) -> Float[Tensor, "*h r m k"]:
+        """``R_j^T R_i q_i``, ``a_ij`` before ``K^T``: m = 1 if all j are alike, else n."""
+        q = self.q[..., rows, None, :]
+        if self.rotary is None:
+            return q
+        return self.rotary.transpose(q.expand(*q.shape[:-2], len(self.x), -1))
+
+    def covariance(self, rows: slice) -> Float[Tensor, "*h r kv k"]:
+        """``Cov_i(V x, k)`` with the last axis turned back to that of ``Q``."""
+        keys = self.k[..., None, :, :] - self.mean_key[..., rows, None, :]
+        return self._back(rows, (self.p[..., rows, :, None] * self.y(rows)).mT @ keys)
+
+    def chunks(self) -> Iterator[slice]:
+        """Rows whose tensors ``(h, rows, n, k)`` fit the cache of one pass."""
+        n, width = len(self.x), max(self.q.shape[-1], self.v.shape[-1])
+        rows = max(1, _CHUNK_BYTES // (8 * n * width * len(self.heads)))
+        return (slice(i, min(i + rows, n)) for i in range(0, n, rows))
+
+    def _rotated(self, w: Tensor) -> Tensor:
+        if self.rotary is None:
+            return w
+        known = len(self.rotary.cos)
+        if known != len(self.x):
+            raise NotApplicableError(
+                f"its rotary embedding was captured for {known} tokens, not for {len(self.x)}"
+            )
+        return self.rotary(w)
+
+    def _back(self, rows: slice, w: Tensor) -> Tensor:
+        """Every row ``(h, r, m, k)`` turned back by its own position."""
+        if self.rotary is None:
+            return w
+        own = Rotary(self.rotary.cos[rows], self.rotary.sin[rows])
+        return own.transpose(w.transpose(-3, -2)).transpose(-3, -2)
+
+
+class HeadsAt(AtInput):
+    """Several heads at ``X``, with the output projection that adds them up.
+
+    Args:
+        heads: The heads, unfolded.
+        x: ``(n, d)``.
+        output: ``W = [W_1 … W_H]``, ``(d_out, H k_v)``, or None for concatenated heads.
+    """
+
+    def __init__(
+        self,
+        heads: Sequence[Head],
+        x: Float[Tensor, "n d"],
+        output: Float[Tensor, "d_out hkv"] | None = None,
+    ) -> None:
+        super().__init__(heads, x)
+        self.output = output
+
+    @cached_property
+    def query(self) -> Float[Tensor, "h k d"]:
+        """``Q`` of every head, scaled."""
+        return self.joined(head.query for head in self.heads)
+
+    @cached_property
+    def key(self) -> Float[Tensor, "h k d"]:
+        """``K`` of every head."""
+        return self.joined(head.key for head in self.heads)
+
+    @cached_property
+    def value(self) -> Float[Tensor, "h kv d"]:
+        """``V`` of every head."""
+        return self.joined(head.value for head in self.heads)
+
+
+class HeadAt(AtInput):
+    """One head at ``X``: what depends on the two only, once for many theorems and radii.
+
+    Args:
+        head: The head.
+        x: ``(n, d)``.
+    """
+
+    def __init__(self, head: Head, x: Float[Tensor, "n d"]) -> None:
+        super().__init__((head,), x)
+        self.head = head
+
+    def joined(self, parts: Iterable[Tensor]) -> Tensor:
+        """That of the only head."""
+        (one,) = parts
+        return one
+
+    @cached_property
+    def s(self) -> Float[Tensor, "n n"]:
+        """Logits, -inf where masked."""
+        return self.logits()
+
+    @cached_property
+    def allowed(self) -> Bool[Tensor, "n n"]:
+        """True where row i may read token j."""
+        return self.head.allowed(len(self.x))
+
+    @cached_property
+    def norm_a(self) -> float:
+        """``‖A‖``, or what bounds every ``‖A_ij‖`` under a rotary embedding."""
+        head = self.head
+        if head.rotary is None:
+            return head.norm_a
+        return head.rotation_norm**2 * spectral_norm(head.query) * spectral_norm(head.key)
+
+    @cached_property
+    def gram_v(self) -> Float[Tensor, "kv kv"]:
+        """``V V^T``."""
+        return self.head.value @ self.head.value.T
+
+    @cached_property
+    def factor_q(self) -> Float[Tensor, "r k"]:
+        """Triangular factor of ``Q^T``."""
+        return torch.linalg.qr(self.head.query.T, mode="r").R
+
+    @cached_property
+    def nu(self) -> Float[Tensor, "n n"]:
+        """``|V y_ij|``."""
+        return torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
+
+    @cached_property
+    def mu(self) -> Float[Tensor, "n n"]:
+        """``|A^T y_ij|``: how fast logit ij grows with token i."""
+        return torch.cat([self.z(rows).norm(dim=-1) for rows in self.chunks()])
+
+    @cached_property
+    def rho(self) -> Float[Tensor, "n m"]:
+        """``|a_ij|``: how fast logit ij grows with token j; ``(n, 1)`` without rotary."""
+        factor = torch.linalg.qr(self.head.key.T, mode="r").R.T
+        sizes = [(self.pulled(rows) @ factor).norm(dim=-1) for rows in self.chunks()]
+        return torch.cat(sizes)
+
+    @cached_property
+    def drift(self) -> Float[Tensor, " n"]:
+        """``‖V C_i A‖`` (rotary: of its counterpart)."""
+        factor = self.factor_q.T
+        return torch.cat([spectral_norms(self.covariance(r) @ factor) for r in self.chunks()])
+
+    def z(self, rows: slice) -> Float[Tensor, "r n k"]:
+        """``A^T y_ij`` in the basis of ``Q``'s factor."""
+        difference = self.k[None] - self.mean_key[rows, None]
+        return self._back(rows, difference) @ self.factor_q.T
+
+    def tokens_in_queries(self) -> Float[Tensor, "n k"]:
+        """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
+        return (self.x @ self.head.key.T) @ self.factor_q.T
+
+
+def _checked(head: Head, x: Tensor) -> Tensor:
+    """``x`` in float64 on the CPU, if it fits."""
+    x, width = x.detach().to("cpu", torch.float64), head.query.shape[1]
+    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
+        raise InputError(
+            f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise InputError("`x` should be finite. Found NaN or infinite tokens.")
+    return x
