@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.attention.projections import Part
+from lipscope.attention import Map as Part
 from lipscope.certificates.balls import BallLayer, in_double, tokens_of
 from lipscope.certificates.read_out import check_ball
 from lipscope.certificates.search import Search, sigma_of

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.attention.projections import Part
+from lipscope.attention import Map as Part
 from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.theorems.derived.centre import BallName
 
@@ -100,4 +100,4 @@ class Search:
 def sigma_of(layer: DotProduct, x: Tensor, part: Part, seed: int) -> TopSingular:
     """Sigma of a layer at ``x``, from a start of its own."""
     generator = torch.Generator().manual_seed(seed)
-    return top_singular(layer.linearise(x, part=part), tol=1e-4, generator=generator)
+    return top_singular(layer.linearise(x, map=part), tol=1e-4, generator=generator)

@@ -83,8 +83,8 @@ class Captured:
         """
         if self.normed is not None:
             return self.normed.linearise(self.x, per_head=per_head)
-        part = "heads" if map == "heads" else "attention"
-        return self.attention.linearise(self.x, part=part, per_head=per_head)
+        own = "heads" if map == "heads" else "attention"
+        return self.attention.linearise(self.x, map=own, per_head=per_head)
 
     def linearise_head(self, map: Map, head: int) -> Operator:
         """The Jacobian of one query head, without an axis of heads."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct
-from lipscope.attention.projections import Part
+from lipscope.attention import Map as Part
 from lipscope.theorems.head import Head, Heads, all_heads_of, heads_of
 from lipscope.theorems.register import NotApplicableError, Theorem
 

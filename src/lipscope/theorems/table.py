@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.attention.projections import Part
+from lipscope.attention import Map as Part
 from lipscope.errors import InputError
 from lipscope.records.rows import Bound
 from lipscope.theorems.normed import Normed

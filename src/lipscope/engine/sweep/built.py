@@ -15,7 +15,6 @@ from lipscope.attention import Attention
 from lipscope.engine.sweep.plan import Job
 from lipscope.engine.sweep.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
-from lipscope.measures.atoms import in_double
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
@@ -103,7 +102,7 @@ def _values(row: Measurement, built: LayerMap, wanted: Sequence[Theorem]) -> lis
     if built.attention is None:
         return [one.record(None, _NO_WEIGHTS) for one in wanted]
     part = "heads" if row.map == "heads" else "attention"
-    layer, names = in_double(built.attention), [one.name for one in wanted]
+    layer, names = built.attention.in_double(), [one.name for one in wanted]
     try:
         return bounds(layer, built.x, part=part, head=row.head, sharp=True, names=names)
     except (RuntimeError, MemoryError, InputError) as problem:  # the measured row stays
