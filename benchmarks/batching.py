@@ -58,8 +58,9 @@ def _operands(case: Case) -> tuple[Tensor, ...]:
     layer = case.map.attention
     assert layer is not None and layer.output is not None
     q, k, v = layer.project(case.x)
-    p = layer.probabilities(q, k)
-    weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
+    p = layer.weights(q, k)
+    query, key, value = layer.projections()
+    weight = torch.cat([query * layer.scale, key, value])
     one = (weight, layer.output, q, k, v, p, p @ v, torch.randn_like(case.x))
     return tuple(t.detach().contiguous() for t in one)
 

@@ -148,7 +148,7 @@ def single(a: torch.Tensor, value: torch.Tensor | None = None, **options) -> Dot
 
 
 def sigma(layer, x: torch.Tensor, part: str = "attention") -> float:
-    return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x, part=part)), 2))
+    return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x, map=part)), 2))
 
 
 def value(name: str, layer, **given) -> float:

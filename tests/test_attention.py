@@ -134,8 +134,8 @@ def test_single_heads_add_up_to_the_layer(name):
         assert torch.allclose(torch.cat(list(parts), dim=1), whole, atol=1e-11)
     else:
         assert torch.allclose(parts.sum(0), whole, atol=1e-11)
-    slices = layer.linearise(x, per_head=True, part="heads").matvec(copies)
-    concat = layer.linearise(x, part="heads").matvec(e)
+    slices = layer.linearise(x, per_head=True, map="heads").matvec(copies)
+    concat = layer.linearise(x, map="heads").matvec(e)
     assert torch.allclose(torch.cat(list(slices), dim=1), concat, atol=1e-11)
 
 

@@ -47,7 +47,7 @@ def test_no_upper_bound_is_violated() -> None:
     for index, ((regime, layer, x), part) in cases:
         if part == "heads" and "heads" not in regime:
             continue  # one head without projection: the same map
-        op = layer.linearise(x, part=part)
+        op = layer.linearise(x, map=part)
         dense = to_dense(op)
         truth = {
             "frobenius": float(torch.linalg.matrix_norm(dense, 2)),
@@ -211,7 +211,7 @@ def test_softmax_norms() -> None:
 def test_norm_of_rows_is_never_below() -> None:
     for regime, seed in itertools.product(("sharp", "causal", "masked"), range(10)):
         layer, x = draw(regime, seed)
-        p = layer.probabilities(*layer.project(x)[:2])[0]
+        p = layer.weights(*layer.project(x)[:2])[0]
         exact = float(torch.linalg.matrix_norm(p, 2))
         assert exact * (1 - 1e-12) <= norm_of_rows(p) <= 1.01 * exact
 

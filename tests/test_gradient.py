@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layers
 import lipscope as ls
-from lipscope.linalg import gradient
+from lipscope.attention import stretch as module
 
 REGIMES = (
     "medium",
@@ -201,13 +201,13 @@ def test_a_penalty_lowers_sigma() -> None:
 def test_chunks_are_as_many_as_the_memory_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = draw("causal")
     seen: list[int] = []
-    real = gradient.checkpoint
+    real = module.checkpoint
 
-    def spy(f: Any, start: int, *arguments: Tensor, **options: Any) -> Any:
+    def spy(f: Any, heads: slice, start: int, *arguments: Tensor, **options: Any) -> Any:
         seen.append(arguments[0].shape[-2])
-        return real(f, start, *arguments, **options)
+        return real(f, heads, start, *arguments, **options)
 
-    monkeypatch.setattr(gradient, "checkpoint", spy)
+    monkeypatch.setattr(module, "checkpoint", spy)
     n = len(x)
     value(layer, x, memory=2 * 24 * n * 8).backward()
     assert seen == [2] * (n // 2) + [1] * (n % 2)

@@ -78,7 +78,7 @@ def test_l2_attention_is_its_definition() -> None:
     layer = l2(causal=False)
     x = gaussian(6, 4)
     heads = []
-    for w, v in zip(layer.tied.chunk(2), layer.inner.chunk(2), strict=True):
+    for w, v in zip(layer.query.chunk(2), layer.value.chunk(2), strict=True):
         z = x @ w.T
         p = torch.softmax(-(torch.cdist(z, z) ** 2) / math.sqrt(3), dim=1)
         heads.append(p @ x @ (w.T @ w / math.sqrt(3)) @ v.T)

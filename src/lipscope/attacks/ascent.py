@@ -19,7 +19,6 @@ from lipscope.errors import InputError
 from lipscope.linalg.krylov import golub_kahan
 from lipscope.linalg.operator import Operator, Tape, stretch
 from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.measures.atoms import in_double
 
 _KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
 _FIRST_STEP, _SMALLEST_STEP = 0.2, 1e-4  # in units of the radius
@@ -171,7 +170,7 @@ def confirm(
     """
     if direction.shape != x.shape or not direction.norm() > 0:
         raise InputError("`direction` should be a nonzero tensor of the shape of `x`.")
-    layer, x = in_double(layer), x.detach().to("cpu", torch.float64)
+    layer, x = layer.in_double(), x.detach().to("cpu", torch.float64)
     unit = direction.detach().to(x) / direction.detach().to(x).norm()
     scale = float(x.norm()) or 1.0
     with torch.no_grad():

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct
-from lipscope.attention.projections import Part
+from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.balls import in_double, sigma_of, tokens_of
 from lipscope.certificates.read_out import check_ball
 from lipscope.theorems.derived.ball import per_token
@@ -40,7 +39,7 @@ def attack_in_ball(
     *,
     ball: BallName = "token",
     head: int | None = None,
-    map: Part = "attention",
+    map: Map = "attention",
     random: int = 20,
     ascents: int = 4,
     steps: int = 30,
@@ -110,12 +109,12 @@ class _Search:
         x: Tensor,
         radii: Tensor,
         ball: BallName,
-        map: Part,
+        map: Map,
         seed: int,
     ) -> None:
         self.layer, self.x, self.radii = layer, x, radii[:, None]
         self.ball: BallName = ball
-        self.map: Part = map
+        self.map: Map = map
         self.seed = seed
         self.generator = torch.Generator().manual_seed(seed)
         self.here = self.f(x).detach()

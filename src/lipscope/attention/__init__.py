@@ -1,19 +1,27 @@
 """Attention layers with their Jacobian in closed form; one variant is one file."""
 
-from lipscope.attention.core import Attention
+from lipscope.attention.core import Attention, variant, variants
 from lipscope.attention.cosine import ScaledCosineAttention
 from lipscope.attention.dot_product import DotProduct
 from lipscope.attention.l2 import L2Attention
+from lipscope.attention.layer import Map, Side
 from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.norms import TokenNorm
-from lipscope.attention.projections import Rotary
+from lipscope.attention.rotary import Rotary
+from lipscope.attention.weighting import Softmax, Weighting
 
 __all__ = [
     "Attention",
     "DotProduct",
     "L2Attention",
     "LipschitzNormAttention",
+    "Map",
     "Rotary",
     "ScaledCosineAttention",
+    "Side",
+    "Softmax",
     "TokenNorm",
+    "Weighting",
+    "variant",
+    "variants",
 ]

@@ -1,28 +1,26 @@
-"""The chunked softmax core: products with the Jacobian of ``(q, k, v) -> o`` in closed form.
+"""The chunked core: products with the Jacobian of ``(q, k, v) -> o`` in closed form.
 
-Notation: tokens are rows, ``q, k, v`` carry the heads in front, ``p`` is the softmax of a
-row of logits, ``o = p v``. Logits are scores, soft-capped where the layer does so, plus a bias
-and the mask. With ``w = p * cap'(s) * ds`` the differential of the softmax is
-``w - p rowsum(w)``, so that ``do = w v - rowsum(w) o + p dv``.
+Notation: tokens are rows, ``q, k, v`` carry the heads in front, ``p`` are the weights of a row
+of logits, ``o = p v``. Logits are scores, soft-capped where the layer does so, plus a bias and
+the mask; what becomes of them is the weighting's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lipscope.attention.core import Attention
+from lipscope.attention.layer import Layer, of_heads
+from lipscope.attention.weighting import At
 
-# Probabilities below this change no digit of a product, but their subnormal multiples slow
+# Weights below this change no digit of a product, but their subnormal multiples slow
 # it down by up to a half on real weights.
-_SMALLEST_PROBABILITY = 1e-30
+_SMALLEST_WEIGHT = 1e-30
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 CHUNK_BYTES = 2**24
-_SHARE = 0.5  # of the memory, for stored probabilities; the rest is the solver's
+_SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
 _FEWEST_ROWS = 128  # of a chunk where heads can be parted instead: shorter products are slow
 # A mask of one side is followed in this many steps: each costs calls, and saves half of its
 # square. Steps of fewer rows cost more than they save.
@@ -31,7 +29,7 @@ _STEPS, _SMALLEST_STEP = 8, 64
 
 @dataclass(frozen=True)
 class _Block:
-    """Some heads and rows, the keys that these rows may read, and the probabilities if kept."""
+    """Some heads and rows, the keys that these rows may read."""
 
     heads: slice
     rows: slice
@@ -54,52 +52,64 @@ class ChunkedCore:
     A block holds no keys that a causal mask or a window hides from all of its rows.
 
     Args:
-        layer: The layer; gives projections, score and mask.
+        layer: The layer; gives projections, score, weighting and mask.
         x: Tokens of the queries, ``(n, d)``.
-        memory: Bytes for stored probabilities and chunks; half of it may be kept.
+        memory: Bytes for stored weights and chunks; half of it may be kept.
         context: Tokens of keys and values, ``(m, d)``; those of the queries if None.
+        log_weights: Logarithms of the weights of the keys, ``(m,)``; none if None.
     """
 
     def __init__(
-        self, layer: Attention, x: Tensor, memory: int, context: Tensor | None = None
+        self,
+        layer: Layer,
+        x: Tensor,
+        memory: int,
+        context: Tensor | None = None,
+        log_weights: Tensor | None = None,
     ) -> None:
-        self.layer = layer
+        self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
         self.q, self.k, self.v = (t.contiguous() for t in layer.project(x, context))
         heads, n, _ = self.q.shape
         self.blocks = self._parted(int(min(CHUNK_BYTES, memory // 8)))
-        # A soft cap doubles what is kept: probabilities times its slope.
-        capped = layer.softcap is not None
+        # A soft cap needs its slope besides.
+        kept = self.weighting.kept + (layer.softcap is not None)
         total = sum(b.size for b in self.blocks) * x.element_size()
-        fits = (2 if capped else 1) * total <= _SHARE * memory
+        fits = kept * total <= _SHARE * memory
         # Every pass over scores goes through this memory: fresh pages cost as much as flops.
         largest = max(b.size for b in self.blocks)
         self.scratch = x.new_empty(1 if fits else 2, largest)
         self.o = self.v.new_empty(heads, n, self.v.shape[-1])
-        self.empty = layer.empty_rows(self.k)
-        # Either the probabilities are kept, or each row's log-sum-exp to rebuild them from.
-        self.stored: list[tuple[Tensor, Tensor]] = []
-        self.shift: Tensor | None = None if fits else x.new_empty(heads, n, 1)
+        empty = layer.empty_rows(self.k)
+        self.empty = None if empty is None else empty[..., None]
+        # Either the weights are kept, or a number for each row to rebuild them from.
+        self.stored: list[tuple[At, Tensor | None]] = []
+        self.statistics: list[Tensor | None] = []
         for block in self.blocks:
             s, slope = self._logits(block)
-            if self.shift is not None:
-                self.shift[block.heads, block.rows] = s.logsumexp(-1, keepdim=True)
-                p = self._rebuilt(s, block)
+            if fits:
+                at = self._cleaned(self.weighting.at(s))
+                self.stored.append((at, slope))
             else:
-                p = self._cleaned(torch.softmax(s, -1), block)
-                self.stored.append((p, p if slope is None else slope.mul_(p)))
-            self.o[block.heads, block.rows] = torch.bmm(p, self.v[block.heads, block.keys])
+                self.statistics.append(self.weighting.statistic(s))
+                at = self._cleaned(self.weighting.again(s, self.statistics[-1]))
+            self.o[block.heads, block.rows] = torch.bmm(at[0], self.v[block.heads, block.keys])
+        if self.empty is not None:
+            self.o.masked_fill_(self.empty, 0.0)
 
     def _parted(self, limit: int) -> list[_Block]:
-        """Blocks of at most ``limit`` bytes of scores, or one row of one head."""
+        """Blocks of at most ``limit`` bytes of scores, or the fewest rows of one head."""
         heads, n, _ = self.q.shape
         m, layer = self.k.shape[1], self.layer
         row = m * self.q.element_size()  # of one head
-        together = max(1, min(heads, limit // (row * min(n, _FEWEST_ROWS))))
+        fewest = n if self.weighting.all_rows else min(n, _FEWEST_ROWS)
+        together = max(1, min(heads, limit // (row * fewest)))
         rows = max(1, min(n, limit // (row * together)))
         if layer.causal:
             rows = min(rows, max(_SMALLEST_STEP, -(-n // _STEPS)))
         if layer.window is not None:
             rows = min(rows, max(_SMALLEST_STEP, layer.window // _STEPS))
+        if self.weighting.all_rows:
+            rows = n
         found: list[_Block] = []
         for h in range(0, heads, together):
             for i in range(0, n, rows):
@@ -120,60 +130,48 @@ class ChunkedCore:
             s = s.div_(cap).tanh_()
             slope = 1 - s.square()
             s = s.mul_(cap)
-        bias = self.layer.bias(self.k, block.rows, block.keys)
-        if bias is not None:
-            s = s.add_(bias[block.heads] if bias.ndim == s.ndim else bias)
-        return s, slope
+        bias = self.layer.bias(self.k, block.rows, block.keys, self.log_weights)
+        return s if bias is None else s.add_(of_heads(bias, block.heads)), slope
 
-    def _rebuilt(self, s: Tensor, block: _Block) -> Tensor:
-        assert self.shift is not None
-        return self._cleaned(s.sub_(self.shift[block.heads, block.rows]).exp_(), block)
+    @staticmethod
+    def _cleaned(at: At) -> At:
+        torch.threshold_(at[0], _SMALLEST_WEIGHT, 0.0)
+        return at
 
-    def _cleaned(self, p: Tensor, block: _Block) -> Tensor:
-        """No tiny probabilities, and none at all in rows that may read no token."""
-        if self.empty is not None:
-            empty = self.empty[..., block.rows, None]
-            p.masked_fill_(empty[block.heads] if empty.ndim == p.ndim else empty, 0.0)
-        return _without_tiny(p)
-
-    def _probabilities(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Probabilities of a block, and the same times the slope of the soft cap."""
+    def _at(self, block: _Block) -> tuple[At, Tensor | None]:
+        """What the weighting keeps of a block, and the slope of the soft cap."""
         if self.stored:
             return self.stored[block.index]
         s, slope = self._logits(block)
-        p = self._rebuilt(s, block)
-        return p, p if slope is None else slope.mul_(p)
+        return self._cleaned(self.weighting.again(s, self.statistics[block.index])), slope
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
         do = torch.empty_like(self.o)
         for block in self.blocks:
             own, other = (block.heads, block.rows), (block.heads, block.keys)
-            p, sloped = self._probabilities(block)
+            at, slope = self._at(block)
             ds = self.layer.score_jvp(
                 self.q[own], self.k[other], dq[own], dk[other], out=self._room(block, -1)
             )
-            w = ds.mul_(sloped)
-            part = torch.bmm(w, self.v[other])
-            part.addcmul_(w.sum(-1, keepdim=True), self.o[own], value=-1)
-            do[own] = part.baddbmm_(p, dv[other])
-        return do
+            ds = ds if slope is None else ds.mul_(slope)
+            do[own] = self.weighting.push(at, ds, self.v[other], dv[other], self.o[own])
+        return do if self.empty is None else do.masked_fill_(self.empty, 0.0)
 
     def vjp(self, go: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(gq, gk, gv)`` for the cotangent ``go`` of the heads, ``(h, n, d_v)``."""
         gq = torch.empty_like(self.q)
         gk, gv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        if self.empty is not None:
+            go = go.masked_fill(self.empty, 0.0)
         mean = (go * self.o).sum(-1, keepdim=True)
         for block in self.blocks:
             own, other = (block.heads, block.rows), (block.heads, block.keys)
-            p, sloped = self._probabilities(block)
+            at, slope = self._at(block)
             gp = torch.bmm(go[own], self.v[other].mT, out=self._room(block, -1))
-            gs = gp.sub_(mean[own]).mul_(sloped)
+            gs = self.weighting.pull(at, gp, mean[own])
+            gs = gs if slope is None else gs.mul_(slope)
             gq[own], more = self.layer.score_vjp(self.q[own], self.k[other], gs)
             gk[other] += more
-            gv[other] += torch.bmm(p.mT, go[own])
+            gv[other] += torch.bmm(at[0].mT, go[own])
         return gq, gk, gv
-
-
-def _without_tiny(p: Tensor) -> Tensor:
-    return torch.threshold_(p, _SMALLEST_PROBABILITY, 0.0)

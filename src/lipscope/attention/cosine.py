@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.norms import TokenNorm
 from lipscope.errors import InputError
 
 
+@variant
 class ScaledCosineAttention(InnerProduct):
     """Attention with ``S_ij = τ <q̂_i, k̂_j>`` and values ``ν v̂_j``.
 
@@ -23,7 +26,7 @@ class ScaledCosineAttention(InnerProduct):
         key: ``(heads * k, d)``.
         value: ``(heads * d_v, d)``.
         output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        temperature: ``τ``, positive.
+        temperature: ``τ``, positive; trained where it is a parameter, as ``gain``.
         gain: ``ν``, positive.
         eps: ``ε``, positive.
         heads: Number of heads.
@@ -35,12 +38,14 @@ class ScaledCosineAttention(InnerProduct):
 
     Source: scaled cosine similarity attention of [lipsformer2023].
 
-    >>> import torch
     >>> eye = torch.eye(1)
     >>> layer = ScaledCosineAttention(eye, eye, eye, temperature=1.0, gain=2.0, eps=3.0)
     >>> layer(torch.ones(4, 1)).flatten().tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
+
+    temperature: Tensor
+    gain: Tensor
 
     def __init__(
         self,
@@ -49,32 +54,34 @@ class ScaledCosineAttention(InnerProduct):
         value: Float[Tensor, "hv d"],
         output: Float[Tensor, "d_out hv"] | None = None,
         *,
-        temperature: float,
-        gain: float = 1.0,
+        temperature: float | Float[Tensor, ""],
+        gain: float | Float[Tensor, ""] = 1.0,
         eps: float = 1e-6,
         heads: int = 1,
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
         for name, number in (("temperature", temperature), ("gain", gain), ("eps", eps)):
-            if not number > 0:
+            if not float(number) > 0:
                 raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
-        width, value_width = query.shape[0] // heads, value.shape[0] // heads
-
-        def shortened(w: Tensor, factor: float, k: int) -> TokenNorm:
-            return TokenNorm(w.new_full((k,), factor * k**-0.5), eps / k)
-
         super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            scale=1.0,
-            causal=causal,
-            mask=mask,
-            query_norm=shortened(query, temperature, width),
-            key_norm=shortened(key, 1.0, width),
-            value_norm=shortened(value, gain, value_width),
+            query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
-        self.temperature, self.gain, self.eps = temperature, gain, eps
+        self.hold(temperature=_scalar(temperature, query), gain=_scalar(gain, query))
+        self.eps = eps
+
+    def norms(self) -> tuple[TokenNorm, TokenNorm, TokenNorm]:
+        """``τ z / √(|z|² + ε)`` and the like, for every head."""
+        k, one = self.head_width, torch.ones_like(self.gain)
+        return (
+            self._shortened(self.temperature, k),
+            self._shortened(one, k),
+            self._shortened(self.gain, self.value_width),
+        )
+
+    def _shortened(self, factor: Tensor, k: int) -> TokenNorm:
+        return TokenNorm((factor * k**-0.5).expand(k), self.eps / k)
+
+
+def _scalar(number: float | Tensor, like: Tensor) -> Tensor:
+    return number if isinstance(number, Tensor) else like.new_tensor(number)

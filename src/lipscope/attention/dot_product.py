@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 
 
+@variant
 class DotProduct(InnerProduct):
     """Attention with ``S_ij = scale <Q x_i + b_Q, K x_j + b_K>``.
 

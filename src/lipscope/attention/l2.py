@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention.core import Attention
+from lipscope.attention.core import Attention, variant
 from lipscope.errors import InputError
 
 
+@variant
 class L2Attention(Attention):
     """Attention by distance, Lipschitz on all inputs of one length.
 
@@ -38,9 +39,6 @@ class L2Attention(Attention):
             [1., 0.]])
     """
 
-    tied: Tensor
-    inner: Tensor
-
     def __init__(
         self,
         query: Float[Tensor, "hk d"],
@@ -56,22 +54,21 @@ class L2Attention(Attention):
                 f"`query` and `value` should have a multiple of {heads} rows. "
                 f"Found {query.shape[0]} and {value.shape[0]}."
             )
-        # The factor 1/√k of the squared distance, shared by queries and keys: no scale left.
-        scaled = query * (query.shape[0] // heads) ** -0.25
-        by_head = scaled.unflatten(0, (heads, -1))
-        folded = value.unflatten(0, (heads, -1)) @ by_head.mT @ by_head
         super().__init__(
-            scaled,
-            scaled,
-            folded.flatten(0, 1),
-            output,
-            heads=heads,
-            scale=1.0,
-            causal=causal,
-            mask=mask,
+            query, query, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
-        self.register_buffer("tied", query)
-        self.register_buffer("inner", value)
+
+    @property
+    def key(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weights of the queries."""
+        return self.query
+
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``W k^(-1/4)`` for queries and keys, which takes up the scale, and ``W^V A_h``."""
+        w = self.query * self.head_width**-0.25
+        by_head = w.unflatten(0, (self.num_heads, -1))
+        folded = self.value.unflatten(0, (self.num_heads, -1)) @ by_head.mT @ by_head
+        return w, w, folded.flatten(0, 1)
 
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``-|q_i - k_j|²``."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
-from lipscope.attention.projections import Part, Side
+from lipscope.attention.layer import Map, Side
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, linearise
 
 
+@variant
 class LipschitzNormAttention(InnerProduct):
     """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, one head, every token visible.
 
@@ -37,6 +41,8 @@ class LipschitzNormAttention(InnerProduct):
     True
     """
 
+    by_token = False
+
     def __init__(
         self,
         query: Float[Tensor, "k d"],
@@ -59,20 +65,22 @@ class LipschitzNormAttention(InnerProduct):
         x: Float[Tensor, "n d"],
         *,
         memory: int = 2**30,
-        part: Part = "attention",
+        map: Map = "attention",
         per_head: bool = False,
         context: Float[Tensor, "m d"] | None = None,
         side: Side = "query",
+        log_weights: Float[Tensor, " m"] | None = None,
     ) -> Operator:
         """The Jacobian at ``x`` by automatic differentiation.
 
         Args:
             x: The point, ``(n, d)``.
             memory: Not used.
-            part: ``attention``, or ``heads`` for what enters the output projection.
+            map: ``attention``, or ``heads`` for what enters the output projection.
             per_head: Not available: there is one head.
             context: Tokens ``(m, d)`` of keys and values; those of ``x`` if None.
             side: With a context, which of the two moves: ``query`` or ``key``.
+            log_weights: As in `Attention.forward`.
 
         Returns:
             Operator ``(n, d) -> (n, d_out)``.
@@ -83,7 +91,7 @@ class LipschitzNormAttention(InnerProduct):
         del memory
         if per_head:
             raise InputError("`per_head` should be False for LipschitzNorm. Found one head.")
-        f = self if part == "attention" else self.heads
+        f = functools.partial(self if map == "attention" else self.heads, log_weights=log_weights)
         if context is not None and side == "key":
             return linearise(lambda c: f(x, c), context)
         return linearise(lambda z: f(z, context), x)

@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.norms import NormAt, TokenNorm
-
-if TYPE_CHECKING:
-    from lipscope.attention.core import Attention
-
-Part = Literal["heads", "attention"]
-Side = Literal["query", "key"]
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of one window, in half-split layout.
-
-    ``rot(x) = x cos + half(x) sin`` with ``half((a, b)) = (-b, a)`` on the two halves of a
-    head. Widths beyond that of ``cos`` are left as they are.
-
-    Attributes:
-        cos: ``(n, r)``.
-        sin: ``(n, r)``.
-    """
-
-    cos: Float[Tensor, "n r"]
-    sin: Float[Tensor, "n r"]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys ``(..., n, k)``."""
-        turned, rest = x.split([self.cos.shape[-1], x.shape[-1] - self.cos.shape[-1]], dim=-1)
-        a, b = turned.chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([-b, a], dim=-1) * self.sin
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
-
-    def transpose(self, g: Tensor) -> Tensor:
-        """Apply the transposed (inverse up to scale) rotation to cotangents ``(..., n, k)``."""
-        turned, rest = g.split([self.cos.shape[-1], g.shape[-1] - self.cos.shape[-1]], dim=-1)
-        a, b = (turned * self.sin).chunk(2, dim=-1)
-        turned = turned * self.cos + torch.cat([b, -a], dim=-1)
-        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+from lipscope.attention.layer import Layer, Map, Side
+from lipscope.attention.norms import NormAt
+from lipscope.attention.rotary import Rotary
 
 
 @runtime_checkable
@@ -77,13 +42,14 @@ class AllHeads:
 
     axes = 2
 
-    def __init__(self, layer: Attention, part: Part, x: Tensor) -> None:
+    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
         self.layer = layer
-        self.weight = torch.cat([layer.query * layer.scale, layer.key, layer.value])
+        query, key, value = layer.projections()
+        self.weight = torch.cat([query * layer.scale, key, value])
         self.norms = _norms_at(layer, x)
-        self.out = layer.output if part == "attention" else None
+        self.out = layer.output if map == "attention" else None
         self.heads = layer.num_heads
-        self.sizes = [layer.query.shape[0], layer.key.shape[0], layer.value.shape[0]]
+        self.sizes = [query.shape[0], key.shape[0], value.shape[0]]
         concat = layer.num_heads * layer.value_width
         self.width_out = concat if self.out is None else self.out.shape[0]
 
@@ -126,9 +92,10 @@ class PerHead:
 
     axes = 3
 
-    def __init__(self, layer: Attention, part: Part, x: Tensor) -> None:
+    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
         self.layer = layer
-        weights = (layer.query * layer.scale, layer.key, layer.value)
+        query, key, value = layer.projections()
+        weights = (query * layer.scale, key, value)
         heads, counts = layer.num_heads, _counts(layer)
         by_head = [_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
         self.weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
@@ -139,7 +106,7 @@ class PerHead:
         ]
         self.out = None
         self.width_out = layer.value_width
-        if part == "attention" and layer.output is not None:
+        if map == "attention" and layer.output is not None:
             self.out = layer.output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)
             self.width_out = layer.output.shape[0]
 
@@ -243,14 +210,14 @@ def _zeros(like: Tensor, tokens: int) -> Tensor:
     return like.new_zeros(like.shape[0], tokens, like.shape[-1])
 
 
-def _counts(layer: Attention) -> tuple[int, int, int]:
+def _counts(layer: Layer) -> tuple[int, int, int]:
     """How many heads queries, keys and values have."""
     return layer.num_heads, layer.num_groups, layer.num_groups
 
 
-def _norms_at(layer: Attention, x: Tensor) -> list[NormAt | None]:
+def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
     """The norms of queries, keys and values at the tokens ``x``."""
-    norms: list[TokenNorm | None] = [layer.query_norm, layer.key_norm, layer.value_norm]
+    norms = layer.norms()
     if all(norm is None for norm in norms):
         return [None, None, None]
     z = layer.project_in(x)

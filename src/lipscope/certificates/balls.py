@@ -12,8 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, Rotary
-from lipscope.attention.projections import Part
+from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
@@ -52,7 +51,7 @@ class BallLayer:
             together beyond it (`around`).
     """
 
-    def __init__(self, layer: DotProduct, x: Tensor, map: Part, sharp: bool) -> None:
+    def __init__(self, layer: DotProduct, x: Tensor, map: Map, sharp: bool) -> None:
         self.layer = AskedLayer(layer, map, x=x)
         self.sharp = sharp
         self.centres = [HeadAt(head, x) for head in self.layer.heads]
@@ -115,10 +114,10 @@ def _local(centre: HeadAt, weighted: Weighted | None) -> float:
     return min(at.by_rows, at.by_blocks, math.inf if weighted is None else weighted.value)
 
 
-def sigma_of(layer: DotProduct, x: Tensor, map: Part = "attention", seed: int = 0) -> TopSingular:
+def sigma_of(layer: DotProduct, x: Tensor, map: Map = "attention", seed: int = 0) -> TopSingular:
     """Sigma of a layer at ``x``, from a start of its own."""
     generator = torch.Generator().manual_seed(seed)
-    return top_singular(layer.linearise(x, part=map), tol=1e-4, generator=generator)
+    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=generator)
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:
@@ -136,57 +135,7 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
         check_scores(layer)
     except NotApplicableError as why:
         raise InputError(f"No certificate: the proof does not cover this layer, {why}.") from None
-    if head is not None and not 0 <= head < layer.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
-        )
-
-    def rows(w: Tensor | None, heads: int) -> Tensor | None:
-        if w is None:
-            return None
-        w = w.detach().to("cpu", torch.float64)
-        if head is None:
-            return w
-        return w.unflatten(0, (heads, -1))[head * heads // layer.num_heads]
-
-    def needed(w: Tensor, heads: int) -> Tensor:
-        found = rows(w, heads)
-        assert found is not None
-        return found
-
-    output, mask = layer.output, layer.mask
-    if output is not None:
-        output = output.detach().to("cpu", torch.float64)
-        output = output if head is None else output.chunk(layer.num_heads, 1)[head]
-    if mask is not None:
-        mask = mask.cpu() if head is None or mask.ndim == 2 else mask[head].cpu()
-    score_bias = layer.score_bias
-    if score_bias is not None:
-        score_bias = score_bias.detach().to("cpu", torch.float64)
-        score_bias = score_bias if head is None or score_bias.ndim == 2 else score_bias[head]
-    rotary = layer.rotary
-    if rotary is not None:
-        rotary = Rotary(*(w.to("cpu", torch.float64) for w in (rotary.cos, rotary.sin)))
-    h, g = layer.num_heads, layer.num_groups
-    bias = layer.output_bias
-    return DotProduct(
-        needed(layer.query, h),
-        needed(layer.key, g),
-        needed(layer.value, g),
-        output,
-        heads=h if head is None else 1,
-        groups=g if head is None else 1,
-        query_bias=rows(layer.query_bias, h),
-        key_bias=rows(layer.key_bias, g),
-        value_bias=rows(layer.value_bias, g),
-        output_bias=None if bias is None else bias.detach().to("cpu", torch.float64),
-        scale=layer.scale,
-        causal=layer.causal,
-        mask=mask,
-        rotary=rotary,
-        window=layer.window,
-        score_bias=score_bias,
-    )
+    return (layer if head is None else layer.head(head)).in_double()
 
 
 def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention
-from lipscope.attention.projections import Part
+from lipscope.attention import Attention, Map
 from lipscope.certificates.balls import BallLayer, in_double, sigma_of, tokens_of
 from lipscope.certificates.read_out import check_ball
 from lipscope.errors import InputError
@@ -81,7 +80,7 @@ def certify(
     eps: float | Tensor,
     ball: BallName = "token",
     head: int | None = None,
-    map: Part = "attention",
+    map: Map = "attention",
     steps: int = 4,
     sharp: bool = True,
     sigma: tuple[float, float] | None = None,

@@ -95,10 +95,10 @@ def _lines(attacked: Attacked) -> Iterator[str]:
 
 def _show(attacked: Attacked) -> None:
     """Of each construction the best head, next to what was given."""
-    from lipscope.pages.table import titled
+    from lipscope.pages.bounds_table import empty_table
 
     real, worst = attacked.rows[0], attacked.rows[1]
-    made = titled(
+    made = empty_table(
         f"{real.model}, layer {real.layer}, map {real.map}, {real.num_tokens} tokens, "
         f"radius {attacked.radius:.4g}",
         ("input", "where from", "source", "head"),

@@ -5,16 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 
-from lipscope.attention import (
-    Attention,
-    DotProduct,
-    L2Attention,
-    LipschitzNormAttention,
-    ScaledCosineAttention,
-)
+from lipscope.attention import Attention, DotProduct, variants
 from lipscope.theorems import Head, HeadAt, HeadsAt, Theorem, catalogue
-
-VARIANTS = (DotProduct, L2Attention, ScaledCosineAttention, LipschitzNormAttention)
 
 
 def page() -> str:
@@ -34,14 +26,14 @@ def page() -> str:
         "| variant | constant | theorems of its own |",
         "|---|---|---|",
     ]
-    for variant in VARIANTS:
+    for variant in variants():
         own = _own(variant)
         constant = any(one.kind == "upper" and "radius" not in one.needs for one in _global(own))
         lines.append(
             f"| [`{variant.__name__}`](#{variant.__name__.lower()}) | "
             f"{'yes' if constant else 'no'} | {len(own)} |"
         )
-    for variant in VARIANTS:
+    for variant in variants():
         lines += ["", f"## {variant.__name__}", "", *_said(variant), ""]
         names = ", ".join(f"`{one.name}`" for one in _own(variant))
         lines.append(f"Theorems: {names} ([catalogue](theorems.md)).")

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from lipscope.attacks.worst import Attack, worst
+from lipscope.attacks import WorstInput, worst
 from lipscope.attention import Attention
 from lipscope.engine.built import said
 from lipscope.engine.plan import identity
@@ -37,7 +37,7 @@ class Attacked:
     """
 
     rows: Rows
-    found: Sequence[Attack]
+    found: Sequence[WorstInput]
     radius: float
     given_radius: float
 
@@ -147,7 +147,7 @@ def _radius(
     return float(radius)
 
 
-def _save(folder: Path, first: Attack) -> None:
+def _save(folder: Path, first: WorstInput) -> None:
     """The worst input and the direction in which it is worst."""
     import numpy as np
 

@@ -56,8 +56,8 @@ def bounds(
             it (all theorems, and sigma in the Frobenius norm, without); ``theorems`` are all;
             ``sharp=False``: without the bounds that take seconds a head; ``radius="inputs"``: that
             of the largest input, not for the map ``normed``, whose bounds on all inputs hold for
-            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64. With ``attack``, ``ascent_steps``
-            asks for gradient ascent too.
+            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64. With
+            ``attack``, ``ascent_steps`` asks for gradient ascent too.
 
     Returns:
         The rows, with their bounds.

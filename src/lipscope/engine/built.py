@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.attacks.ascent import ascend
-from lipscope.attacks.worst import worst
+from lipscope.attacks import ascend, worst
 from lipscope.attention import Attention
 from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
-from lipscope.measures.atoms import in_double
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
-from lipscope.theorems import Normed, bounds, catalogue
+from lipscope.theorems import Normed, bounds_at, catalogue
 
 _STEPS_WITH_POSITIONS = 10
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
@@ -79,6 +78,12 @@ def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerM
     return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
 
 
+def _in_double(layer: Attention | Normed) -> Attention | Normed:
+    if isinstance(layer, Normed):
+        return Normed(layer.attention.in_double(), copy.deepcopy(layer.norm).double())
+    return layer.in_double()
+
+
 def asked(
     row: Measurement,
     built: LayerMap,
@@ -106,10 +111,10 @@ def asked(
     ]
     try:
         layer, (radius, floor) = about()
-        found = bounds(
-            in_double(layer),
+        found = bounds_at(
+            _in_double(layer),
             built.x,
-            part="heads" if row.map == "heads" else "attention",
+            map="heads" if row.map == "heads" else "attention",
             head=row.head,
             radius=radius,
             floor=floor,

@@ -19,7 +19,7 @@ from lipscope.models import LoadedModel
 from lipscope.records.folder import Finished
 from lipscope.records.rows import Bound, Measurement
 from lipscope.theorems import DERIVED
-from lipscope.theorems.derived.centre import BallName
+from lipscope.theorems.derived.intervals import BallName
 
 _WITHOUT = ("metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")

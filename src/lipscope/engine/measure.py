@@ -8,10 +8,13 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
+from lipscope.attention import Attention
 from lipscope.engine.runs import LocalRun, Progress
 from lipscope.engine.spec import MeasureOptions
-from lipscope.models import LoadedModel
+from lipscope.models import LoadedModel, Sample
+from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
+from lipscope.records.rows import Measurement
 
 
 def measure(
@@ -103,3 +106,45 @@ def measure(
     loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
     with LocalRun(model, data, asked | loading, verb="measure") as run:
         return run.rows(out, progress)
+
+
+def measure_built(
+    layer: Attention,
+    x: Tensor,
+    *,
+    kind: str,
+    model: str = "layer",
+    index: int = 0,
+    sample: int = 0,
+    weights: str = "float32",
+    **options: Unpack[MeasureOptions],
+) -> Measurement:
+    """Sigma of one layer at an input that was built for it, from a start of its own.
+
+    An input that was found by maximising sigma keeps a valid interval. Holds for every
+    `Attention` layer, in the dtype of its weights.
+
+    Args:
+        layer: The layer.
+        x: The input, ``(n, d)``.
+        kind: What the input is, for the row's ``input``: for example ``two_cluster``.
+        model: Name of the model that the layer is from.
+        index: Its layer index.
+        sample: Index among inputs of the same length.
+        weights: What the weights were stored as.
+        **options: As for `measure`.
+
+    Returns:
+        The row.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> round(measure_built(layer, torch.zeros(3, 2), kind="zeros").sigma, 6)
+    1.0
+    """
+    loaded = LoadedModel(model, layer, None, None, weights)
+    item = Sample(kind, (x,), sample, None, len(x), digest(x), None)
+    with LocalRun(loaded, [item], {**options, "layers": [index]}, verb="measure") as run:
+        (row,) = run.rows(None, None)
+    return row

@@ -199,4 +199,6 @@ def _digest(data: Any) -> str:
     """A digest of what was given, for the manifest; inputs have digests of their own."""
     if isinstance(data, Tensor):
         return digest(data)
+    if isinstance(data, list):
+        data = [one.sha256 for one in data]
     return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()

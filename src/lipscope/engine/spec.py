@@ -10,19 +10,19 @@ from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 
-from lipscope.attacks.worst import PER_HEAD, PER_LAYER
+from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine import checks
 from lipscope.engine.checks import OF_TEXT, Check
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.source import Source
 from lipscope.errors import InputError
+from lipscope.linalg.norms import Metric
 from lipscope.linalg.singular import SMALLEST_TOL
 from lipscope.models import MAPS, SIDES, Side
 from lipscope.models.data.windows import WindowKind
 from lipscope.models.tracing.maps import MapName
 from lipscope.theorems import catalogue
 
-Metric = Literal["frobenius", "token-relative", "max-token", "infinity"]
 METRICS: tuple[str, ...] = get_args(Metric)
 DType = Literal["float32", "float64"]
 Radius = float | Literal["row", "inputs", "norm"]

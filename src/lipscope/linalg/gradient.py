@@ -8,22 +8,19 @@ backward pass and never holds more than a chunk of attention.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call, jvp
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
-from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import linearise, stretch
+from lipscope.linalg.operator import Operator, linearise, stretch
 from lipscope.linalg.singular import DEFAULT_MEMORY, TopSingular, top_singular
 
-_COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
 _SOLVE_STEPS = 500
 _SOLVE_TOL = {torch.float32: 1e-5, torch.float64: 1e-11}  # relative, a few units of rounding
 
@@ -49,9 +46,9 @@ def sigma(
     `top_singular` what is to be reported.
 
     Args:
-        layer: An `Attention` (in chunks, so that long inputs fit), any module, or a function
+        layer: An attention layer (in chunks, so that long inputs fit), any module, or a function
             without weights that need gradients.
-        x: One input: ``(n, d)`` for an `Attention`.
+        x: One input: ``(n, d)`` for an attention layer.
         tol: Relative tolerance of the solver; the error of the gradient is of the order of
             ``tol · sigma_1 / (sigma_1 - sigma_2)``.
         memory: Bytes for chunks, stored probabilities and the solver's basis.
@@ -79,48 +76,17 @@ def sigma(
     return _Sigma.apply(inputs, top, x, *inputs.weights)  # pyright: ignore[reportReturnType]
 
 
-def attention_stretch(
-    layer: Attention,
-    x: Float[Tensor, "n d"],
-    g: Float[Tensor, "n d_out"],
-    e: Float[Tensor, "n d"],
-    *,
-    memory: int = DEFAULT_MEMORY,
-) -> Float[Tensor, ""]:
-    """``<g, J(x) e>`` of a layer, differentiable in everything, one chunk of rows at a time.
+@runtime_checkable
+class Stretchable(Protocol):
+    """A map with products of its own, in chunks that fit some memory (an attention layer)."""
 
-    Args:
-        layer: The layer.
-        x: The point.
-        g: Direction in the output.
-        e: Direction in the input.
-        memory: Bytes that one chunk may take, derivatives included, roughly.
-    """
-    (q, k, v), (dq, dk, dv) = cast(Any, jvp(layer.project, (x,), (e,)))
-    heads = g if layer.output is None else g @ layer.output
-    go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
-    n = q.shape[-2]
-    rows = max(1, memory // (_COPIES * layer.num_heads * n * x.element_size()))
+    def linearise(self, x: Tensor, *, memory: int) -> Operator:
+        """The Jacobian at ``x``."""
+        ...
 
-    def part(start: int, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-        dq, dk, dv, go = rest
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return layer.probabilities(q, k, start) @ v
-
-        return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
-
-    if rows >= n:
-        return part(0, q, k, v, dq, dk, dv, go)
-    total = x.new_zeros(())
-    for i in range(0, n, rows):
-        chunk = slice(i, i + rows)
-        keys = slice(0, layer.reach(slice(i, min(i + rows, n)), n).stop)
-        own = [t[:, chunk] for t in (q, dq, go)]
-        others = [t[:, keys] for t in (k, v, dk, dv)]
-        arguments = (own[0], *others[:2], own[1], *others[2:], own[2])
-        total = total + checkpoint(part, i, *arguments, use_reentrant=False)
-    return total
+    def stretch(self, x: Tensor, g: Tensor, e: Tensor, *, memory: int) -> Tensor:
+        """``<g, J(x) e>``, differentiable in everything."""
+        ...
 
 
 class _Stretch(nn.Module):
@@ -131,8 +97,8 @@ class _Stretch(nn.Module):
         self.layer, self.memory = layer, memory
 
     def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
-        if isinstance(self.layer, Attention):
-            return attention_stretch(self.layer, x, g, e, memory=self.memory)
+        if isinstance(self.layer, Stretchable):
+            return self.layer.stretch(x, g, e, memory=self.memory)
         with sdpa_kernel(SDPBackend.MATH):
             return stretch(self.layer(x), x, g, e)
 
@@ -262,10 +228,10 @@ def _leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Any:
+def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Operator:
     x = x.detach()
-    if isinstance(layer, Attention):
-        return linearise(layer, x, memory=memory)
+    if isinstance(layer, Stretchable):
+        return layer.linearise(x, memory=memory)
     return linearise(layer, x)
 
 

@@ -7,16 +7,15 @@ copies' own queries only; the two are orthogonal and do not mix.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, Softmax
 from lipscope.errors import InputError
-from lipscope.linalg.operator import linearise, to_dense
+from lipscope.linalg.operator import to_dense
 
 _LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
 
@@ -49,8 +48,9 @@ def repeated_tokens(
     keys and values held fixed (``sum_h W_h V_h C_i^h A_h`` for dot products); the maximum
     runs over tokens that occur at least twice.
 
-    Holds for unmasked layers without rotary embedding or bias of the scores, of any variant,
-    any number of heads, biases and the output projection. With a causal mask the copies differ in
+    Holds for unmasked softmax layers without rotary embedding or bias of the scores, whose
+    queries, keys and values are made token by token, with any number of heads, biases and the
+    output projection. With a causal mask the copies differ in
     what they read.
 
     Args:
@@ -62,7 +62,7 @@ def repeated_tokens(
         `Repeated`; exact up to rounding (dense singular values).
 
     Raises:
-        InputError: For a masked or rotary layer, or counts that do not fit.
+        InputError: For a masked or rotary layer, another weighting, or counts that do not fit.
 
     Source: derived here (``docs/theory/inputs.md``); weights as in Appendix C of [castin2024].
 
@@ -72,31 +72,19 @@ def repeated_tokens(
     1.0
     """
     _check(layer, atoms, counts)
-    layer = in_double(layer)
+    layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)
-    total = sum(counts)
-    log_weight = torch.tensor(counts, dtype=torch.float64).log()
-
-    def weighted(z: Tensor) -> Tensor:
-        q, k, v = layer.project(z)
-        p = torch.softmax(layer.capped(layer.score(q, k)) + log_weight, dim=-1)
-        return layer.project_out((p @ v).transpose(-3, -2).flatten(-2))
-
-    def queried(z: Tensor) -> Tensor:
-        q, _, _ = layer.project(z)
-        _, k, v = layer.project(x)
-        p = torch.softmax(layer.capped(layer.score(q, k)) + log_weight, dim=-1)
-        return layer.project_out((p @ v).transpose(-3, -2).flatten(-2))
-
+    log_weights = torch.tensor(counts, dtype=torch.float64).log()
     m, d = x.shape
-    root = (0.5 * log_weight).exp()
-    dense = to_dense(linearise(weighted, x)).reshape(m, -1, m, d)
+    root = (0.5 * log_weights).exp()
+    dense = to_dense(layer.linearise(x, log_weights=log_weights)).reshape(m, -1, m, d)
     scaled = dense * (root[:, None] / root)[:, None, :, None]
     moving = _norm(scaled.reshape(-1, m * d))
-    own = to_dense(linearise(queried, x)).reshape(m, -1, m, d)
+    queried = layer.linearise(x, context=x, log_weights=log_weights)
+    own = to_dense(queried).reshape(m, -1, m, d)
     split = [_norm(own[i, :, i]) for i in range(m) if counts[i] > 1]
     splitting = max(split, default=0.0)
-    return Repeated(max(moving, splitting), moving, splitting, total)
+    return Repeated(max(moving, splitting), moving, splitting, sum(counts))
 
 
 def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
@@ -113,11 +101,12 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
     n = num_tokens
     if layer.mask is not None and not bool(layer.mask.all()):
         return None
-    if layer.positional or layer.window is not None or layer.value_norm is not None:
+    if layer.positional or layer.window is not None or layer.norms()[2] is not None:
         return None
     if layer.causal and n > _LARGEST_DENSE:
         return None
-    value = layer.repeat_groups(layer.value.unflatten(0, (layer.num_groups, -1))).flatten(0, 1)
+    value = layer.projections()[2].unflatten(0, (layer.num_groups, -1))
+    value = layer.repeat_groups(value).flatten(0, 1)
     value = value.detach().to("cpu", torch.float64)
     if layer.output is not None:
         value = layer.output.detach().to("cpu", torch.float64) @ value
@@ -127,11 +116,6 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
     return _norm(torch.ones(n, n, dtype=torch.float64).tril() / rows) * _norm(value)
 
 
-def in_double(layer: Attention) -> Attention:
-    """A copy of the layer in float64 on the CPU."""
-    return copy.deepcopy(layer).to("cpu", torch.float64).requires_grad_(False)
-
-
 def _norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
@@ -139,6 +123,8 @@ def _norm(matrix: Tensor) -> float:
 def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
     if layer.positional:
         raise InputError("not available: logits depend on position; copies are not alike.")
+    if not (layer.by_token and isinstance(layer.weighting, Softmax)):
+        raise InputError("not available: copies count otherwise than as a weight of their key.")
     hides = layer.mask is not None and not bool(layer.mask.all())
     if layer.causal or layer.window is not None or hides:
         raise InputError("not available: the layer is masked, so copies read different tokens.")

@@ -260,6 +260,11 @@ class RunFolder:
         frame = self._tables[1].read(self._marks.get("tokens"), own=True)
         return [one for one in records_of(TokenShare, frame) if one.id in self.done]
 
+    def bounds(self) -> list[Bound]:
+        """The bounds of all finished rows, each once."""
+        frame = self._tables[2].read(self._marks.get("bounds"), own=True)
+        return [one for one in records_of(Bound, frame) if one.id in self.done]
+
     def compact(self) -> None:
         """Bring the Parquet copies of all tables up to their lines.
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention import DotProduct, Rotary
+from lipscope.attention import DotProduct, Rotary, Softmax
 from lipscope.theorems.register import NotApplicableError
 
 
@@ -180,68 +180,43 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
         NotApplicableError: If the logits are not those of a `Head`.
     """
     check_scores(layer)
+    own = layer.in_double()
+    return [_head(own.head(h), fold=fold) for h in range(own.num_heads)]
 
-    def double(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().to("cpu", torch.float64)
 
-    times = layer.num_heads // layer.num_groups
-    query = _by_head(double(layer.query), layer.num_heads) * layer.scale
-    key, value = (
-        _by_head(double(w), layer.num_groups).repeat_interleave(times, 0)
-        for w in (layer.key, layer.value)
+def _head(one: DotProduct, *, fold: bool) -> Head:
+    value, zeros = one.value, one.query.new_zeros(one.head_width)
+    if fold and one.output is not None:
+        value = torch.linalg.qr(one.output, mode="r").R @ value
+    return Head(
+        one.query * one.scale,
+        one.key,
+        value,
+        zeros if one.query_bias is None else one.query_bias * one.scale,
+        zeros if one.key_bias is None else one.key_bias,
+        one.causal,
+        one.mask,
+        one.rotary,
+        one.window,
+        one.score_bias,
     )
-    zeros = query.new_zeros(query.shape[:2])
-    query_bias = zeros
-    if layer.query_bias is not None:
-        query_bias = _by_head(double(layer.query_bias), layer.num_heads) * layer.scale
-    key_bias = zeros
-    if layer.key_bias is not None:
-        key_bias = _by_head(double(layer.key_bias), layer.num_groups).repeat_interleave(times, 0)
-    if fold and layer.output is not None:
-        output = double(layer.output)
-        assert output is not None
-        parts = output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)  # (h, d_out, k_v)
-        value = torch.linalg.qr(parts, mode="r").R @ value
-    mask = None if layer.mask is None else layer.mask.cpu()
-    rotary = None
-    if layer.rotary is not None:
-        cos, sin = (x.to("cpu", torch.float64) for x in (layer.rotary.cos, layer.rotary.sin))
-        rotary = Rotary(cos, sin)
-    score_bias = double(layer.score_bias)
-    return [
-        Head(
-            query[h],
-            key[h],
-            value[h],
-            query_bias[h],
-            key_bias[h],
-            layer.causal,
-            mask if mask is None or mask.ndim == 2 else mask[h],
-            rotary,
-            layer.window,
-            score_bias if score_bias is None or score_bias.ndim == 2 else score_bias[h],
-        )
-        for h in range(layer.num_heads)
-    ]
 
 
 def check_scores(layer: DotProduct) -> None:
     """Raise where logits are more than inner products of affine maps plus a fixed bias.
 
     Raises:
-        NotApplicableError: For soft-capped scores and normalised queries, keys or values.
+        NotApplicableError: For other weights than softmax, soft-capped scores and normalised
+            queries, keys or values.
     """
+    if not isinstance(layer.weighting, Softmax):
+        raise NotApplicableError("its weights are no softmax of the scores")
     if layer.softcap is not None:
         raise NotApplicableError("its scores are soft-capped")
     if layer.query_norm is not None or layer.key_norm is not None:
         raise NotApplicableError("its queries and keys are normalised")
     if layer.value_norm is not None:
         raise NotApplicableError("its values are normalised")
-
-
-def _by_head(w: Tensor | None, heads: int) -> Tensor:
-    assert w is not None
-    return w.unflatten(0, (heads, -1))
 
 
 def _small(w: Tensor) -> Tensor:

@@ -281,37 +281,20 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
 
     Source: section 2.3 of [castin2024] (RMSNorm); with a shift, derived here.
     """
+    own = layer.in_double()
 
     def weight(w: Tensor) -> Tensor:
-        scaled = w.detach().to("cpu", torch.float64) * norm.gain * len(norm.gain) ** 0.5
+        scaled = w * norm.gain * len(norm.gain) ** 0.5
         return scaled - scaled.mean(1, keepdim=True) if norm.centred else scaled
 
     def bias(w: Tensor, b: Tensor | None) -> Tensor:
-        moved = w.detach().to("cpu", torch.float64) @ norm.shift
-        return moved if b is None else moved + b.detach().to("cpu", torch.float64)
+        return w @ norm.shift if b is None else w @ norm.shift + b
 
-    def double(w: Tensor | None) -> Tensor | None:
-        return None if w is None else w.detach().to("cpu", torch.float64)
-
-    return DotProduct(
-        weight(layer.query),
-        weight(layer.key),
-        weight(layer.value),
-        double(layer.output),
-        heads=layer.num_heads,
-        groups=layer.num_groups,
-        query_bias=bias(layer.query, layer.query_bias),
-        key_bias=bias(layer.key, layer.key_bias),
-        value_bias=bias(layer.value, layer.value_bias),
-        output_bias=double(layer.output_bias),
-        scale=layer.scale,
-        causal=layer.causal,
-        mask=layer.mask,
-        rotary=layer.rotary,
-        window=layer.window,
-        score_bias=double(layer.score_bias),
-        softcap=layer.softcap,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        value_norm=layer.value_norm,
+    return own.replace(
+        query=weight(own.query),
+        key=weight(own.key),
+        value=weight(own.value),
+        query_bias=bias(own.query, own.query_bias),
+        key_bias=bias(own.key, own.key_bias),
+        value_bias=bias(own.value, own.value_bias),
     )

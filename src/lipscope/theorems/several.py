@@ -20,8 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct
-from lipscope.attention.projections import Part
+from lipscope.attention import Attention, DotProduct, Map
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import AtInput, HeadAt, HeadsAt
 from lipscope.theorems.register import NotApplicableError, Theorem
@@ -44,7 +43,7 @@ class AskedLayer:
     """
 
     attention: Attention
-    map: Part = "attention"
+    map: Map = "attention"
     head: int | None = None
     x: Tensor | None = None
     _at: dict[tuple[int, bool], HeadAt] = field(default_factory=dict, repr=False, compare=False)
@@ -106,7 +105,7 @@ def evaluate(
     x: Tensor | None = None,
     num_tokens: int | None = None,
     radius: float | None = None,
-    map: Part = "attention",
+    map: Map = "attention",
     slope: Tensor | None = None,
 ) -> float:
     """The value of a theorem for a whole layer.

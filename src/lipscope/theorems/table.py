@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.attention.projections import Part
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
@@ -32,7 +31,7 @@ def bounds_at(
     num_tokens: int | None = None,
     radius: float | None = None,
     floor: float | None = None,
-    map: Part = "attention",
+    map: Map = "attention",
     head: int | None = None,
     metric: Metric | None = None,
     names: Collection[str] | None = None,
@@ -135,7 +134,7 @@ def _normed_question(
     num_tokens: int | None,
     radius: float | None,
     floor: float | None,
-    map: Part,
+    map: Map,
     head: int | None,
 ) -> _Question:
     """The question about the absorbed layer that answers the one about a layer and its norm."""

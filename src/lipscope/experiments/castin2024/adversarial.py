@@ -10,7 +10,7 @@ from typing import Any
 from lipscope.attacks import two_cluster
 from lipscope.attention import Attention
 from lipscope.engine.capture import captures
-from lipscope.engine.given import measure_given
+from lipscope.engine.measure import measure_built
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study
 from lipscope.models import LoadedModel
@@ -92,7 +92,7 @@ def _rows(
 
         def compute() -> Measurement:
             x = two_cluster(attention, head=head, num_tokens=n, radius=radius).x
-            return measure_given(
+            return measure_built(
                 attention,
                 x,
                 kind="two_cluster",

@@ -22,12 +22,13 @@ from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
 from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
+from lipscope.models.tracing.maps import MapName
 from lipscope.pages.rows import Rows
 from lipscope.records.growth import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope.records.rows import Measurement
 
 # What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
-_AS_CODED = {"bert": "residual"}
+_AS_CODED: dict[str, MapName] = {"bert": "residual"}
 
 
 @dataclass(frozen=True)
@@ -133,13 +134,7 @@ def _as_coded(study: Study, case: Case) -> dict[int, list[tuple[int, float]]]:
     options = as_in_the_paper(study, case.loaded, case.text)
 
     def compute() -> dict[str, Any]:
-        maps = layer_maps(
-            case.loaded,
-            case.text.content,
-            layers=case.layers,
-            map=what,
-            **options,
-        )
+        maps = layer_maps(case.loaded, case.text.content, layers=case.layers, map=what, **options)
         found = [
             {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for _, one in maps
         ]

@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
+
 from lipscope.attention import L2Attention
 from lipscope.charts.panels import Panel, Series
-from lipscope.engine.bounds import sandwich
+from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import captures
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
@@ -17,11 +19,10 @@ from lipscope.linalg.singular import top_singular
 from lipscope.models import LoadedModel
 from lipscope.pages.table import number
 from lipscope.records.comparison import looseness as looseness_of
-from lipscope.theorems import bounds_at, infinity_norm
-from lipscope.theorems import Metric
+from lipscope.theorems import Metric, bounds_at, infinity_norm
 
 _MOST = 1e6  # times above sigma, as far as the figure goes
-_METRICS = ("frobenius", "max-token")
+_METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 
 
 @experiment(
@@ -87,9 +88,9 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return study.pick([count // 2], [0, count // 2, count - 1])
 
 
-def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: str, sharp: bool) -> Job:
+def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: Metric, sharp: bool) -> Job:
     def compute() -> dict[str, Any]:
-        rows = sandwich(
+        rows = bounds(
             loaded,
             text.content,
             layers=[layer],
@@ -119,7 +120,7 @@ def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> Job:
         l2 = L2Attention(own.query, own.value, own.output, heads=own.num_heads)
         inner = l2.linearise(one.x)
         measured = {
-            "frobenius": top_singular(inner, generator=one.start(None, 0)).sigma,
+            "frobenius": top_singular(inner, generator=torch.Generator().manual_seed(0)).sigma,
             "infinity": infinity_norm(inner).lower,
         }
         return {

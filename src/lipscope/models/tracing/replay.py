@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipscope.attention import Attention
-from lipscope.attention.projections import Part
+from lipscope.attention import Attention, Map
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, over_leading
 from lipscope.models.tracing.calls import BlockCall, as_tokens, first_tensor
@@ -67,13 +66,13 @@ class ClosedForm:
         context = self.call.context
         return (context, x) if context is not None and self.call.side == "key" else (x, context)
 
-    def _linearise(self, x: Tensor, memory: int, per_head: bool, part: Part) -> Operator:
+    def _linearise(self, x: Tensor, memory: int, per_head: bool, map: Map) -> Operator:
         queries, context = self._sides(x)
         return self.attention.linearise(
             queries,
             memory=memory,
             per_head=per_head,
-            part=part,
+            map=map,
             context=context,
             side="key" if self.call.side == "key" else "query",
         )

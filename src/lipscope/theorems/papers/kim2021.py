@@ -167,7 +167,7 @@ def _visible_self(layer: L2Attention) -> None:
 
 def _weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """``W_h``, ``(W^{V,h})^T`` and ``(W^O)^T``, float64."""
-    tied, inner = (w.detach().to("cpu", torch.float64) for w in (layer.tied, layer.inner))
+    tied, inner = (w.detach().to("cpu", torch.float64) for w in (layer.query, layer.value))
     output = layer.output
     return (
         [w.T for w in tied.chunk(layer.num_heads)],

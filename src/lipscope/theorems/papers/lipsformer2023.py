@@ -23,7 +23,7 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     """
     if layer.causal or layer.mask is not None:
         raise NotApplicableError("it is masked")
-    n, tau = num_tokens, layer.temperature
+    n, tau = num_tokens, float(layer.temperature.detach())
 
     def one(query: float, key: float, value: float) -> float:
         return 2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
@@ -42,7 +42,7 @@ def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) ->
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    tau, c = layer.temperature, float(num_tokens)
+    tau, c = float(layer.temperature.detach()), float(num_tokens)
     if not layer.causal and layer.mask is None and 2 * tau < math.log(c):
         c = math.exp(2 * tau)
 
@@ -57,4 +57,4 @@ def _of_heads(layer: ScaledCosineAttention, one: Callable[[float, float, float],
     norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
     heads = math.hypot(*[one(*sizes) for sizes in zip(*norms, strict=True)])
     output = 1.0 if layer.output is None else spectral_norm(layer.output)
-    return layer.gain * layer.eps**-0.5 * heads * output
+    return float(layer.gain.detach()) * layer.eps**-0.5 * heads * output

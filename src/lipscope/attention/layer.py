@@ -1,0 +1,372 @@
+"""What a layer is made of: weights, heads, score, weighting, mask. What it does is in `core`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from lipscope.attention.norms import TokenNorm
+from lipscope.attention.rotary import Rotary
+from lipscope.attention.weighting import Softmax, Weighting
+from lipscope.errors import InputError
+
+Map = Literal["heads", "attention"]
+Side = Literal["query", "key"]
+AnyLayer = TypeVar("AnyLayer", bound="Layer")
+
+# Arguments of a layer that are stored under another name, and how a head takes its part.
+_STORED = {"heads": "num_heads", "groups": "num_groups"}
+_OF_A_HEAD = ("query", "query_bias")
+_OF_A_GROUP = ("key", "key_bias", "value", "value_bias")
+_OF_POSITIONS = ("mask", "score_bias")
+
+
+class Layer(nn.Module, ABC):
+    """The fields of an `Attention`, where they are explained, and what is made of them.
+
+    A variant keeps the weights of its paper as they are. What it derives from them it derives
+    anew whenever it is asked (`projections`, `norms`), so that it can be trained.
+
+    Attributes:
+        weighting: How scores become weights.
+        by_token: Whether a token alone decides on its own query, key and value.
+    """
+
+    weighting: Weighting = Softmax()
+    by_token: bool = True
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor | None
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    score_bias: Tensor | None
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "gk _"],
+        value: Float[Tensor, "gv _"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        heads: int = 1,
+        groups: int | None = None,
+        query_bias: Tensor | None = None,
+        key_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        mask: Bool[Tensor, "*h n m"] | None = None,
+        rotary: Rotary | None = None,
+        score_bias: Float[Tensor, "*hb n m"] | None = None,
+        softcap: float | None = None,
+        query_norm: TokenNorm | None = None,
+        key_norm: TokenNorm | None = None,
+        value_norm: TokenNorm | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = heads
+        self.num_groups = heads if groups is None else groups
+        _check_shapes(query, key, value, output, heads, self.num_groups)
+        for option, number in (("softcap", softcap), ("window", window)):
+            if number is not None and not number > 0:
+                raise InputError(f"`{option}` should be positive. Found `{option} = {number}`.")
+        self.hold(query=query, value=value, output=output)
+        if not isinstance(getattr(type(self), "key", None), property):  # tied to another weight
+            self.hold(key=key)
+        self.hold(query_bias=query_bias, key_bias=key_bias, value_bias=value_bias)
+        self.hold(output_bias=output_bias, score_bias=score_bias)
+        self.head_width = query.shape[0] // heads
+        self.value_width = value.shape[0] // self.num_groups
+        self.scale = self.head_width**-0.5 if scale is None else scale
+        self.causal, self.window = causal, window
+        self.mask = mask
+        self.rotary = rotary
+        self.softcap = softcap
+        self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
+
+    def hold(self, **tensors: Tensor | None) -> None:
+        """Keep weights: as parameters where they are given as such, else as buffers."""
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    def _apply(self: AnyLayer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AnyLayer:
+        """What ``to``, ``double`` and the like do, to what is no weight too."""
+        if self.mask is not None:
+            self.mask = fn(self.mask)
+        if self.rotary is not None:
+            self.rotary = Rotary(fn(self.rotary.cos), fn(self.rotary.sin))
+        return super()._apply(fn, recurse)
+
+    # --- copies
+
+    def fields(self) -> dict[str, Any]:
+        """The arguments that make this layer anew."""
+        names = list(inspect.signature(type(self).__init__).parameters)[1:]
+        return {name: getattr(self, _STORED.get(name, name)) for name in names}
+
+    def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
+        """A layer with some fields replaced, by their names in the constructor.
+
+        The others are shared with this layer, not copied: parameters stay the same ones.
+        """
+        return type(self)(**(self.fields() | changes))
+
+    def head(self: AnyLayer, index: int) -> AnyLayer:
+        """One query head as a layer, with its group's keys and values.
+
+        It has its part of the output projection, of masks and of biases by head; a bias of the
+        output stays whole.
+
+        Raises:
+            InputError: If there is no such head, or a norm joins all heads.
+        """
+        if not 0 <= index < self.num_heads:
+            raise InputError(
+                f"`head` should be between 0 and {self.num_heads - 1}. Found `head = {index}`."
+            )
+        fields = self.fields()
+        for name in ("query_norm", "key_norm", "value_norm"):
+            norm = fields.get(name)
+            width = self.value_width if name == "value_norm" else self.head_width
+            if norm is not None and len(norm.weight) > width:
+                raise InputError("not available: a norm of the layer joins its heads.")
+        group = index * self.num_groups // self.num_heads
+        for name, tensor in fields.items():
+            if tensor is None:
+                continue
+            if name in _OF_A_HEAD:
+                fields[name] = tensor.chunk(self.num_heads)[index]
+            elif name in _OF_A_GROUP:
+                fields[name] = tensor.chunk(self.num_groups)[group]
+            elif name == "output":
+                fields[name] = tensor.chunk(self.num_heads, 1)[index]
+            elif name in _OF_POSITIONS and tensor.ndim == 3:
+                fields[name] = tensor[index]
+            elif name in _STORED:
+                fields[name] = 1
+        return type(self)(**fields)
+
+    def in_double(self: AnyLayer) -> AnyLayer:
+        """A copy in float64 on the CPU, without gradients."""
+        tensors = {n: t.detach() for n, t in self.fields().items() if isinstance(t, Tensor)}
+        alone = copy.deepcopy(self.replace(**tensors))
+        return alone.to("cpu", torch.float64).requires_grad_(False)
+
+    # --- what a variant supplies: a score of queries and keys, and its two derivatives
+
+    @abstractmethod
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Scores ``(..., c, n)`` of scaled queries ``(..., c, k)`` and keys ``(..., n, k)``."""
+
+    @abstractmethod
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Change ``(..., c, n)`` of the scores along ``dq`` and ``dk``."""
+
+    @abstractmethod
+    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
+        """Cotangents of queries and keys for the cotangent ``gs`` of the scores."""
+
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The matrices that make queries, keys and values of tokens."""
+        return self.query, self.key, self.value
+
+    def norms(self) -> tuple[TokenNorm | None, TokenNorm | None, TokenNorm | None]:
+        """The norms of queries, keys and values."""
+        return self.query_norm, self.key_norm, self.value_norm
+
+    # --- from tokens to weights
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        start: int = 0,
+        heads: slice = slice(None),
+        log_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Attention weights ``(..., h, c, m)`` of scaled queries and keys, for autograd.
+
+        Args:
+            q: Queries of ``c`` consecutive rows.
+            k: Keys.
+            start: The first of the rows.
+            heads: Which heads these are.
+            log_weights: As in `Attention.forward`.
+        """
+        rows = slice(start, start + q.shape[-2])
+        s = self.capped(self.score(q, k))
+        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights)
+        p = self.weighting.weights(s if bias is None else s + of_heads(bias, heads))
+        empty = self.empty_rows(k)
+        if empty is None:
+            return p
+        return p.masked_fill(of_heads(empty[..., rows, None], heads), 0.0)
+
+    def capped(self, s: Tensor) -> Tensor:
+        """``c tanh(s / c)``, or the scores as they are."""
+        return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
+
+    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled queries, keys and values, each ``(..., num_heads, n or m, width)``."""
+        groups = (self.num_heads, self.num_groups, self.num_groups)
+        q, k, v = (
+            (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
+            for z, norm, heads in zip(
+                self.project_in(x, context), self.norms(), groups, strict=True
+            )
+        )
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return q * self.scale, self.repeat_groups(k), self.repeat_groups(v)
+
+    def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as the weights make them, heads side by side.
+
+        Raises:
+            InputError: If there is no token.
+        """
+        context = x if context is None else context
+        if not x.shape[-2] or not context.shape[-2]:
+            raise InputError("A layer should have at least one token. Found none.")
+        query, key, value = self.projections()
+        return (
+            nn.functional.linear(x, query, self.query_bias),
+            nn.functional.linear(context, key, self.key_bias),
+            nn.functional.linear(context, value, self.value_bias),
+        )
+
+    def project_out(self, heads: Tensor) -> Tensor:
+        """Concatenated heads ``(..., n, num_heads * d_v)`` through the output projection."""
+        if self.output is None:
+            return heads
+        return nn.functional.linear(heads, self.output, self.output_bias)
+
+    def repeat_groups(self, x: Tensor) -> Tensor:
+        """Give every query head its group's keys or values."""
+        times = self.num_heads // self.num_groups
+        return x if times == 1 else x.repeat_interleave(times, dim=-3)
+
+    def sum_groups(self, g: Tensor) -> Tensor:
+        """The transpose of `repeat_groups`."""
+        times = self.num_heads // self.num_groups
+        return g if times == 1 else g.unflatten(-3, (self.num_groups, times)).sum(-3)
+
+    # --- who reads whom
+
+    @property
+    def positional(self) -> bool:
+        """Whether logits depend on where two tokens are, beyond what the mask hides."""
+        return self.rotary is not None or self.score_bias is not None
+
+    def bias(
+        self, k: Tensor, rows: slice, keys: slice, log_weights: Tensor | None = None
+    ) -> Tensor | None:
+        """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
+
+        The layer's own bias, the weights of the keys, and -inf where the mask hides; None if
+        nothing. Rows that may read no token are left unmasked here; their weights are set to
+        zero.
+        """
+        added = None if self.score_bias is None else self.score_bias[..., rows, keys]
+        if log_weights is not None:
+            added = log_weights[keys] if added is None else added + log_weights[keys]
+        visible = self.visible(rows, keys, k.device)
+        if visible is None:
+            return added
+        visible = visible | ~visible.any(-1, keepdim=True)
+        if added is None:
+            added = torch.zeros((), dtype=k.dtype, device=k.device)
+        return torch.where(visible, added, -torch.inf)
+
+    def visible(
+        self, rows: slice, keys: slice, device: torch.device | None = None
+    ) -> Tensor | None:
+        """True where a row may read a key, ``(h or none, rows, keys)``; None: all."""
+        found = None
+        if self.causal or self.window is not None:
+            row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+            behind = row - torch.arange(keys.start, keys.stop, device=device)
+            found = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
+            if self.window is not None:
+                found &= behind < self.window
+        if self.mask is not None:
+            part = self.mask[..., rows, keys]
+            found = part if found is None else part & found
+        return found
+
+    def reach(self, rows: slice, num_keys: int) -> slice:
+        """The keys that some of these rows may read: causal layers and windows see no others."""
+        last = min(rows.stop, num_keys) if self.causal else num_keys
+        first = 0 if self.window is None else rows.start - self.window + 1
+        return slice(min(max(first, 0), last - 1), last)
+
+    def empty_rows(self, k: Tensor) -> Tensor | None:
+        """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none.
+
+        Raises:
+            InputError: If there are some and the weighting needs all rows at once.
+        """
+        if self.mask is None:
+            return None
+        rows, keys = slice(0, self.mask.shape[-2]), slice(0, k.shape[-2])
+        visible = self.visible(rows, keys, k.device)
+        assert visible is not None
+        empty = ~visible.any(-1)
+        if not bool(empty.any()):
+            return None
+        if self.weighting.all_rows:
+            raise InputError("`mask` should let every row read some token. Found an empty row.")
+        return empty
+
+
+def of_heads(t: Tensor, heads: slice) -> Tensor:
+    """The heads of a tensor ``(h, rows, keys)``, or the tensor where all heads share it."""
+    return t[heads] if t.ndim == 3 else t
+
+
+def _check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
+) -> None:
+    """Say which weight does not fit the number of heads or the other weights."""
+    if heads < 1 or groups < 1 or heads % groups:
+        raise InputError(
+            "`heads` should be a positive multiple of `groups`. "
+            f"Found `heads = {heads}`, `groups = {groups}`."
+        )
+    for name, weight, parts in (
+        ("query", query, heads),
+        ("key", key, groups),
+        ("value", value, groups),
+    ):
+        if weight.shape[0] % parts or weight.shape[1] != query.shape[1]:
+            raise InputError(
+                f"`{name}` should have shape ({parts} * head width, {query.shape[1]}). "
+                f"Found {tuple(weight.shape)}."
+            )
+    if query.shape[0] // heads != key.shape[0] // groups:
+        raise InputError(
+            "Queries and keys should have one head width. Found "
+            f"{query.shape[0] // heads} and {key.shape[0] // groups}."
+        )
+    concat = heads * (value.shape[0] // groups)
+    if output is not None and output.shape[1] != concat:
+        raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")

@@ -1,0 +1,106 @@
+"""Weightings: how a row of scores becomes a row of weights, with both derivatives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+At = tuple[Tensor, ...]
+
+
+class Weighting(ABC):
+    """Weights ``P`` of a block of scores ``S``, ``(..., rows, keys)``, -inf where hidden.
+
+    Three methods make a weighting: `weights`, `jvp` and `vjp`. The others fuse steps or save
+    memory, and have defaults. Rows that may read no token come with the scores that they
+    would have; what they give is set to zero afterwards.
+
+    Attributes:
+        all_rows: Whether a weight depends on scores of other rows. Blocks then hold all rows
+            of some heads, and no row may be empty.
+        kept: How many tensors of the size of the scores `at` keeps.
+    """
+
+    all_rows: bool = False
+    kept: int = 1
+
+    @abstractmethod
+    def weights(self, s: Tensor) -> Tensor:
+        """The weights, differentiable by autograd; 0 where the score is -inf."""
+
+    @abstractmethod
+    def jvp(self, at: At, ds: Tensor) -> Tensor:
+        """The change of the weights along ``ds``, which may be overwritten."""
+
+    @abstractmethod
+    def vjp(self, at: At, gp: Tensor) -> Tensor:
+        """The cotangent of the scores for ``gp``, which may be overwritten."""
+
+    def at(self, s: Tensor) -> At:
+        """What the derivatives ask for, the weights first; none of it in the memory of ``s``."""
+        return (self.weights(s),)
+
+    def statistic(self, s: Tensor) -> Tensor | None:
+        """One number a row, ``(..., rows, 1)``, that makes `again` cheaper than `at`."""
+        del s
+        return None
+
+    def again(self, s: Tensor, statistic: Tensor | None) -> At:
+        """As `at`, for scores seen before; may overwrite ``s``."""
+        del statistic
+        return self.at(s)
+
+    def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
+        """``do = dP v + P dv`` of a block, ``o = P v``."""
+        del o
+        return torch.bmm(self.jvp(at, ds), v).baddbmm_(at[0], dv)
+
+    def pull(self, at: At, gp: Tensor, mean: Tensor) -> Tensor:
+        """As `vjp`, given ``mean``, the row sums of ``P gp``."""
+        del mean
+        return self.vjp(at, gp)
+
+
+class Softmax(Weighting):
+    """``P_ij = exp(s_ij) / sum_l exp(s_il)``: weights of a row add up to 1.
+
+    ``dP = w - P rowsum(w)`` with ``w = P ds``, so that ``do = w v - rowsum(w) o + P dv``.
+    """
+
+    def weights(self, s: Tensor) -> Tensor:
+        """The softmax of every row."""
+        return torch.softmax(s, dim=-1)
+
+    def jvp(self, at: At, ds: Tensor) -> Tensor:
+        """``w - P rowsum(w)``."""
+        (p,) = at
+        w = ds.mul_(p)
+        return w.addcmul_(p, w.sum(-1, keepdim=True), value=-1)
+
+    def vjp(self, at: At, gp: Tensor) -> Tensor:
+        """``P (gp - rowsum(P gp))``."""
+        (p,) = at
+        return self.pull(at, gp, (p * gp).sum(-1, keepdim=True))
+
+    def statistic(self, s: Tensor) -> Tensor:
+        """The logarithm of the sum of exponentials."""
+        return s.logsumexp(-1, keepdim=True)
+
+    def again(self, s: Tensor, statistic: Tensor | None) -> At:
+        """``exp(s - statistic)``, in the memory of ``s``."""
+        assert statistic is not None
+        return (s.sub_(statistic).exp_(),)
+
+    def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
+        """``w v - rowsum(w) o + P dv``: ``dP`` is not formed."""
+        (p,) = at
+        w = ds.mul_(p)
+        do = torch.bmm(w, v).addcmul_(w.sum(-1, keepdim=True), o, value=-1)
+        return do.baddbmm_(p, dv)
+
+    def pull(self, at: At, gp: Tensor, mean: Tensor) -> Tensor:
+        """``P (gp - mean)``."""
+        (p,) = at
+        return gp.sub_(mean).mul_(p)
