@@ -10,7 +10,7 @@ import torch
 from lipscope.attacks.constructions import constant, two_cluster
 from lipscope.attention import DotProduct
 from lipscope.engine.capture import captures, layer_maps
-from lipscope.engine.given import measure_given
+from lipscope.engine.measure import measure_built
 from lipscope.engine.measure import measure
 from lipscope.errors import InputError
 from lipscope.experiments.castin2024.published import castin_scripts
@@ -95,11 +95,11 @@ def test_scripts_quantity_is_what_their_loop_returns() -> None:
 def test_given_row_is_sigma_of_the_layer() -> None:
     layer = drawn(1)
     x = two_cluster(layer, num_tokens=5, radius=1.5).x if _real(layer) else torch.ones(5, 4)
-    row = measure_given(layer, x.double(), kind="two_cluster", sample=3)
+    row = measure_built(layer, x.double(), kind="two_cluster", sample=3)
     assert row.sigma == pytest.approx(sigma(layer, x.double()), rel=1e-4)
     assert (row.input, row.sample, row.num_tokens) == ("two_cluster", 3, 5)
     same = constant(DotProduct(*3 * [torch.eye(2)]), num_tokens=4, radius=1.0)
-    assert measure_given(DotProduct(*3 * [torch.eye(2)]), same.x, kind="constant").sigma == (
+    assert measure_built(DotProduct(*3 * [torch.eye(2)]), same.x, kind="constant").sigma == (
         pytest.approx(1.0, abs=1e-6)
     )
 

@@ -92,7 +92,7 @@ def test_a_map_is_built_once_for_each_window(monkeypatch):
         built.append((id(record), layer))
         return build_map(record, layer, *names, **options)
 
-    monkeypatch.setattr(importlib.import_module("lipscope.engine.measure"), "build_map", counted)
+    monkeypatch.setattr(importlib.import_module("lipscope.engine.session"), "build_map", counted)
     measured("gpt2", torch.cat([IDS, IDS + 1]), layers="all", tol=1e-3)
     assert [layer for _, layer in built] == [0, 1, 0, 1]
     assert len(set(built)) == 4
@@ -162,8 +162,8 @@ def test_an_interrupted_run_ends_with_the_same_rows(tmp_path, minilm_rows):
     rows = ls.measure(
         "minilm", out=tmp_path / "run", progress=lambda *at: told.append(at), **options
     )
-    assert told[0] == (4, 8, None)  # four were kept; the fifth was in progress
-    assert [at[0] for at in told] == [4, 5, 6, 7, 8]
+    assert told[0] == (5, 8, None)  # a row is on the disk before it is told
+    assert [at[0] for at in told] == [5, 6, 7, 8]
     assert [columns(r) for r in rows] == [columns(r) for r in minilm_rows]
     assert rows.tokens == minilm_rows.tokens
     frozen = ls.measure("minilm", out=tmp_path / "run", **options)
@@ -212,7 +212,7 @@ def test_the_model_comes_back_as_it_went_in():
         ({"delta": math.nan}, "delta"),
         ({"map": "nonsense"}, "map"),
         ({"layers": [2]}, "between 0 and 1"),
-        ({"layers": [-1]}, "between 0 and 1"),
+        ({"layers": [-1]}, "whole numbers from 0"),
         ({"layers": []}, "layer"),
         ({"map": "block", "per_head": True}, "per_head"),
         ({"tight": True, "dtype": "float32"}, "float64"),

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipscope.engine.plan import Job, Shape, plan, row_ids
-from lipscope.engine.spec import THEOREMS, Spec, read_spec, spec_of
+from lipscope.engine.plan import Item, Job, Shape, Survey, plan, row_ids
+from lipscope.engine.spec import THEOREMS, Spec, spec_of
+from lipscope.engine.sweep.written import read_spec
 from lipscope.engine.sweep.batches import TRIES, Batches
 from lipscope.engine.sweep.estimate import seconds_at
 from lipscope.errors import InputError
@@ -116,7 +117,13 @@ def small(**values: Any) -> Spec:
     ).spec
 
 
-SHAPES = [Shape(2, None), Shape(3, None)]
+def surveyed(*shapes: Shape, lengths: tuple[int, ...] = (4, 8), samples: int = 2) -> list[Survey]:
+    """What models would say of one text; a window is named by its place in it."""
+    items = [Item(n, s, 9 * s, f"{n} tokens from {9 * s}") for n in lengths for s in range(samples)]
+    return [Survey(shape, {"default": items}, None) for shape in shapes]
+
+
+SURVEYS = surveyed(Shape(2, None), Shape(3, None))
 
 
 def test_every_combination_is_one_job():
@@ -128,7 +135,7 @@ def test_every_combination_is_one_job():
         dtypes=["float32", "float64"],
         seeds=[0, 1, 2],
     )
-    jobs = plan(spec, SHAPES)
+    jobs = plan(spec, SURVEYS)
     # inputs that are built do not depend on the window: once per length, for each radius
     per_layer = 2 * 2 * 2 * 3 * 2 * (2 + 2)  # maps, metrics, dtypes, seeds, lengths, inputs
     assert len(jobs) == per_layer * (2 + 3)
@@ -142,44 +149,36 @@ def test_every_combination_is_one_job():
 
 def test_ids_depend_on_what_is_asked_and_on_nothing_else():
     def ids(**values: Any) -> set[str]:
-        return {job.id for job in plan(small(**values), SHAPES)}
+        return {job.id for job in plan(small(**values), SURVEYS)}
 
     plain = ids()
-    for same in ({"memory": "2GiB"}, {"tokens": False}, {"lengths": "4:8:4"}):
+    for same in ({"memory": "2GiB"}, {"tokens": False}, {"rest": True}, {"theorems": "all"}):
         assert ids(**same) == plain
     for changed in (
         {"tol": 1e-2},
         {"move": "last"},
         {"seeds": 5},
-        {"rest": True},
-        {"special_tokens": False},
+        {"side": "query"},
+        {"position_offset": 3},
+        {"modules": "attn"},
         {"maps": "heads"},
         {"models": ["b", "c"]},
     ):
         assert not ids(**changed) & plain, changed
-    assert ids(lengths=[4]).isdisjoint(plain)  # windows lie elsewhere
-    consecutive = ids(windows="consecutive")
-    assert ids(windows="consecutive", lengths=[4]) < consecutive
-    assert ids(windows="consecutive", samples=1) < consecutive
+    # the window itself counts, and not in which company it was asked
+    fewer = {job.id for job in plan(small(), surveyed(Shape(2, None), Shape(3, None), samples=1))}
+    assert fewer < plain
     # an id is the same everywhere and for ever: resuming rests on it
-    assert plan(small(), SHAPES)[0].id == plan(small(), SHAPES)[0].id
-
-
-def test_the_content_of_a_text_counts_and_not_its_place(tmp_path):
-    found = []
-    for place, content in (("a", "words " * 9), ("b", "words " * 9), ("c", "other " * 9)):
-        (tmp_path / place).mkdir()
-        file = tmp_path / place / "text.txt"
-        file.write_text(content)
-        spec = read_spec({"models": "minilm", "texts": [str(file)]}).spec
-        found.append(plan(spec, [Shape(1, None)])[0].id)
-    assert found[0] == found[1] != found[2]
+    assert plan(small(), SURVEYS)[0].id == plan(small(), SURVEYS)[0].id
 
 
 def test_heads_have_rows_of_their_own():
     spec = small(per_head=True)
-    job = plan(spec, [Shape(2, 3), Shape(3, 3)])[0]
-    ids = row_ids(job, Shape(2, 3))
+    shape = Shape(2, (3, 4))
+    first, second = plan(spec, surveyed(shape, shape, lengths=(4,), samples=1))[:2]
+    ids = row_ids(first, shape)
+    job = first
+    assert len(row_ids(second, shape)) == 4
     assert len(set(ids)) == 3 and job.id not in ids
     assert row_ids(job, Shape(2, None)) == [job.id]
 
@@ -189,7 +188,7 @@ def test_heads_have_rows_of_their_own():
 def test_every_job_is_given_out_once(places, workers):
     """Whatever the models and windows are, and whoever asks."""
     jobs = [
-        Job(str(i), m, None, "float32", True, "t", n, 0, "attention", 0, "real", None, "f", 0)
+        Job(str(i), m, None, "float32", True, "t", n, n, 0, "attention", 0, "real", None, "f", 0)
         for i, (m, n) in enumerate(sorted(places))
     ]
     batches, held, given_out = Batches(jobs, workers), None, []
@@ -202,7 +201,7 @@ def test_every_job_is_given_out_once(places, workers):
 
 def test_models_are_shared_out_and_a_worker_keeps_its_own():
     jobs = [
-        Job(f"{m}{n}", m, None, "float32", True, "t", n, 0, "attention", 0, "real", None, "f", 0)
+        Job(f"{m}{n}", m, None, "float32", True, "t", n, n, 0, "attention", 0, "real", None, "f", 0)
         for m in (0, 1)
         for n in range(3)
     ]
@@ -214,7 +213,7 @@ def test_models_are_shared_out_and_a_worker_keeps_its_own():
 
 def test_a_job_that_kills_its_worker_is_tried_three_times():
     jobs = [
-        Job(str(n), 0, None, "float32", True, "t", 4, 0, "attention", n, "real", None, "f", 0)
+        Job(str(n), 0, None, "float32", True, "t", 0, 4, 0, "attention", n, "real", None, "f", 0)
         for n in range(8)
     ]
     batches, lost = Batches(jobs, 1), None

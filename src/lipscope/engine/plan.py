@@ -74,6 +74,11 @@ class Job(NamedTuple):
         """What jobs that share a forward pass of the model have in common."""
         return self[1:7]
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Which map at which input that was given."""
+        return *self.window, self.map, self.layer
+
 
 class Shape(NamedTuple):
     """What a model was found to have.

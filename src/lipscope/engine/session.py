@@ -90,6 +90,7 @@ class Session:
         self.memory = parse_bytes(spec.memory)
         self._held: dict[str, tuple[Any, Any]] = {}
         self._given: dict[str, tuple[Tensor, str]] = {}
+        self._probed: dict[tuple[Any, ...], LayerMap] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
@@ -102,6 +103,7 @@ class Session:
         """Put the model back as it was, and let go of it."""
         self._stack.close()
         self._held.clear()
+        self._probed.clear()
 
     # --- what a model has
 
@@ -159,9 +161,9 @@ class Session:
             places = [None] if name == "model" else layers
             for layer in places:
                 check_request(record, layer, name, longest, self.memory)
-            # Only heads may differ from layer to layer: one layer shows whether there is a map.
-            for layer in places if self.spec.per_head else list(places)[:1]:
-                built = self._built(job(name, layer))
+            for layer in places:
+                # Kept for the first window, whose maps they are.
+                self._probed[job(name, layer).place] = built = self._built(job(name, layer))
                 self._check_tokens(len(built.x), len(built.output))
                 heads[layer or 0] = built.num_heads or 1
         return Shape(count, tuple(heads) if self.spec.per_head else None)
@@ -464,7 +466,7 @@ class Session:
             built = build_map(record, job.layer, job.map, memory=self.memory, per_head=per_head)
             return without_padding(built, record)
 
-        return self._once("map", (*job.window, job.map, job.layer), build)
+        return self._once("map", job.place, lambda: self._probed.pop(job.place, None) or build())
 
 
 def radius_of_the_norm(norm: nn.Module | None, width: int, layer: int | None) -> float:
