@@ -189,7 +189,7 @@ def test_with_rotary_embedding_the_ascent_starts_at_the_text():
 def test_the_radius_of_the_norm_is_above_that_of_the_text():
     text = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6])
     norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
-    radii = [some.bounds[0].radius for some in (text, norm)]
+    radii = [some.bounds[0].radius or 0.0 for some in (text, norm)]
     assert radii[1] >= radii[0] * (1 - 1e-5)
     assert radii[1] == pytest.approx(12**0.5)
     values = [values_of(some) for some in (text, norm)]
