@@ -28,8 +28,8 @@ def test_bounds_as_json(command):
     result = command("bounds", BERT, "--text", "text.txt", "--length", "6", "--jsonl")
     assert result.status == 0, result.err
     first, *rest = result.rows
-    assert set(KEYS) <= set(first)
-    assert first["theorem"] == "measured"
+    assert first["theorem"] == "measured" and first["map"] == "attention"
+    assert all(set(KEYS) <= set(row) and row["id"] == first["id"] for row in rest)
     assert 0 < first["sigma"] <= first["upper"]
     assert [row["theorem"] for row in rest] == [one.name for one in catalogue()]
     assert all(row["applicable"] == (row["value"] is not None) for row in rest)
@@ -57,7 +57,7 @@ def test_bounds_through_the_norm(command):
     assert "On the whole space they are" in said
     rows = command("bounds", BERT, *options, "--jsonl").rows
     assert {row["map"] for row in rows} == {"normed"}
-    assert all(row["radius"] is None for row in rows)
+    assert all(row["radius"] is None and row["floor"] > 0 for row in rows[1:])
 
 
 def test_names_are_printed_as_they_are(command):
@@ -81,7 +81,10 @@ def test_bounds_with_a_figure(command):
     options = ["--text", "text.txt", "--lengths", "4,6", "--attack", "--out", "out"]
     result = command("bounds", BERT, *options)
     assert result.status == 0, result.err
-    assert sorted(p.suffix for p in Path("out").iterdir()) == [".html", ".jsonl", ".png", ".svg"]
+    names = {p.name for p in Path("out").iterdir()}
+    assert {"rows.jsonl", "bounds.parquet", "sandwich.svg", "sandwich.html"} <= names
+    assert command("rows", "out", "--to", "csv").out.count("\n") == 1 + 4
+    assert command("report", "out", "-o", "page.html").status == 0
     assert "adversarial" in result.out
 
 

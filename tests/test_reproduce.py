@@ -20,6 +20,7 @@ from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
 from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
+from rows import row
 from small import drawn
 
 BERT = f"random:bert:{SIZES},vocab_size=300,max_position_embeddings=128"

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-import json
+import io
 import subprocess
 import sys
 from itertools import pairwise
 
 import pytest
 import torch
+from rich.console import Console
 
 import lipscope as ls
 from command import TEXT
+from lipscope.charts.marks import spread
 from lipscope.charts.sandwich import sandwich_chart
-from lipscope.records.bound_rows import BoundRow, best_of, curves, spread
+from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
+from lipscope.records.rows import Bound, Measurement
+from lipscope.records.run import read_run
+from rows import row
 from tiny import TINY, tiny
 
 BERT = f"random:bert:{TINY['bert']}"
 IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
 
 
-def row(**values) -> BoundRow:
-    about = {"metric": "frobenius", "map": "attention", "model": "m", "layer": 0, "sample": 0}
-    about |= {"statement": "", "cite": "", "scope": "local", "num_tokens": 8, "radius": 1.0}
-    return BoundRow(**{**about, "theorem": "t", "kind": "upper", "value": 1.0, **values})
+def bound(of: Measurement, value: float | None = 1.0, **values) -> Bound:
+    about = {"metric": "frobenius", "statement": "", "cite": "", "scope": "local", "radius": 1.0}
+    return Bound(id=of.id, value=value, **{**about, "theorem": "t", "kind": "upper", **values})
+
+
+def values_of(found: ls.Rows) -> dict[str, float]:
+    """Values by theorem; what was measured under the kind of its input."""
+    values = {b.theorem: b.value for b in found.bounds if b.value is not None}
+    return values | {"measured" if given(r) else "adversarial": r.sigma or 0.0 for r in found}
 
 
 @pytest.mark.parametrize("family", ["bert", "llama"])
@@ -132,17 +142,18 @@ def test_every_sound_bound_is_above_what_was_measured(part, per_head):
     found = ls.sandwich(
         BERT, TEXT, layers="all", lengths=[6], map=part, per_head=per_head, sharp=True
     )
-    parts = found.parts()
-    assert len(parts) == 2 * (3 if per_head else 1)
-    for rows in parts:
-        measured = rows[0]
-        assert measured.theorem == "measured" and measured.sigma == measured.value
-        compared = [r for r in rows if r.looseness is not None]
+    assert len(found) == 2 * (3 if per_head else 1)
+    of = by_row(found.bounds)
+    for measured in found:
+        assert (measured.map, measured.metric) == (part, "frobenius")
+        compared = {
+            b: times for b in of[measured.id] if (times := looseness(b, measured)) is not None
+        }
         assert len(compared) >= 5
-        assert all(r.metric == "frobenius" and r.map == part for r in compared)
-        assert all(r.looseness == pytest.approx(r.value / measured.sigma) for r in compared)
-        assert min(r.looseness or 0.0 for r in compared) >= 1 - 1e-9
-        assert all(bool(r.reason) != r.applicable for r in rows)
+        assert all(b.metric == "frobenius" for b in compared)
+        assert all(t == pytest.approx(b.value / measured.sigma) for b, t in compared.items())
+        assert min(compared.values()) >= 1 - 1e-9
+        assert all(bool(b.reason) != b.applicable for b in of[measured.id])
 
 
 def test_sigma_of_a_head_is_that_of_measure():
@@ -150,16 +161,16 @@ def test_sigma_of_a_head_is_that_of_measure():
     expected = ls.measure(
         BERT, TEXT, layers=[1], lengths=[6], samples=1, per_head=True, dtype="float64"
     )
-    sigmas = [r.sigma for r in found if r.theorem == "measured"]
-    assert sigmas == pytest.approx([r.sigma for r in expected], rel=1e-2)
+    assert [r.sigma for r in found] == pytest.approx([r.sigma for r in expected], rel=1e-2)
 
 
 @pytest.mark.parametrize("metric", ["max-token", "infinity"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_other_metrics_are_measured_in_themselves(metric, per_head):
     found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6], metric=metric, per_head=per_head)
-    assert {r.metric for r in found} == {metric}
-    assert min(r.looseness or 1.0 for r in found) >= 1 - 1e-9
+    assert {one.metric for one in [*found, *found.bounds]} == {metric}
+    of = {r.id: r for r in found}
+    assert min(looseness(b, of[b.id]) or 1.0 for b in found.bounds) >= 1 - 1e-9
     layer, x = ls.capture(BERT, TEXT, layer=0, length=6, sample=0)
     op = layer.linearise(x)
     dense = ls.to_dense(op).reshape(6, 12, 6, 12)
@@ -169,7 +180,7 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
 
 def test_the_adversarial_value_is_between_real_text_and_global_bounds():
     found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
-    values = {r.theorem: r.value or 0.0 for r in found}
+    values = values_of(found)
     assert values["adversarial"] <= values["global_rows_capped"] * (1 + 1e-6)
     assert values["global_rows_capped"] <= values["global_rows"] * (1 + 1e-9)
 
@@ -177,7 +188,7 @@ def test_the_adversarial_value_is_between_real_text_and_global_bounds():
 def test_with_rotary_embedding_the_ascent_starts_at_the_text():
     llama = f"random:llama:{TINY['llama']}"
     found = ls.sandwich(llama, TEXT, layers=[1], lengths=[6], attack=True)
-    values = {r.theorem: r.value or 0.0 for r in found}
+    values = values_of(found)
     assert values["measured"] * (1 - 1e-3) <= values["adversarial"]
     assert values["adversarial"] <= values["global_rotary"] * (1 + 1e-6)
 
@@ -185,9 +196,10 @@ def test_with_rotary_embedding_the_ascent_starts_at_the_text():
 def test_the_radius_of_the_norm_is_above_that_of_the_text():
     text = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6])
     norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
-    assert norm[0].radius >= text[0].radius * (1 - 1e-5)
-    assert norm[0].radius == pytest.approx(12**0.5)
-    values = [{r.theorem: r.value or 0.0 for r in some} for some in (text, norm)]
+    radii = [some.bounds[0].radius or 0.0 for some in (text, norm)]
+    assert radii[1] >= radii[0] * (1 - 1e-5)
+    assert radii[1] == pytest.approx(12**0.5)
+    values = [values_of(some) for some in (text, norm)]
     assert values[0]["global_rows"] <= values[1]["global_rows"] * (1 + 1e-4)
 
 
@@ -208,25 +220,23 @@ def test_requests_that_make_no_sense(options, words):
         ls.sandwich(BERT, TEXT, **{"layers": [0], "lengths": [6], **options})
 
 
-def test_rows_are_json_without_nan():
-    found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6])
-    for one in found:
-        assert json.loads(one.to_json())["theorem"] == one.theorem
-    assert isinstance(found[:2], ls.Sandwich) and len(found[:2]) == 2
-    assert repr(found) == f"<Sandwich: {len(found)} rows>"
+def test_rows_carry_their_bounds():
+    found = ls.sandwich(BERT, TEXT, layers=[0, 1], lengths=[6])
+    assert {b.id for b in found[:1].bounds} == {found[0].id}
+    assert len(found[:1].bounds) * 2 == len(found.bounds)
+    frame = found.bounds_to_polars()
+    assert frame["theorem"].to_list() == [b.theorem for b in found.bounds]
+    assert not frame["value"].is_nan().any()
 
 
 def test_files(tmp_path):
-    found = ls.sandwich(BERT, TEXT, layers="all", lengths=[4, 6], attack=True)
-    found.save(tmp_path / "out")
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        "bounds.jsonl",
-        "sandwich.html",
-        "sandwich.png",
-        "sandwich.svg",
-    ]
-    assert (tmp_path / "out" / "bounds.jsonl").read_text().count("\n") == len(found)
-    svg = (tmp_path / "out" / "sandwich.svg").read_text()
+    found = ls.sandwich(BERT, TEXT, layers="all", lengths=[4, 6], attack=True, out=tmp_path / "out")
+    figures = found.save(tmp_path / "figures")
+    assert [p.name for p in figures] == ["sandwich.svg", "sandwich.png", "sandwich.html"]
+    run = read_run(tmp_path / "out")
+    assert run.measurements() == list(found) and run.bound_values() == found.bounds
+    assert [r.input for r in found].count("text") == 4 and len(found) == 8
+    svg = figures[0].read_text()
     assert "layer 0" in svg and "layer 1" in svg and "sigma, adversarial" in svg
     (tmp_path / "file").write_text("")
     with pytest.raises(ls.InputError, match="folder that can be written"):
@@ -234,28 +244,44 @@ def test_files(tmp_path):
 
 
 def test_lines_of_the_figure():
-    rows = [
-        row(theorem="measured", kind="measured", value=2.0, upper=2.2, sample=0),
-        row(theorem="measured", kind="measured", value=8.0, upper=8.2, sample=1),
-        row(theorem="a", value=20.0, sample=0),
-        row(theorem="b", value=10.0, sample=0),
-        row(theorem="c", value=40.0, sample=1),
-        row(theorem="wrong", value=1.0, sound=False),
-        row(theorem="g", value=100.0, scope="global"),
-        row(theorem="h", value=100.1, scope="global"),
-        row(theorem="far", value=1e30, scope="mean-field"),
-        row(theorem="limit", value=1.0, scope="limit"),
-        row(theorem="none", value=None, applicable=False, reason="it is not"),
+    one, two = (
+        row(sigma=s, upper=s + 0.2, sample=k, num_tokens=8) for k, s in enumerate([2.0, 8.0])
+    )
+    bounds = [
+        bound(one, 20.0, theorem="a"),
+        bound(one, 10.0, theorem="b"),
+        bound(two, 40.0, theorem="c"),
+        bound(one, 3.0, theorem="ball", scope="ball", eps=0.1),
+        bound(one, 1.0, theorem="wrong", sound=False),
+        bound(one, 100.0, theorem="g", scope="global"),
+        bound(one, 100.1, theorem="h", scope="global"),
+        bound(one, 1e30, theorem="far", scope="mean-field"),
+        bound(one, 1.0, theorem="limit", scope="limit"),
+        bound(one, None, theorem="none", reason="it is not"),
     ]
-    lines, left_out = curves(rows)
+    other = row(sigma=1e3, sample=2, num_tokens=8)  # nothing was asked about it
+    (found,) = comparisons([one, two, other], bounds)
+    lines, left_out = found.curves()
     assert [(line.name, line.points[0][1]) for line in lines] == [
         ("sigma, real text", pytest.approx(4.0)),
         ("local certificate, real text", pytest.approx(20.0)),
         ("g = h", pytest.approx(100.0)),
     ]
     assert left_out == ["far (1.0e+30)"]
-    assert best_of(rows, "local").theorem == "b"
-    assert best_of(rows, "ball") is None
+    assert best_of(bounds, "local").theorem == "b"
+    assert best_of(bounds, "limit") is None
+
+
+def test_bounds_of_a_ball_stand_with_their_radius():
+    one = row(sigma=2.0, num_tokens=8)
+    balls = [bound(one, 3.0 + eps, theorem="ball", scope="ball", eps=eps) for eps in (0.5, 1.0)]
+    console = Console(file=io.StringIO(), width=110)
+    console.print(ls.Rows([one], bounds=[bound(one, 3.2, theorem="local"), *balls]).bounds_table())
+    said = console.file.getvalue()
+    assert "ball, eps = 0.5" in said and "≤ 3.500" in said and "1.75" in said
+    assert "ball, eps = 1 " in said and "≤ 4.000" in said
+    assert said.index("≤ 3.200") < said.index("≤ 3.500")  # the bound at the input comes first
+    assert best_of(balls, "local") is None and looseness(balls[1], one) == 2.0
 
 
 def test_labels_keep_their_distance_and_order():
@@ -269,4 +295,6 @@ def test_labels_keep_their_distance_and_order():
 
 def test_nothing_to_draw():
     with pytest.raises(ls.InputError, match="positive sigma"):
-        sandwich_chart([row()])
+        sandwich_chart([row()], [])
+    with pytest.raises(ls.InputError, match="positive sigma"):
+        sandwich_chart([row(sigma=0.0)], [bound(row())])

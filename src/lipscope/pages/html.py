@@ -13,6 +13,7 @@ import vl_convert
 from lipscope.charts.inpage import in_the_page
 from lipscope.charts.marks import palette
 from lipscope.pages.content import Content
+from lipscope.pages.shown import SHOWN
 from lipscope.pages.words import failures, headline, methods, provenance, references
 from lipscope.records.rows import version
 
@@ -39,7 +40,8 @@ def page(content: Content) -> str:
     Returns:
         HTML with its styles, scripts and data inside.
     """
-    specs, inks = in_the_page(content.layers, turn=content.training.turn)
+    charts = {one.spec: one.page(content) for one in SHOWN if one.spec and one.page}
+    specs, inks = in_the_page(charts, len(content.layers))
     data = content.as_plain() | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return _asset("page.html").format(

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from lipscope.charts.look import Chart
 
-Windows = Literal["spread", "consecutive"]
-
 
 class Rows(Sequence[Measurement]):
     """Measurements in a sequence, with their tokens, bounds, tables and figures.
@@ -48,14 +46,14 @@ class Rows(Sequence[Measurement]):
         self,
         rows: Iterable[Measurement],
         tokens: Iterable[TokenShare] = (),
-        windows: Windows = "spread",
+        windows: Literal["spread", "consecutive"] = "spread",
         bounds: Iterable[Bound] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
         self.bounds = [bound for bound in bounds if bound.id in held]
-        self.windows: Windows = windows
+        self.windows: Literal["spread", "consecutive"] = windows
 
     @overload
     def __getitem__(self, index: int) -> Measurement: ...

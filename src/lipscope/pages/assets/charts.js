@@ -13,7 +13,8 @@ const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; th
 const asked = (option) => `Not measured in this selection: add ${option} to `
   + "lipscope measure.";
 
-// For each chart: its specification, what it draws (null: nothing), and why it is empty.
+// For each chart: its specification, what it draws (null: nothing), and why it is empty. One
+// that has no place in the page names the section that it closes, and its title.
 const CHARTS = {
   focus: { spec: "focus", say: () => `Sigma against the number of tokens, ${focusAbout()}`,
     data: () => ({ points: points.filter((p) => real(p) && p.layer === state.layer),
@@ -132,6 +133,12 @@ async function draw(id) {
     for (const [name, rows] of Object.entries(data)) view.view.data(name, structuredClone(rows));
     await view.view.runAsync();
   }
+}
+
+function placed(id) {
+  const { section, title } = CHARTS[id];
+  if (!$(id)) $(section).append(make("figure", {}, make("figcaption", {}, make("b", {}, title)),
+    make("div", { class: "chart", id, role: "img" })));
 }
 
 // The specification with its first data and choices inside.

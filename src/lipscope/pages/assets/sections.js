@@ -238,6 +238,7 @@ async function drawAll() {
   drawFits();
   drawGrowthNotes();
   for (const id of Object.keys(CHARTS)) {
+    placed(id);
     if (mine !== turn) return;
     await draw(id);
     await new Promise((done) => setTimeout(done));  // let the reader's next click through

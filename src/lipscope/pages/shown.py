@@ -1,0 +1,202 @@
+"""The register of the page's charts: each in the page, where scripts fill it, and as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lipscope.charts.exponents import exponents_chart, slopes_chart
+from lipscope.charts.focus import focus_chart
+from lipscope.charts.heads import TITLES, Quantity, heads_chart
+from lipscope.charts.layers import Grown, layers_chart
+from lipscope.charts.look import Chart
+from lipscope.charts.radius import radius_chart
+from lipscope.charts.sandwich import bounds_chart
+from lipscope.charts.training import training_chart
+from lipscope.pages.content import Content
+from lipscope.pages.items import REAL
+
+Records = list[dict[str, Any]]
+FILL = "container"
+
+
+@dataclass(frozen=True)
+class View:
+    """One setting as its files show it: its layers together, or its first head.
+
+    Attributes:
+        content: What the report is about.
+        s: Index of the setting.
+    """
+
+    content: Content
+    s: int
+
+    @cached_property
+    def setting(self) -> dict[str, Any]:
+        """The setting."""
+        return self.content.points.settings[self.s]
+
+    @property
+    def layers(self) -> list[str]:
+        """Its layers."""
+        return self.setting["layers"]
+
+    @property
+    def head(self) -> int | None:
+        """The head that is shown; None for all together."""
+        return None if self.setting["together"] else self.setting["heads"][0]
+
+    def axes(self, kind: str) -> Any:
+        """The axes of rows on real inputs, or of every row."""
+        return self.setting["axes"]["all" if self.head is None else "heads"][kind]
+
+    def mine(self, records: Records, *, real: bool | None = None) -> Records:
+        """Records of this setting and head; only those on real inputs, or on others."""
+        some = [r for r in records if r["s"] == self.s and r["head"] == self.head]
+        return [r for r in some if real is None or (r["kind"] == REAL) == real]
+
+    @cached_property
+    def points(self) -> Records:
+        """Points on real inputs."""
+        return self.mine(self.content.points.points, real=True)
+
+    @cached_property
+    def means(self) -> Records:
+        """Means over real inputs."""
+        return self.mine(self.content.points.means, real=True)
+
+    @property
+    def slopes(self) -> Records:
+        """Slopes between neighbouring lengths."""
+        return [
+            {**f, "slope": slope, "from": a, "span": f"{a}–{b}"}
+            for f in self.mine(self.content.points.fits)
+            for slope, a, b in zip(f["local"], f["lengths"], f["lengths"][1:], strict=False)
+        ]
+
+    @property
+    def cells(self) -> Records:
+        """Means of single heads at the largest length."""
+        means = self.content.points.means
+        some = [m for m in means if m["s"] == self.s and m["head"] is not None]
+        some = [m for m in some if m["kind"] == REAL]
+        return [m for m in some if m["n"] == max(c["n"] for c in some)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One chart of the page.
+
+    Attributes:
+        name: Of its files.
+        page: Draws it without data: what a script of the page fills, under the name ``spec``.
+        spec: Its name in the page's scripts; None where another chart's serves.
+        records: What it draws of a setting; without any there is no file. None for a chart of
+            which there is not one for each setting.
+        draw: Draws these records.
+    """
+
+    name: str
+    spec: str | None = None
+    page: Callable[[Content], Chart] | None = None
+    records: Callable[[View], Records] | None = None
+    draw: Callable[[View, Records], Chart] | None = None
+
+
+def _focus(view: View, means: Records) -> Chart:
+    """The layer of largest sigma at the largest length, in front of the others."""
+    last = max(m["n"] for m in means)
+    worst = max((m for m in means if m["n"] == last), key=lambda m: m["sigma"])["layer"]
+    points = [p for p in view.points if p["layer"] == worst]
+    axes = view.axes(REAL)
+    return focus_chart(points, means, axes=axes, layer=worst, head=view.head, legend=True)
+
+
+def _growth(view: View, means: Records, *, real: bool = True) -> Chart:
+    points = view.mine(view.content.points.points, real=real)
+    axes = view.axes("every")
+    return layers_chart(points, means, view.layers, axes=axes, head=view.head, legend=True)
+
+
+def _heads(quantity: Quantity) -> Shown:
+    name = f"heads-{quantity}"
+    return Shown(
+        name,
+        name,
+        lambda c: heads_chart(None, c.layers, quantity=quantity, width=FILL),
+        lambda v: v.cells,
+        lambda v, cells: heads_chart(cells, v.layers, quantity=quantity),
+    )
+
+
+def _grown(name: str, grown: Grown) -> Shown:
+    def draw(view: View, means: Records) -> Chart:
+        axes, head = view.axes(REAL), view.head
+        return layers_chart(
+            view.points, means, view.layers, grown=grown, axes=axes, head=head, legend=True
+        )
+
+    return Shown(
+        name,
+        name,
+        lambda c: layers_chart(None, None, c.layers, grown=grown, width=FILL),
+        lambda v: [m for m in v.means if m[grown]],
+        draw,
+    )
+
+
+SHOWN: tuple[Shown, ...] = (
+    Shown(
+        "sigma",
+        "focus",
+        lambda c: focus_chart(None, None, width=FILL),
+        lambda v: v.means,
+        _focus,
+    ),
+    Shown(
+        "growth",
+        "layers",
+        lambda c: layers_chart(None, None, c.layers, width=FILL),
+        lambda v: v.means,
+        _growth,
+    ),
+    Shown(
+        "growth-adversarial",
+        records=lambda v: v.mine(v.content.points.means, real=False),
+        draw=lambda v, means: _growth(v, means, real=False),
+    ),
+    Shown(
+        "exponents",
+        "exponents",
+        lambda c: exponents_chart(None, c.layers, width=FILL),
+        lambda v: v.mine(v.content.points.fits),
+        lambda v, fits: exponents_chart(fits, v.layers, head=v.head, legend=True),
+    ),
+    Shown(
+        "slopes",
+        "slopes",
+        lambda c: slopes_chart(None, c.layers, width=FILL),
+        lambda v: v.slopes,
+        lambda v, slopes: slopes_chart(slopes, v.layers, head=v.head, legend=True),
+    ),
+    *map(_heads, TITLES),
+    _grown("radius-n", "radius"),
+    _grown("rank", "rank"),
+    Shown(
+        "sigma-radius",
+        "sigma-radius",
+        lambda c: radius_chart(None, c.layers, width=FILL),
+        lambda v: [p for p in v.points if p["radius"]],
+        lambda v, points: radius_chart(points, v.layers, head=v.head, legend=True),
+    ),
+    Shown(
+        "training",
+        "training",
+        lambda c: training_chart(None, None, c.layers, turn=c.training.turn, width=FILL),
+    ),
+    Shown("bounds", "bounds", lambda c: bounds_chart(None, None, width=FILL, height=380)),
+)
+"""Every chart of the page. One more is its own file, an entry here and one in ``charts.js``."""
