@@ -25,7 +25,7 @@ from lipscope.theorems.head import Head
 from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import spectral_norm, spectral_norms
 
-_CHUNK_BYTES = 2**26  # of one tensor (rows, n, k)
+_CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
 
 
 class AtInput:
