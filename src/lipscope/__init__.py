@@ -16,10 +16,6 @@ from lipscope.pages.rows import Rows
 from lipscope.records.rows import Measurement
 from lipscope.records.run import Run, read_run
 
-# Three functions bear the names of modules: they are imported from where those modules are
-# loaded already, so that no later import can put a module in their place.
-from lipscope.theorems import bounds_at
-
 __all__ = [
     "Attention",
     "DotProduct",
@@ -31,7 +27,6 @@ __all__ = [
     "Run",
     "Sandwich",
     "TopSingular",
-    "bounds_at",
     "capture",
     "certified_radius",
     "certify",
