@@ -12,11 +12,17 @@ from tables import Section, Target, say, table
 from torch import Tensor
 
 import lipscope as ls
-from lipscope.certificates.certify import attack_in_ball
-from lipscope.theorems.derived.everywhere import global_rows, global_rows_capped
-from lipscope.theorems.derived.local import local_blocks, local_norms, local_rows, local_rows_scalar
+from lipscope.attacks import attack_in_ball
+from lipscope.theorems import Head, HeadAt, heads_of
+from lipscope.theorems.derived.global_bounds import global_rows, global_rows_capped
+from lipscope.theorems.derived.local_bounds import (
+    local_blocks,
+    local_norms,
+    local_rows,
+    local_rows_scalar,
+)
 from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint
-from lipscope.theorems.head import Head, all_heads_of, heads_of
+from lipscope.theorems.several import AskedLayer
 
 LOCAL = {
     "F1": local_norms,
@@ -102,17 +108,17 @@ def _over_attack(layer: ls.DotProduct, x: Tensor, eps: float, head: int | None) 
 def _case(case: Case) -> tuple[dict[str, list[float]], float, float]:
     layer, x = case.exact_map.attention, case.x.double()
     assert isinstance(layer, ls.DotProduct)
-    heads = heads_of(layer)
+    heads = [HeadAt(head, x) for head in heads_of(layer)]
     sigma = ls.top_singular(layer.linearise(x), tol=1e-6, generator=_seeded(0)).sigma
     sources = [_seeded(h) for h in range(len(heads))]
     tops = ls.top_singular_batch(layer.linearise(x, per_head=True), sources, tol=1e-6)
-    values = {name: [form(head, x) for head in heads] for name, form in LOCAL.items()}
+    values = {name: [form(head) for head in heads] for name, form in LOCAL.items()}
     ratios = {
         name: [v / top.sigma for v, top in zip(vs, tops, strict=True)]
         for name, vs in values.items()
     }
     added = sum(min(vs) for vs in zip(*values.values(), strict=True)) / sigma
-    return ratios, added, row_gram_joint(all_heads_of(layer), x) / sigma
+    return ratios, added, row_gram_joint(AskedLayer(layer, x=x).together) / sigma
 
 
 def times_section(*, quick: bool) -> Section:
@@ -128,13 +134,13 @@ def times_section(*, quick: bool) -> Section:
     scalar: dict[str, Callable[[Head], float]] = {
         "G1": lambda h: global_rows(h, n, radius),
         "G2": lambda h: global_rows_capped(h, n, radius),
-        "F2s": lambda h: local_rows_scalar(h, x),
+        "F2s": lambda h: local_rows_scalar(HeadAt(h, x)),
     }
     rows = [[name, "all", f"{_seconds(form, heads):.2f}"] for name, form in scalar.items()]
     whole = sum(float(row[2]) for row in rows)
     slow = []
     for name in ("F1", "F2", "F3c", "row-Gram"):
-        seconds = _seconds(lambda h, form=LOCAL[name]: form(h, x), heads[:2]) / 2
+        seconds = _seconds(lambda h, form=LOCAL[name]: form(HeadAt(h, x)), heads[:2]) / 2
         rows.append([name, "one", f"{seconds:.2f}"])
         if name in ("F1", "F2"):
             slow.append(seconds)
@@ -159,7 +165,7 @@ def _together(out: Section, *, quick: bool) -> None:
         layer, x = case.exact_map.attention, case.x.double()
         assert isinstance(layer, ls.DotProduct)
         began = time.perf_counter()
-        row_gram_joint(all_heads_of(layer), x)
+        row_gram_joint(AskedLayer(layer, x=x).together)
         local = time.perf_counter() - began
         began = time.perf_counter()
         ls.certify(layer, x, eps=1e-2)

@@ -4,7 +4,7 @@ Run: python examples/certify_a_decision.py
 """
 
 import lipscope as ls
-from lipscope.certificates.decision import attack_decision
+from lipscope.attacks import attack_decision
 from lipscope.engine.classifier import classifier_of_texts
 
 # A decision on the mean-pooled output of one layer: which of two texts is nearer?

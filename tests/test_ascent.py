@@ -1,4 +1,4 @@
-"""Ascent on sigma, and the driver that collects the worst inputs."""
+"""Ascent on sigma, and the driver that collects the worst attacks."""
 
 import math
 
@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attacks import constructions as inputs
-from lipscope.attacks import worst as attack
+from lipscope import attacks
 from lipscope.attacks.ascent import clamp, sigma_gradient
 from lipscope.linalg import singular
 from lipscope.linalg.operator import Operator
 from small import drawn, sigma
 
-BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]
+BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_extremal"]
 
 # --- ascent
 
@@ -43,7 +42,7 @@ def test_ascent_stays_in_the_ball_and_improves(monkeypatch) -> None:
 
     monkeypatch.setattr("lipscope.attacks.ascent.sigma_gradient", spy)
     far = 50 * torch.ones(6, 4)  # a start outside of the ball
-    found = inputs.ascend(
+    found = attacks.ascend(
         layer, num_tokens=6, radius=radius, restarts=5, steps=25, start=far,
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
@@ -61,7 +60,7 @@ def test_ascent_stays_in_the_ball_and_improves(monkeypatch) -> None:
 def test_ascent_is_never_below_the_constructions() -> None:
     layer = drawn(0, d=4, k=4)
     built = [make(layer, num_tokens=6, radius=1.0).x for make in BY_HEAD]
-    found = inputs.ascend(
+    found = attacks.ascend(
         layer, num_tokens=6, radius=1.0, restarts=0, steps=5, start=built,
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
@@ -72,7 +71,7 @@ def test_ascent_is_never_below_the_constructions() -> None:
 def test_batches_change_nothing() -> None:
     layer = drawn(5)
     a, b = (
-        inputs.ascend(
+        attacks.ascend(
             layer, num_tokens=4, radius=1.0, restarts=4, steps=6, memory=memory,
             generator=torch.Generator().manual_seed(7),
         )
@@ -129,13 +128,13 @@ def test_finite_steps_tend_to_sigma() -> None:
     layer = drawn(2, causal=True, bias=True)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).double()
     top = ls.top_singular(layer.linearise(x), tol=1e-10, tight=True)
-    ratios = [ratio for _, ratio in inputs.confirm(layer, x, top.v)]
+    ratios = [ratio for _, ratio in attacks.confirm(layer, x, top.v)]
     truth = sigma(layer, x)
     errors = [abs(r / truth - 1) for r in ratios]
     assert errors[-1] < 1e-4
     assert errors[-1] < errors[1] < 0.5
     with pytest.raises(ls.InputError, match="nonzero"):
-        inputs.confirm(layer, x, torch.zeros(6, 4).double())
+        attacks.confirm(layer, x, torch.zeros(6, 4).double())
 
 
 # --- the driver
@@ -145,7 +144,7 @@ def test_worst_measures_everything_and_sorts() -> None:
     gen = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(4, 4, generator=gen) for _ in range(3))
     layer = ls.DotProduct(q, k, v, torch.randn(4, 4, generator=gen), heads=2)
-    rows = attack.worst(layer, num_tokens=5, radius=1.0, restarts=2, steps=8, generator=gen)
+    rows = attacks.worst(layer, num_tokens=5, radius=1.0, restarts=2, steps=8, generator=gen)
     values = [row.sigma for row in rows if row.sigma is not None]
     assert values == sorted(values, reverse=True)
     assert {"ascent", "constant", "gamma_star", "quadratic"} <= {row.name for row in rows}
@@ -167,14 +166,14 @@ def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
     eye = torch.eye(2)
     layer = ls.DotProduct(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
     with pytest.raises(ls.InputError, match="logits depend on position; use ascent"):
-        inputs.two_cluster(layer, num_tokens=4, radius=1.0)
-    rows = attack.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)
+        attacks.two_cluster(layer, num_tokens=4, radius=1.0)
+    rows = attacks.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)
     assert rows[0].name == "ascent"
     assert "logits depend on position; use ascent." in {row.reason for row in rows}
 
 
 def test_overflow_is_a_reason_and_not_a_number() -> None:
     layer = ls.DotProduct(*(1e25 * torch.ones(3, 1, 1)))
-    rows = attack.worst(layer, num_tokens=3, radius=1.0, restarts=1, steps=2)
+    rows = attacks.worst(layer, num_tokens=3, radius=1.0, restarts=1, steps=2)
     assert all(row.reason for row in rows if row.sigma is None)
     assert all(math.isfinite(row.sigma) for row in rows if row.sigma is not None)

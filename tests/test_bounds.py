@@ -16,7 +16,7 @@ from lipscope.theorems import (
     DERIVED,
     NotApplicableError,
     absorb,
-    bounds,
+    bounds_at,
     catalogue,
     evaluate,
     heads_of,
@@ -261,12 +261,12 @@ def test_finite_differences_stay_below_sigma_on_the_segment() -> None:
 
 def test_table_has_every_theorem_with_value_or_reason() -> None:
     layer, x = draw("heads, grouped, biased, causal", 0)
-    rows = bounds(layer, x)
+    rows = bounds_at(layer, x)
     assert [row.theorem for row in rows] == [theorem.name for theorem in catalogue()]
     for row in rows:
         assert row.applicable == (row.value is not None) == (not row.reason)
         assert row.value is None or math.isfinite(row.value)
-    one = {row.theorem: row for row in bounds(layer, x, head=2)}
+    one = {row.theorem: row for row in bounds_at(layer, x, head=2)}
     assert one["global_rows_capped"].head == 2
     assert one["global_rows_capped"].value is not None
     op = layer.linearise(x, per_head=True)
@@ -279,7 +279,7 @@ def units(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_values_beyond_float64_are_not_given() -> None:
-    rows = {row.theorem: row for row in bounds(single(eye(2)), num_tokens=4, radius=100.0)}
+    rows = {row.theorem: row for row in bounds_at(single(eye(2)), num_tokens=4, radius=100.0)}
     assert rows["mean_field"].value is None
     assert rows["mean_field"].reason == "its value exceeds the float64 range"
     assert rows["global_rows_capped"].applicable
@@ -300,12 +300,12 @@ def test_values_beyond_float64_are_not_given() -> None:
 )
 def test_bad_input_says_what_to_change(given, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        bounds(single(eye(2)), **given)
+        bounds_at(single(eye(2)), **given)
 
 
 def test_wrong_weights_say_which() -> None:
     with pytest.raises(InputError, match=r"`layer.value` should be finite"):
-        bounds(single(eye(2), math.nan * eye(2)), num_tokens=3, radius=1.0)
+        bounds_at(single(eye(2), math.nan * eye(2)), num_tokens=3, radius=1.0)
 
 
 def test_every_theorem_says_what_it_is() -> None:

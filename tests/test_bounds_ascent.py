@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from layers import draw
-from lipscope.attacks.constructions import ascend
+from lipscope.attacks import ascend
 from lipscope.linalg.operator import to_dense
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
 

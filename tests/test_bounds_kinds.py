@@ -19,8 +19,17 @@ from lipscope.attention import (
     Rotary,
     ScaledCosineAttention,
 )
-from lipscope.theorems import NotApplicableError, Theorem, ball, catalogue, evaluate, heads_of
-from lipscope.theorems.head import Head, Heads
+from lipscope.theorems import (
+    Head,
+    HeadAt,
+    HeadsAt,
+    NotApplicableError,
+    Theorem,
+    ball,
+    catalogue,
+    evaluate,
+    heads_of,
+)
 
 ROUNDING = 1e-9
 WIDTH, EACH = 4, 5
@@ -136,7 +145,7 @@ def upper_bounds(subjects: tuple[type, ...]) -> list[Theorem]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_on_every_kind_of_input(variant: str) -> None:
     checked: Counter[tuple[str, str]] = Counter()
-    subject: tuple[type, ...] = (Head, Heads)
+    subject: tuple[type, ...] = (Head, HeadAt, HeadsAt)
     # Fewer layers where bounds are asked at every input, more where most extras do not exist.
     seeds, lengths = {"rotary": (1, (6,)), "LipschitzNorm": (4, (2, 7))}.get(variant, (2, (2, 7)))
     sizes = itertools.product(range(seeds), lengths, EXTRAS)
@@ -214,12 +223,13 @@ def test_ball_theorems_of_the_catalogue() -> None:
         for index, (kind, points) in enumerate(inputs(layer, 5, seed).items()):
             x = points[seed % EACH]
             eps = (1e-3, 0.05, 0.3)[(seed + index) % 3] * float(x.norm(dim=-1).max())
+            at = HeadAt(head, x)
             start = x + eps * torch.randn(6, *x.shape, generator=gen, dtype=torch.float64)
             moved = climb(layer, start, x, eps, gen)
             sigma = float(sigmas(layer, moved).max())
             for theorem in balls:
                 try:
-                    bound = theorem.function(head, x, eps)
+                    bound = theorem.function(at, eps)
                 except NotApplicableError:
                     continue
                 checked[theorem.name] += len(moved)
@@ -250,8 +260,8 @@ def test_ball_blocks_by_the_same_path(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in BALL_LAYERS:
         layer = ball_layer(kind, 6, 3)
         (head,) = heads_of(layer)
-        x = inputs(layer, 6, 1)["random"][3]
+        at = HeadAt(head, inputs(layer, 6, 1)["random"][3])
         monkeypatch.setattr(ball, "_EXACT_NORM", 1024)
-        exact = ball.ball_blocks(head, x, 0.01)
+        exact = ball.ball_blocks(at, 0.01)
         monkeypatch.setattr(ball, "_EXACT_NORM", 0)
-        assert exact * (1 - 1e-12) <= ball.ball_blocks(head, x, 0.01) <= 1.05 * exact
+        assert exact * (1 - 1e-12) <= ball.ball_blocks(at, 0.01) <= 1.05 * exact

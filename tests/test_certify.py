@@ -9,11 +9,13 @@ import torch
 from scipy.optimize import minimize
 
 from lipscope import DotProduct, InputError
-from lipscope.certificates.certify import attack_in_ball, certify
-from lipscope.theorems import heads_of
+from lipscope.attacks import attack_in_ball
+from lipscope.certificates.certify import certify
+from lipscope.theorems import HeadAt, heads_of
 from lipscope.theorems.derived.ball import Ball, ball_certificate
-from lipscope.theorems.derived.centre import Centre, softmax_over
-from lipscope.theorems.derived.local import local_norms, local_rows
+from lipscope.theorems.derived.intervals import softmax_over
+from lipscope.theorems.derived.local_bounds import local_norms, local_rows
+from lipscope.theorems.derived.row_gram import weighted_head
 from small_layers import KINDS, case, move
 
 
@@ -31,16 +33,17 @@ def test_every_form_and_interval_holds(kind: str, ball: str) -> None:
     for seed in range(5):
         layer, x = case(kind, seed)
         head = heads_of(layer)[0]
-        centre = Centre(head, x)
+        centre = HeadAt(head, x)
+        weighted = weighted_head(centre)
         for relative in (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0):
             eps = relative * float(x.norm(dim=1).max())
-            inside = Ball(centre, eps, ball)
-            forms = inside.forms(sharp=True)
+            inside = Ball(centre, eps, ball, weighted)
+            forms = inside.forms()
             points = torch.stack([x + move(x, eps, ball, g) for _ in range(12)])
             found = float(sigmas(layer, points).max())
             assert all(value >= found * (1 - 1e-10) for value in forms.values()), forms
             for other in points[:3]:
-                there = Centre(head, other)
+                there = HeadAt(head, other)
                 assert (there.p <= inside.p.upper * (1 + 1e-9) + 1e-12).all()
                 assert (there.p >= inside.p.lower * (1 - 1e-9) - 1e-12).all()
                 assert (there.drift <= inside.own * (1 + 1e-9)).all()
@@ -93,11 +96,12 @@ def test_no_attempt_exceeds_the_certificate(kind: str, ball: str) -> None:
 def test_radius_zero_is_the_local_certificate(kind: str) -> None:
     layer, x = case(kind, 3)
     for head in heads_of(layer):
-        at = Ball(Centre(head, x), 0.0)
-        assert at.by_blocks == pytest.approx(local_norms(head, x), rel=1e-12)
-        assert at.by_rows == pytest.approx(local_rows(head, x), rel=1e-12)
+        centre = HeadAt(head, x)
+        at = Ball(centre, 0.0)
+        assert at.by_blocks == pytest.approx(local_norms(centre), rel=1e-12)
+        assert at.by_rows == pytest.approx(local_rows(centre), rel=1e-12)
         assert at.change <= 1e-12 * at.by_rows
-        assert ball_certificate(head, x, 0.0) <= min(local_norms(head, x), local_rows(head, x)) * (
+        assert ball_certificate(centre, 0.0) <= min(local_norms(centre), local_rows(centre)) * (
             1 + 1e-12
         )
 
@@ -107,13 +111,13 @@ def test_interval_survives_probabilities_that_underflow() -> None:
     eye = torch.eye(1, dtype=torch.float64)
     head = heads_of(DotProduct(eye, eye, eye))[0]
     x = torch.tensor([[40.0], [-40.0], [39.0]], dtype=torch.float64)
-    centre = Centre(head, x)
+    centre = HeadAt(head, x)
     assert centre.p.min() == 0.0
     eps = torch.full((3,), 40.0, dtype=torch.float64)
     interval = softmax_over(centre, eps, "token")
     assert (interval.upper > 0.4).all()  # at zero tokens every weight is 1/3
     assert torch.isfinite(interval.change).all()
-    assert math.isfinite(ball_certificate(head, x, 40.0))
+    assert math.isfinite(ball_certificate(centre, 40.0))
 
 
 @pytest.mark.slow
@@ -129,16 +133,16 @@ def test_one_head_of_random_layers_is_within_three_of_the_attack() -> None:
     assert max(ratios) < 3.0, ratios
 
 
-def test_head_alone_and_both_parts() -> None:
+def test_head_alone_and_both_maps() -> None:
     layer, x = case("heads", 0)
-    for part in ("attention", "heads"):
-        whole = certify(layer, x, eps=1e-3, part=part)
-        alone = [certify(layer, x, eps=1e-3, head=h, part=part) for h in (0, 1)]
+    for map in ("attention", "heads"):
+        whole = certify(layer, x, eps=1e-3, map=map)
+        alone = [certify(layer, x, eps=1e-3, head=h, map=map) for h in (0, 1)]
         assert [h.head for h in whole.heads] == [0, 1]
         assert [a.value for a in alone] == pytest.approx([h.value for h in whole.heads])
         assert whole.value <= sum(a.value for a in alone) * (1 + 1e-12)
         assert whole.sigma <= whole.value <= whole.sigma_bound
-        assert attack_in_ball(layer, x, 1e-3, part=part, random=2).ratio <= whole.value
+        assert attack_in_ball(layer, x, 1e-3, map=map, random=2).ratio <= whole.value
 
 
 def test_radius_per_token() -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lipscope.attacks.constructions import constant, two_cluster
+from lipscope.attacks import constant, two_cluster
 from lipscope.attention import DotProduct
 from lipscope.engine.capture import captures, layer_maps
 from lipscope.engine.measure import measure_built

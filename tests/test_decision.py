@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lipscope import DotProduct, InputError, certified_radius
-from lipscope.certificates.decision import attack_decision
+from lipscope.attacks import attack_decision
 from lipscope.certificates.read_out import ReadOut
 from small_layers import KINDS, case, move
 

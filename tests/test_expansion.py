@@ -10,8 +10,7 @@ import lipscope as ls
 from lipscope.attention import Rotary
 from lipscope.certificates.balls import in_double
 from lipscope.certificates.expansion import rest
-from lipscope.theorems.derived.centre import BallName, Centre
-from lipscope.theorems.head import heads_of
+from lipscope.theorems import BallName, HeadAt, heads_of
 
 N, D, K = 6, 8, 4
 BALLS: tuple[BallName, ...] = ("token", "frobenius")
@@ -44,7 +43,7 @@ def _layer(kind: str, seed: int, *, heads: int = 2, size: float = 1.0) -> ls.Dot
 def _rest(layer: ls.DotProduct, x: Tensor, eps: Tensor | float, ball: BallName) -> float:
     own = in_double(layer, None)
     radii = torch.as_tensor(eps, dtype=torch.float64).expand(len(x))
-    centres = [Centre(head, x) for head in heads_of(own, fold=False)]
+    centres = [HeadAt(head, x) for head in heads_of(own, fold=False)]
     return rest(centres, own.output, radii, ball)[0]
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attacks import constructions as inputs
-from lipscope.attacks import worst as attack
+from lipscope import attacks
 from lipscope.attention.l2 import L2Attention
 from lipscope.measures.atoms import repeated_tokens
 from lipscope.theorems import heads_of
@@ -16,7 +15,7 @@ from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.kim2021 import phi_inverse
 from small import ONE, drawn, line, sigma
 
-BY_HEAD = [build for name, build in attack.PER_HEAD.items() if name != "l2_extremal"]
+BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_extremal"]
 
 # --- what theory predicts of one head
 
@@ -29,7 +28,7 @@ def test_prediction_is_below_sigma(build, causal: bool, bias: bool) -> None:
     for seed in range(12):
         layer = drawn(seed, d=2 + seed % 3, k=1 + seed % 4, causal=causal, bias=bias)
         for n, radius in ((2, 0.4), (7, 1.1), (8, 2.0)):
-            if build is inputs.two_cluster and not eigen_directions(heads_of(layer)[0]):
+            if build is attacks.two_cluster and not eigen_directions(heads_of(layer)[0]):
                 continue
             built = build(layer, num_tokens=n, radius=radius)
             made += 1
@@ -50,7 +49,7 @@ def test_two_cluster_has_the_strengthened_value(causal: bool, positive: bool, ra
     eye = torch.eye(3).double()
     layer = ls.DotProduct(a, eye, eye, scale=1.0, causal=causal)
     gamma, n = (3 / 8 if positive else 3.0), 9
-    built = inputs.two_cluster(layer, num_tokens=n, radius=radius)
+    built = attacks.two_cluster(layer, num_tokens=n, radius=radius)
     readable = torch.arange(2, n + 1) if causal else torch.full((n - 1,), n)
     p = 1 / (1 + (readable.double() - 1) * math.exp(-2 * gamma * radius**2))
     expected = (p * (1 + 2 * gamma * radius**2 * (1 - p))).norm()
@@ -63,7 +62,7 @@ def test_two_cluster_has_the_strengthened_value(causal: bool, positive: bool, ra
 def test_first_token_is_the_one_that_every_row_reads() -> None:
     """With x_1 anywhere else a causal mask hides it from earlier rows."""
     layer = line(causal=True)
-    x = inputs.two_cluster(layer, num_tokens=12, radius=1.0).x
+    x = attacks.two_cluster(layer, num_tokens=12, radius=1.0).x
     assert sigma(layer, x) > 1.2 * sigma(layer, x.flip(0))
 
 
@@ -99,15 +98,15 @@ def test_rotation_has_a_star_but_no_eigenvalue() -> None:
     turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
     layer = ls.DotProduct(turn, torch.eye(2).double(), torch.eye(2).double())
     with pytest.raises(ls.InputError, match="no nonzero real eigenvalue"):
-        inputs.two_cluster(layer, num_tokens=4, radius=1.0)
-    built = inputs.gamma_star(layer, num_tokens=4, radius=1.0)
+        attacks.two_cluster(layer, num_tokens=4, radius=1.0)
+    built = attacks.gamma_star(layer, num_tokens=4, radius=1.0)
     assert sigma(layer, built.x) >= (built.predicted or math.inf)
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.6670), (9, 0.8890), (33, 0.9697), (10, 0.890)])
 def test_quadratic_growth(n: int, ratio: float) -> None:
     layer = ls.DotProduct(ONE, ONE, ONE)
-    built = inputs.quadratic(layer, num_tokens=n, radius=30.0)
+    built = attacks.quadratic(layer, num_tokens=n, radius=30.0)
     found = sigma(layer, built.x) / 900
     assert found == pytest.approx(ratio, abs=2e-4)
     assert found * 900 == pytest.approx(built.predicted, rel=1e-6)
@@ -116,7 +115,7 @@ def test_quadratic_growth(n: int, ratio: float) -> None:
 def test_dot_product_attention_is_not_lipschitz() -> None:
     layer = ls.DotProduct(ONE, ONE, ONE)
     at = [
-        sigma(layer, inputs.quadratic(layer, num_tokens=3, radius=r).x) for r in (1.0, 10.0, 100.0)
+        sigma(layer, attacks.quadratic(layer, num_tokens=3, radius=r).x) for r in (1.0, 10.0, 100.0)
     ]
     assert at[2] == pytest.approx(6667, rel=1e-3)
     assert at[1] == pytest.approx(67, rel=1e-2)
@@ -126,7 +125,7 @@ def test_dot_product_attention_is_not_lipschitz() -> None:
 def test_large_radius_reaches_its_limit(causal: bool) -> None:
     for seed in range(4):
         layer = drawn(seed, causal=causal)
-        built = inputs.large_radius(layer, num_tokens=6, radius=500.0)
+        built = attacks.large_radius(layer, num_tokens=6, radius=500.0)
         assert sigma(layer, built.x) == pytest.approx(built.predicted, rel=1e-6)
 
 
@@ -140,19 +139,19 @@ def test_constant_is_exact_for_all_heads_together(causal: bool, l2: bool) -> Non
         layer: ls.Attention = L2Attention(q, v, out, heads=2, causal=causal)
     else:
         layer = ls.DotProduct(q, k, v, out, heads=2, causal=causal, query_bias=q[:, 0])
-    built = inputs.constant(layer, num_tokens=6, radius=2.0)
+    built = attacks.constant(layer, num_tokens=6, radius=2.0)
     assert sigma(layer, built.x) == pytest.approx(built.predicted, rel=1e-10)
 
 
 def test_causal_mean_of_two_is_the_cesaro_value() -> None:
-    built = inputs.constant(line(causal=True), num_tokens=2, radius=1.0)
+    built = attacks.constant(line(causal=True), num_tokens=2, radius=1.0)
     assert built.predicted == pytest.approx(1.1441, abs=5e-5)
 
 
 def test_unbalanced_is_the_best_radius() -> None:
     layer = line()
-    whole = inputs.two_cluster(layer, num_tokens=100, radius=5.0)
-    best = inputs.unbalanced(layer, num_tokens=100, radius=5.0)
+    whole = attacks.two_cluster(layer, num_tokens=100, radius=5.0)
+    best = attacks.unbalanced(layer, num_tokens=100, radius=5.0)
     assert sigma(layer, best.x) > 1.8 * sigma(layer, whole.x)
     assert float(best.x.norm(dim=1).max()) == pytest.approx(math.sqrt(math.log(99) / 2), rel=0.12)
 
@@ -162,10 +161,10 @@ def test_unbalanced_is_the_best_radius() -> None:
 
 @pytest.mark.parametrize(("radius", "ratio"), [(2.0, 1.25), (2.5, 1.16), (3.0, 1.111)])
 def test_unbalanced_clusters_of_any_size(radius: float, ratio: float) -> None:
-    found = inputs.weighted_two_atoms(line(), radius=radius)
+    found = attacks.weighted_two_atoms(line(), radius=radius)
     reference = 0.5 * radius**2 * math.exp(radius**2)
     assert found.sigma / reference == pytest.approx(ratio, abs=1.5e-3)
-    tripled = inputs.weighted_two_atoms(line(), radius=radius, factor=3.0)
+    tripled = attacks.weighted_two_atoms(line(), radius=radius, factor=3.0)
     assert tripled.sigma > 1.15 * found.sigma
 
 
@@ -199,7 +198,7 @@ def test_ten_million_tokens() -> None:
     """At p = 1/2 the value is sqrt(n-1)/2 (1 + gamma R^2), up to row 1."""
     n = 10**7
     radius = math.sqrt(math.log(n - 1) / 2)
-    found = inputs.weighted_two_atoms(line(), radius=radius, num_tokens=n)
+    found = attacks.weighted_two_atoms(line(), radius=radius, num_tokens=n)
     assert found.num_tokens == n
     assert found.sigma == pytest.approx(math.sqrt(n - 1) / 2 * (1 + radius**2), rel=1e-3)
 
@@ -210,7 +209,7 @@ def test_ten_million_tokens() -> None:
 @pytest.mark.parametrize(("n", "ratio"), [(3, 1.285), (11, 1.235), (101, 1.144), (1001, 1.096)])
 def test_l2_extremal_comes_close_to_the_bound(n: int, ratio: float) -> None:
     layer = L2Attention(ONE, ONE)
-    built = inputs.l2_extremal(layer, num_tokens=n, radius=10.0)
+    built = attacks.l2_extremal(layer, num_tokens=n, radius=10.0)
     inverse = phi_inverse(float(n - 1))
     value = 4 * inverse
     expected = value - 1 + 2 / (1 + inverse)
@@ -228,7 +227,7 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
         gen = torch.Generator().manual_seed(seed)
         layer = L2Attention(*torch.randn(2, 3, 4, generator=gen).double(), causal=causal)
         for radius in (0.2, 5.0):
-            built = inputs.l2_extremal(layer, num_tokens=7, radius=radius)
+            built = attacks.l2_extremal(layer, num_tokens=7, radius=radius)
             assert sigma(layer, built.x) >= (built.predicted or math.inf) * (1 - 1e-10)
             assert float(built.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
 
@@ -244,18 +243,18 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
         ({"num_tokens": 0}, "`num_tokens` should be at least"),
     ],
 )
-@pytest.mark.parametrize("build", [*attack.PER_HEAD.values(), inputs.ascend, attack.worst])
+@pytest.mark.parametrize("build", [*attacks.PER_HEAD.values(), attacks.ascend, attacks.worst])
 def test_bad_input_is_one_line(build, options: dict, message: str) -> None:
-    layer = L2Attention(ONE, ONE) if build is inputs.l2_extremal else line()
+    layer = L2Attention(ONE, ONE) if build is attacks.l2_extremal else line()
     with pytest.raises(ls.InputError) as error:
         build(layer, **{"num_tokens": 4, "radius": 1.0, **options})
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("build", attack.PER_HEAD.values())
+@pytest.mark.parametrize("build", attacks.PER_HEAD.values())
 def test_head_out_of_range_is_one_line(build) -> None:
-    layer = L2Attention(ONE, ONE) if build is inputs.l2_extremal else line()
+    layer = L2Attention(ONE, ONE) if build is attacks.l2_extremal else line()
     with pytest.raises(ls.InputError, match="`head` should be between 0 and 0"):
         build(layer, num_tokens=4, radius=1.0, head=1)
 
@@ -264,21 +263,21 @@ def test_wrong_variant_or_mask_is_one_line() -> None:
     with pytest.raises(
         ls.InputError, match=r"made for dot-product attention\. Found `L2Attention`"
     ):
-        inputs.two_cluster(L2Attention(ONE, ONE), num_tokens=4, radius=1.0)
+        attacks.two_cluster(L2Attention(ONE, ONE), num_tokens=4, radius=1.0)
     band = torch.eye(4).bool()
     with pytest.raises(ls.InputError, match="neither empty nor causal"):
-        inputs.gamma_star(line(mask=band), num_tokens=4, radius=1.0)
+        attacks.gamma_star(line(mask=band), num_tokens=4, radius=1.0)
     with pytest.raises(ls.InputError, match="captured for 4 tokens, not for 5"):
-        inputs.gamma_star(line(mask=band), num_tokens=5, radius=1.0)
+        attacks.gamma_star(line(mask=band), num_tokens=5, radius=1.0)
     with pytest.raises(ls.InputError, match="masked"):
-        inputs.weighted_two_atoms(line(causal=True), radius=1.0)
+        attacks.weighted_two_atoms(line(causal=True), radius=1.0)
     with pytest.raises(ls.InputError, match="beyond float64"):
-        inputs.weighted_two_atoms(line(), radius=100.0)
+        attacks.weighted_two_atoms(line(), radius=100.0)
     with pytest.raises(ls.InputError, match="`start` should have shape"):
-        inputs.ascend(line(), num_tokens=3, radius=1.0, start=torch.zeros(2, 1))
+        attacks.ascend(line(), num_tokens=3, radius=1.0, start=torch.zeros(2, 1))
 
 
 def test_construction_is_frozen() -> None:
-    built = inputs.constant(line(), num_tokens=2, radius=1.0)
+    built = attacks.constant(line(), num_tokens=2, radius=1.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         built.x = torch.zeros(1, 1)

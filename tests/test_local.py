@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from lipscope import DotProduct, Rotary, to_dense
-from lipscope.theorems.derived.local import local_blocks, local_norms, local_rows, local_rows_scalar
-from lipscope.theorems.derived.row_gram import Rows, row_gram, row_gram_joint
-from lipscope.theorems.head import all_heads_of, heads_of
-from lipscope.theorems.point import at_point
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems import HeadAt, HeadsAt, NotApplicableError, heads_of
+from lipscope.theorems.derived.local_bounds import (
+    local_blocks,
+    local_norms,
+    local_rows,
+    local_rows_scalar,
+)
+from lipscope.theorems.derived.row_gram import JacobianRows, row_gram, row_gram_joint
+from lipscope.theorems.several import AskedLayer
 
 
 def rotation(n, width, generator):
@@ -49,6 +53,14 @@ def draw(seed, *, heads=1, rotary=False, n=6, d=8, k=4):
     return layer, normal(n, d) * (0.2 + 2 * float(torch.rand(1, generator=g)))
 
 
+def one_head(layer, x) -> HeadAt:
+    return HeadAt(heads_of(layer)[0], x)
+
+
+def all_heads(layer, x) -> HeadsAt:
+    return AskedLayer(layer, x=x).together
+
+
 def truth(layer, x):
     return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
 
@@ -60,16 +72,16 @@ def test_no_certificate_of_one_head_is_below_sigma(rotary):
     )
     for seed in range(60):
         layer, x = draw(seed, rotary=rotary)
-        sigma, head = truth(layer, x), heads_of(layer)[0]
+        sigma, at = truth(layer, x), one_head(layer, x)
         for form in forms:
-            assert form(head, x) >= sigma * (1 - 1e-12), (form.__name__, seed)
+            assert form(at) >= sigma * (1 - 1e-12), (form.__name__, seed)
 
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_no_joint_certificate_is_below_sigma(rotary):
     for seed in range(40):
         layer, x = draw(seed, heads=3, rotary=rotary)
-        assert row_gram_joint(all_heads_of(layer), x) >= truth(layer, x), seed
+        assert row_gram_joint(all_heads(layer, x)) >= truth(layer, x), seed
 
 
 @pytest.mark.parametrize("rotary", [False, True])
@@ -80,8 +92,8 @@ def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
     jacobian = to_dense(layer.linearise(x)).view(n, -1, n, x.shape[1])
     weights = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)).double() + 0.1
     dense = torch.einsum("iajb,icjb,ij->iac", jacobian, jacobian, 1 / weights)
-    together = all_heads_of(layer)
-    rows = Rows(at_point(together.heads, x), together.output)
+    together = all_heads(layer, x)
+    rows = JacobianRows(together)
     expected = torch.linalg.eigvalsh(dense)[:, -1]
     assert torch.allclose(rows.eigenvalues(weights), expected, rtol=1e-9)
     probes = torch.randn(n, rows.width, 3, generator=torch.Generator().manual_seed(1)).double()
@@ -98,48 +110,62 @@ def test_f2_is_exact_for_one_hot_attention():
     # A large radius: every row reads one token, J has the blocks V there (Theorem 3.7).
     layer, x = draw(1)
     layer = DotProduct(layer.query, layer.key, layer.value, layer.output)
-    assert math.isclose(
-        local_rows(heads_of(layer)[0], 300 * x), truth(layer, 300 * x), rel_tol=1e-9
-    )
+    assert math.isclose(local_rows(one_head(layer, 300 * x)), truth(layer, 300 * x), rel_tol=1e-9)
 
 
 def test_all_are_exact_for_equal_tokens_but_for_the_rank_one_part():
     # C_i = 0 and y_ij = 0: J = P (x) V with P = 1/n, whose norm is |V|.
     layer, x = draw(7)
     x = x[:1].expand(6, -1)
-    head = heads_of(layer)[0]
+    at = one_head(layer, x)
     for form in (local_norms, local_rows, local_rows_scalar, row_gram, local_blocks):
-        assert math.isclose(form(head, x), truth(layer, x), rel_tol=1e-6), form.__name__
+        assert math.isclose(form(at), truth(layer, x), rel_tol=1e-6), form.__name__
 
 
-def test_a_point_is_kept_while_its_input_is_the_same():
-    layer, x = draw(1)
-    (head,) = heads_of(layer)
-    first = at_point([head], x)
-    assert at_point([head], x) is first
-    assert at_point([head], x.clone()) is not first
-    slope = torch.ones(len(x)).double()
-    assert at_point([head], x, slope).slope is slope
-    before = local_rows(head, x)
-    x[0] *= 3  # written into: what was kept no longer holds
-    assert local_rows(head, x) == local_rows(heads_of(layer)[0], x.clone()) != before
+def test_heads_at_an_input_are_made_once_for_all_theorems():
+    layer, x = draw(1, heads=2)
+    asked = AskedLayer(layer, x=x)
+    first, second = (list(asked.each(HeadAt)) for _ in range(2))
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
+    assert first[0] is not next(iter(asked.each(HeadAt, bare=True)))
+    before = local_rows(one_head(layer, x.clone()))
+    x *= 3  # written into: what was made before still speaks of the input as it was
+    assert local_rows(first[0]) == before != local_rows(one_head(layer, x))
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_heads_together_are_the_heads_one_by_one(rotary):
+    layer, x = draw(1, heads=3, rotary=rotary)
+    together = all_heads(layer, x)
+    for h, one in enumerate(AskedLayer(layer, x=x).each(HeadAt, bare=True)):
+        for name in ("q", "k", "v", "p", "o"):
+            assert torch.allclose(getattr(together, name)[h], getattr(one, name), rtol=1e-13)
+        assert torch.allclose(together.covariance(slice(1, 4))[h], one.covariance(slice(1, 4)))
+        gaps = one.p[2, :, None] * (one.v - one.o[2])
+        assert torch.allclose(one.nu[2], (one.v - one.o[2]).norm(dim=-1))
+        back = one.pulled(slice(2, 3))[0] @ one.head.key  # a_2j
+        assert torch.allclose(one.rho[2], back.norm(dim=-1))
+        moved = one.covariance(slice(2, 3))[0] @ one.head.query
+        assert math.isclose(float(one.drift[2]), float(torch.linalg.matrix_norm(moved, 2)))
+        if not rotary:
+            assert torch.allclose(moved, gaps.T @ x @ one.head.key.T @ one.head.query)
 
 
 def test_scalar_form_is_above_f2():
     for seed in range(40):
         layer, x = draw(seed)
-        head = heads_of(layer)[0]
-        assert local_rows_scalar(head, x) >= local_rows(head, x) * (1 - 1e-12)
+        at = one_head(layer, x)
+        assert local_rows_scalar(at) >= local_rows(at) * (1 - 1e-12)
 
 
 def test_rotary_embeddings_are_refused_where_nothing_is_derived():
     layer, x = draw(2, rotary=True)
     for form in (local_rows_scalar, local_blocks):
         with pytest.raises(NotApplicableError, match="positions"):
-            form(heads_of(layer)[0], x)
+            form(one_head(layer, x))
 
 
 def test_the_whole_layer_is_sharper_than_its_heads_added():
     layer, x = draw(4, heads=3)
-    added = sum(row_gram(head, x) for head in heads_of(layer))
-    assert row_gram_joint(all_heads_of(layer), x) <= added
+    added = sum(row_gram(HeadAt(head, x)) for head in heads_of(layer))
+    assert row_gram_joint(all_heads(layer, x)) <= added

@@ -12,11 +12,10 @@ from layers import REGIMES, draw, draw_variant
 from lipscope.attention import DotProduct
 from lipscope.linalg.operator import Operator, to_dense
 from lipscope.records.comparison import by_row, looseness
-from lipscope.theorems import Normed, bounds, catalogue, max_token_norm, norm_of
-from lipscope.theorems.derived.local import local_norms, local_rows
-from lipscope.theorems.derived.row_gram import Rows, row_gram_joint
-from lipscope.theorems.head import all_heads_of
-from lipscope.theorems.point import at_point
+from lipscope.theorems import HeadAt, Normed, bounds_at, catalogue, max_token_norm, norm_of
+from lipscope.theorems.derived.local_bounds import local_norms, local_rows
+from lipscope.theorems.derived.row_gram import JacobianRows, row_gram_joint
+from lipscope.theorems.several import AskedLayer
 from tiny import TINY
 
 ROUNDING = 1e-9
@@ -112,7 +111,7 @@ def test_no_bound_of_the_map_normed_is_violated() -> None:
             "max-token": max_token_norm(operator(dense, op), dense=0).lower,
             "infinity": float(dense.abs().sum(1).max()),
         }
-        for bound in bounds(layer, x, sharp=b % 4 == 0):
+        for bound in bounds_at(layer, x, sharp=b % 4 == 0):
             assert bound.radius is None
             if bound.value is not None and bound.theorem in sound:
                 checked[bound.theorem] = checked.get(bound.theorem, 0) + 1
@@ -138,7 +137,7 @@ def test_bounds_of_heads_through_a_norm() -> None:
     for head in range(4):
         dense = torch.stack([op.matvec(e.expand(4, *x.shape))[head].flatten() for e in basis], 1)
         sigma = float(torch.linalg.matrix_norm(dense, 2))
-        values = {b.theorem: b.value or 0.0 for b in bounds(layer, x, head=head, sharp=True)}
+        values = {b.theorem: b.value or 0.0 for b in bounds_at(layer, x, head=head, sharp=True)}
         for name in (
             "local_norms",
             "local_rows",
@@ -160,8 +159,8 @@ def test_row_grams_take_the_norm_exactly(regime: str, kind: type) -> None:
     weights = torch.rand(n, n, generator=torch.Generator().manual_seed(0)).double() + 0.1
     gram = torch.einsum("iajb,icjb,ij->iac", dense, dense, 1 / weights)
     u, slope = layer.constants.direction(x), layer.constants.slope(x)
-    together = all_heads_of(layer.absorbed)
-    rows = Rows(at_point(together.heads, u, slope), together.output)
+    together = AskedLayer(layer.absorbed, x=u).together
+    rows = JacobianRows(together, slope)
     expected = torch.linalg.eigvalsh(gram)[:, -1]
     assert torch.allclose(rows.eigenvalues(weights), expected, rtol=1e-9)
     probes = torch.randn(n, rows.width, 2, generator=torch.Generator().manual_seed(1)).double()
@@ -178,11 +177,11 @@ def test_slopes_by_token_are_sharper_than_the_chain_rule() -> None:
         x[0] *= 20  # one large token: only its own column is damped
         layer = Normed(attention, norm(nn.RMSNorm, 5, 1e-5, seed))
         u, slope = layer.constants.direction(x), layer.constants.slope(x)
-        together = all_heads_of(layer.absorbed)
-        (head,) = together.heads
-        for form, subject in ((local_norms, head), (local_rows, head), (row_gram_joint, together)):
-            through = form(subject, u, slope)
-            assert through <= form(subject, u) * float(slope.max()) * (1 + ROUNDING)
+        asked = AskedLayer(layer.absorbed, x=u)
+        (head,) = asked.each(HeadAt)
+        for form, at in ((local_norms, head), (local_rows, head), (row_gram_joint, asked.together)):
+            through = form(at, slope)
+            assert through <= form(at) * float(slope.max()) * (1 + ROUNDING)
 
 
 # --- all inputs
@@ -193,8 +192,8 @@ def test_bounds_on_the_whole_space(kind: type) -> None:
     """Without a floor they hold at the smallest tokens, where the norm is steepest."""
     attention, x = draw("biased", 0)
     layer = Normed(attention, norm(kind, 5, 1e-3))
-    values = {b.theorem: b.value or 0.0 for b in bounds(layer, num_tokens=len(x))}
-    here = {b.theorem: b.value or 0.0 for b in bounds(layer, x)}
+    values = {b.theorem: b.value or 0.0 for b in bounds_at(layer, num_tokens=len(x))}
+    here = {b.theorem: b.value or 0.0 for b in bounds_at(layer, x)}
     assert here["global_rows_capped"] < values["global_rows_capped"]
     for size in (1e-6, 1e-3, 1e-2, 0.03, 0.1, 1.0, 100.0):
         sigma = float(torch.linalg.matrix_norm(jacobian(layer, size * x), 2))
@@ -206,23 +205,23 @@ def test_bounds_on_the_whole_space(kind: type) -> None:
 def test_without_epsilon_there_is_no_bound_near_zero() -> None:
     attention, x = draw("medium", 0)
     layer = Normed(attention, norm(nn.RMSNorm, 5, 0.0))
-    rows = {b.theorem: b for b in bounds(layer, num_tokens=4)}
+    rows = {b.theorem: b for b in bounds_at(layer, num_tokens=4)}
     assert rows["global_rows_capped"].reason == (
         "its norm has ε = 0: there is no bound near tokens of norm 0"
     )
-    assert {b.theorem: b.applicable for b in bounds(layer, x)}["global_rows_capped"]
+    assert {b.theorem: b.applicable for b in bounds_at(layer, x)}["global_rows_capped"]
 
 
 def test_what_does_not_carry_over_says_why() -> None:
     attention, x = draw("medium", 0)
     capped = DotProduct(attention.query, attention.key, attention.value, softcap=5.0)
-    rows = {b.theorem: b for b in bounds(Normed(capped, norm(nn.RMSNorm, 5, 1e-5)), x)}
+    rows = {b.theorem: b for b in bounds_at(Normed(capped, norm(nn.RMSNorm, 5, 1e-5)), x)}
     assert rows["local_norms"].reason == "its scores are soft-capped"
-    rows = {b.theorem: b for b in bounds(Normed(attention, norm(nn.RMSNorm, 5, 1e-5)), x)}
+    rows = {b.theorem: b for b in bounds_at(Normed(attention, norm(nn.RMSNorm, 5, 1e-5)), x)}
     assert rows["two_cluster_star"].reason == "its inputs are not what comes out of a norm"
     assert rows["castin_thm_3_7_limit"].reason == "tokens do not grow after a norm"
     assert rows["castin_thm_3_3"].applicable
-    shifted = {b.theorem: b for b in bounds(Normed(attention, norm(nn.LayerNorm, 5, 1e-5)), x)}
+    shifted = {b.theorem: b for b in bounds_at(Normed(attention, norm(nn.LayerNorm, 5, 1e-5)), x)}
     assert shifted["castin_thm_3_3"].reason == "its queries have a bias"
 
 
@@ -230,7 +229,7 @@ def test_what_does_not_carry_over_says_why() -> None:
     ("given", "message"),
     [
         ({"radius": 1.0}, r"`radius` should be left out .* Found `radius = 1.0`."),
-        ({"part": "heads"}, r"`part` should be 'attention' for a layer with a norm in front"),
+        ({"map": "heads"}, r"`map` should be 'attention' for a layer with a norm in front"),
         ({"floor": -1.0}, r"`floor` should be 0 or positive. Found `floor = -1.0`."),
         ({"floor": 1e6}, r"`floor` should be at most the smallest token norm of `x`"),
         ({"x": torch.ones(3, 5).double()}, r"Found token 0, constant, and a norm with ε = 0."),
@@ -239,16 +238,16 @@ def test_what_does_not_carry_over_says_why() -> None:
 def test_bad_input_says_what_to_change(given, message: str) -> None:
     attention, x = draw("medium", 0)
     with pytest.raises(ls.InputError, match=message):
-        bounds(Normed(attention, norm(nn.LayerNorm, 5, 0.0)), **{"x": x, **given})
+        bounds_at(Normed(attention, norm(nn.LayerNorm, 5, 0.0)), **{"x": x, **given})
 
 
 def test_a_floor_without_a_norm_and_a_norm_before_another_variant() -> None:
     attention, x = draw("medium", 0)
     with pytest.raises(ls.InputError, match="`floor` should be left out"):
-        bounds(attention, x, floor=1.0)
+        bounds_at(attention, x, floor=1.0)
     other, y = draw_variant("L2", 0)
     with pytest.raises(ls.InputError, match="Found `L2Attention`"):
-        bounds(Normed(other, norm(nn.RMSNorm, 4, 1e-5)), y)
+        bounds_at(Normed(other, norm(nn.RMSNorm, 4, 1e-5)), y)
 
 
 # --- models
@@ -280,6 +279,6 @@ def test_a_captured_layer_with_its_norm() -> None:
     plain, u = ls.capture(model, TEXT, layer=1, length=6)
     assert torch.allclose(layer(x), plain(u))
     assert isinstance(layer, Normed) and torch.allclose(layer.norm(x), u)
-    assert all(b.radius is None and b.floor for b in ls.bounds(layer, x))
+    assert all(b.radius is None and b.floor for b in bounds_at(layer, x))
     with pytest.raises(ls.InputError, match="`radius` should be left out"):
         ls.sandwich(model, TEXT, layers=[0], lengths=[6], map="normed", radius=3.0)

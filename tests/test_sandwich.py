@@ -18,6 +18,7 @@ from lipscope.charts.sandwich import sandwich_chart
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
 from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import read_run
+from lipscope.theorems import bounds_at
 from rows import row
 from tiny import TINY, tiny
 
@@ -73,7 +74,7 @@ def test_functions_keep_their_names_beside_the_modules():
         "from lipscope.models import load_model\n"
         "from lipscope.theorems import catalogue\n"
         "import lipscope\n"
-        "names = ('capture', 'bounds', 'certify', 'measure', 'sandwich')\n"
+        "names = ('capture', 'certify', 'measure', 'sandwich')\n"
         "assert all(callable(getattr(lipscope, n)) for n in names), names\n"
         "assert callable(ls.inputs.two_cluster) and callable(ls.inputs.ascend)\n"
     )
@@ -102,7 +103,7 @@ def test_other_families_say_why_there_are_no_bounds(family, words):
 )
 def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
     layer, x = ls.capture(tiny(family).model, IDS, layer=0)
-    found = ls.bounds(layer, x)
+    found = bounds_at(layer, x)
     reasons = {b.reason for b in found if "stated for" not in b.reason and "asks" not in b.reason}
     assert not any(b.applicable for b in found)
     assert words in reasons
@@ -112,7 +113,7 @@ def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
 
 def test_a_relative_bias_keeps_the_bounds_at_an_input():
     layer, x = ls.capture(tiny("mpnet").model, IDS, layer=0)
-    found = {b.theorem: b for b in ls.bounds(layer, x) if b.applicable and b.kind == "upper"}
+    found = {b.theorem: b for b in bounds_at(layer, x) if b.applicable and b.kind == "upper"}
     sigma = float(torch.linalg.matrix_norm(ls.to_dense(layer.linearise(x)), 2))
     assert {
         "local_norms",

@@ -5,18 +5,15 @@ where the tokens go; what is measured is the layer with its biases, heads and pr
 """
 
 from lipscope.attacks.ascent import Ascent, ascend, confirm
-from lipscope.attacks.constructions import (
-    Construction,
-    constant,
-    dominant_token,
+from lipscope.attacks.constructions.clusters import (
     gamma_star,
-    l2_extremal,
-    large_radius,
-    quadratic,
     two_cluster,
     unbalanced,
     weighted_two_atoms,
 )
+from lipscope.attacks.constructions.construction import Construction
+from lipscope.attacks.constructions.distances import l2_extremal
+from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attacks.in_ball import BallAttack, attack_in_ball
 from lipscope.attacks.on_decision import Flip, attack_decision
 from lipscope.attacks.worst_known import PER_HEAD, PER_LAYER, WorstInput, worst

@@ -10,9 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attacks import constructions
 from lipscope.attacks.ascent import ascend, check_size
-from lipscope.attacks.constructions import Construction
+from lipscope.attacks.constructions.clusters import gamma_star, two_cluster, unbalanced
+from lipscope.attacks.constructions.construction import Construction
+from lipscope.attacks.constructions.distances import l2_extremal
+from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
@@ -20,15 +22,15 @@ from lipscope.theorems import DERIVED
 
 # One construction is one function; those that place tokens by a head take its index.
 PER_HEAD: dict[str, Callable[..., Construction]] = {
-    "two_cluster": constructions.two_cluster,
-    "gamma_star": constructions.gamma_star,
-    "unbalanced": constructions.unbalanced,
-    "dominant_token": constructions.dominant_token,
-    "quadratic": constructions.quadratic,
-    "large_radius": constructions.large_radius,
-    "l2_extremal": constructions.l2_extremal,
+    "two_cluster": two_cluster,
+    "gamma_star": gamma_star,
+    "unbalanced": unbalanced,
+    "dominant_token": dominant_token,
+    "quadratic": quadratic,
+    "large_radius": large_radius,
+    "l2_extremal": l2_extremal,
 }
-PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constructions.constant}
+PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
 _BEST_AS_STARTS = 4
 
 

@@ -18,7 +18,7 @@ from lipscope.theorems.papers import (
 )
 from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
 from lipscope.theorems.several import AskedLayer, evaluate
-from lipscope.theorems.table import Bound, Map, bounds_at
+from lipscope.theorems.table import Bound, bounds_at
 
 # What enters theorems into the catalogue by being imported.
 PAPERS = (
@@ -44,7 +44,6 @@ __all__ = [
     "Head",
     "HeadAt",
     "HeadsAt",
-    "Map",
     "Metric",
     "Norm",
     "NormInterval",

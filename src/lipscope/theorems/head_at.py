@@ -25,7 +25,7 @@ from lipscope.theorems.head import Head
 from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import spectral_norm, spectral_norms
 
-_CHUNK_BYTES = 2**26  # of one tensor (rows, n, k)
+_CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
 
 
 class AtInput:
@@ -43,7 +43,7 @@ class AtInput:
             is for another number of tokens, or whose row reads nothing.
     """
 
-    # What a theorem about such an object needs to know beyond the layer.
+    # What a theorem about such an object must be told.
     needs: ClassVar[tuple[str, ...]] = ("x",)
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
@@ -250,8 +250,8 @@ class HeadAt(AtInput):
 
 
 def _checked(head: Head, x: Tensor) -> Tensor:
-    """``x`` in float64 on the CPU, if it fits."""
-    x, width = x.detach().to("cpu", torch.float64), head.query.shape[1]
+    """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
+    x, width = x.detach().to("cpu", torch.float64, copy=True), head.query.shape[1]
     if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
         raise InputError(
             f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_type_hints
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
 
-Kind = Literal["upper", "lower"]
+BoundKind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
 DERIVED = "derived here"
 
@@ -54,7 +54,7 @@ class Theorem:
     function: Callable[..., float]
     statement: str
     cite: str
-    kind: Kind
+    kind: BoundKind
     scope: Scope
     metric: Metric
     subject: type
@@ -101,7 +101,7 @@ def theorem(
     *,
     cite: str,
     statement: str,
-    kind: Kind = "upper",
+    kind: BoundKind = "upper",
     metric: Metric = "frobenius",
     scope: Scope | None = None,
     sound: bool = True,

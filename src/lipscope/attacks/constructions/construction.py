@@ -14,7 +14,7 @@ from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.theorems import Head, NotApplicableError, heads_of
 
-Kind = Literal["lower", "exact", "limit"]
+PredictionKind = Literal["lower", "exact", "limit"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Construction:
     statement: str
     cite: str
     predicted: float | None
-    kind: Kind = "lower"
+    kind: PredictionKind = "lower"
     head: int | None = None
 
 
