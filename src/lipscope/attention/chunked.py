@@ -26,7 +26,7 @@ _STEPS, _SMALLEST_STEP = 8, 64
 
 @dataclass(frozen=True)
 class _Block:
-    """Some heads and rows, the keys that these rows may read."""
+    """Some heads and rows, and the keys that these rows may read."""
 
     heads: slice
     rows: slice
