@@ -1,81 +1,195 @@
-"""Variants of attention in closed form: against automatic differentiation, in float64."""
+"""Every variant of the register: trained, copied, masked, and against automatic differentiation.
 
+A new variant needs an entry of `EXAMPLES`; what follows them is about single variants.
+"""
+
+from __future__ import annotations
+
+import copy
 import math
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lipscope.attention import L2Attention, LipschitzNormAttention, ScaledCosineAttention
+from agreement import agree, gaussian
+from lipscope.attention import (
+    Attention,
+    DotProduct,
+    L2Attention,
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+    TokenNorm,
+    variants,
+)
 from lipscope.errors import InputError
 from lipscope.linalg.operator import to_dense
 
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    gen = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=gen, dtype=torch.float64)
+N = 6
 
 
-def l2(seed: int = 0, *, heads: int = 2, causal: bool = False, output: bool = True) -> L2Attention:
-    return L2Attention(
-        gaussian(heads * 3, 4, seed=seed),
-        gaussian(heads * 2, 4, seed=seed + 1),
-        gaussian(5, heads * 2, seed=seed + 2) if output else None,
-        heads=heads,
-        causal=causal,
-    )
+@dataclass
+class Example:
+    """How to build a variant: the shapes of its paper's weights, and other arguments."""
+
+    weights: dict[str, tuple[int, ...]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self, kind: type[Attention], *, trained: bool = True, **options: Any) -> Attention:
+        weights = {}
+        for i, (name, shape) in enumerate(self.weights.items()):
+            weight = gaussian(*shape, seed=i) if shape else torch.tensor(1.5 + i).double()
+            weights[name] = nn.Parameter(weight) if trained else weight
+        return kind(**weights, **(self.options | options))
 
 
-def cosine(seed: int = 0, *, heads: int = 2, causal: bool = False) -> ScaledCosineAttention:
-    return ScaledCosineAttention(
-        gaussian(heads * 3, 4, seed=seed),
-        gaussian(heads * 3, 4, seed=seed + 1),
-        gaussian(heads * 2, 4, seed=seed + 2),
-        gaussian(5, heads * 2, seed=seed + 3),
-        heads=heads,
-        temperature=2.5,
-        gain=1.7,
-        eps=0.3,
-        causal=causal,
-    )
-
-
-LAYERS = {
-    "L2": l2(),
-    "L2, causal": l2(3, causal=True),
-    "L2, no projection": l2(4, heads=1, output=False),
-    "cosine": cosine(),
-    "cosine, causal": cosine(5, causal=True),
-    "LipschitzNorm": LipschitzNormAttention(gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4)),
+TWO_HEADS = {"query": (6, 4), "key": (6, 4), "value": (4, 4), "output": (5, 4)}
+EXAMPLES: dict[type[Attention], Example] = {
+    DotProduct: Example(TWO_HEADS | {"query_bias": (6,), "output_bias": (5,)}, {"heads": 2}),
+    L2Attention: Example({"query": (6, 4), "value": (4, 4), "output": (5, 4)}, {"heads": 2}),
+    ScaledCosineAttention: Example(
+        TWO_HEADS | {"temperature": (), "gain": ()}, {"heads": 2, "eps": 0.3}
+    ),
+    LipschitzNormAttention: Example(
+        {"query": (3, 4), "key": (3, 4), "value": (2, 4), "output": (5, 2)}
+    ),
 }
-each_layer = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "masked": {"mask": (gaussian(N, N) < 0.3) | torch.eye(N, dtype=torch.bool)},
+    "masked by head": {"mask": (gaussian(2, N, N) < 0.3) | torch.eye(N, dtype=torch.bool)},
+    "a row reads nothing": {"mask": torch.arange(N)[:, None] != torch.full((N,), 2)},
+}
+each_variant = pytest.mark.parametrize("kind", variants(), ids=lambda one: one.__name__)
 
 
-@each_layer
-def test_closed_form_is_the_derivative(layer) -> None:
-    x = gaussian(6, 4)
-    dense = torch.func.jacrev(layer)(x).reshape(-1, x.numel())
-    op = layer.linearise(x)
-    assert torch.allclose(to_dense(op), dense, rtol=1e-10, atol=1e-12)
-    assert torch.allclose(to_dense(op.T).T, dense, rtol=1e-10, atol=1e-12)
+def build(kind: type[Attention], **options: Any) -> Attention:
+    return EXAMPLES[kind].build(kind, **options)
 
 
-@each_layer
-def test_forward_in_chunks_is_the_forward(layer) -> None:
-    x = gaussian(6, 4)
+def masked(kind: type[Attention]) -> bool:
+    return "mask" in build(kind).fields()
+
+
+@each_variant
+@pytest.mark.parametrize("trained", [True, False], ids=["parameters", "buffers"])
+def test_a_layer_keeps_its_papers_weights_and_nothing_else(kind, trained) -> None:
+    layer, names = build(kind, trained=trained), set(EXAMPLES[kind].weights)
+    assert {name for name, _ in layer.named_parameters()} == (names if trained else set())
+    assert set(layer.state_dict()) == names
+    for name, shape in EXAMPLES[kind].weights.items():
+        assert layer.state_dict()[name].shape == shape
+    agree(layer, gaussian(N, 4))
+
+
+@each_variant
+def test_two_steps_of_an_optimiser_change_every_account_alike(kind) -> None:
+    layer, x = build(kind), gaussian(N, 4)
+    before = {name: w.detach().clone() for name, w in layer.named_parameters()}
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.01)
+    for _ in range(2):
+        optimiser.zero_grad()
+        loss = (layer(x) - 1).square().mean() + layer.stretch(x, layer(x).detach(), x)
+        loss.backward()
+        optimiser.step()
+    assert all(not torch.equal(w, before[name]) for name, w in layer.named_parameters())
+    agree(layer, x)
+    assert not torch.allclose(layer(x), build(kind)(x))
+
+
+@each_variant
+def test_copies_are_the_layer_and_leave_it_alone(kind) -> None:
+    layer, x = build(kind), gaussian(N, 4)
+    y = layer(x).detach()
+    twin = copy.deepcopy(layer)
+    fresh = EXAMPLES[kind].build(kind)
     with torch.no_grad():
-        assert torch.allclose(layer(x), layer(x[None])[0])
+        for one in (*twin.parameters(), *fresh.parameters()):
+            one.mul_(1.5)
+    assert not torch.allclose(twin(x), y)
+    fresh.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(fresh(x), y)
+    single = copy.deepcopy(layer).to(torch.float32)
+    torch.testing.assert_close(single(x.float()).double(), y, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(single.in_double()(x), single.double()(x))
+    same = layer.replace()
+    assert list(map(id, same.parameters())) == list(map(id, layer.parameters()))
+    alone = layer.in_double()
+    assert not any(w.requires_grad for w in (*alone.parameters(), *alone.buffers()))
+    for other in (same, alone):
+        torch.testing.assert_close(other(x), y)
+    torch.testing.assert_close(layer(x), y)
 
 
-@pytest.mark.parametrize("layer", [l2(), cosine()], ids=["L2", "cosine"])
-def test_heads_one_by_one_add_up(layer) -> None:
-    x = gaussian(6, 4)
-    e = gaussian(6, 4, seed=9)
-    single = layer.linearise(x, per_head=True).matvec(e.expand(layer.num_heads, -1, -1))
-    assert torch.allclose(single.sum(0), layer.linearise(x).matvec(e))
+@each_variant
+def test_heads_alone_add_up(kind) -> None:
+    layer, x = build(kind), gaussian(N, 4)
+    if masked(kind):
+        layer = layer.replace(**MASKS["masked by head"])
+    alone = [layer.head(h) for h in range(layer.num_heads)]
+    assert all(one.num_heads == 1 for one in alone)
+    bias = 0 if layer.output_bias is None else (len(alone) - 1) * layer.output_bias
+    total = torch.stack([one(x) for one in alone]).sum(0) - bias
+    torch.testing.assert_close(total, layer(x))
+    torch.testing.assert_close(
+        torch.cat([one.heads(x) for one in alone], 1), layer.replace(output=None)(x)
+    )
+    for head in (-1, layer.num_heads):
+        with pytest.raises(InputError, match="`head` should be between"):
+            layer.head(head)
+
+
+@each_variant
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(kind, mask) -> None:
+    if not masked(kind):
+        pytest.skip("every token is visible in this variant")
+    layer = build(kind).replace(**MASKS[mask])
+    agree(layer, gaussian(N, 4))
+    if mask == "causal":
+        x = gaussian(N, 4)
+        torch.testing.assert_close(layer(x)[:3], layer(x[:3]))
+
+
+@each_variant
+def test_weights_of_tokens_count_their_copies(kind) -> None:
+    layer, x, counts = build(kind), gaussian(N, 4), torch.tensor([1, 3, 1, 2, 1, 1])
+    weights = counts.double().log()
+    agree(layer, x, weights)
+    expected = layer(x, x.repeat_interleave(counts, 0))
+    torch.testing.assert_close(layer(x, log_weights=weights), expected)
+
+
+@each_variant
+def test_one_token_and_none(kind) -> None:
+    layer = build(kind)
+    agree(layer, gaussian(1, 4))
+    none = torch.zeros(0, 4).double()
+    with torch.no_grad(), pytest.raises(InputError, match="at least one token"):
+        layer(none)
+    for ask in (layer, layer.linearise, lambda z: layer(gaussian(1, 4), z)):
+        with pytest.raises(InputError, match="at least one token"):
+            ask(none)
+
+
+def test_a_norm_of_all_heads_leaves_none_alone() -> None:
+    layer = build(DotProduct).replace(query_norm=TokenNorm(torch.ones(6).double(), 0.1))
+    with pytest.raises(InputError, match="joins its heads"):
+        layer.head(0)
+
+
+@each_variant
+def test_heads_one_by_one_add_up(kind) -> None:
+    layer, x, e = build(kind), gaussian(N, 4), gaussian(N, 4, seed=9)
+    if layer.by_token:
+        single = layer.linearise(x, per_head=True).matvec(e.expand(layer.num_heads, -1, -1))
+        assert torch.allclose(single.sum(0), layer.linearise(x).matvec(e))
 
 
 def test_l2_attention_is_its_definition() -> None:
-    layer = l2(causal=False)
+    layer = build(L2Attention)
     x = gaussian(6, 4)
     heads = []
     for w, v in zip(layer.query.chunk(2), layer.value.chunk(2), strict=True):
@@ -108,6 +222,16 @@ def test_l2_does_not_see_a_common_shift_of_the_scores() -> None:
     x = gaussian(5, 4)
     jump = layer(x + 7.0) - layer(x)
     assert torch.allclose(jump, jump[:1].expand_as(jump))  # P is the same, values moved along
+
+
+def test_temperature_and_gain_are_numbers_or_tensors() -> None:
+    weights = [gaussian(*shape) for shape in TWO_HEADS.values()]
+    layer = ScaledCosineAttention(*weights, temperature=2.0, gain=1.5, eps=0.1, heads=2)
+    assert {"temperature", "gain"} <= set(layer.state_dict()) and not list(layer.parameters())
+    other = layer.replace(temperature=torch.tensor(2.0).double(), gain=nn.Parameter(layer.gain))
+    assert [name for name, _ in other.named_parameters()] == ["gain"]
+    x = gaussian(N, 4)
+    torch.testing.assert_close(layer(x), other(x))
 
 
 def test_cosine_is_its_definition() -> None:

@@ -15,9 +15,6 @@ from torch import Tensor
 from lipscope.attention.layer import Layer, of_heads
 from lipscope.attention.weighting import At
 
-# Weights below this change no digit of a product, but their subnormal multiples slow
-# it down by up to a half on real weights.
-_SMALLEST_WEIGHT = 1e-30
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 CHUNK_BYTES = 2**24
 _SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
@@ -29,7 +26,7 @@ _STEPS, _SMALLEST_STEP = 8, 64
 
 @dataclass(frozen=True)
 class _Block:
-    """Some heads and rows, the keys that these rows may read."""
+    """Some heads and rows, and the keys that these rows may read."""
 
     heads: slice
     rows: slice
@@ -87,11 +84,11 @@ class ChunkedCore:
         for block in self.blocks:
             s, slope = self._logits(block)
             if fits:
-                at = self._cleaned(self.weighting.at(s))
+                at = self.weighting.at(s)
                 self.stored.append((at, slope))
             else:
                 self.statistics.append(self.weighting.statistic(s))
-                at = self._cleaned(self.weighting.again(s, self.statistics[-1]))
+                at = self.weighting.again(s, self.statistics[-1])
             self.o[block.heads, block.rows] = torch.bmm(at[0], self.v[block.heads, block.keys])
         if self.empty is not None:
             self.o.masked_fill_(self.empty, 0.0)
@@ -133,17 +130,12 @@ class ChunkedCore:
         bias = self.layer.bias(self.k, block.rows, block.keys, self.log_weights)
         return s if bias is None else s.add_(of_heads(bias, block.heads)), slope
 
-    @staticmethod
-    def _cleaned(at: At) -> At:
-        torch.threshold_(at[0], _SMALLEST_WEIGHT, 0.0)
-        return at
-
     def _at(self, block: _Block) -> tuple[At, Tensor | None]:
         """What the weighting keeps of a block, and the slope of the soft cap."""
         if self.stored:
             return self.stored[block.index]
         s, slope = self._logits(block)
-        return self._cleaned(self.weighting.again(s, self.statistics[block.index])), slope
+        return self.weighting.again(s, self.statistics[block.index]), slope
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""

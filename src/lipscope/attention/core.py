@@ -110,13 +110,13 @@ class Attention(Layer):
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
 
-        Queries, keys, values, softmax statistics and, where they fit, probabilities are
+        Queries, keys, values, statistics of the rows and, where they fit, weights are
         computed once; a product costs matrix multiplications and one elementwise pass. Blocks
         that a causal mask or a window hides are skipped: causal layers cost about half.
 
         Args:
             x: The point, ``(n, d)``.
-            memory: Bytes for stored probabilities and chunks; half of it may be kept.
+            memory: Bytes for stored weights and chunks; half of it may be kept.
             map: ``attention``, or ``heads`` for the concatenation before the output
                 projection.
             per_head: One operator per query head, on a leading axis of length

@@ -62,7 +62,7 @@ class ScaledCosineAttention(InnerProduct):
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
         for name, number in (("temperature", temperature), ("gain", gain), ("eps", eps)):
-            if not float(number) > 0:
+            if not number > 0:
                 raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
         super().__init__(
             query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask

@@ -6,7 +6,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -194,6 +194,7 @@ class Layer(nn.Module, ABC):
 
     # --- from tokens to weights
 
+    @final  # the closed form goes by score and weighting: override these
     def weights(
         self,
         q: Tensor,

@@ -9,6 +9,10 @@ from torch import Tensor
 
 At = tuple[Tensor, ...]
 
+# Weights below this change no digit of a product, but their subnormal multiples slow it down
+# by up to a half on real weights.
+_SMALLEST_WEIGHT = 1e-30
+
 
 class Weighting(ABC):
     """Weights ``P`` of a block of scores ``S``, ``(..., rows, keys)``, -inf where hidden.
@@ -84,6 +88,10 @@ class Softmax(Weighting):
         (p,) = at
         return self.pull(at, gp, (p * gp).sum(-1, keepdim=True))
 
+    def at(self, s: Tensor) -> At:
+        """The softmax without tiny weights."""
+        return (torch.threshold_(torch.softmax(s, dim=-1), _SMALLEST_WEIGHT, 0.0),)
+
     def statistic(self, s: Tensor) -> Tensor:
         """The logarithm of the sum of exponentials."""
         return s.logsumexp(-1, keepdim=True)
@@ -91,7 +99,7 @@ class Softmax(Weighting):
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
         """``exp(s - statistic)``, in the memory of ``s``."""
         assert statistic is not None
-        return (s.sub_(statistic).exp_(),)
+        return (torch.threshold_(s.sub_(statistic).exp_(), _SMALLEST_WEIGHT, 0.0),)
 
     def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
         """``w v - rowsum(w) o + P dv``: ``dP`` is not formed."""

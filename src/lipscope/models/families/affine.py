@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lipscope.attention import DotProduct, Rotary, TokenNorm
+from lipscope.attention import DotProduct, Rotary
 from lipscope.models.families.masks import read_mask
 from lipscope.models.tracing.sites import AttentionCall
 
@@ -41,14 +41,7 @@ def dot_product(
     key: Affine,
     value: Affine,
     output: Affine | None,
-    *,
-    heads: int,
-    groups: int | None = None,
-    scale: float | None = None,
-    score_bias: Tensor | None = None,
-    softcap: float | None = None,
-    query_norm: TokenNorm | None = None,
-    key_norm: TokenNorm | None = None,
+    **options: Any,
 ) -> DotProduct:
     """The layer of these maps, with the mask and the rotary angles that the model passed in.
 
@@ -58,38 +51,28 @@ def dot_product(
         key: To all keys.
         value: To all values.
         output: From the concatenated heads; None where there is no projection.
-        heads: Number of query heads.
-        groups: Number of key/value heads; ``heads`` if None.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        score_bias: Added to the scores, ``(n, m)`` or ``(h, n, m)``, besides the mask's own.
-        softcap: Largest score, approached by ``c tanh(s / c)``; None for no such cap.
-        query_norm: Norm of the queries, before the rotary embedding.
-        key_norm: Norm of the keys.
+        **options: Further fields of the layer, ``heads`` among them; a ``score_bias`` is added
+            to the mask's own.
 
     Returns:
         The layer.
     """
     masking = read_mask(call)
-    added = [b for b in (masking.bias, score_bias) if b is not None]
+    added = [b for b in (masking.bias, options.pop("score_bias", None)) if b is not None]
     angles = call.arguments.get("position_embeddings")
     return DotProduct(
         query.weight,
         key.weight,
         value.weight,
         None if output is None else output.weight,
-        heads=heads,
-        groups=groups,
         query_bias=query.bias,
         key_bias=key.bias,
         value_bias=value.bias,
         output_bias=None if output is None else output.bias,
-        scale=scale,
         causal=masking.causal,
         window=masking.window,
         mask=masking.mask,
         rotary=None if angles is None else Rotary(angles[0][0], angles[1][0]),
         score_bias=sum(added[1:], added[0]) if added else None,
-        softcap=softcap,
-        query_norm=query_norm,
-        key_norm=key_norm,
+        **options,
     )
