@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lipscope.engine.plan import Item, Job, Shape, Survey, plan, row_ids
 from lipscope.engine.spec import THEOREMS, Spec, spec_of
-from lipscope.engine.sweep.written import read_spec
 from lipscope.engine.sweep.batches import TRIES, Batches
 from lipscope.engine.sweep.estimate import seconds_at
+from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError
 
 YAML = """
@@ -69,7 +69,7 @@ def test_checkpoints_in_a_folder(tmp_path):
 WRONG = {
     "an unknown key": ("lenghts: [16]", 4, "`lenghts` is no entry.*Did you mean `lengths`"),
     "a key twice": ("models: [smollm2]", 4, "`models` should stand once.*line 3"),
-    "an unknown map": ("maps: [atention]", 4, "`maps` should be of heads.*mean `attention`"),
+    "an unknown map": ("maps: [atention]", 4, "`maps` should be one of heads.*mean `attention`"),
     "its line in a list": ("maps:\n  - heads\n  - blok", 6, "Found `blok`.*mean `block`"),
     "an unknown theorem": ("theorems: [castin_thm_33]", 4, "mean `castin_thm_3_3`"),
     "no number": ("lengths: [ten]", 4, "`lengths` should be whole numbers.*Found `ten`"),

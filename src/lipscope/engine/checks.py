@@ -139,7 +139,9 @@ def whole(least: int) -> Check:
 
     def check(source: Source, key: str, value: Any) -> int:
         if type(value) is not int or value < least:
-            source.fail(f"`{key}` should be a whole number of at least {least}. Found `{value}`.", key)
+            source.fail(
+                f"`{key}` should be a whole number of at least {least}. Found `{value}`.", key
+            )
         return value
 
     return check

@@ -354,14 +354,12 @@ def _check_theorems(source: Source, spec: Spec) -> None:
             "`maps`.",
             "theorems",
         )
-    for option, usual in (("move", "all"), ("read", "all"), ("side", "self")):
-        found = getattr(spec, option)
-        if found != usual:
-            source.fail(
-                f"`theorems` speak of all tokens of self-attention. Found `{option} = {found}`; "
-                "leave one of them out.",
-                option,
-            )
+    if spec.side != "self":
+        source.fail(
+            f"`theorems` speak of self-attention. Found `side = {spec.side}`; leave one of them "
+            "out.",
+            "side",
+        )
     if spec.radius != "row" and "normed" in spec.maps and spec.radius != "inputs":
         source.fail(
             "`radius` should be left out for the map `normed`, whose bounds hold for tokens of "

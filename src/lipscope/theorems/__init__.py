@@ -1,5 +1,7 @@
 """Every bound of the literature and those derived here: one paper, one file."""
 
+# isort: off  (the catalogue keeps this order: papers, then what is derived from them)
+# isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
 from lipscope.linalg.segment import Segment, segment
 from lipscope.theorems.derived import ball, global_bounds, local_bounds, row_gram

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
@@ -21,7 +21,7 @@ from lipscope.theorems.several import AskedLayer, evaluate
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
 _ROUNDING = 1e-5
 
-Map = Literal["attention", "heads", "normed"]
+TheoremMap = Literal["attention", "heads", "normed"]
 
 
 def bounds_at(
@@ -110,7 +110,7 @@ class _Question:
     """
 
     layer: AskedLayer
-    map: Map
+    map: TheoremMap
     num_tokens: int | None
     radius: float | None
     slope: Tensor | None = None

@@ -10,7 +10,16 @@ from typing import Any
 
 from lipscope.engine.checks import items
 from lipscope.engine.source import Source, read_source
-from lipscope.engine.spec import CHECKS, Model, Request, Spec, check_together, digests
+from lipscope.engine.spec import (
+    CHECKS,
+    LENGTHS,
+    SAMPLES,
+    Model,
+    Request,
+    Spec,
+    check_together,
+    digests,
+)
 from lipscope.models import default_text
 
 DEFAULT, IMAGES = "default", "images"
@@ -40,6 +49,8 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
         if key not in ("models", "texts")
     }
     sources: dict[str, Any] = _texts(source) if "images" not in values else _images(source, values)
+    if "images" not in values:
+        values = {"lengths": LENGTHS, "samples": SAMPLES} | values
     made = Spec(models=tuple(_models(source)), texts=digests(sources), **values)
     check_together(source, made)
     return Request(made, sources, Path(source.name).stem)
