@@ -1,23 +1,25 @@
 """Every bound of the literature and those derived here: one paper, one file."""
 
-# isort: off  (the catalogue keeps this order: papers, then what is derived from them)
+# The catalogue keeps this order: papers, then what is derived from them.
+# isort: off
+from lipscope.theorems.papers import (
+    castin2024,
+    geshkovski2023,
+    kim2021,
+    dasoulas2021,
+    lipsformer2023,
+    yudin2025,
+    emadi2026,
+)
+from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
+
 # isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
 from lipscope.linalg.segment import Segment, segment
-from lipscope.theorems.derived import ball, global_bounds, local_bounds, row_gram
 from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
-from lipscope.theorems.papers import (
-    castin2024,
-    dasoulas2021,
-    emadi2026,
-    geshkovski2023,
-    kim2021,
-    lipsformer2023,
-    yudin2025,
-)
 from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
 from lipscope.theorems.several import AskedLayer, evaluate
 from lipscope.theorems.table import Bound, bounds_at
