@@ -92,7 +92,7 @@ def test_a_map_is_built_once_for_each_window(monkeypatch):
         built.append((id(record), layer))
         return build_map(record, layer, *names, **options)
 
-    monkeypatch.setattr(importlib.import_module("lipscope.engine.session"), "build_map", counted)
+    monkeypatch.setattr(importlib.import_module("lipscope.engine.places"), "build_map", counted)
     measured("gpt2", torch.cat([IDS, IDS + 1]), layers="all", tol=1e-3)
     assert [layer for _, layer in built] == [0, 1, 0, 1]
     assert len(set(built)) == 4

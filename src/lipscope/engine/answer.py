@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from lipscope.engine.ranges import parse_tokens
 from lipscope.errors import InputError, out_of_memory
+from lipscope.linalg.norms import infinity_norm, max_token_norm
 from lipscope.linalg.operator import Operator, restrict
 from lipscope.linalg.singular import SMALLEST_TOL, TopSingular, top_singular_batch
 from lipscope.models import LayerMap, Side
 from lipscope.records.rows import TokenShare
 
+_BRACKETED = {"max-token": max_token_norm, "infinity": infinity_norm}
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
@@ -87,6 +89,8 @@ class Answer:
         seconds: Solving time.
         notes: Remarks for the row.
         error: What failed, or None.
+        bracket: In a metric without singular vectors, both ends of the norm and whether they are
+            within the tolerance; else None.
     """
 
     head: int | None
@@ -102,21 +106,27 @@ class Answer:
     seconds: float
     notes: tuple[str, ...] = ()
     error: str | None = None
+    bracket: tuple[float, float | None, bool] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the row that the computation fills."""
         top = self.top
         sigma = _finite(top.sigma) if top is not None else None
+        upper = _finite(top.upper) if top is not None else None
+        status = top.status if top is not None else "failed"
+        if self.bracket is not None:
+            sigma, upper, narrow = self.bracket
+            status = "tight" if narrow else "max_steps"
         known = [s for s in self.share_in if s is not None]
         best = self.share_in.index(max(known)) if known else None
         norms = [x for x in self.norms if x is not None]
         relative = None
-        if sigma is not None and self.output_norm:
+        if top is not None and sigma is not None and self.output_norm:
             relative = sigma * self.input_norm / self.output_norm
         return {
             "sigma": sigma,
-            "upper": _finite(top.upper) if top is not None else None,
-            "status": top.status if top is not None else "failed",
+            "upper": upper,
+            "status": status,
             "solver_residual": _finite(top.solver_residual) if top is not None else None,
             "products": top.products if top is not None else 0,
             "relative": relative,
@@ -208,6 +218,8 @@ class _Solve:
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
     def answers(self, began: float) -> list[Answer]:
+        if self.q.metric in _BRACKETED:
+            return [self._bracketed(i, head) for i, head in enumerate(self.heads)]
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
@@ -231,6 +243,46 @@ class _Solve:
             )
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
+
+    def _bracketed(self, i: int, head: int | None) -> Answer:
+        """The norm of one head's Jacobian in a metric that has no singular vectors."""
+        began = time.perf_counter()
+        found = _BRACKETED[self.q.metric](self._alone(i), seed=self.q.seed)
+        close = found.upper is not None and found.upper <= (1 + self.q.tol) * found.lower
+        return Answer(
+            head=head,
+            top=None,
+            bracket=(found.lower, found.upper, found.exact or close),
+            num_tokens=self.n,
+            input_norm=float(self.layer.x.norm()),
+            output_norm=self._output_norms()[i],
+            share_in=[None] * self.n,
+            share_out=[None] * self.jacobian.out_shape[-2],
+            norms=[_finite(float(x)) for x in self.norms],
+            seconds=time.perf_counter() - began,
+            notes=(f"{self.q.metric}: both ends hold without a probability", *self._remark()),
+        )
+
+    def _remark(self) -> list[str]:
+        return [self.layer.note] if self.layer.note else []
+
+    def _alone(self, i: int) -> Operator:
+        """The operator of one head, without an axis of heads."""
+        op, count = self.operator, len(self.heads)
+
+        def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
+            lead = e.shape[:-2]
+            every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
+            return every[..., i, :, :]
+
+        return Operator(
+            lambda e: apply(op.matvec, e),
+            lambda g: apply(op.rmatvec, g),
+            op.in_shape,
+            op.out_shape,
+            op.dtype,
+            op.device,
+        )
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
         return top_singular_batch(

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lipscope.attacks import WorstInput, worst
 from lipscope.attention import Attention
 from lipscope.engine.built import said
+from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import identity
 from lipscope.engine.runs import LocalRun, Progress, of_one_window
-from lipscope.engine.session import radius_of_the_norm
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import Data, LocalRun, Model, is_text
-from lipscope.engine.session import radius_of_the_norm
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LayerMap, LoadedModel, Sample

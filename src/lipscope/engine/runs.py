@@ -149,7 +149,7 @@ class LocalRun:
             yield out
             return
         origin = provenance(
-            device=str(self.session.device), **source_of(self.data, self.spec.images)
+            device=str(self.session.places.device), **source_of(self.data, self.spec.images)
         )
         with RunFolder(Path(out), self._as_written(), origin) as folder:
             folder.add_model(self.loaded.name, self.session.about(0))

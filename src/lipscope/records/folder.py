@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lipscope.errors import InputError
+from lipscope.records.lock import LOCK, take
 from lipscope.records.rows import (
     SCHEMA,
     Bound,
@@ -22,15 +22,9 @@ from lipscope.records.rows import (
 )
 from lipscope.records.stored import Mark, Stored, marks_of, tables, write_parquet
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
 if TYPE_CHECKING:
     import polars
 
-_LOCK = ".lock"
 _ENTRIES = ("spec", "provenance", "models", "files")
 
 
@@ -366,40 +360,6 @@ def load_manifest(path: Path) -> dict[str, Any]:
     return {"schema": schema, **known}
 
 
-def take(path: Path) -> int:
-    """Lock a folder for this process; the system gives it free however the process ends.
-
-    The lock is on a file of its own, since some network file systems give a lock back as soon
-    as any handle of the locked file is closed.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The handle; closing it gives the folder free.
-
-    Raises:
-        BlockingIOError: If another process holds it.
-        OSError: If it cannot be written.
-    """
-    handle = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
-    try:
-        _lock(handle)
-    except (BlockingIOError, PermissionError):
-        os.close(handle)
-        raise BlockingIOError from None
-    except OSError:
-        pass  # a file system without locks
-    return handle
-
-
-def _lock(handle: int) -> None:
-    if sys.platform == "win32":
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-    else:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def _may_be_left(path: Path) -> bool:
     """Whether a kill before the manifest was written can have left this file."""
-    return path.suffix == ".part" or path.name == _LOCK
+    return path.suffix == ".part" or path.name == LOCK
