@@ -5,156 +5,24 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lipscope.engine.question import Answer, Question, finite
 from lipscope.engine.ranges import parse_tokens
-from lipscope.errors import InputError, out_of_memory
+from lipscope.errors import out_of_memory
 from lipscope.linalg.norms import infinity_norm, max_token_norm
 from lipscope.linalg.operator import Operator, restrict
-from lipscope.linalg.singular import SMALLEST_TOL, TopSingular, top_singular_batch
-from lipscope.models import LayerMap, Side
-from lipscope.records.rows import TokenShare
+from lipscope.linalg.singular import TopSingular, top_singular_batch
+from lipscope.models import LayerMap
 
 _BRACKETED = {"max-token": max_token_norm, "infinity": infinity_norm}
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked of every layer and window; the options of `measure`.
-
-    Raises:
-        InputError: For a tolerance or probability out of range.
-    """
-
-    map: str
-    per_head: bool
-    metric: str
-    move: str
-    read: str
-    rest: bool
-    average: bool
-    tol: float
-    delta: float
-    tight: bool
-    dtype: torch.dtype
-    seed: int
-    memory: int
-    side: Side = "self"
-    position_offset: int = 0
-
-    def __post_init__(self) -> None:
-        smallest = SMALLEST_TOL[self.dtype]
-        if not self.tol > 0:
-            raise InputError(f"`tol` should be positive. Found `tol = {self.tol}`.")
-        if not smallest <= self.tol < 1:
-            raise InputError(
-                f"`tol` should be between {smallest:g} and 1 in {str(self.dtype)[6:]}. "
-                f"Found `tol = {self.tol}`."
-            )
-        if not 0 < self.delta < 1:
-            raise InputError(f"`delta` should be between 0 and 1. Found `delta = {self.delta}`.")
-
-    def as_spec(self) -> dict[str, Any]:
-        """Everything that determines an answer, as plain values."""
-        spec = asdict(self) | {"dtype": str(self.dtype)[6:]}
-        del spec["memory"]
-        for name, usual in (("side", "self"), ("position_offset", 0)):
-            if spec[name] == usual:  # rows of before there was such an option keep their ids
-                del spec[name]
-        return spec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What one layer (or one head) answered.
-
-    Attributes:
-        head: Head, or None for all together.
-        top: The solver's record; None if the computation failed.
-        x: Input of the map, ``(n, d)``.
-        output_norm: ``‖f(X)‖_F`` (of the head's slice or contribution, per head).
-        share_in: Share of each token in the top right singular vector.
-        share_out: Share of each output token in the left one.
-        norms: Norm of each input token.
-        sigma_rest: Sigma with the top token held fixed, or None.
-        frobenius: Estimate of ``‖J‖_F``, or None.
-        seconds: Solving time.
-        notes: Remarks for the row.
-        error: What failed, or None.
-        bracket: In a metric without singular vectors, both ends of the norm and whether they are
-            within the tolerance; else None.
-    """
-
-    head: int | None
-    top: TopSingular | None
-    num_tokens: int
-    input_norm: float
-    output_norm: float | None
-    share_in: list[float | None]
-    share_out: list[float | None]
-    norms: list[float | None]
-    sigma_rest: float | None = None
-    frobenius: float | None = None
-    seconds: float
-    notes: tuple[str, ...] = ()
-    error: str | None = None
-    bracket: tuple[float, float | None, bool] | None = None
-
-    def columns(self) -> dict[str, Any]:
-        """The columns of the row that the computation fills."""
-        top = self.top
-        sigma = _finite(top.sigma) if top is not None else None
-        upper = _finite(top.upper) if top is not None else None
-        status = top.status if top is not None else "failed"
-        if self.bracket is not None:
-            sigma, upper, narrow = self.bracket
-            status = "tight" if narrow else "max_steps"
-        known = [s for s in self.share_in if s is not None]
-        best = self.share_in.index(max(known)) if known else None
-        norms = [x for x in self.norms if x is not None]
-        relative = None
-        if top is not None and sigma is not None and self.output_norm:
-            relative = sigma * self.input_norm / self.output_norm
-        return {
-            "sigma": sigma,
-            "upper": upper,
-            "status": status,
-            "solver_residual": _finite(top.solver_residual) if top is not None else None,
-            "products": top.products if top is not None else 0,
-            "relative": relative,
-            "top_token": best,
-            "top_share": self.share_in[best] if best is not None else None,
-            "sigma_rest": self.sigma_rest,
-            "frobenius": self.frobenius,
-            "radius_max": max(norms) if norms else None,
-            "radius_rms": math.sqrt(sum(x * x for x in norms) / len(norms)) if norms else None,
-            "input_norm": _finite(self.input_norm),
-            "output_norm": self.output_norm,
-            "seconds": self.seconds,
-            "error": self.error,
-        }
-
-    def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
-        """One record per token of the window, under the row that it belongs to."""
-        return [
-            TokenShare(
-                id=row_id,
-                index=i,
-                text=texts[i] if texts is not None else str(i),
-                share_in=self.share_in[i],
-                share_out=self.share_out[i] if i < len(self.share_out) else None,
-                norm=self.norms[i],
-            )
-            for i in range(self.num_tokens)
-        ]
 
 
 def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
@@ -235,7 +103,7 @@ class _Solve:
                 output_norm=outputs[i],
                 share_in=shares[i],
                 share_out=self._spread(_shares(top.u), self.read, self.jacobian.out_shape[-2]),
-                norms=[_finite(float(x)) for x in self.norms],
+                norms=[finite(float(x)) for x in self.norms],
                 sigma_rest=rest[i][0],
                 frobenius=_value(average[i]),
                 seconds=seconds,
@@ -258,7 +126,7 @@ class _Solve:
             output_norm=self._output_norms()[i],
             share_in=[None] * self.n,
             share_out=[None] * self.jacobian.out_shape[-2],
-            norms=[_finite(float(x)) for x in self.norms],
+            norms=[finite(float(x)) for x in self.norms],
             seconds=time.perf_counter() - began,
             notes=(f"{self.q.metric}: both ends hold without a probability", *self._remark()),
         )
@@ -271,6 +139,8 @@ class _Solve:
         op, count = self.operator, len(self.heads)
 
         def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
+            if not self.q.per_head:
+                return product(e[None])[0]
             lead = e.shape[:-2]
             every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
             return every[..., i, :, :]
@@ -335,7 +205,7 @@ class _Solve:
         held = restrict(self.jacobian, move=index, read=self.read, scale=self.scale)
         return [
             (
-                _finite(top.sigma),
+                finite(top.sigma),
                 "sigma_rest may be too low: its steps ran out before the tolerance was met"
                 if top.status == "max_steps"
                 else None,
@@ -366,9 +236,9 @@ class _Solve:
 
     def _output_norms(self) -> list[float | None]:
         if not self.q.per_head:
-            return [_finite(float(self.layer.output.norm()))]
+            return [finite(float(self.layer.output.norm()))]
         with torch.no_grad():
-            return [_finite(float(part.norm())) for part in self.layer.head_outputs()]
+            return [finite(float(part.norm())) for part in self.layer.head_outputs()]
 
     @staticmethod
     def _spread(shares: list[float | None], index: Tensor | None, n: int) -> list[float | None]:
@@ -425,15 +295,11 @@ def _as_batch_of_one(op: Operator) -> Operator:
 
 def _shares(vector: Tensor) -> list[float | None]:
     squared = vector.double().square().sum(dim=-1)
-    return [_finite(float(x)) for x in squared]
+    return [finite(float(x)) for x in squared]
 
 
 def _value(average: tuple[float, str] | None) -> float | None:
-    return None if average is None else _finite(average[0])
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return None if average is None else finite(average[0])
 
 
 def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> Answer:
@@ -446,7 +312,7 @@ def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> An
         output_norm=None,
         share_in=[None] * n,
         share_out=[None] * n,
-        norms=[_finite(float(x)) for x in layer.x.norm(dim=1)],
+        norms=[finite(float(x)) for x in layer.x.norm(dim=1)],
         seconds=seconds,
         error=error,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lipscope.engine.answer import Answer, Question
+from lipscope.engine.question import Answer, Question
 from lipscope.models import LoadedModel, Sample, default_text
 from lipscope.records.rows import Measurement, version
 

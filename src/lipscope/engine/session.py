@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.answer import Question, answer
+from lipscope.engine.answer import answer
 from lipscope.engine.built import asked, built_input, moved_to
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, Item, Job, Shape, Survey, failed_rows, row_id
+from lipscope.engine.question import Question
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.rows import row_of
 from lipscope.engine.spec import REAL, Spec

@@ -1,0 +1,142 @@
+"""One question about one layer at one input, and its answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lipscope.errors import InputError
+from lipscope.linalg.singular import SMALLEST_TOL, TopSingular
+from lipscope.models import Side
+from lipscope.records.rows import TokenShare
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of every layer and window; the options of `measure`.
+
+    Raises:
+        InputError: For a tolerance or probability out of range.
+    """
+
+    map: str
+    per_head: bool
+    metric: str
+    move: str
+    read: str
+    rest: bool
+    average: bool
+    tol: float
+    delta: float
+    tight: bool
+    dtype: torch.dtype
+    seed: int
+    memory: int
+    side: Side = "self"
+    position_offset: int = 0
+
+    def __post_init__(self) -> None:
+        smallest = SMALLEST_TOL[self.dtype]
+        if not self.tol > 0:
+            raise InputError(f"`tol` should be positive. Found `tol = {self.tol}`.")
+        if not smallest <= self.tol < 1:
+            raise InputError(
+                f"`tol` should be between {smallest:g} and 1 in {str(self.dtype)[6:]}. "
+                f"Found `tol = {self.tol}`."
+            )
+        if not 0 < self.delta < 1:
+            raise InputError(f"`delta` should be between 0 and 1. Found `delta = {self.delta}`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one layer (or one head) answered.
+
+    Attributes:
+        head: Head, or None for all together.
+        top: The solver's record; None if the computation failed.
+        x: Input of the map, ``(n, d)``.
+        output_norm: ``‖f(X)‖_F`` (of the head's slice or contribution, per head).
+        share_in: Share of each token in the top right singular vector.
+        share_out: Share of each output token in the left one.
+        norms: Norm of each input token.
+        sigma_rest: Sigma with the top token held fixed, or None.
+        frobenius: Estimate of ``‖J‖_F``, or None.
+        seconds: Solving time.
+        notes: Remarks for the row.
+        error: What failed, or None.
+        bracket: In a metric without singular vectors, both ends of the norm and whether they are
+            within the tolerance; else None.
+    """
+
+    head: int | None
+    top: TopSingular | None
+    num_tokens: int
+    input_norm: float
+    output_norm: float | None
+    share_in: list[float | None]
+    share_out: list[float | None]
+    norms: list[float | None]
+    sigma_rest: float | None = None
+    frobenius: float | None = None
+    seconds: float
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+    bracket: tuple[float, float | None, bool] | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of the row that the computation fills."""
+        top = self.top
+        sigma = finite(top.sigma) if top is not None else None
+        upper = finite(top.upper) if top is not None else None
+        status = top.status if top is not None else "failed"
+        if self.bracket is not None:
+            sigma, upper, narrow = self.bracket
+            status = "tight" if narrow else "max_steps"
+        known = [s for s in self.share_in if s is not None]
+        best = self.share_in.index(max(known)) if known else None
+        norms = [x for x in self.norms if x is not None]
+        relative = None
+        if top is not None and sigma is not None and self.output_norm:
+            relative = sigma * self.input_norm / self.output_norm
+        return {
+            "sigma": sigma,
+            "upper": upper,
+            "status": status,
+            "solver_residual": finite(top.solver_residual) if top is not None else None,
+            "products": top.products if top is not None else 0,
+            "relative": relative,
+            "top_token": best,
+            "top_share": self.share_in[best] if best is not None else None,
+            "sigma_rest": self.sigma_rest,
+            "frobenius": self.frobenius,
+            "radius_max": max(norms) if norms else None,
+            "radius_rms": math.sqrt(sum(x * x for x in norms) / len(norms)) if norms else None,
+            "input_norm": finite(self.input_norm),
+            "output_norm": self.output_norm,
+            "seconds": self.seconds,
+            "error": self.error,
+        }
+
+    def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
+        """One record per token of the window, under the row that it belongs to."""
+        return [
+            TokenShare(
+                id=row_id,
+                index=i,
+                text=texts[i] if texts is not None else str(i),
+                share_in=self.share_in[i],
+                share_out=self.share_out[i] if i < len(self.share_out) else None,
+                norm=self.norms[i],
+            )
+            for i in range(self.num_tokens)
+        ]
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON can hold, or None."""
+    return value if math.isfinite(value) else None
