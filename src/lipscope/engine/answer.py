@@ -11,8 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lipscope.engine.question import Answer, Question, finite
+from lipscope.engine.plan import Job
+from lipscope.engine.question import Answer, finite
 from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.spec import Spec
 from lipscope.errors import out_of_memory
 from lipscope.linalg.norms import infinity_norm, max_token_norm
 from lipscope.linalg.operator import Operator, restrict
@@ -25,36 +27,38 @@ _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
 
 
-def answer(layer: LayerMap, question: Question, key: str) -> list[Answer]:
-    """Answer a question for a layer, or for each of its heads.
+def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list[Answer]:
+    """Answer a job for a layer, or for each of its heads.
 
     Args:
         layer: The map at its input.
-        question: What to measure.
+        spec: The specification.
+        job: What to measure.
+        memory: Budget in bytes.
         key: Names the model, layer, length and sample; with the seed it fixes the starts.
 
     Returns:
         One answer, or one per head.
     """
     heads: list[int | None] = [None]
-    if question.per_head and layer.num_heads is not None:
+    if spec.per_head and layer.num_heads is not None:
         heads = list(range(layer.num_heads))
     began = time.perf_counter()
-    halved = question
+    halved = memory
     while True:
         try:
-            found = _Solve(layer, halved, key, heads).answers(began)
+            found = _Solve(layer, spec, job, halved, key, heads).answers(began)
         except (RuntimeError, MemoryError) as problem:
-            if out_of_memory(problem) and halved.memory > _LEAST_MEMORY:
-                halved = replace(halved, memory=halved.memory // 2)
+            if out_of_memory(problem) and halved > _LEAST_MEMORY:
+                halved //= 2
                 continue
             seconds = (time.perf_counter() - began) / len(heads)
             text = " ".join(str(problem).split())[:300]
             error = f"{type(problem).__name__}: {text}"
             return [_failed(layer, head, seconds, error) for head in heads]
-        if halved is question:
+        if halved == memory:
             return found
-        said = f"out of memory: done again with `memory = {halved.memory / 2**20:.3g}MiB`"
+        said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"
         return [replace(one, notes=(*one.notes, said)) for one in found]
 
 
@@ -62,12 +66,19 @@ class _Solve:
     """The operators of one layer and the runs on them."""
 
     def __init__(
-        self, layer: LayerMap, question: Question, key: str, heads: list[int | None]
+        self,
+        layer: LayerMap,
+        spec: Spec,
+        job: Job,
+        memory: int,
+        key: str,
+        heads: list[int | None],
     ) -> None:
-        self.layer, self.q, self.key, self.heads = layer, question, key, heads
+        self.layer, self.spec, self.job = layer, spec, job
+        self.memory, self.key, self.heads = memory, key, heads
         self.n = layer.x.shape[0]
-        jacobian = layer.linearise(layer.x, memory=question.memory, per_head=question.per_head)
-        if not question.per_head:
+        jacobian = layer.linearise(layer.x, memory=memory, per_head=spec.per_head)
+        if not spec.per_head:
             jacobian = _as_batch_of_one(jacobian)
         self.jacobian = jacobian
         norms = layer.x.norm(dim=1)
@@ -75,10 +86,10 @@ class _Solve:
         rms = norms.square().mean().sqrt()
         # Where the input is zero, D is too: no token may move in proportion to its norm.
         unit = norms / rms if rms != 0 else norms
-        self.scale = unit if question.metric == "token-relative" else None
+        self.scale = unit if job.metric == "token-relative" else None
         self.still = self.scale is not None and bool(rms == 0)
-        self.move = self._index("move", question.move, self.n)
-        self.read = self._index("read", question.read, jacobian.out_shape[-2])
+        self.move = self._index("move", spec.move, self.n)
+        self.read = self._index("read", spec.read, jacobian.out_shape[-2])
         self.operator = restrict(jacobian, move=self.move, read=self.read, scale=self.scale)
 
     def _index(self, option: str, text: str, n: int) -> Tensor | None:
@@ -86,13 +97,13 @@ class _Solve:
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
     def answers(self, began: float) -> list[Answer]:
-        if self.q.metric in _BRACKETED:
+        if self.job.metric in _BRACKETED:
             return [self._bracketed(i, head) for i, head in enumerate(self.heads)]
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
-        rest = self._rest(shares, tops) if self.q.rest else [(None, None)] * len(tops)
-        average = self._averages(tops) if self.q.average else [None] * len(tops)
+        rest = self._rest(shares, tops) if self.spec.rest else [(None, None)] * len(tops)
+        average = self._averages(tops) if self.spec.average else [None] * len(tops)
         outputs = self._output_norms()
         return [
             Answer(
@@ -115,8 +126,8 @@ class _Solve:
     def _bracketed(self, i: int, head: int | None) -> Answer:
         """The norm of one head's Jacobian in a metric that has no singular vectors."""
         began = time.perf_counter()
-        found = _BRACKETED[self.q.metric](self._alone(i), seed=self.q.seed)
-        close = found.upper is not None and found.upper <= (1 + self.q.tol) * found.lower
+        found = _BRACKETED[self.job.metric](self._alone(i), seed=self.job.seed)
+        close = found.upper is not None and found.upper <= (1 + self.spec.tol) * found.lower
         return Answer(
             head=head,
             top=None,
@@ -128,7 +139,7 @@ class _Solve:
             share_out=[None] * self.jacobian.out_shape[-2],
             norms=[finite(float(x)) for x in self.norms],
             seconds=time.perf_counter() - began,
-            notes=(f"{self.q.metric}: both ends hold without a probability", *self._remark()),
+            notes=(f"{self.job.metric}: both ends hold without a probability", *self._remark()),
         )
 
     def _remark(self) -> list[str]:
@@ -139,7 +150,7 @@ class _Solve:
         op, count = self.operator, len(self.heads)
 
         def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
-            if not self.q.per_head:
+            if not self.spec.per_head:
                 return product(e[None])[0]
             lead = e.shape[:-2]
             every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
@@ -158,15 +169,15 @@ class _Solve:
         return top_singular_batch(
             operator,
             [self._generator(head, purpose) for head in self.heads],
-            tol=self.q.tol,
-            delta=self.q.delta,
-            tight=self.q.tight,
-            memory=self.q.memory // 2,
+            tol=self.spec.tol,
+            delta=self.spec.delta,
+            tight=self.spec.tight,
+            memory=self.memory // 2,
         )
 
     def _generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""
-        name = f"{self.q.seed}|{self.key}|{self.q.map}|{head}|{self.n}|{purpose}"
+        name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
         number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
         return torch.Generator().manual_seed(number)
 
@@ -228,14 +239,14 @@ class _Solve:
         ]
 
     def _in_words(self, value: float, top: TopSingular) -> tuple[float, str]:
-        low, high = frobenius_interval(value, top.upper, _PROBES, self.q.delta)
+        low, high = frobenius_interval(value, top.upper, _PROBES, self.spec.delta)
         words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
         if top.sigma > 0:  # the zero map has none
             words += f", stable rank {(value / top.sigma) ** 2:.3g}"
         return value, words
 
     def _output_norms(self) -> list[float | None]:
-        if not self.q.per_head:
+        if not self.spec.per_head:
             return [finite(float(self.layer.output.norm()))]
         with torch.no_grad():
             return [finite(float(part.norm())) for part in self.layer.head_outputs()]

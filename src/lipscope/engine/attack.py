@@ -52,9 +52,6 @@ def attack(
     steps: int = 20,
     restarts: int = 4,
     out: str | Path | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> Attacked:
@@ -78,9 +75,6 @@ def attack(
         steps: Steps of the ascent; 0 for constructions only.
         restarts: Its random starts.
         out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
@@ -92,8 +86,7 @@ def attack(
         InputError: For every request that cannot be answered as asked, or if no input is
             available for this layer.
     """
-    loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
-    asked = {**options, **of_one_window(data, options, length), **loading, "layers": [layer]}
+    asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
     with LocalRun(model, data, asked, verb="attack", without=_WITHOUT, norms=True) as run:
         session, job = run.session, run.jobs[0]
         own, norm = session.layer(job)

@@ -25,9 +25,6 @@ def bounds(
     samples: int | None = None,
     attack: bool = False,
     out: str | Path | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -47,9 +44,6 @@ def bounds(
         samples: Windows per length; 1 if None.
         attack: Also the worst adversarial input within the radius.
         out: Run folder; an interrupted run there is continued.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads`` or
             ``normed``; ``metric`` asks for theorems in this metric only, and measures sigma in
@@ -91,8 +85,7 @@ def bounds(
     if is_text(data, wanted):
         lengths, samples = 64 if lengths is None else lengths, samples or 1
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
-    loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
-    with LocalRun(model, data, asked | loading, verb="bounds", dtype="float64", more=more) as run:
+    with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more) as run:
         return run.rows(out, progress)
 
 

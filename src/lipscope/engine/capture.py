@@ -72,9 +72,6 @@ def capture(
     length: int | None = None,
     sample: int = 0,
     samples: int | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     **options: Unpack[Options],
 ) -> tuple[Attention | Normed, Float[Tensor, "n d"]]:
     """One attention layer of a model and its input, for bounds, attacks and certificates.
@@ -91,9 +88,6 @@ def capture(
         length: Number of tokens of the text window; 64 if None.
         sample: Index of the window, or of the entry of a batch.
         samples: Number of windows that the text is cut into; 10 if None, as for `measure`.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         **options: Those of `measure` that say what is captured: ``map`` is ``attention``, or
             ``normed`` for the layer with the norm that feeds it and that norm's input; ``dtype`` is
             float64 and ``device`` the CPU unless another is asked for.
@@ -118,9 +112,6 @@ def capture(
         lengths=[64 if length is None else length] if from_text else None,
         samples=samples or (max(10, sample + 1) if from_text else None),
         chosen=[sample],
-        tokenizer=tokenizer,
-        revision=revision,
-        allow_pickle=allow_pickle,
         **options,
     )
     with contextlib.closing(found):
@@ -136,9 +127,6 @@ def captures(
     lengths: Sequence[int] | None = None,
     samples: int | None = None,
     chosen: Sequence[int] | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     **options: Unpack[Options],
 ) -> Generator[Captured]:
     """Layers of a model and their inputs: for every length and sample, layer by layer.
@@ -150,9 +138,6 @@ def captures(
         lengths: Numbers of tokens of text windows.
         samples: Windows per length; 1 if None, for text.
         chosen: Only these samples; all if None.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         **options: As for `capture`.
 
     Yields:
@@ -165,7 +150,6 @@ def captures(
     if map not in ("attention", "normed"):
         raise InputError(f"`map` should be attention or normed. Found `{map}`.")
     asked = {"layers": layers, "lengths": lengths, "samples": samples, **options}
-    asked |= {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
     for run, job in _places(model, data, asked, chosen, dtype="float64"):
         layer, norm = run.session.layer(job)
         attention = layer.attention if isinstance(layer, Normed) else layer

@@ -37,9 +37,6 @@ def certify(
     steps: int = 4,
     sharp: bool = True,
     out: str | Path | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     **options: Unpack[Options],
 ) -> BallCertificate:
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
@@ -60,9 +57,6 @@ def certify(
         steps: Radii of the mean that the certificate takes; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; all heads together take long.
         out: Run folder for the row of sigma at X and for the certificate.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``, and ``dtype`` float64.
 
@@ -80,8 +74,7 @@ def certify(
     >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), eps=0.0).value, 6)
     1.0
     """
-    loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
-    asked = dict(options) | loading | {"per_head": head is not None}
+    asked = dict(options) | {"per_head": head is not None}
     map = options.get("map", "attention")
     if map not in ("attention", "heads"):
         raise InputError(

@@ -25,9 +25,6 @@ def measure(
     lengths: Sequence[int] | int | str | None = None,
     samples: int | None = None,
     out: str | Path | None = None,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    allow_pickle: bool = False,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -50,9 +47,6 @@ def measure(
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
         out: Run folder; an interrupted run there is continued.
-        tokenizer: Tokenizer for a module of your own that reads text.
-        revision: Revision of a hub id.
-        allow_pickle: Accept a checkpoint that exists only as a pickle.
         progress: Called as ``progress(done, total, row)``, in rows.
         **options: Shared by all verbs, each with its default:
 
@@ -88,6 +82,8 @@ def measure(
               one; ``seed=0``: of the random starts; ``memory="1GiB"``: budget for chunks,
               stored probabilities and the solver's basis; ``modules``: regular expression for
               the attention modules, searched in their paths.
+            * ``tokenizer`` of a module of your own that reads text; ``revision`` of a hub id;
+              ``allow_pickle=False``: accept a checkpoint that exists only as a pickle.
 
     Returns:
         The rows, in order of length, sample, layer and head.
@@ -103,8 +99,7 @@ def measure(
     ('converged', True)
     """
     asked = dict(options) | {"layers": layers, "lengths": lengths, "samples": samples}
-    loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
-    with LocalRun(model, data, asked | loading, verb="measure") as run:
+    with LocalRun(model, data, asked, verb="measure") as run:
         return run.rows(out, progress)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.spec import ASCENT, REAL, Spec
-from lipscope.records.rows import Measurement, stable_id, version
+from lipscope.records.rows import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
@@ -199,10 +199,11 @@ def _inputs(spec: Spec, sample: int) -> Iterator[tuple[str, float | None]]:
 
 def row_ids(job: Job, shape: Shape) -> list[str]:
     """The ids of the rows of a job: its own, or one for each head."""
-    return [row_id(job.id, head) for head in _heads(job, shape)]
+    return [row_id(job.id, head) for head in heads_of(job, shape)]
 
 
-def _heads(job: Job, shape: Shape) -> Sequence[int | None]:
+def heads_of(job: Job, shape: Shape) -> Sequence[int | None]:
+    """Heads that are measured one by one; None for all together."""
     if shape.heads is None or job.layer is None:
         return [None]
     return range(shape.heads[job.layer])
@@ -211,63 +212,3 @@ def _heads(job: Job, shape: Shape) -> Sequence[int | None]:
 def row_id(job: str, head: int | None) -> str:
     """The id of a row of a job: the job's own, or one for each head."""
     return job if head is None else stable_id({"job": job, "head": head})
-
-
-def failed_rows(
-    spec: Spec, job: Job, shape: Shape, error: str, about: dict[str, Any]
-) -> list[Measurement]:
-    """The rows of a job that has no answer.
-
-    Args:
-        spec: The specification.
-        job: The job.
-        shape: That of its model.
-        error: What went wrong, in one line.
-        about: Revision and weights of its model, where known.
-
-    Returns:
-        One row, or one for each head.
-    """
-    model = spec.models[job.model]
-    empty = dict.fromkeys(
-        ("sigma", "upper", "solver_residual", "relative", "top_token", "top_share")
-    )
-    empty |= dict.fromkeys(("radius_max", "radius_rms", "input_norm", "output_norm"))
-    return [
-        Measurement(
-            id=row_id(job.id, head),
-            model=model.name,
-            revision=about.get("revision"),
-            weights=_weights(job, about),
-            layer=job.layer,
-            head=head,
-            map=job.map,
-            metric=job.metric,
-            move=spec.move,
-            read=spec.read,
-            input=OF_TEXT if job.input == REAL else job.input,
-            side=spec.side,
-            position_offset=spec.position_offset,
-            num_tokens=job.num_tokens or 0,
-            sample=job.sample,
-            delta=spec.delta,
-            status="failed",
-            products=0,
-            seconds=0.0,
-            dtype=job.dtype,
-            device=spec.device,
-            seed=job.seed,
-            tokens_sha256="",
-            version=version(),
-            error=" ".join(error.split())[:300],
-            text=job.text or None,
-            step=model.step,
-            **empty,
-        )
-        for head in _heads(job, shape)
-    ]
-
-
-def _weights(job: Job, about: dict[str, Any]) -> str:
-    known = about.get("weights") or "unknown"
-    return known if job.weights is None else f"random, seed {job.weights}"

@@ -1,4 +1,4 @@
-"""One question about one layer at one input, and its answer."""
+"""What one layer, or one head, answers to a question."""
 
 from __future__ import annotations
 
@@ -7,49 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from lipscope.errors import InputError
-from lipscope.linalg.singular import SMALLEST_TOL, TopSingular
-from lipscope.models import Side
+from lipscope.linalg.singular import TopSingular
 from lipscope.records.rows import TokenShare
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is asked of every layer and window; the options of `measure`.
-
-    Raises:
-        InputError: For a tolerance or probability out of range.
-    """
-
-    map: str
-    per_head: bool
-    metric: str
-    move: str
-    read: str
-    rest: bool
-    average: bool
-    tol: float
-    delta: float
-    tight: bool
-    dtype: torch.dtype
-    seed: int
-    memory: int
-    side: Side = "self"
-    position_offset: int = 0
-
-    def __post_init__(self) -> None:
-        smallest = SMALLEST_TOL[self.dtype]
-        if not self.tol > 0:
-            raise InputError(f"`tol` should be positive. Found `tol = {self.tol}`.")
-        if not smallest <= self.tol < 1:
-            raise InputError(
-                f"`tol` should be between {smallest:g} and 1 in {str(self.dtype)[6:]}. "
-                f"Found `tol = {self.tol}`."
-            )
-        if not 0 < self.delta < 1:
-            raise InputError(f"`delta` should be between 0 and 1. Found `delta = {self.delta}`.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +94,22 @@ class Answer:
             )
             for i in range(self.num_tokens)
         ]
+
+
+def no_answer(head: int | None, num_tokens: int, error: str) -> Answer:
+    """What is said where nothing could be computed."""
+    return Answer(
+        head=head,
+        top=None,
+        num_tokens=num_tokens,
+        input_norm=math.nan,
+        output_norm=None,
+        share_in=[],
+        share_out=[],
+        norms=[],
+        seconds=0.0,
+        error=error,
+    )
 
 
 def finite(value: float) -> float | None:

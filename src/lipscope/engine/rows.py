@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lipscope.engine.question import Answer, Question
-from lipscope.models import LoadedModel, Sample, default_text
+from lipscope.engine.checks import OF_TEXT
+from lipscope.engine.plan import Job, Shape, heads_of, row_id
+from lipscope.engine.question import Answer, no_answer
+from lipscope.engine.spec import REAL, Spec
+from lipscope.models import Sample, default_text
 from lipscope.records.rows import Measurement, version
 
+IMAGE = "image"
 _BEGINNING = 60  # characters of a text that has no name
-
-
-def named(loaded: LoadedModel) -> dict[str, str | None]:
-    """What rows say about their model."""
-    return {"model": loaded.name, "revision": loaded.revision, "weights": loaded.weights}
 
 
 def source_of(data: Any, images: str | Path | None) -> dict[str, str]:
@@ -46,53 +43,77 @@ def source_of(data: Any, images: str | Path | None) -> dict[str, str]:
 
 
 def row_of(
+    spec: Spec,
+    job: Job,
     reply: Answer,
+    about: Mapping[str, Any],
     *,
-    id: str,
-    loaded: LoadedModel,
-    question: Question,
-    item: Sample,
-    layer: int | None,
-    device: torch.device,
+    item: Sample | None = None,
+    device: str | None = None,
     notes: Iterable[str] = (),
 ) -> Measurement:
-    """The row of an answer.
+    """The row of an answer to a job.
 
     Args:
-        reply: What one layer, or one head, answered.
-        id: Digest of everything that determines the row.
-        loaded: The model.
-        question: What was asked.
-        item: The input.
-        layer: Index of the layer.
-        device: Where it was computed.
+        spec: The specification.
+        job: The job.
+        reply: What the layer, or one head, answered.
+        about: Revision and weights of its model, where known.
+        item: The input, where it was had.
+        device: Where it was computed; where it should have been if None.
         notes: Remarks on the model.
 
     Returns:
         The row.
     """
-    remarks = [*notes, *reply.notes]
+    model, weights = spec.models[job.model], about.get("weights", "unknown")
+    if job.weights is not None and weights in ("random", "unknown"):
+        weights = f"random, seed {job.weights}"
+    usual = IMAGE if spec.images is not None else OF_TEXT
     return Measurement(
-        id=id,
-        **named(loaded),  # pyright: ignore[reportArgumentType]
-        layer=layer,
+        id=row_id(job.id, reply.head),
+        model=model.name,
+        revision=about.get("revision"),
+        weights=weights,
+        layer=job.layer,
         head=reply.head,
-        map=question.map,
-        metric=question.metric,
-        move=question.move,
-        read=question.read,
-        side=question.side,
-        position_offset=question.position_offset,
-        input=item.kind,
+        map=job.map,
+        metric=job.metric,
+        move=spec.move,
+        read=spec.read,
+        side=spec.side,
+        position_offset=spec.position_offset,
+        input=item.kind if item is not None else usual if job.input == REAL else job.input,
         num_tokens=reply.num_tokens,
-        sample=item.sample,
-        start=item.start,
-        delta=question.delta,
-        dtype=str(question.dtype)[6:],
-        device=device.type,
-        seed=question.seed,
-        tokens_sha256=item.sha256,
+        sample=job.sample,
+        start=item.start if item is not None else None,
+        delta=spec.delta,
+        dtype=job.dtype,
+        device=device or spec.device,
+        seed=job.seed,
+        tokens_sha256=item.sha256 if item is not None else "",
         version=version(),
-        note="; ".join(remarks) or None,
+        note="; ".join([*notes, *reply.notes]) or None,
+        text=job.text or None,
+        step=model.step,
         **reply.columns(),
     )
+
+
+def failed_rows(
+    spec: Spec, job: Job, shape: Shape, error: str, about: Mapping[str, Any]
+) -> list[Measurement]:
+    """The rows of a job that has no answer: one, or one for each head.
+
+    Args:
+        spec: The specification.
+        job: The job.
+        shape: That of its model.
+        error: What went wrong, in one line.
+        about: Revision and weights of its model, where known.
+    """
+    text = " ".join(error.split())[:300]
+    return [
+        row_of(spec, job, no_answer(head, job.num_tokens or 0, text), about)
+        for head in heads_of(job, shape)
+    ]

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.plan import Job, Shape, Survey, failed_rows, plan, row_ids
-from lipscope.engine.rows import source_of
+from lipscope.engine.plan import Job, Shape, Survey, plan, row_ids
+from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
 from lipscope.engine.spec import REAL, Spec, single_spec
 from lipscope.errors import InputError

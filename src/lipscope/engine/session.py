@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +15,9 @@ from lipscope.engine.answer import answer
 from lipscope.engine.built import asked, built_input, moved_to
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
-from lipscope.engine.plan import FUSED, Item, Job, Shape, Survey, failed_rows, row_id
-from lipscope.engine.question import Question
+from lipscope.engine.plan import FUSED, Item, Job, Shape, Survey
 from lipscope.engine.ranges import parse_tokens
-from lipscope.engine.rows import row_of
+from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
 from lipscope.models import (
@@ -187,24 +185,14 @@ class Session:
         """
         loaded = self.places.loaded(job.model, job.weights)
         built, item, remarks = self.place(job)
-        model = self.spec.models[job.model]
-        key = f"{model.name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
+        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        question = self._question(job)
+        about = {"revision": loaded.revision, "weights": loaded.weights}
         found = []
-        for reply in answer(built, question, key):
-            row = row_of(
-                reply,
-                id=row_id(job.id, reply.head),
-                loaded=loaded,
-                question=question,
-                item=item,
-                layer=job.layer,
-                device=self.places.device,
-                notes=remarks,
-            )
-            row = replace(row, text=job.text or None, step=model.step)
+        for reply in answer(built, self.spec, job, self.places.memory, key):
+            device = self.places.device.type
+            row = row_of(self.spec, job, reply, about, item=item, device=device, notes=remarks)
             tokens = reply.token_shares(row.id, item.tokens) if self.spec.tokens else []
             bounds = self._bounds(job, row, built) if self.spec.theorems else ()
             found.append(Finished(row, tuple(tokens), bounds))
@@ -325,26 +313,6 @@ class Session:
         if not self.places.holds(job.model, job.weights):
             return {}
         return self.about(job.model, job.weights)
-
-    def _question(self, job: Job) -> Question:
-        spec = self.spec
-        return Question(
-            map=job.map,
-            per_head=spec.per_head,
-            metric=job.metric,
-            move=spec.move,
-            read=spec.read,
-            rest=spec.rest,
-            average=spec.average,
-            tol=spec.tol,
-            delta=spec.delta,
-            tight=spec.tight,
-            dtype=getattr(torch, job.dtype),
-            seed=job.seed,
-            memory=self.places.memory,
-            side=spec.side,
-            position_offset=spec.position_offset,
-        )
 
 
 def _item(sample: Sample) -> Item:

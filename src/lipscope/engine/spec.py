@@ -54,6 +54,9 @@ class Options(TypedDict, total=False):
     seed: int
     memory: int | str
     modules: str | None
+    tokenizer: Any
+    revision: str | None
+    allow_pickle: bool
 
 
 class MeasureOptions(Options, total=False):
@@ -91,6 +94,8 @@ class Model(NamedTuple):
 class Spec:
     """Everything that a run asks for: every combination of its lists is a job.
 
+    What is not named here is an option of `measure`.
+
     Attributes:
         models: Models and checkpoints.
         texts: Names of texts, batches or pictures, and digests of their content.
@@ -115,20 +120,6 @@ class Spec:
         special_tokens: Whether the model's own special tokens stand around each window.
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
-        per_head: Whether every query head is measured by itself.
-        move: Tokens that may move.
-        read: Output tokens that are read.
-        side: ``self``, or the side of cross-attention that moves.
-        position_offset: How much later position ids start.
-        rest: Whether sigma is also measured with the most sensitive token held fixed.
-        average: Whether the Frobenius norm of the Jacobian is estimated too.
-        tol: Relative tolerance.
-        delta: Failure probability of each interval.
-        tight: Whether runs go on until ``upper <= (1 + tol) sigma``.
-        memory: Budget such as ``1GiB``.
-        device: ``auto``, ``cpu``, ``cuda``, ….
-        modules: Regular expression for the attention modules.
-        allow_pickle: Whether a checkpoint that exists only as a pickle is accepted.
         tokens: Whether the tokens of every row are kept.
     """
 

@@ -18,7 +18,8 @@ from distributed import (
     wait,
 )
 
-from lipscope.engine.plan import Job, Shape, failed_rows
+from lipscope.engine.plan import Job, Shape
+from lipscope.engine.rows import failed_rows
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.batches import Batches

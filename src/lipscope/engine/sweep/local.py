@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lipscope.engine.plan import Job, Shape, failed_rows
+from lipscope.engine.plan import Job, Shape
+from lipscope.engine.rows import failed_rows
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request
 from lipscope.engine.sweep.batches import TRIES, Batches
