@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lipscope.engine.ranges import parse_tokens
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg.operator import Operator, restrict
+from lipscope.linalg.norms import bracketed
+from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import SMALLEST_TOL, TopSingular, top_singular_batch
 from lipscope.models import LayerMap, Side
 from lipscope.records.rows import TokenShare
@@ -59,15 +60,6 @@ class Question:
             )
         if not 0 < self.delta < 1:
             raise InputError(f"`delta` should be between 0 and 1. Found `delta = {self.delta}`.")
-
-    def as_spec(self) -> dict[str, Any]:
-        """Everything that determines an answer, as plain values."""
-        spec = asdict(self) | {"dtype": str(self.dtype)[6:]}
-        del spec["memory"]
-        for name, usual in (("side", "self"), ("position_offset", 0)):
-            if spec[name] == usual:  # rows of before there was such an option keep their ids
-                del spec[name]
-        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +225,10 @@ class _Solve:
         ]
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
+        if self.q.metric in ("max-token", "infinity"):
+            end = {"tol": self.q.tol, "delta": self.q.delta, "seed": self.q.seed}
+            alone = [self._alone(operator, i) for i in range(len(self.heads))]
+            return [bracketed(one, self.q.metric, **end) for one in alone]
         return top_singular_batch(
             operator,
             [self._generator(head, purpose) for head in self.heads],
@@ -241,6 +237,14 @@ class _Solve:
             tight=self.q.tight,
             memory=self.q.memory // 2,
         )
+
+    def _alone(self, op: Operator, index: int) -> Operator:
+        """The operator of one head by itself."""
+
+        def of(product: Product) -> Product:
+            return over_leading(lambda e: product(e.expand(len(self.heads), *e.shape))[index], 2)
+
+        return replace(op, matvec=of(op.matvec), rmatvec=of(op.rmatvec))
 
     def _generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""
