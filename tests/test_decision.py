@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from lipscope import DotProduct, InputError, certified_radius
+from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_decision
+from lipscope.certificates.decision import certified_radius
 from lipscope.certificates.read_out import ReadOut
 from small_layers import KINDS, case, move
 

@@ -66,7 +66,7 @@ def test_a_model_that_needs_more_memory_ends_in_one_line_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward pass is the model's own: no smaller block helps it."""
-    module = sys.modules["lipscope.engine.measure"]
+    module = sys.modules["lipscope.engine.session"]
     real = module.trace
 
     def trace(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:

@@ -259,7 +259,7 @@ def test_normed_layers_of_models(family: str, per_head: bool) -> None:
     """Post-norm with biases (BERT), pre-norm (GPT-2), RMSNorm and rotary embedding (Llama)."""
     model = f"random:{family}:{TINY[family]}"
     about = {"layers": [1], "lengths": [6], "map": "normed", "per_head": per_head}
-    found = ls.sandwich(model, TEXT, sharp=True, **about)
+    found = ls.bounds(model, TEXT, sharp=True, **about)
     expected = ls.measure(model, TEXT, samples=1, dtype="float64", **about)
     assert [r.sigma for r in found] == pytest.approx([r.sigma for r in expected], rel=1e-2)
     of = by_row(found.bounds)
@@ -281,4 +281,4 @@ def test_a_captured_layer_with_its_norm() -> None:
     assert isinstance(layer, Normed) and torch.allclose(layer.norm(x), u)
     assert all(b.radius is None and b.floor > 0 for b in bounds_at(layer, x))
     with pytest.raises(ls.InputError, match="`radius` should be left out"):
-        ls.sandwich(model, TEXT, layers=[0], lengths=[6], map="normed", radius=3.0)
+        ls.bounds(model, TEXT, layers=[0], lengths=[6], map="normed", radius=3.0)

@@ -298,7 +298,7 @@ def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
 def test_the_command_draws_what_the_commands_wrote(command) -> None:
     """From measure and bounds to the page, on a tiny model."""
     ls.measure(BERT, TEXT, lengths=[4, 6, 8], samples=2, rest=True, average=True, out="run")
-    ls.sandwich(BERT, TEXT, layers=[0], lengths=[4, 6], attack=True, out="bounds")
+    ls.bounds(BERT, TEXT, layers=[0], lengths=[4, 6], attack=True, out="bounds")
     result = command("report", "run", "bounds", "-o", "out/page.html", "--svg", "figures")
     assert result.status == 0, result.err
     first, *figures = result.out.splitlines()

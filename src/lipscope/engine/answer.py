@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,12 +15,11 @@ from lipscope.engine.question import Answer, finite
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.spec import Spec
 from lipscope.errors import out_of_memory
-from lipscope.linalg.norms import infinity_norm, max_token_norm
-from lipscope.linalg.operator import Operator, restrict
+from lipscope.linalg.norms import bracketed
+from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
 from lipscope.models import LayerMap
 
-_BRACKETED = {"max-token": max_token_norm, "infinity": infinity_norm}
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
@@ -97,8 +95,6 @@ class _Solve:
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
     def answers(self, began: float) -> list[Answer]:
-        if self.job.metric in _BRACKETED:
-            return [self._bracketed(i, head) for i, head in enumerate(self.heads)]
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
@@ -123,49 +119,11 @@ class _Solve:
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
 
-    def _bracketed(self, i: int, head: int | None) -> Answer:
-        """The norm of one head's Jacobian in a metric that has no singular vectors."""
-        began = time.perf_counter()
-        found = _BRACKETED[self.job.metric](self._alone(i), seed=self.job.seed)
-        close = found.upper is not None and found.upper <= (1 + self.spec.tol) * found.lower
-        return Answer(
-            head=head,
-            top=None,
-            bracket=(found.lower, found.upper, found.exact or close),
-            num_tokens=self.n,
-            input_norm=float(self.layer.x.norm()),
-            output_norm=self._output_norms()[i],
-            share_in=[None] * self.n,
-            share_out=[None] * self.jacobian.out_shape[-2],
-            norms=[finite(float(x)) for x in self.norms],
-            seconds=time.perf_counter() - began,
-            notes=(f"{self.job.metric}: both ends hold without a probability", *self._remark()),
-        )
-
-    def _remark(self) -> list[str]:
-        return [self.layer.note] if self.layer.note else []
-
-    def _alone(self, i: int) -> Operator:
-        """The operator of one head, without an axis of heads."""
-        op, count = self.operator, len(self.heads)
-
-        def apply(product: Callable[[Tensor], Tensor], e: Tensor) -> Tensor:
-            if not self.spec.per_head:
-                return product(e[None])[0]
-            lead = e.shape[:-2]
-            every = product(e.unsqueeze(-3).expand(*lead, count, *e.shape[-2:]))
-            return every[..., i, :, :]
-
-        return Operator(
-            lambda e: apply(op.matvec, e),
-            lambda g: apply(op.rmatvec, g),
-            op.in_shape,
-            op.out_shape,
-            op.dtype,
-            op.device,
-        )
-
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
+        if self.job.metric in ("max-token", "infinity"):
+            end = {"tol": self.spec.tol, "delta": self.spec.delta, "seed": self.job.seed}
+            alone = [self._alone(operator, i) for i in range(len(self.heads))]
+            return [bracketed(one, self.job.metric, **end) for one in alone]
         return top_singular_batch(
             operator,
             [self._generator(head, purpose) for head in self.heads],
@@ -174,6 +132,14 @@ class _Solve:
             tight=self.spec.tight,
             memory=self.memory // 2,
         )
+
+    def _alone(self, op: Operator, index: int) -> Operator:
+        """The operator of one head by itself."""
+
+        def of(product: Product) -> Product:
+            return over_leading(lambda e: product(e.expand(len(self.heads), *e.shape))[index], 2)
+
+        return replace(op, matvec=of(op.matvec), rmatvec=of(op.rmatvec))
 
     def _generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""

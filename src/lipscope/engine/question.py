@@ -28,8 +28,6 @@ class Answer:
         seconds: Solving time.
         notes: Remarks for the row.
         error: What failed, or None.
-        bracket: In a metric without singular vectors, both ends of the norm and whether they are
-            within the tolerance; else None.
     """
 
     head: int | None
@@ -45,27 +43,21 @@ class Answer:
     seconds: float
     notes: tuple[str, ...] = ()
     error: str | None = None
-    bracket: tuple[float, float | None, bool] | None = None
 
     def columns(self) -> dict[str, Any]:
         """The columns of the row that the computation fills."""
         top = self.top
         sigma = finite(top.sigma) if top is not None else None
-        upper = finite(top.upper) if top is not None else None
-        status = top.status if top is not None else "failed"
-        if self.bracket is not None:
-            sigma, upper, narrow = self.bracket
-            status = "tight" if narrow else "max_steps"
         known = [s for s in self.share_in if s is not None]
         best = self.share_in.index(max(known)) if known else None
         norms = [x for x in self.norms if x is not None]
         relative = None
-        if top is not None and sigma is not None and self.output_norm:
+        if known and sigma is not None and self.output_norm:  # of the same metric
             relative = sigma * self.input_norm / self.output_norm
         return {
             "sigma": sigma,
-            "upper": upper,
-            "status": status,
+            "upper": finite(top.upper) if top is not None else None,
+            "status": top.status if top is not None else "failed",
             "solver_residual": finite(top.solver_residual) if top is not None else None,
             "products": top.products if top is not None else 0,
             "relative": relative,

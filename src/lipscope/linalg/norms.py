@@ -7,6 +7,7 @@ and an upper value by weighted Cauchy–Schwarz stand on its two sides.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope.linalg.operator import Operator, to_dense
+from lipscope.linalg.singular import TopSingular
 
 # How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
 # the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
@@ -40,6 +42,39 @@ class NormInterval:
     lower: float
     upper: float | None
     exact: bool
+
+
+def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:
+    """The norm in the metric ``max-token`` or ``infinity`` as a record of the solver.
+
+    Its interval holds without a probability; there are no singular vectors, so ``u`` and ``v``
+    are NaN.
+
+    Args:
+        op: The operator.
+        metric: Name of the metric.
+        tol: Relative width up to which the interval counts as ``tight``.
+        delta: For the record.
+        seed: Of the starts.
+
+    Returns:
+        The record; ``upper`` is infinite where only the lower end was computed.
+    """
+    norm = max_token_norm if metric == "max-token" else infinity_norm
+    found = norm(op, seed=seed)
+    upper = math.inf if found.upper is None else found.upper
+    tight = "tight" if upper <= (1 + tol) * found.lower else "max_steps"
+    return TopSingular(
+        sigma=found.lower,
+        upper=upper,
+        delta=delta,
+        u=torch.full(op.out_shape, math.nan),
+        v=torch.full(op.in_shape, math.nan),
+        solver_residual=math.nan,
+        products=0,
+        status=tight if math.isfinite(found.lower) else "non_finite",
+        note=None if found.upper is not None else f"too large for an upper end in {metric}",
+    )
 
 
 def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormInterval:

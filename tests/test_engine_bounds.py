@@ -1,4 +1,4 @@
-"""Capture, the sandwich and its figure: one layer, one map, between its bounds."""
+"""Capture, the bounds of a model and their figure: one layer, one map, between its bounds."""
 
 from __future__ import annotations
 
@@ -74,9 +74,8 @@ def test_functions_keep_their_names_beside_the_modules():
         "from lipscope.models import load_model\n"
         "from lipscope.theorems import catalogue\n"
         "import lipscope\n"
-        "names = ('capture', 'certify', 'measure', 'sandwich')\n"
+        "names = ('capture', 'certify', 'measure', 'bounds')\n"
         "assert all(callable(getattr(lipscope, n)) for n in names), names\n"
-        "assert callable(ls.inputs.two_cluster) and callable(ls.inputs.ascend)\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -90,8 +89,8 @@ def test_functions_keep_their_names_beside_the_modules():
     ],
 )
 def test_other_families_say_why_there_are_no_bounds(family, words):
-    extra = {"phi": ",qk_layernorm=true"}.get(family, "")
-    model = f"random:{family}:{TINY['olmo']}{extra}"
+    more = {"phi": ",qk_layernorm=true", "vaultgemma": ",num_key_value_heads=3"}
+    model = f"random:{family}:{TINY['olmo']}{more.get(family, '')}"
     with pytest.raises(ls.InputError, match="not available for this layer") as found:
         ls.capture(model, TEXT, layer=0, length=6)
     assert words in str(found.value)
@@ -137,16 +136,14 @@ def test_what_cannot_be_captured():
         ls.capture(tiny("bert").model, IDS, layer=0, length=6)
 
 
-@pytest.mark.parametrize("part", ["attention", "heads"])
+@pytest.mark.parametrize("map", ["attention", "heads"])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_every_sound_bound_is_above_what_was_measured(part, per_head):
-    found = ls.sandwich(
-        BERT, TEXT, layers="all", lengths=[6], map=part, per_head=per_head, sharp=True
-    )
+def test_every_sound_bound_is_above_what_was_measured(map, per_head):
+    found = ls.bounds(BERT, TEXT, layers="all", lengths=[6], map=map, per_head=per_head, sharp=True)
     assert len(found) == 2 * (3 if per_head else 1)
     of = by_row(found.bounds)
     for measured in found:
-        assert (measured.map, measured.metric) == (part, "frobenius")
+        assert (measured.map, measured.metric) == (map, "frobenius")
         compared = {
             b: times for b in of[measured.id] if (times := looseness(b, measured)) is not None
         }
@@ -158,7 +155,7 @@ def test_every_sound_bound_is_above_what_was_measured(part, per_head):
 
 
 def test_sigma_of_a_head_is_that_of_measure():
-    found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], per_head=True)
+    found = ls.bounds(BERT, TEXT, layers=[1], lengths=[6], per_head=True)
     expected = ls.measure(
         BERT, TEXT, layers=[1], lengths=[6], samples=1, per_head=True, dtype="float64"
     )
@@ -168,7 +165,7 @@ def test_sigma_of_a_head_is_that_of_measure():
 @pytest.mark.parametrize("metric", ["max-token", "infinity"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_other_metrics_are_measured_in_themselves(metric, per_head):
-    found = ls.sandwich(BERT, TEXT, layers=[0], lengths=[6], metric=metric, per_head=per_head)
+    found = ls.bounds(BERT, TEXT, layers=[0], lengths=[6], metric=metric, per_head=per_head)
     assert {one.metric for one in [*found, *found.bounds]} == {metric}
     of = {r.id: r for r in found}
     assert min(looseness(b, of[b.id]) or 1.0 for b in found.bounds) >= 1 - 1e-9
@@ -180,7 +177,7 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
 
 
 def test_the_adversarial_value_is_between_real_text_and_global_bounds():
-    found = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
+    found = ls.bounds(BERT, TEXT, layers=[1], lengths=[6], attack=True, ascent_steps=2)
     values = values_of(found)
     assert values["adversarial"] <= values["global_rows_capped"] * (1 + 1e-6)
     assert values["global_rows_capped"] <= values["global_rows"] * (1 + 1e-9)
@@ -188,15 +185,15 @@ def test_the_adversarial_value_is_between_real_text_and_global_bounds():
 
 def test_with_rotary_embedding_the_ascent_starts_at_the_text():
     llama = f"random:llama:{TINY['llama']}"
-    found = ls.sandwich(llama, TEXT, layers=[1], lengths=[6], attack=True)
+    found = ls.bounds(llama, TEXT, layers=[1], lengths=[6], attack=True)
     values = values_of(found)
     assert values["measured"] * (1 - 1e-3) <= values["adversarial"]
     assert values["adversarial"] <= values["global_rotary"] * (1 + 1e-6)
 
 
 def test_the_radius_of_the_norm_is_above_that_of_the_text():
-    text = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6])
-    norm = ls.sandwich(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
+    text = ls.bounds(BERT, TEXT, layers=[1], lengths=[6])
+    norm = ls.bounds(BERT, TEXT, layers=[1], lengths=[6], radius="norm")
     radii = [some.bounds[0].radius or 0.0 for some in (text, norm)]
     assert radii[1] >= radii[0] * (1 - 1e-5)
     assert radii[1] == pytest.approx(12**0.5)
@@ -210,19 +207,19 @@ def test_the_radius_of_the_norm_is_above_that_of_the_text():
         ({"radius": -1.0}, "radius = -1.0"),
         ({"radius": float("nan")}, "radius = nan"),
         ({"map": "block"}, "attention, heads, normed"),
-        ({"metric": "other"}, "frobenius, max-token, infinity"),
+        ({"metric": "other"}, "frobenius, token-relative, max-token, infinity"),
         ({"attack": True, "per_head": True}, "all heads together"),
         ({"attack": True, "map": "heads"}, "map = heads"),
-        ({"lengths": [0]}, "positive"),
+        ({"lengths": [0]}, "`lengths` should be whole numbers from 1"),
     ],
 )
 def test_requests_that_make_no_sense(options, words):
     with pytest.raises(ls.InputError, match=words):
-        ls.sandwich(BERT, TEXT, **{"layers": [0], "lengths": [6], **options})
+        ls.bounds(BERT, TEXT, **{"layers": [0], "lengths": [6], **options})
 
 
 def test_rows_carry_their_bounds():
-    found = ls.sandwich(BERT, TEXT, layers=[0, 1], lengths=[6])
+    found = ls.bounds(BERT, TEXT, layers=[0, 1], lengths=[6])
     assert {b.id for b in found[:1].bounds} == {found[0].id}
     assert len(found[:1].bounds) * 2 == len(found.bounds)
     frame = found.bounds_to_polars()
@@ -231,7 +228,7 @@ def test_rows_carry_their_bounds():
 
 
 def test_files(tmp_path):
-    found = ls.sandwich(BERT, TEXT, layers="all", lengths=[4, 6], attack=True, out=tmp_path / "out")
+    found = ls.bounds(BERT, TEXT, layers="all", lengths=[4, 6], attack=True, out=tmp_path / "out")
     figures = found.save(tmp_path / "figures")
     assert [p.name for p in figures] == ["sandwich.svg", "sandwich.png", "sandwich.html"]
     run = read_run(tmp_path / "out")
