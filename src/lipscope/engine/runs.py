@@ -137,22 +137,18 @@ class LocalRun:
         self, folder: RunFolder | None, ids: Sequence[str], *, own: bool
     ) -> dict[str, Measurement]:
         """Rows that a folder holds; one that other questions share may say less than is asked."""
-        if folder is None:
-            return {}
-        held = {one: folder.done[one] for one in ids if one in folder.done}
-        if own:
+        done = {} if folder is None else folder.done
+        held = {one: done[one] for one in ids if one in done}
+        if folder is None or own:
             return held
         bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
-        return {
-            id: row
-            for id, row in held.items()
-            if row.sigma is None
-            or (
-                id in bounded
-                and not (self.spec.rest and row.sigma_rest is None)
-                and not (self.spec.average and row.frobenius is None)
-            )
-        }
+        asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
+
+        def complete(row: Measurement) -> bool:
+            said = all(getattr(row, name) is not None for name, on in asked.items() if on)
+            return row.sigma is None or (said and row.id in bounded)
+
+        return {id: row for id, row in held.items() if complete(row)}
 
     def _answered(self, job: Job) -> list[Finished]:
         """The rows of a job; an input that cannot be built for a layer is a row that says so."""

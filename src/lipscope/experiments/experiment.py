@@ -149,21 +149,11 @@ class Study:
 
     def built(
         self, part: str, inputs: Sequence[tuple[int, Callable[[], Tensor]]], **options: Any
-    ) -> list[Measurement]:
-        """Rows of `lipscope.engine.measure_built`, in the run folder.
-
-        Args:
-            part: Name of the part.
-            inputs: Pairs of a sample and a function that builds its input.
-            **options: The layer, and what it is.
-        """
-        found = []
-        for done, (sample, build) in enumerate(inputs):
+    ) -> Iterator[Measurement]:
+        """Rows of `measure_built` for samples and what builds their inputs, in the run folder."""
+        for done, (sample, build) in enumerate(inputs, 1):
+            yield measure_built(x=build(), sample=sample, out=self.folder, **options)
             self._tell(part, done, len(inputs))
-            row = measure_built(x=build(), sample=sample, out=self.folder, **options)
-            found.append(row)
-        self._tell(part, len(inputs), len(inputs))
-        return found
 
     def values(self, part: str, jobs: Iterable[Job]) -> list[dict[str, Any]]:
         """Records of jobs by their keys, each computed once and kept in the run folder.
@@ -213,7 +203,6 @@ class Study:
         self.figures.append((f"{stem}.svg", title))
 
     def _in(self, part: str) -> RowProgress:
-        """What tells the rows of a part."""
         return lambda done, total, row: self._tell(part, done, total)
 
     def _tell(self, part: str, done: int, total: int) -> None:

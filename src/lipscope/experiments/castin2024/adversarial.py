@@ -91,9 +91,8 @@ def _rows(
         return head, lambda: two_cluster(attention, head=head, num_tokens=n, radius=radius).x
 
     inputs = [placed(head, n) for head in heads if _placeable(attention, head) for n in lengths]
-    return study.built(
-        "adversarial", inputs, layer=attention, kind="two_cluster", of=loaded, index=layer
-    )
+    options = {"layer": attention, "kind": "two_cluster", "of": loaded, "index": layer}
+    return list(study.built("adversarial", inputs, **options))
 
 
 def _placeable(attention: Attention, head: int) -> bool:
