@@ -252,7 +252,10 @@ def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:
     assert ("with more", 4, 4) in told
     # Nothing is done again, and there is one folder.
     before = (tmp_path / "run" / "rows.jsonl").read_bytes()
-    assert [list(rows) for rows in run()[1:]] == [list(more), list(part), list(bounded), [made]]
+    held = run()
+    assert all(row.sigma_rest is not None for row in held[1])
+    assert [[r.id for r in one] for one in held] == [ids, ids, ids[1::2], ids[::2], [made.id]]
+    assert {r.id: r.sigma for one in held for r in one} == {r.id: r.sigma for r in (*plain, made)}
     assert (tmp_path / "run" / "rows.jsonl").read_bytes() == before
     assert {row.id for row in read_run(tmp_path / "run").measurements()} == {*ids, made.id}
     assert not [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
