@@ -13,6 +13,8 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.attacks import attack_in_ball
+from lipscope.certificates.certify import certify
+from lipscope.linalg.singular import top_singular_batch
 from lipscope.theorems import Head, HeadAt, heads_of
 from lipscope.theorems.derived.global_bounds import global_rows, global_rows_capped
 from lipscope.theorems.derived.local_bounds import (
@@ -98,7 +100,7 @@ median of heads 0, 4 and 8, and all heads together."""
 
 
 def _over_attack(layer: ls.DotProduct, x: Tensor, eps: float, head: int | None) -> float:
-    bound = ls.certify(layer, x, eps=eps, head=head, steps=2).value
+    bound = certify(layer, x, eps=eps, head=head, steps=2).value
     found = attack_in_ball(layer, x, eps, head=head, random=10, ascents=2, seed=0).ratio
     if found > bound:
         raise AssertionError(f"the certificate {bound} is violated: {found}")
@@ -111,7 +113,7 @@ def _case(case: Case) -> tuple[dict[str, list[float]], float, float]:
     heads = [HeadAt(head, x) for head in heads_of(layer)]
     sigma = ls.top_singular(layer.linearise(x), tol=1e-6, generator=_seeded(0)).sigma
     sources = [_seeded(h) for h in range(len(heads))]
-    tops = ls.top_singular_batch(layer.linearise(x, per_head=True), sources, tol=1e-6)
+    tops = top_singular_batch(layer.linearise(x, per_head=True), sources, tol=1e-6)
     values = {name: [form(head) for head in heads] for name, form in LOCAL.items()}
     ratios = {
         name: [v / top.sigma for v, top in zip(vs, tops, strict=True)]
@@ -168,7 +170,7 @@ def _together(out: Section, *, quick: bool) -> None:
         row_gram_joint(AskedLayer(layer, x=x).together)
         local = time.perf_counter() - began
         began = time.perf_counter()
-        ls.certify(layer, x, eps=1e-2)
+        certify(layer, x, eps=1e-2)
         rows.append([f"n = {n}", f"{local:.1f}", f"{time.perf_counter() - began:.1f}"])
         say(f"certificates: all heads at n = {n} done")
     out.add("Seconds for all twelve heads of MiniLM's layer 3 together, two threads:")

@@ -16,9 +16,10 @@ from made_up import made_up
 from tables import Section, Target, milliseconds, say, table
 
 import lipscope as ls
-from lipscope.engine.plan import Shape, plan
-from lipscope.engine.session import Bench
+from lipscope.engine.plan import plan
+from lipscope.engine.session import Session
 from lipscope.engine.sweep import read_spec
+from lipscope.engine.sweep.survey import surveys_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Measurement
 
@@ -27,11 +28,12 @@ _PLAN = """
 import resource, sys, time
 began = time.perf_counter()
 from lipscope.engine.sweep import read_spec
-from lipscope.engine.plan import Shape, plan
+from lipscope.engine.plan import Item, Shape, Survey, plan
 loaded = time.perf_counter()
 spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",
                   "samples": int(sys.argv[1]), "seeds": "0:9"}).spec
-jobs = plan(spec, [Shape(10, None)] * 10)
+items = [Item(n, s, 100 * s, f"{n} {s}") for n in spec.lengths for s in range(spec.samples)]
+jobs = plan(spec, [Survey(Shape(10, None), {"default": items}, None)] * 10)
 ended = time.perf_counter()
 print(len(jobs), loaded - began, ended - loaded,
       resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
@@ -82,7 +84,8 @@ def overhead(samples: int, *, tokens: bool) -> float:
     asked: dict[str, Any] = {"models": [TINY], "lengths": [16], "samples": samples}
     asked["tokens"] = tokens
     request = read_spec(asked)
-    jobs = plan(request.spec, [Shape(2, None)])
+    surveys = surveys_of(request)
+    shape, jobs = surveys[0].shape, plan(request.spec, surveys)
     times: list[tuple[int, float]] = []
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})  # inherited: driver and worker share this core
@@ -98,12 +101,12 @@ def overhead(samples: int, *, tokens: bool) -> float:
         (first, began), (last, ended) = times[len(times) // 10], times[-1]
         swept = (ended - began) / (last - first)
         torch.set_num_threads(1)
-        bench = Bench(request.spec, request.texts)
+        session = Session(request.spec, request.sources)
         for job in jobs[:first]:
-            bench.result(job, Shape(2, None))
+            session.result(job, shape)
         began = time.perf_counter()
         for job in jobs[first:]:
-            bench.result(job, Shape(2, None))
+            session.result(job, shape)
         return swept - (time.perf_counter() - began) / (last - first)
     finally:
         os.sched_setaffinity(0, before)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
 from lipscope.experiments.experiment import _REGISTER, Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope.models import load_model
+from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
-from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
 from rows import row
 from small import drawn
@@ -220,18 +222,40 @@ def test_certificates_end_at_the_first_refusal() -> None:
     assert found[0] >= 1e-3 * window.layer_top.sigma
 
 
-def test_rows_of_a_study_are_rows_of_its_folder(tmp_path) -> None:
-    calls = []
+def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:
+    loaded, layer, x = load_model(BERT), drawn(0), torch.ones(5, 4).double()
+    asked: dict[str, Any] = {"lengths": [6], "samples": 2, "dtype": "float64"}
+    told: list[tuple[str, int, int]] = []
 
-    def job(layer: int):
-        return {"layer": layer}, lambda: calls.append(layer) or row(layer=layer)
-
-    def run(count: int) -> list[Measurement]:
+    def run() -> list[Rows]:
         with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-            study = Study(_REGISTER["castin2024/figure1"], folder, (), (), True, None)
-            return study.rows("a part, of one", [job(i) for i in range(count)])
+            entry = _REGISTER["castin2024/figure1"]
+            study = Study(entry, folder, (), (), True, lambda *now: told.append(now))
+            return [
+                study.measure("plain", loaded, TEXT, **asked),
+                study.measure("with more", loaded, TEXT, rest=True, **asked),
+                study.measure("other layer", loaded, TEXT, layers=1, **asked),
+                study.bounds("bounded", loaded, TEXT, layers=0, metric="frobenius", **asked),
+                Rows(study.built("made", [(3, lambda: x)], layer=layer, kind="ones", of=loaded)),
+            ]
 
-    first = run(2)
-    assert first == [row(layer=0), row(layer=1)] and run(3)[:2] == first
-    assert calls == [0, 1, 2]
-    assert read_run(tmp_path / "run").measurements() == [row(layer=i) for i in range(3)]
+    plain, more, part, bounded, (made,) = run()
+    ids = [row.id for row in plain]
+    assert [row.id for row in more] == ids
+    assert [row.id for row in (*bounded, *part)] == [*ids[::2], *ids[1::2]]
+    # One id stands for one sigma, and what is asked besides is there whoever came first.
+    assert [row.sigma for row in more] == [row.sigma for row in plain]
+    assert all(row.sigma_rest is None for row in plain)
+    assert all(row.sigma_rest is not None for row in (*more, *part))
+    assert {one.id for one in bounded.bounds} == {row.id for row in bounded}
+    assert (made.input, made.sample, made.model) == ("ones", 3, BERT)
+    assert ("with more", 4, 4) in told
+    # Nothing is done again, and there is one folder.
+    before = (tmp_path / "run" / "rows.jsonl").read_bytes()
+    held = run()
+    assert all(row.sigma_rest is not None for row in held[1])
+    assert [[r.id for r in one] for one in held] == [ids, ids, ids[1::2], ids[::2], [made.id]]
+    assert {r.id: r.sigma for one in held for r in one} == {r.id: r.sigma for r in (*plain, made)}
+    assert (tmp_path / "run" / "rows.jsonl").read_bytes() == before
+    assert {row.id for row in read_run(tmp_path / "run").measurements()} == {*ids, made.id}
+    assert not [path for path in (tmp_path / "run").iterdir() if path.is_dir()]

@@ -17,7 +17,8 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
-from lipscope.engine.plan import Shape, plan
+from lipscope.engine.plan import Item, Job, Shape, Survey, plan
+from lipscope.engine.spec import Spec
 from lipscope.engine.sweep import local, read_spec
 from lipscope.engine.sweep.batches import Batches
 from lipscope.errors import InputError
@@ -61,6 +62,12 @@ def at(done: int, act: Callable[[], None]) -> Callable[..., None]:
     return progress
 
 
+def planned(spec: Spec, layers: int) -> tuple[list[Shape], list[Job]]:
+    """The jobs of a model with so many layers on one window."""
+    survey = Survey(Shape(layers, None), {"default": [Item(6, 0, 0, "a window")]}, None)
+    return [survey.shape], plan(spec, [survey])
+
+
 def test_rows_are_those_of_measure(uninterrupted):
     measured = ls.measure(BERT, lengths=[6], samples=4)
     swept = [r for r in ls.read_run(uninterrupted).measurements() if r.input == "text"]
@@ -71,6 +78,39 @@ def test_rows_are_those_of_measure(uninterrupted):
         assert other.sigma == pytest.approx(one.sigma, rel=1e-6)
         assert (other.tokens_sha256, other.start) == (one.tokens_sha256, one.start)
         assert other.upper >= one.sigma  # pyright: ignore[reportOptionalOperand]
+
+
+T5 = "random:t5:d_model=12,num_heads=3,d_kv=4,d_ff=16,num_layers=1,vocab_size=300"
+VIT = "random:vit:hidden_size=32,num_attention_heads=2,num_hidden_layers=1,image_size=32"
+# Asked of `measure` in the same words, but for the plurals of a sweep.
+SAME: dict[str, tuple[str, dict[str, Any]]] = {
+    "pictures": (
+        VIT + ",patch_size=8",
+        {"images": "random", "resolutions": [16, 32], "samples": 1, "map": "heads"},
+    ),
+    "cross-attention": (T5, {"lengths": [6], "samples": 1, "side": "query"}),
+    "from the norm on, with theorems": (
+        BERT,
+        {"lengths": [6], "samples": 1, "map": "normed", "theorems": "all", "position_offset": 3}
+        | {"layers": [0], "modules": "attention", "radius": "inputs"},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_measure_can_be_asked_a_sweep_can_too(tmp_path, what):
+    model, options = SAME[what]
+    measured = ls.measure(model, **options)
+    spec = {"maps" if name == "map" else name: value for name, value in options.items()}
+    swept = ls.sweep({"models": model, **spec}, tmp_path / "run", workers=1)
+    assert [row.id for row in swept] == [row.id for row in measured]
+    for one, other in zip(swept, measured, strict=True):
+        assert (one.sigma, one.upper) == pytest.approx((other.sigma, other.upper), rel=1e-6)
+        assert (one.map, one.side, one.num_tokens) == (other.map, other.side, other.num_tokens)
+    assert len(swept.bounds) == len(measured.bounds)
+    assert bool(swept.bounds) == ("theorems" in options)
+    for one, other in zip(swept.bounds, measured.bounds, strict=True):
+        assert (one.theorem, one.value) == (other.theorem, pytest.approx(other.value, rel=1e-6))
 
 
 def test_a_job_that_raises_is_a_row_with_its_error(uninterrupted):
@@ -92,8 +132,7 @@ def test_the_manifest_says_what_was_done(uninterrupted):
     manifest = ls.read_run(uninterrupted).manifest
     spec = read_spec(SPEC).spec
     assert manifest["spec"] == json.loads(json.dumps(spec.as_dict()))
-    about = {"revision": None, "weights": "random", "layers": 2, "heads": None}
-    assert manifest["models"] == {BERT: about}
+    assert manifest["models"] == {BERT: {"revision": None, "weights": "random"}}
     assert {"lipscope", "torch", "python", "machine", "cores"} <= set(manifest["provenance"])
     assert manifest["files"]["rows"]["lines"] == JOBS
 
@@ -212,8 +251,7 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
     )
     monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", stub])
     request = read_spec(SPEC | {"inputs": "real", "samples": 1})
-    shapes = [Shape(3, None)]
-    jobs = plan(request.spec, shapes)
+    shapes, jobs = planned(request.spec, 3)
     assert [job.layer for job in jobs] == [0, 1, 2]
     found = [one for some in local.local_results(request, shapes, jobs, 2) for one in some]
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
@@ -227,8 +265,7 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
 
 def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
     request = read_spec(SPEC)
-    shapes = [Shape(2, None)]
-    jobs = plan(request.spec, shapes)
+    shapes, jobs = planned(request.spec, 2)
     for command, expected in (
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its first"),
         (["/no/such/python"], "could not start"),

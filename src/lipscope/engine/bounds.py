@@ -13,6 +13,7 @@ from lipscope.engine.spec import ADVERSARIAL, ASCENT, REAL, MeasureOptions
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
+from lipscope.records.folder import RunFolder
 from lipscope.theorems import catalogue
 
 
@@ -24,7 +25,7 @@ def bounds(
     lengths: Sequence[int] | int | str | None = None,
     samples: int | None = None,
     attack: bool = False,
-    out: str | Path | None = None,
+    out: str | Path | RunFolder | None = None,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -43,7 +44,7 @@ def bounds(
         lengths: Numbers of tokens of windows of text; 64 if None.
         samples: Windows per length; 1 if None.
         attack: Also the worst adversarial input within the radius.
-        out: Run folder; an interrupted run there is continued.
+        out: Run folder, or one that is open; an interrupted run there is continued.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads`` or
             ``normed``; ``metric`` asks for theorems in this metric only, and measures sigma in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -14,6 +15,7 @@ from lipscope.engine.spec import MeasureOptions
 from lipscope.models import LoadedModel, Sample
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
+from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement
 
 
@@ -24,7 +26,7 @@ def measure(
     layers: Sequence[int] | int | str | Literal["all"] = "all",
     lengths: Sequence[int] | int | str | None = None,
     samples: int | None = None,
-    out: str | Path | None = None,
+    out: str | Path | RunFolder | None = None,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -46,7 +48,7 @@ def measure(
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
-        out: Run folder; an interrupted run there is continued.
+        out: Run folder, or one that is open; an interrupted run there is continued.
         progress: Called as ``progress(done, total, row)``, in rows.
         **options: Shared by all verbs, each with its default:
 
@@ -108,10 +110,10 @@ def measure_built(
     x: Tensor,
     *,
     kind: str,
-    model: str = "layer",
+    of: LoadedModel | None = None,
     index: int = 0,
     sample: int = 0,
-    weights: str = "float32",
+    out: str | Path | RunFolder | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Measurement:
     """Sigma of one layer at an input that was built for it, from a start of its own.
@@ -123,10 +125,10 @@ def measure_built(
         layer: The layer.
         x: The input, ``(n, d)``.
         kind: What the input is, for the row's ``input``: for example ``two_cluster``.
-        model: Name of the model that the layer is from.
+        of: The model that the layer is from.
         index: Its layer index.
         sample: Index among inputs of the same length.
-        weights: What the weights were stored as.
+        out: As for `measure`.
         **options: As for `measure`.
 
     Returns:
@@ -138,8 +140,9 @@ def measure_built(
     >>> round(measure_built(layer, torch.zeros(3, 2), kind="zeros").sigma, 6)
     1.0
     """
-    loaded = LoadedModel(model, layer, None, None, weights)
+    loaded = replace(of or LoadedModel("layer", layer, None, None, "float32"), model=layer)
     item = Sample(kind, (x,), sample, None, len(x), digest(x), None)
-    with LocalRun(loaded, [item], {**options, "layers": [index]}, verb="measure") as run:
-        (row,) = run.rows(None, None)
+    asked: dict[str, Any] = {**options, "layers": [index]}
+    with LocalRun(loaded, [item], asked, verb="measure", more={"tokens": False}) as run:
+        (row,) = run.rows(out, None)
     return row

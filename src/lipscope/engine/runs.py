@@ -104,9 +104,9 @@ class LocalRun:
         tell = progress or (lambda *_: None)
         ids = [one for job in self.jobs for one in row_ids(job, self.shape)]
         with self._folder(out) as folder:
-            done = dict(folder.done) if folder is not None else {}
-            tokens = folder.tokens() if folder is not None else []
-            bounds = folder.bounds() if folder is not None else []
+            done = self._held(folder, ids, own=folder is not out)
+            tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
+            bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
             tell(sum(one in done for one in ids), len(ids), None)
             for job in self.jobs:
                 wanted = row_ids(job, self.shape)
@@ -114,6 +114,7 @@ class LocalRun:
                     continue
                 new = [one for one in self._answered(job) if one.row.id not in done]
                 if folder is not None:
+                    new = [_with_more(one, folder.done.get(one.row.id)) for one in new]
                     folder.extend(new)
                 tokens += [token for one in new for token in one.tokens]
                 bounds += [bound for one in new for bound in one.bounds]
@@ -132,6 +133,23 @@ class LocalRun:
             assert folder is not None
             folder.extend([one for one in finished if one.row.id not in folder.done])
 
+    def _held(
+        self, folder: RunFolder | None, ids: Sequence[str], *, own: bool
+    ) -> dict[str, Measurement]:
+        """Rows that a folder holds; one that other questions share may say less than is asked."""
+        done = {} if folder is None else folder.done
+        held = {one: done[one] for one in ids if one in done}
+        if folder is None or own:
+            return held
+        bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
+        asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
+
+        def complete(row: Measurement) -> bool:
+            said = all(getattr(row, name) is not None for name, on in asked.items() if on)
+            return row.sigma is None or (said and row.id in bounded)
+
+        return {id: row for id, row in held.items() if complete(row)}
+
     def _answered(self, job: Job) -> list[Finished]:
         """The rows of a job; an input that cannot be built for a layer is a row that says so."""
         try:
@@ -146,6 +164,8 @@ class LocalRun:
     @contextlib.contextmanager
     def _folder(self, out: str | Path | RunFolder | None) -> Iterator[RunFolder | None]:
         if out is None or isinstance(out, RunFolder):
+            if out is not None:
+                out.add_model(self.loaded.name, self.session.about(0))
             yield out
             return
         origin = provenance(
@@ -159,6 +179,16 @@ class LocalRun:
         """The specification with a digest of the inputs instead of names of sources."""
         items = [one for some in self.survey.items.values() for one in some]
         return self.spec.as_dict() | {"texts": {"": stable_id({"items": items})}}
+
+
+def _with_more(one: Finished, held: Measurement | None) -> Finished:
+    """An answer with what an earlier one to the same question says besides."""
+    if held is None:
+        return one
+    names = [name for name in ("sigma_rest", "frobenius") if getattr(one.row, name) is None]
+    notes = [note for row in (held, one.row) for note in (row.note or "").split("; ") if note]
+    more: dict[str, Any] = {name: getattr(held, name) for name in names}
+    return one._replace(row=replace(one.row, **more, note="; ".join(dict.fromkeys(notes)) or None))
 
 
 def of_one_window(data: Data, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from lipscope.charts.panels import Panel
-from lipscope.engine.measure import measure
+from lipscope.engine.bounds import bounds
+from lipscope.engine.measure import measure, measure_built
+from lipscope.engine.runs import Progress as RowProgress
 from lipscope.errors import InputError
 from lipscope.experiments.findings import Findings, page
 from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import LoadedModel, load_model
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement, provenance, stable_id
 
 Progress = Callable[[str, int, int], None]
@@ -135,20 +139,21 @@ class Study:
         missing = [name for name in names if name not in self.models]
         return f"Not run on {' or '.join(missing)}." if missing else None
 
-    def measure(
-        self, part: str, model: str | LoadedModel, data: Any = None, **options: Any
-    ) -> Rows:
-        """Rows of `lipscope.engine.measure`, in a run folder of their own under ``parts``."""
+    def measure(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
+        """Rows of `lipscope.engine.measure`, in the run folder."""
+        return measure(model, data, out=self.folder, progress=self._in(part), **options)
 
-        def tell(done: int, total: int, row: Measurement | None) -> None:
-            del row
-            self._tell(part, done, total)
+    def bounds(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
+        """Rows of `lipscope.engine.bounds`, in the run folder."""
+        return bounds(model, data, out=self.folder, progress=self._in(part), **options)
 
-        loaded = self.load(model) if isinstance(model, str) else model
-        where = self.folder.path / "parts" / _file_name(part)
-        rows = measure(loaded, data, out=where, progress=tell, **options)
-        self._keep(rows)
-        return rows
+    def built(
+        self, part: str, inputs: Sequence[tuple[int, Callable[[], Tensor]]], **options: Any
+    ) -> Iterator[Measurement]:
+        """Rows of `measure_built` for samples and what builds their inputs, in the run folder."""
+        for done, (sample, build) in enumerate(inputs, 1):
+            yield measure_built(x=build(), sample=sample, out=self.folder, **options)
+            self._tell(part, done, len(inputs))
 
     def values(self, part: str, jobs: Iterable[Job]) -> list[dict[str, Any]]:
         """Records of jobs by their keys, each computed once and kept in the run folder.
@@ -171,21 +176,6 @@ class Study:
             found.append(held[name])
         self._tell(part, len(jobs), len(jobs))
         return found
-
-    def rows(
-        self, part: str, jobs: Iterable[tuple[dict[str, Any], Callable[[], Measurement]]]
-    ) -> list[Measurement]:
-        """As `values`, for jobs that give a `Measurement`: a row of the run folder."""
-        kept = self.values(part, [(key, self._row_of(make)) for key, make in jobs])
-        return [self.folder.done[record["id"]] for record in kept]
-
-    def _row_of(self, make: Callable[[], Measurement]) -> Callable[[], dict[str, Any]]:
-        def compute() -> dict[str, Any]:
-            row = make()
-            self.folder.append(row)
-            return {"id": row.id}
-
-        return compute
 
     def draw(
         self,
@@ -212,10 +202,8 @@ class Study:
             save(chart, self.folder.path / f"{stem}.{kind}")
         self.figures.append((f"{stem}.svg", title))
 
-    def _keep(self, rows: Iterable[Measurement]) -> None:
-        """Every row of a part is also one of the whole run."""
-        new = {row.id: row for row in rows if row.id not in self.folder.done}
-        self.folder.extend([Finished(row) for row in new.values()])
+    def _in(self, part: str) -> RowProgress:
+        return lambda done, total, row: self._tell(part, done, total)
 
     def _tell(self, part: str, done: int, total: int) -> None:
         if self._progress is not None:

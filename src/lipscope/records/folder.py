@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lipscope.errors import InputError
 from lipscope.records.lock import LOCK, take
@@ -25,6 +25,7 @@ from lipscope.records.stored import Mark, Stored, marks_of, tables, write_parque
 if TYPE_CHECKING:
     import polars
 
+T = TypeVar("T")
 _ENTRIES = ("spec", "provenance", "models", "files")
 
 
@@ -249,15 +250,23 @@ class RunFolder:
         self._manifest["models"][name] = found
         self._write_manifest()
 
-    def tokens(self) -> list[TokenShare]:
-        """The tokens of all finished rows, each once."""
-        frame = self._tables[1].read(self._marks.get("tokens"), own=True)
-        return [one for one in records_of(TokenShare, frame) if one.id in self.done]
+    def tokens(self, ids: Iterable[str] | None = None) -> list[TokenShare]:
+        """The tokens of finished rows, of all or of some, each once."""
+        return self._beside(1, TokenShare, ids)
 
-    def bounds(self) -> list[Bound]:
-        """The bounds of all finished rows, each once."""
-        frame = self._tables[2].read(self._marks.get("bounds"), own=True)
-        return [one for one in records_of(Bound, frame) if one.id in self.done]
+    def bounds(self, ids: Iterable[str] | None = None) -> list[Bound]:
+        """The bounds of finished rows, of all or of some, each once."""
+        return self._beside(2, Bound, ids)
+
+    def _beside(self, index: int, kind: type[T], ids: Iterable[str] | None) -> list[T]:
+        import polars as pl
+
+        wanted = [one for one in (self.done if ids is None else ids) if one in self.done]
+        if not wanted:
+            return []
+        table = self._tables[index]
+        frame = table.read(self._marks.get(table.name), own=True)
+        return records_of(kind, frame.filter(pl.col("id").is_in(wanted)))
 
     def compact(self) -> None:
         """Bring the Parquet copies of all tables up to their lines.

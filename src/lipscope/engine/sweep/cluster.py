@@ -149,11 +149,11 @@ class _Running:
 
 def _answers(name: str, line: str) -> list[str]:
     """In a worker: the answers to some jobs."""
-    sessiones = get_worker().plugins[name]
-    assert isinstance(sessiones, Sessions)
+    here = get_worker().plugins[name]
+    assert isinstance(here, Sessions)
     jobs, shape = decoded_jobs(line)
-    with sessiones.lock:
-        return [encoded(sessiones.session.result(job, shape)) for job in jobs]
+    with here.lock:
+        return [encoded(here.session.result(job, shape)) for job in jobs]
 
 
 def _connected(address: str) -> Any:

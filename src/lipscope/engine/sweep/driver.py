@@ -57,12 +57,17 @@ def sweep(
     with RunFolder(path, request.spec.as_dict(), origin) as folder:
         surveys = surveys_of(request)
         shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
+        ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
         todo = left_over(jobs, shapes, folder.done)
         if todo:
             results = _results(request, shapes, todo, count, cluster)
-            ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
             _write(request, folder, results, progress, ids)
-        return _rows(request, folder, shapes, jobs)
+        return Rows(
+            [folder.done[one] for one in ids],
+            tokens=folder.tokens() if request.spec.tokens else (),
+            windows=request.spec.windows,  # pyright: ignore[reportArgumentType]
+            bounds=folder.bounds(),
+        )
 
 
 def number_of_workers(workers: int | None, cluster: str | None) -> int:
@@ -124,18 +129,3 @@ def _write(
         folder.extend(new)
         done += len(new)
         tell(done, total, some[-1].finished[-1].row)
-
-
-def _rows(
-    request: Request,
-    folder: RunFolder,
-    shapes: Sequence[Shape],
-    jobs: Sequence[Job],
-) -> Rows:
-    ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
-    return Rows(
-        [folder.done[one] for one in ids],
-        tokens=folder.tokens() if request.spec.tokens else [],
-        windows=request.spec.windows,  # pyright: ignore[reportArgumentType]
-        bounds=folder.bounds(),
-    )

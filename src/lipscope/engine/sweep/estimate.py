@@ -78,11 +78,11 @@ def estimate(
     surveys = surveys_of(request)
     looked = time.perf_counter() - began
     shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
-    todo = left_over(jobs, shapes, held.rows)
+    todo = left_over(jobs, shapes, held)
     if not todo:
         return Estimate(len(jobs), len(jobs), 0.0, "Nothing is left to do.")
     wanted = Counter((_kind(job), job.num_tokens or 0) for job in todo)
-    times, basis = _from_rows(jobs, held.rows), "the solving times of rows measured before"
+    times, basis = _from_rows(jobs, held), "the solving times of rows measured before"
     basis += " (capturing the inputs comes on top)"
     if not {kind for kind, _ in wanted} <= set(times):
         times, basis = _calibrated(request, shapes, todo), "jobs done just now to see"
@@ -133,19 +133,13 @@ def _slope(times: Mapping[int, float], below: int, above: int) -> float:
     return math.log(times[above] / times[below]) / math.log(above / below)
 
 
-class _Held(NamedTuple):
-    models: Mapping[str, Any]
-    rows: Mapping[str, Measurement]
-
-
-def _held(path: Path, request: Request) -> _Held:
-    """What the folder of the sweep holds, as it is."""
+def _held(path: Path, request: Request) -> dict[str, Measurement]:
+    """The rows that the folder of the sweep holds, as it is."""
     if not (path / "manifest.json").exists():
-        return _Held({}, {})
+        return {}
     manifest = load_manifest(path / "manifest.json")
     check_same(path, manifest["spec"], request.spec.as_dict())
-    rows = Run(path, manifest).measurements()
-    return _Held(manifest["models"], {row.id: row for row in rows})
+    return {row.id: row for row in Run(path, manifest).measurements()}
 
 
 def _kind(job: Job) -> Kind:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from torch import Tensor
 
 from lipscope.attacks import two_cluster
 from lipscope.attention import Attention
 from lipscope.engine.capture import captures
-from lipscope.engine.measure import measure_built
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study
 from lipscope.models import LoadedModel
@@ -87,25 +87,12 @@ def _rows(
     heads = range(0, attention.num_heads, study.pick(4, 1))
     lengths = study.pick([12, 27, 97], [*range(2, 100, 5)])
 
-    def job(head: int, n: int) -> tuple[dict[str, Any], Callable[[], Measurement]]:
-        key = {"model": loaded.name, "layer": layer, "head": head, "n": n, "radius": radius}
+    def placed(head: int, n: int) -> tuple[int, Callable[[], Tensor]]:
+        return head, lambda: two_cluster(attention, head=head, num_tokens=n, radius=radius).x
 
-        def compute() -> Measurement:
-            x = two_cluster(attention, head=head, num_tokens=n, radius=radius).x
-            return measure_built(
-                attention,
-                x,
-                kind="two_cluster",
-                model=loaded.name,
-                index=layer,
-                sample=head,
-                weights=loaded.weights,
-            )
-
-        return key, compute
-
-    jobs = [job(head, n) for head in heads if _placeable(attention, head) for n in lengths]
-    return study.rows("adversarial", jobs)
+    inputs = [placed(head, n) for head in heads if _placeable(attention, head) for n in lengths]
+    options = {"layer": attention, "kind": "two_cluster", "of": loaded, "index": layer}
+    return list(study.built("adversarial", inputs, **options))
 
 
 def _placeable(attention: Attention, head: int) -> bool:

@@ -19,9 +19,9 @@ from lipscope.models import (
     reinitialised,
     repeated_token,
     shuffled_words,
-    windows_of_text,
 )
 from lipscope.models.data.windows import special_tokens_of
+from lipscope.pages.rows import Rows
 from lipscope.pages.table import number
 from lipscope.records.growth import Growth, groups, growth, top_held_fixed
 from lipscope.records.rows import Measurement
@@ -141,20 +141,17 @@ class _Ask:
             rows += self.study.measure(self.part(name, str(n)), loaded, ids, layers=self.layers)
         return self.named(name, rows)
 
-    def offset(self, num_tokens: int, start: int) -> Sequence[Measurement]:
+    def offset(self, num_tokens: int, start: int) -> Rows:
         """Windows of the text whose positions begin at ``start``."""
-        windows = windows_of_text(
+        return self.study.measure(
+            self.part(f"from-position-{start}", self.text_name),
+            self.loaded,
             self.content,
-            self.loaded.tokenizer,
-            lengths=[num_tokens],
+            layers=self.layers,
+            lengths=num_tokens,
             samples=self.samples,
-            vocab_size=self.loaded.config.vocab_size,
+            position_offset=start,
         )
-        ids = torch.cat([window.ids for window in windows])
-        positions = torch.arange(start, start + num_tokens).expand_as(ids).contiguous()
-        batch = {"input_ids": ids, "position_ids": positions}
-        part = self.part(f"from-position-{start}", self.text_name)
-        return self.study.measure(part, self.loaded, batch, layers=self.layers)
 
     def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
         """One token again and again; at one position all its copies are equal vectors."""

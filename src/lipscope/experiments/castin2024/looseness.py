@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 
 from lipscope.attention import L2Attention
 from lipscope.charts.panels import Panel, Series
-from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import captures
 from lipscope.experiments.experiment import Job, Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
@@ -35,20 +34,18 @@ _METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 def looseness(study: Study) -> Findings:
     """Upper bounds divided by the measured norm of the same map, input and metric."""
     lengths = study.pick([16, 32], [16, 32, 64])
-    places = [
-        (loaded, text, layer, n)
-        for loaded, text in study.places()
+    places = list(study.places())
+    points = [point for place in places for point in _of(study, *place, lengths)]
+    # The infinity norm is that of a theorem on L2 attention: the same weights with its score.
+    jobs = [
+        _l2_job(loaded, text, layer, n)
+        for loaded, text in places
+        if _takes_l2(loaded)
         for layer in _layers(study, loaded)
         for n in lengths
     ]
-    sharp = study.pick(False, True)
-    jobs = [_job(*place, metric, sharp) for place in places for metric in _METRICS]
-    found = study.values("looseness", jobs)
-    # The infinity norm is that of a theorem on L2 attention: the same weights with its score.
-    found += study.values(
-        "l2-attention", [_l2_job(*place) for place in places if _takes_l2(place[0])]
-    )
-    points = [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
+    found = study.values("l2-attention", jobs)
+    points += [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
     _draw(study, points)
     worst = [p for p in points if p["ratio"] < 1 - 1e-5]
     return Findings(
@@ -88,27 +85,30 @@ def _layers(study: Study, loaded: LoadedModel) -> list[int]:
     return study.pick([count // 2], [0, count // 2, count - 1])
 
 
-def _job(loaded: LoadedModel, text: Text, layer: int, n: int, metric: Metric, sharp: bool) -> Job:
-    def compute() -> dict[str, Any]:
-        rows = bounds(
+def _of(
+    study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Every upper bound of a model on one text, divided by the measured norm."""
+    for metric in _METRICS:
+        rows = study.bounds(
+            f"{loaded.name}-{text.name}-{metric}",
             loaded,
             text.content,
-            layers=[layer],
-            lengths=[n],
+            layers=_layers(study, loaded),
+            lengths=lengths,
+            samples=1,
             metric=metric,
-            sharp=sharp,
+            radius="row",
+            sharp=study.pick(False, True),
             special_tokens=False,
         )
-        return {
-            "bounds": [
-                _point(bound.theorem, bound.scope, metric, ratio)
-                for bound in rows.bounds
-                if (ratio := looseness_of(bound, rows[0])) is not None
-            ]
-        }
-
-    key = _key(loaded, text, layer, n) | {"layers": "as they are", "metric": metric}
-    return key | {"sharp": sharp}, compute
+        measured = {row.id: row for row in rows}
+        for bound in rows.bounds:
+            row = measured[bound.id]
+            ratio = looseness_of(bound, row)
+            if ratio is not None:
+                point = _point(bound.theorem, bound.scope, metric, ratio)
+                yield point | {"n": row.num_tokens, "layers": "as they are"}
 
 
 def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> Job:
