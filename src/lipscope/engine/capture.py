@@ -170,7 +170,7 @@ def captures(
         layer, norm = run.session.layer(job)
         attention = layer.attention if isinstance(layer, Normed) else layer
         # Copies: the model is put back as it was, and may be changed or freed by its owner.
-        own = attention.replace().requires_grad_(False)
+        own = copy.deepcopy(attention).requires_grad_(False)
         x = run.session.place(job)[0].x.detach().clone()
         normed = None
         if isinstance(layer, Normed) and norm is not None:
