@@ -5,6 +5,7 @@ Run: python examples/certify_a_decision.py
 
 import lipscope as ls
 from lipscope.attacks import attack_decision
+from lipscope.certificates.decision import certified_radius
 from lipscope.engine.classifier import classifier_of_texts
 
 # A decision on the mean-pooled output of one layer: which of two texts is nearer?
@@ -17,7 +18,7 @@ layer, x = ls.capture("minilm", text, layer=3, length=12)
 assert isinstance(layer, ls.Attention)
 
 for ball in ("token", "frobenius"):
-    proved = ls.certified_radius(layer, x, classifier.weight, bias=classifier.bias, ball=ball)
+    proved = certified_radius(layer, x, classifier.weight, bias=classifier.bias, ball=ball)
     if ball == "token":
         name = classifier.names[proved.decision]
         print(f"decision: \u201c{name}\u201d, by a margin of {proved.margin:.3f}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,34 @@ def test_every_command_of_the_pages_can_be_read() -> None:
                 command.make_parser(command.context_class(command)).parse_args(rest)
                 found += 1
     assert found > 40
+
+
+def test_options_that_a_help_hides_are_on_the_page_of_commands() -> None:
+    known: Any = typer.main.get_command(app)
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name, command in known.commands.items():
+        hidden = {opt.opts[0] for opt in command.params if getattr(opt, "hidden", False)}
+        told = re.search(rf"^\| `{name}` \| (`--.*) \|$", page, re.MULTILINE)
+        assert set(re.findall(r"--[\w-]+", told[1] if told else "")) == hidden, name
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    """One drawing on two pages: the floors of the import contract, from the top."""
+    house = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    floors = [
+        {room for room in floor.split(" | ") if not room.startswith("(")}
+        for floor in house["contracts"][0]["layers"]
+    ]
+    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        drawn: list[set[str]] = []
+        for number, room in re.findall(r"^( \d|\d\d| {2}) {3,}(\w+) {3,}", text, re.MULTILINE):
+            if number.strip():
+                drawn.append(set())
+                assert int(number) == len(floors) + 1 - len(drawn)
+            if drawn:
+                drawn[-1].add(room)
+        assert drawn == floors, page
 
 
 def _command(line: str, monkeypatch) -> None:

@@ -47,9 +47,10 @@ def test_a_captured_layer_is_the_one_that_is_measured(family):
     assert top.sigma == pytest.approx(measured.sigma, rel=1e-7)
 
 
-def test_a_captured_layer_has_weights_of_its_own():
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_captured_layer_has_weights_of_its_own(dtype):
     loaded = tiny("bert")
-    layer, x = ls.capture(loaded.model, IDS, layer=1)
+    layer, x = ls.capture(loaded.model, IDS, layer=1, dtype=dtype)
     before = layer(x).clone()
     for p in loaded.model.parameters():
         p.data.zero_()
