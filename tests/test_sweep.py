@@ -110,7 +110,8 @@ def test_what_measure_can_be_asked_a_sweep_can_too(tmp_path, what):
     assert len(swept.bounds) == len(measured.bounds)
     assert bool(swept.bounds) == ("theorems" in options)
     for one, other in zip(swept.bounds, measured.bounds, strict=True):
-        assert (one.theorem, one.value) == (other.theorem, pytest.approx(other.value, rel=1e-6))
+        assert (one.id, one.theorem, one.reason) == (other.id, other.theorem, other.reason)
+        assert one.value == (other.value and pytest.approx(other.value, rel=1e-6))
 
 
 def test_a_job_that_raises_is_a_row_with_its_error(uninterrupted):
@@ -246,7 +247,7 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
         "sys.stdin.readline()\n"
         "for line in sys.stdin:\n"
         "    for job in json.loads(line)[0]:\n"
-        "        if job[9] == 1: os.kill(os.getpid(), 9)\n"
+        "        if job[10] == 1: os.kill(os.getpid(), 9)\n"
         "        print(json.dumps([job[0], job[1], {}, []]), flush=True)\n"
     )
     monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", stub])
