@@ -40,7 +40,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "inputs": (str, "real", "or adversarial, ascent, a construction; several by commas."),
     "ascent_steps": (int | None, None, "Steps of gradient ascent."),
     "theorems": (str | None, None, "Names, or all that are quick."),
-    "sharp": (bool, False, "Also the bounds that take seconds a head."),
+    "sharp": (bool | None, None, "Also the bounds that take seconds a head."),
     "radius": (str | None, None, "Largest token norm of bounds: a number, norm, inputs, row."),
     "tol": (float, 1e-3, "Relative tolerance."),
     "delta": (float, 1e-6, "Failure probability."),
@@ -85,7 +85,7 @@ def with_options(
 def _parameter(name: str, words: str | None, hidden: bool) -> inspect.Parameter:
     kind, default, usual = OPTIONS[name]
     flag = "--" + name.replace("_", "-")
-    names = [flag] if kind is bool and name not in _SWITCHES else []
+    names = [flag] if kind in (bool, bool | None) and name not in _SWITCHES else []
     if name in _SWITCHES:
         names = [f"{flag}/--no-{flag[2:]}"]
     shown = default not in (None, "all", "self", True, "attention")

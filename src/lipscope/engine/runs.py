@@ -21,7 +21,7 @@ from lipscope.models import LoadedModel, Sample, adopt_model, load_model
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Measurement, provenance, stable_id
+from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
 Model = str | nn.Module | LoadedModel
@@ -130,7 +130,11 @@ class LocalRun:
         """Write rows with more side tables than the run itself asks for."""
         with self._folder(out) as folder:
             assert folder is not None
-            folder.extend([one for one in finished if one.row.id not in folder.done])
+            held = {_key(one) for one in folder.bounds()}
+            for one in finished:
+                new = tuple(bound for bound in one.bounds if _key(bound) not in held)
+                if new or one.row.id not in folder.done:
+                    folder.extend([one._replace(bounds=new)])
 
     def _answered(self, job: Job) -> list[Finished]:
         """The rows of a job; an input that cannot be built for a layer is a row that says so."""
@@ -159,6 +163,10 @@ class LocalRun:
         """The specification with a digest of the inputs instead of names of sources."""
         items = [one for some in self.survey.items.values() for one in some]
         return self.spec.as_dict() | {"texts": {"": stable_id({"items": items})}}
+
+
+def _key(bound: Bound) -> tuple[str, str, float | None]:
+    return bound.id, bound.theorem, bound.eps
 
 
 def of_one_window(data: Data, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
