@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 from command import BERT, TEXT
 from lipscope import capture, to_dense
+from lipscope.records.run import read_run
 from lipscope.theorems import catalogue
 from tiny import TINY
 
@@ -93,12 +93,15 @@ def test_attack_keeps_the_worst_input(command):
     result = command("attack", BERT, *options)
     assert result.status == 0, result.err
     assert "real text" in result.out and "ascent" in result.out and "two_cluster" in result.out
-    about = json.loads(Path("out/worst.json").read_text())
+    real, worst = read_run("out").measurements()
+    radius = real.radius_max * (1 + 1e-5)
     with np.load("out/worst.npz") as kept:
         assert kept["x"].shape == kept["v"].shape == (6, 12)
         norms = np.linalg.norm(kept["x"], axis=1)
-    assert norms.max() <= about["radius"] * (1 + 1e-5)
-    assert about["sigma"] >= about["sigma_text"] * (1 - 1e-3)
+    assert norms.max() <= radius and worst.radius_max <= radius
+    assert worst.sigma >= real.sigma * (1 - 1e-3)
+    assert command("rows", "out", "--to", "csv").out.count("\n") == 1 + 2
+    assert command("report", "out", "-o", "page.html").status == 0
     rows = command("attack", BERT, *options, "--jsonl", "--radius", "2").rows
     assert all(row["radius"] == 2.0 for row in rows)
     values = [row["sigma"] for row in rows if row["sigma"] is not None]
@@ -138,8 +141,10 @@ def test_certify_a_decision_between_texts(command):
         assert words in result.out
     rows = command("certify", *options, "--jsonl").rows
     assert [row["ball"] for row in rows] == ["token", "frobenius"]
-    kept = Path("out/certificate.jsonl").read_text(encoding="utf-8")
-    assert rows == [json.loads(line) for line in kept.splitlines()]
+    bounds = read_run("out").bound_values()
+    kept = {(b.theorem, b.scope, b.value) for b in bounds}
+    assert kept == {(f"decision_{row['ball']}", "ball", row["radius"]) for row in rows}
+    assert command("report", "out", "-o", "page.html").status == 0
     for row in rows:
         assert 0 < row["radius"] < (row["flip_radius"] or math.inf)
         assert row["fraction"] == row["radius"] / row["nearest"]
@@ -238,11 +243,10 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["bounds", BERT, "--radius", "-1"], ["radius = -1"]),
         (["bounds", BERT, "--radius", "0.01"], ["at least the largest token norm"]),
         (["bounds", BERT, "--radius", "wide"], ["--radius", "norm", "wide"]),
-        (["bounds", BERT, "--length", "0"], ["lengths", "positive"]),
+        (["bounds", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
         (["bounds", BERT, "--metric", "other"], ["metric", "other"]),
         (["bounds", BERT, "--map", "block"], ["attention, heads, normed"]),
         (["bounds", BERT, "--map", "normed", "--radius", "2"], ["radius", "left out"]),
-        (["bounds", BERT, "--per-head", "--out", "x"], ["--out", "--per-head"]),
         (["attack", BERT, "--radius", "-1"], ["radius", "positive"]),
         (["attack", BERT, "--radius", "1", "--like-text"], ["exclude each other"]),
         (["attack", BERT, "--layer", "2"], ["between 0 and 1"]),
@@ -252,7 +256,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
         (["certify", BERT, "--eps", "inf"], ["eps"]),
         (["certify", BERT, "--steps", "0"], ["steps"]),
-        (["certify", BERT, "--length", "0"], ["lengths", "positive"]),
+        (["certify", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "can be written"]),
         (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
@@ -277,12 +281,3 @@ def test_mistakes_are_one_line(command, arguments, expected):
     for words in expected:
         assert words in result.err
     assert [p.name for p in Path().iterdir()] == ["text.txt"]
-
-
-@pytest.mark.parametrize("name", ["bounds", "attack", "certify", "theorems"])
-def test_help_is_one_screen_with_an_example(command, monkeypatch, name):
-    monkeypatch.setenv("COLUMNS", "100")
-    result = command(name, "--help")
-    assert result.status == 0
-    assert len(result.out.splitlines()) <= 50
-    assert f"Example: lipscope {name}" in result.out

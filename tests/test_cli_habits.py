@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
-from lipscope.cli import COMMANDS, doctor
+from lipscope.cli import COMMANDS, app, doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
@@ -32,6 +33,16 @@ def test_the_first_help_lists_every_command_and_exit_status(command, monkeypatch
     assert len(result.out.splitlines()) <= SCREEN
     for word in (*NAMES, "--install-completion", "--version", "Exit status:", "130", "141"):
         assert word in result.out
+
+
+def test_options_that_the_help_leaves_out_are_documented(command) -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name, made in typer.main.get_command(app).commands.items():
+        hidden = {one.opts[0] for one in made.params if getattr(one, "hidden", False)}
+        row = re.search(rf"^\| `{name}` \| (`--.*) \|$", page, re.MULTILINE)
+        assert hidden == set(re.findall(r"--[a-z-]+", row[1]) if row else ())
+        said = " ".join(command(name, "--help").out.split())
+        assert ("More options: docs/commands.md" in said) == bool(hidden), name
 
 
 def test_exit_statuses_are_documented() -> None:

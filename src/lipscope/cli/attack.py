@@ -24,7 +24,13 @@ EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --s
 
 
 @with_options(
-    *INPUT, "map", "radius", *SOLVER, hidden=("modules", "windows"), radius="A number, or norm."
+    *INPUT,
+    "map",
+    "radius",
+    *SOLVER,
+    hidden=("modules", "windows"),
+    radius="A number, or norm.",
+    map="or heads.",
 )
 def attack(
     model: Annotated[
@@ -37,25 +43,24 @@ def attack(
     length: Annotated[int, typer.Option(help="Number of tokens.")] = 64,
     like_text: Annotated[
         bool,
-        typer.Option("--like-text", help="The largest token norm of the text.  [default]"),
+        typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
-    steps: Annotated[
-        int, typer.Option(help="Steps of gradient ascent; 0 for constructions only.")
-    ] = 20,
+    steps: Annotated[int, typer.Option(help="Of gradient ascent; 0 for none.")] = 20,
     restarts: Annotated[int, typer.Option(help="Random starts of the ascent.")] = 4,
     out: Annotated[
         Path | None,
         typer.Option(help="Run folder.  [default: runs/<date>-<model>-attack]"),
     ] = None,
     jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="One JSON object per input on stdout, no table.")
+        bool, typer.Option("--jsonl", help="One JSON object per input on stdout.")
     ] = False,
     **options: Any,
 ) -> None:
     """Find the inputs that make sigma of a layer large.
 
     Next to sigma on real text: every construction for every head, then gradient ascent
-    from the best of them and from the text; the worst is kept as worst.npz (x, v).
+    from the best of them and from the text; the worst is kept as worst.npz (x, v). More
+    options: docs/commands.md.
     """
     content, given = asked(options)
     if "radius" in given and like_text:

@@ -28,11 +28,11 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
     *INPUT,
     *_ASKED,
     *SOLVER,
-    hidden=("modules", "windows", "position_offset", "images", "tol", "delta", "memory", "dtype"),
+    hidden=("modules", "windows", "position_offset", "delta", "memory"),
     map="or heads, normed.",
     per_head="Each query head alone.",
-    metric="Theorems in one metric, measured too.  [default: all]",
-    radius="Largest token norm: a number, or norm.  [default: text's]",
+    metric="Only in this metric, measured in it too.",
+    radius="A number, or norm.  [default: text's]",
     theorems="Only these.",
 )
 def bounds(
@@ -42,17 +42,17 @@ def bounds(
             metavar="[MODEL]", help="minilm, smollm2, a folder, a hub id, or random:FAMILY…"
         ),
     ] = "minilm",
-    layer: Annotated[str, typer.Option(help="An index, several such as 0,3, or all.")] = "0",
+    layer: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     lengths: Annotated[
-        str | None, typer.Option(help="Several lengths, such as 16,64,128, for the figure.")
+        str | None, typer.Option(help="Several, such as 16,64,128, for the figure.")
     ] = None,
     samples: Annotated[int, typer.Option(help="Windows per length.")] = 1,
     attack: Annotated[
         bool, typer.Option("--attack", help="Also the worst input within the radius.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder for rows, bounds and the figure over n.")
+        Path | None, typer.Option(help="Run folder for rows, bounds and figure.")
     ] = None,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object per row on stdout, no table.")
@@ -62,7 +62,8 @@ def bounds(
     """Every bound of a layer next to its sigma.
 
     Every theorem that applies, with its value, source and looseness against the measured
-    sigma (same metric and map), and those that do not, with the reason.
+    sigma (same metric and map), and those that do not, with the reason. More
+    options: docs/commands.md.
     """
     content, wanted = asked(options)
     pictures = "images" in wanted

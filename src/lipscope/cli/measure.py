@@ -40,7 +40,9 @@ def measure(
     ] = False,
     **options: Any,
 ) -> None:
-    """Measure sigma, how far attention moves with its input, with intervals."""
+    """Measure sigma, how far attention moves with its input, with intervals.
+    More options: docs/commands.md.
+    """
     folder = out if out is not None else default_folder(model)
     content, given = asked(options)
     pictures = "images" in given

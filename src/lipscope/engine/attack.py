@@ -115,6 +115,7 @@ def attack(
             layer=layer,
             dtype=job.dtype,
             seed=job.seed,
+            attempts=[steps, restarts],
             **asked_for,
         )
         worse = job._replace(id=id, input=first.name, radius=allowed)

@@ -16,8 +16,9 @@ from lipscope.engine.runs import Data, LocalRun, Model, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished
-from lipscope.records.rows import Bound, Measurement
+from lipscope.records.rows import Bound, Measurement, TokenShare
 from lipscope.theorems import DERIVED
 from lipscope.theorems.derived.intervals import BallName
 
@@ -88,7 +89,8 @@ def certify(
             raise InputError(
                 f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
             )
-        row = run.rows(None, None)[head or 0]
+        rows = run.rows(None, None)
+        row = rows[head or 0]
         if row.sigma is None or row.upper is None:
             raise InputError(f"No certificate: {row.error or row.note}.")
         found = certified(
@@ -103,7 +105,7 @@ def certify(
             sigma=(row.sigma, row.upper),
         )
         if out is not None:
-            run.keep([Finished(row, (), tuple(as_bounds(found, row)))], out)
+            run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))], out)
     return found
 
 
@@ -129,8 +131,9 @@ def keep(
         **options: As for `certify`.
     """
     with _run(model, data, layer, length, options) as run:
-        (row,) = run.rows(None, None)
-        run.keep([Finished(row, (), tuple(replace(one, id=row.id) for one in found))], out)
+        rows = run.rows(None, None)
+        bounds = tuple(replace(one, id=rows[0].id) for one in found)
+        run.keep([Finished(rows[0], _tokens(rows, rows[0]), bounds)], out)
 
 
 def _run(
@@ -145,6 +148,10 @@ def _run(
         without=_WITHOUT,
         dtype="float64",
     )
+
+
+def _tokens(rows: Rows, row: Measurement) -> tuple[TokenShare, ...]:
+    return tuple(one for one in rows.tokens if one.id == row.id)
 
 
 def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:

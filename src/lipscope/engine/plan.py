@@ -143,7 +143,7 @@ def identity(
         layer: Index of the layer.
         dtype: Floating type.
         seed: Of the random starts.
-        **asked: ``map``, ``metric``, ``input`` and ``radius`` of the job.
+        **asked: ``map``, ``metric``, ``input`` and ``radius`` of the job; what else was asked.
 
     Returns:
         The id, for all heads together.

@@ -21,7 +21,7 @@ from lipscope.models import LoadedModel, Sample, adopt_model, load_model
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Measurement, provenance, stable_id
+from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
 Model = str | nn.Module | LoadedModel
@@ -131,7 +131,11 @@ class LocalRun:
         """Write rows with more side tables than the run itself asks for."""
         with self._folder(out) as folder:
             assert folder is not None
-            folder.extend([one for one in finished if one.row.id not in folder.done])
+            held = {_key(one) for one in folder.bounds()}
+            for one in finished:
+                new = tuple(bound for bound in one.bounds if _key(bound) not in held)
+                if new or one.row.id not in folder.done:
+                    folder.extend([one._replace(bounds=new)])
 
     def _held(
         self, folder: RunFolder | None, ids: Sequence[str], *, own: bool
@@ -189,6 +193,10 @@ def _with_more(one: Finished, held: Measurement | None) -> Finished:
     notes = [note for row in (held, one.row) for note in (row.note or "").split("; ") if note]
     more: dict[str, Any] = {name: getattr(held, name) for name in names}
     return one._replace(row=replace(one.row, **more, note="; ".join(dict.fromkeys(notes)) or None))
+
+
+def _key(bound: Bound) -> tuple[str, str, float | None]:
+    return bound.id, bound.theorem, bound.eps
 
 
 def of_one_window(data: Data, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:

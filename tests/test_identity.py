@@ -1,0 +1,107 @@
+"""One question has one id, one sigma and one upper end, whichever verb asks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lipscope as ls
+from command import BERT, TEXT
+from lipscope.pages.items import items_of
+from lipscope.pages.points import points_of
+from lipscope.records.rows import Measurement
+
+WINDOW: dict[str, Any] = {"lengths": [6], "samples": 1}
+IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
+
+
+def held(folder: str) -> Measurement:
+    """The row of the real input of a run folder."""
+    (row,) = [one for one in ls.read_run(folder).measurements() if one.input == "text"]
+    return row
+
+
+def in_python(dtype: str) -> dict[str, Measurement]:
+    """Every verb that answers with a row."""
+    about: dict[str, Any] = {"dtype": dtype}
+    one: dict[str, Any] = {"layer": 1, "length": 6, **about}
+    ls.certify(BERT, TEXT, eps=0.01, sharp=False, out="certify", **one)
+    spec = {"models": [BERT], "layers": [1], **WINDOW, "dtypes": [dtype]}
+    return {
+        "measure": ls.measure(BERT, TEXT, layers=[1], **WINDOW, **about, out="measure")[0],
+        "bounds": ls.bounds(BERT, TEXT, layers=[1], **WINDOW, **about, out="bounds")[0],
+        "attack": ls.attack(BERT, TEXT, steps=0, **one).rows[0],
+        "certify": held("certify"),
+        "sweep": ls.sweep({**spec, "texts": ["text.txt"]}, "sweep", workers=1)[0],
+    }
+
+
+def on_the_command_line(command: Any, dtype: str) -> dict[str, Measurement]:
+    about = [BERT, "--text", "text.txt", "--dtype", dtype]
+    one = [*about, "--layer", "1", "--length", "6"]
+    window = ["--layers", "1", "--lengths", "6", "--samples", "1"]
+    spec = {"models": [BERT], "layers": [1], **WINDOW, "texts": ["text.txt"], "dtypes": [dtype]}
+    Path("spec.yaml").write_text(json.dumps(spec))
+    asked = {
+        "measure": [*about, *window],
+        "bounds": one,
+        "attack": [*one, "--steps", "0"],
+        "certify": [*one, "--no-sharp", "--random", "1", "--ascents", "0"],
+        "sweep": ["spec.yaml", "--workers", "1"],
+    }
+    for verb, arguments in asked.items():
+        result = command(verb, *arguments, "--out", f"cli-{verb}")
+        assert result.status == 0, result.err
+    return {f"lipscope {verb}": held(f"cli-{verb}") for verb in asked}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_every_verb_gives_one_measurement_one_identity(command, dtype: str) -> None:
+    found = in_python(dtype) | on_the_command_line(command, dtype)
+    assert len({row.id for row in found.values()}) == 1, {v: r.id for v, r in found.items()}
+    assert len({(row.sigma, row.upper) for row in found.values()}) == 1
+    assert {row.dtype for row in found.values()} == {dtype}
+    items = items_of([ls.read_run(folder) for folder in ("measure", "bounds", "cli-sweep")])
+    assert len(points_of(items).points) == 1
+
+
+def test_bounds_and_certificates_stand_beside_their_row(command) -> None:
+    """Another radius in the same folder is one more certificate of the same row."""
+    for eps in (0.01, 0.02):
+        for _ in range(2):
+            ls.certify(BERT, TEXT, layer=1, length=6, eps=eps, sharp=False, out="out")
+    run = ls.read_run("out")
+    assert len(run.measurements()) == 1 and len(run.tokens) == 6
+    assert [(b.scope, b.eps) for b in run.bound_values()] == [("ball", 0.01)] * 2 + [
+        ("ball", 0.02)
+    ] * 2
+    assert command("rows", "out", "--to", "csv").out.count("\n") == 1 + 1
+    assert command("report", "out", "-o", "page.html").status == 0
+
+
+def test_attacks_that_look_elsewhere_are_other_measurements() -> None:
+    rows = [ls.attack(BERT, TEXT, length=6, steps=k, restarts=1).rows for k in (0, 1)]
+    assert rows[0][0].id == rows[1][0].id
+    assert rows[0][1].id != rows[1][1].id
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        (ls.capture, {"layer": 0, "rest": True}),
+        (ls.certify, {"metric": "infinity"}),
+        (ls.certify, {"inputs": "ascent"}),
+        (ls.attack, {"per_head": True}),
+        (ls.attack, {"side": "key"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_option_that_makes_no_sense_is_refused_in_one_line(verb, options) -> None:
+    name = list(options)[-1]
+    with pytest.raises(ls.InputError, match=f"`{verb.__name__}` has no option `{name}`") as error:
+        verb(BERT, TEXT, length=6, **options)
+    assert "\n" not in str(error.value)
