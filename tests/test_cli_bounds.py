@@ -94,6 +94,7 @@ def test_attack_keeps_the_worst_input(command):
     assert result.status == 0, result.err
     assert "real text" in result.out and "ascent" in result.out and "two_cluster" in result.out
     real, worst = read_run("out").measurements()
+    assert real.sigma and worst.sigma and real.radius_max and worst.radius_max
     radius = real.radius_max * (1 + 1e-5)
     with np.load("out/worst.npz") as kept:
         assert kept["x"].shape == kept["v"].shape == (6, 12)

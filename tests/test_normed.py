@@ -279,6 +279,6 @@ def test_a_captured_layer_with_its_norm() -> None:
     plain, u = ls.capture(model, TEXT, layer=1, length=6)
     assert torch.allclose(layer(x), plain(u))
     assert isinstance(layer, Normed) and torch.allclose(layer.norm(x), u)
-    assert all(b.radius is None and b.floor > 0 for b in bounds_at(layer, x))
+    assert all(b.radius is None and (b.floor or 0.0) > 0 for b in bounds_at(layer, x))
     with pytest.raises(ls.InputError, match="`radius` should be left out"):
         ls.bounds(model, TEXT, layers=[0], lengths=[6], map="normed", radius=3.0)

@@ -25,12 +25,10 @@ EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --s
 
 @with_options(
     *INPUT,
-    "map",
     "radius",
     *SOLVER,
     hidden=("modules", "windows"),
     radius="A number, or norm.",
-    map="or heads.",
 )
 def attack(
     model: Annotated[

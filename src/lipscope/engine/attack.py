@@ -22,7 +22,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 
-_WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
+_WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def attack(
         restarts: Its random starts.
         out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it.
         progress: Called as ``progress(done, total, row)``.
-        **options: Those of `measure` about the input and the solver; the map is ``attention`` or
-            ``heads``.
+        **options: Those of `measure` about the input and the solver; the map is ``attention``.
 
     Returns:
         What was found.
