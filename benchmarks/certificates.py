@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.attacks import attack_in_ball
-from lipscope.certificates.certify import certify
+from lipscope.certificates.certify import certify_ball
 from lipscope.linalg.singular import top_singular_batch
 from lipscope.theorems import Head, HeadAt, heads_of
 from lipscope.theorems.derived.global_bounds import global_rows, global_rows_capped
@@ -100,7 +100,7 @@ median of heads 0, 4 and 8, and all heads together."""
 
 
 def _over_attack(layer: ls.DotProduct, x: Tensor, eps: float, head: int | None) -> float:
-    bound = certify(layer, x, eps=eps, head=head, steps=2).value
+    bound = certify_ball(layer, x, eps=eps, head=head, steps=2).value
     found = attack_in_ball(layer, x, eps, head=head, random=10, ascents=2, seed=0).ratio
     if found > bound:
         raise AssertionError(f"the certificate {bound} is violated: {found}")
@@ -170,7 +170,7 @@ def _together(out: Section, *, quick: bool) -> None:
         row_gram_joint(AskedLayer(layer, x=x).together)
         local = time.perf_counter() - began
         began = time.perf_counter()
-        certify(layer, x, eps=1e-2)
+        certify_ball(layer, x, eps=1e-2)
         rows.append([f"n = {n}", f"{local:.1f}", f"{time.perf_counter() - began:.1f}"])
         say(f"certificates: all heads at n = {n} done")
     out.add("Seconds for all twelve heads of MiniLM's layer 3 together, two threads:")

@@ -28,11 +28,11 @@ _PLAN = """
 import resource, sys, time
 began = time.perf_counter()
 from lipscope.engine.sweep import read_spec
-from lipscope.engine.plan import Item, Shape, Survey, plan
+from lipscope.engine.plan import InputKey, Shape, Survey, plan
 loaded = time.perf_counter()
 spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",
                   "samples": int(sys.argv[1]), "seeds": "0:9"}).spec
-items = [Item(n, s, 100 * s, f"{n} {s}") for n in spec.lengths for s in range(spec.samples)]
+items = [InputKey(n, s, 100 * s, f"{n} {s}") for n in spec.lengths for s in range(spec.samples)]
 jobs = plan(spec, [Survey(Shape(10, None), {"default": items}, None)] * 10)
 ended = time.perf_counter()
 print(len(jobs), loaded - began, ended - loaded,

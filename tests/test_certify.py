@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 
 from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_in_ball
-from lipscope.certificates.certify import certify
+from lipscope.certificates.certify import certify_ball
 from lipscope.theorems import HeadAt, heads_of
 from lipscope.theorems.derived.ball import Ball, ball_certificate
 from lipscope.theorems.derived.intervals import softmax_over
@@ -69,7 +69,7 @@ def test_no_attempt_of_many_exceeds_the_certificate(kind: str, ball: str) -> Non
         layer, x = case(kind, seed)
         eps = relative * float(x.norm(dim=1).max())
         found = attack_in_ball(layer, x, eps, ball=ball, random=20, ascents=2, steps=30)
-        proved = certify(layer, x, eps=eps, ball=ball)
+        proved = certify_ball(layer, x, eps=eps, ball=ball)
         assert largest_ratio(layer, x, eps, ball, 800, g) <= proved.value
         assert found.ratio <= proved.value and found.sigma <= proved.sigma_bound
 
@@ -83,7 +83,7 @@ def test_no_attempt_exceeds_the_certificate(kind: str, ball: str) -> None:
         layer, x = case(kind, seed)
         eps = relative * float(x.norm(dim=1).max())
         found = attack_in_ball(layer, x, eps, ball=ball, random=5, ascents=2, steps=6)
-        proved = certify(layer, x, eps=eps, ball=ball)
+        proved = certify_ball(layer, x, eps=eps, ball=ball)
         assert largest_ratio(layer, x, eps, ball, 300, g) <= proved.value
         assert found.ratio <= proved.value
         assert found.sigma <= proved.sigma_bound
@@ -128,7 +128,7 @@ def test_one_head_of_random_layers_is_within_three_of_the_attack() -> None:
             layer, x = case(kind, seed, n=12, d=8)
             eps = 1e-2 * float(x.norm(dim=1).max())
             found = attack_in_ball(layer, x, eps, random=2, ascents=1, steps=9)
-            ratios.append(certify(layer, x, eps=eps).value / found.ratio)
+            ratios.append(certify_ball(layer, x, eps=eps).value / found.ratio)
     assert min(ratios) >= 1.0, ratios
     assert max(ratios) < 3.0, ratios
 
@@ -136,8 +136,8 @@ def test_one_head_of_random_layers_is_within_three_of_the_attack() -> None:
 def test_head_alone_and_both_maps() -> None:
     layer, x = case("heads", 0)
     for map in ("attention", "heads"):
-        whole = certify(layer, x, eps=1e-3, map=map)
-        alone = [certify(layer, x, eps=1e-3, head=h, map=map) for h in (0, 1)]
+        whole = certify_ball(layer, x, eps=1e-3, map=map)
+        alone = [certify_ball(layer, x, eps=1e-3, head=h, map=map) for h in (0, 1)]
         assert [h.head for h in whole.heads] == [0, 1]
         assert [a.value for a in alone] == pytest.approx([h.value for h in whole.heads])
         assert whole.value <= sum(a.value for a in alone) * (1 + 1e-12)
@@ -148,8 +148,8 @@ def test_head_alone_and_both_maps() -> None:
 def test_radius_per_token() -> None:
     layer, x = case("causal", 0)
     eps = torch.tensor([0.0, 0.1, 0.0, 0.0, 0.0, 0.02])
-    some = certify(layer, x, eps=eps)
-    assert some.value < certify(layer, x, eps=0.1).value
+    some = certify_ball(layer, x, eps=eps)
+    assert some.value < certify_ball(layer, x, eps=0.1).value
     assert attack_in_ball(layer, x, eps, random=20).ratio <= some.value
 
 
@@ -157,31 +157,31 @@ def test_radius_per_token() -> None:
 def test_bad_radius(eps: float) -> None:
     layer, x = case("plain", 0)
     with pytest.raises(InputError, match="`eps` should be finite and not negative"):
-        certify(layer, x, eps=eps)
+        certify_ball(layer, x, eps=eps)
 
 
 def test_bad_input() -> None:
     layer, x = case("plain", 0)
     with pytest.raises(InputError, match="NaN"):
-        certify(layer, x * math.nan, eps=0.1)
+        certify_ball(layer, x * math.nan, eps=0.1)
     with pytest.raises(InputError, match="shape"):
-        certify(layer, x[:, :2], eps=0.1)
+        certify_ball(layer, x[:, :2], eps=0.1)
     with pytest.raises(InputError, match="one number"):
-        certify(layer, x, eps=torch.ones(6), ball="frobenius")
+        certify_ball(layer, x, eps=torch.ones(6), ball="frobenius")
     with pytest.raises(InputError, match="No certificate"):
-        certify(layer, x, eps=1e200)
+        certify_ball(layer, x, eps=1e200)
     with pytest.raises(InputError, match="`head` should"):
-        certify(layer, x, eps=0.1, head=5)
+        certify_ball(layer, x, eps=0.1, head=5)
     masked, x = case("masked", 0)
     with pytest.raises(InputError, match="No certificate: its mask"):
-        certify(masked, x[:3], eps=0.1)
+        certify_ball(masked, x[:3], eps=0.1)
 
 
 def test_a_wide_certificate_says_so() -> None:
     """A switch of width 1e-3 inside the ball: steep, and yet less than the values allow."""
     one = torch.ones(1, 1, dtype=torch.float64)
     x = torch.tensor([[0.008], [1.0], [-1.0]], dtype=torch.float64)
-    answer = certify(DotProduct(one, 1000 * one, one), x, eps=0.0069)
+    answer = certify_ball(DotProduct(one, 1000 * one, one), x, eps=0.0069)
     assert answer.ratio > 100
     assert answer.note is not None and "smaller `eps`" in answer.note
 
@@ -193,12 +193,12 @@ def test_a_ball_too_large_has_no_certificate(kind: str, ball: str) -> None:
     layer, x = case(kind, 0)
     for eps in (30.0, 1e90, 1e200):
         with pytest.raises(InputError, match=r"^No certificate: ") as error:
-            certify(layer, x, eps=eps, ball=ball)
+            certify_ball(layer, x, eps=eps, ball=ball)
         said = str(error.value)
         assert said.count("ertificate") == 1 and "\n" not in said and "smaller `eps`" in said
-    certify(layer, x, eps=0.5, ball=ball)  # and a smaller one has its certificate
+    certify_ball(layer, x, eps=0.5, ball=ball)  # and a smaller one has its certificate
     with pytest.raises(InputError) as error:
-        certify(layer, x, eps=30.0, ball=ball)
+        certify_ball(layer, x, eps=30.0, ball=ball)
     moved, allowed = (
         float(re.search(rf"{words} ([\d.e+]+)", str(error.value)).group(1))
         for words in ("move by", "more than the")
@@ -236,4 +236,4 @@ def test_the_attack_is_as_good_as_a_general_optimiser() -> None:
         )
         assert ours.ratio >= 0.98 * best, (kind, ball)
         # and it is better than no search: at X itself there is sigma
-        assert ours.ratio > certify(layer, x, eps=0.0).sigma
+        assert ours.ratio > certify_ball(layer, x, eps=0.0).sigma

@@ -152,7 +152,7 @@ def test_exponent_says_where_no_power_law_fits() -> None:
 @pytest.mark.parametrize("name", ["witness", "castin2024/figure3", "castin2024/mean-field"])
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
     told: list[str] = []
-    first = reproduce(name, quick=True, out=tmp_path / "a", progress=lambda p, d, n: told.append(p))
+    first = reproduce(name, quick=True, out=tmp_path / "a", progress=lambda d, n, p: told.append(p))
     again = reproduce(name, quick=True, out=tmp_path / "a")
     assert first == again and told
     assert (tmp_path / "a" / "findings.md").read_text().count("| --- |") >= 2

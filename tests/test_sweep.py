@@ -17,7 +17,7 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
-from lipscope.engine.plan import Item, Job, Shape, Survey, plan
+from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.spec import Spec
 from lipscope.engine.sweep import local, read_spec
 from lipscope.engine.sweep.batches import Batches
@@ -64,7 +64,7 @@ def at(done: int, act: Callable[[], None]) -> Callable[..., None]:
 
 def planned(spec: Spec, layers: int) -> tuple[list[Shape], list[Job]]:
     """The jobs of a model with so many layers on one window."""
-    survey = Survey(Shape(layers, None), {"default": [Item(6, 0, 0, "a window")]}, None)
+    survey = Survey(Shape(layers, None), {"default": [InputKey(6, 0, 0, "a window")]}, None)
     return [survey.shape], plan(spec, [survey])
 
 

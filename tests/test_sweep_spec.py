@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipscope.engine.plan import Item, Job, Shape, Survey, plan, row_ids
+from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
 from lipscope.engine.spec import THEOREMS, Spec, spec_of
 from lipscope.engine.sweep.batches import TRIES, Batches
 from lipscope.engine.sweep.estimate import seconds_at
@@ -119,7 +119,9 @@ def small(**values: Any) -> Spec:
 
 def surveyed(*shapes: Shape, lengths: tuple[int, ...] = (4, 8), samples: int = 2) -> list[Survey]:
     """What models would say of one text; a window is named by its place in it."""
-    items = [Item(n, s, 9 * s, f"{n} tokens from {9 * s}") for n in lengths for s in range(samples)]
+    items = [
+        InputKey(n, s, 9 * s, f"{n} tokens from {9 * s}") for n in lengths for s in range(samples)
+    ]
     return [Survey(shape, {"default": items}, None) for shape in shapes]
 
 

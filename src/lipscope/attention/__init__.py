@@ -4,7 +4,7 @@ from lipscope.attention.core import Attention, variant, variants
 from lipscope.attention.cosine import ScaledCosineAttention
 from lipscope.attention.dot_product import DotProduct
 from lipscope.attention.l2 import L2Attention
-from lipscope.attention.layer import Map, Side
+from lipscope.attention.layer import Map, MovingSide
 from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.norms import TokenNorm
 from lipscope.attention.rotary import Rotary
@@ -16,9 +16,9 @@ __all__ = [
     "L2Attention",
     "LipschitzNormAttention",
     "Map",
+    "MovingSide",
     "Rotary",
     "ScaledCosineAttention",
-    "Side",
     "Softmax",
     "TokenNorm",
     "Weighting",

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.chunked import CHUNK_BYTES, ChunkedCore
-from lipscope.attention.layer import Layer, Map, Side
+from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead
 from lipscope.attention.stretch import stretch
 from lipscope.linalg.operator import Operator, over_leading
@@ -105,7 +105,7 @@ class Attention(Layer):
         map: Map = "attention",
         per_head: bool = False,
         context: Float[Tensor, "m d"] | None = None,
-        side: Side = "query",
+        side: MovingSide = "query",
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).

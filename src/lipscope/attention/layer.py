@@ -18,7 +18,7 @@ from lipscope.attention.weighting import Softmax, Weighting
 from lipscope.errors import InputError
 
 Map = Literal["heads", "attention"]
-Side = Literal["query", "key"]
+MovingSide = Literal["query", "key"]
 AnyLayer = TypeVar("AnyLayer", bound="Layer")
 
 # Arguments of a layer that are stored under another name, and how a head takes its part.

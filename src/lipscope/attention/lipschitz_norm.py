@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
-from lipscope.attention.layer import Map, Side
+from lipscope.attention.layer import Map, MovingSide
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, linearise
 
@@ -68,7 +68,7 @@ class LipschitzNormAttention(InnerProduct):
         map: Map = "attention",
         per_head: bool = False,
         context: Float[Tensor, "m d"] | None = None,
-        side: Side = "query",
+        side: MovingSide = "query",
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Operator:
         """The Jacobian at ``x`` by automatic differentiation.

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lipscope.attention.layer import Layer, Map, Side
+from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.norms import NormAt
 from lipscope.attention.rotary import Rotary
 
@@ -175,7 +175,7 @@ class OneSide:
     """
 
     inner: Frame
-    side: Side
+    side: MovingSide
     q: Tensor
     k: Tensor
     v: Tensor

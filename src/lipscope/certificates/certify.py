@@ -73,7 +73,7 @@ class BallCertificate:
     note: str | None = None
 
 
-def certify(
+def certify_ball(
     layer: Attention,
     x: Float[Tensor, "n d"],
     *,
@@ -119,7 +119,7 @@ def certify(
     >>> import torch
     >>> from lipscope import DotProduct
     >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
-    >>> round(certify(layer, torch.zeros(3, 2), eps=0.0).value, 6)
+    >>> round(certify_ball(layer, torch.zeros(3, 2), eps=0.0).value, 6)
     1.0
     """
     if steps < 1:

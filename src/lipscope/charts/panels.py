@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["points", "line", "dashes"]
+LineKind = Literal["points", "line", "dashes"]
 Point = tuple[float | int, float | int]
 
 
@@ -23,7 +23,7 @@ class Series:
 
     name: str
     points: tuple[Point, ...]
-    kind: Kind = "line"
+    kind: LineKind = "line"
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class _Parts:
         if self._live and self._part:
             sys.stderr.write("\n")
 
-    def tell(self, part: str, done: int, total: int) -> None:
+    def tell(self, done: int, total: int, part: str) -> None:
         """Say which part is being worked on, and how far it is."""
         new = part != self._part
         if self._live:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
-from lipscope.engine.runs import Data, LocalRun, Model, is_text
+from lipscope.engine.runs import AnyData, AnyModel, LocalRun, is_text
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LayerMap, LoadedModel, Sample
@@ -120,8 +120,8 @@ def capture(
 
 
 def captures(
-    model: Model,
-    data: Data = None,
+    model: AnyModel,
+    data: AnyData = None,
     *,
     layers: Sequence[int] | Literal["all"] = "all",
     lengths: Sequence[int] | None = None,
@@ -163,8 +163,8 @@ def captures(
 
 
 def layer_maps(
-    model: Model,
-    data: Data = None,
+    model: AnyModel,
+    data: AnyData = None,
     *,
     layers: Sequence[int] | Literal["all"] = "all",
     lengths: Sequence[int] | None = None,
@@ -194,7 +194,11 @@ def layer_maps(
 
 
 def _places(
-    model: Model, data: Data, options: Mapping[str, Any], chosen: Sequence[int] | None, dtype: str
+    model: AnyModel,
+    data: AnyData,
+    options: Mapping[str, Any],
+    chosen: Sequence[int] | None,
+    dtype: str,
 ) -> Iterator[tuple[LocalRun, Job]]:
     """Every layer at every input that is meant, on the CPU unless another device is named."""
     usual = {"samples": 1 if is_text(data, options) else None, "device": "cpu"}

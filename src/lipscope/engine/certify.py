@@ -10,9 +10,8 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.certificates.certify import BallCertificate
-from lipscope.certificates.certify import certify as certified
-from lipscope.engine.runs import Data, LocalRun, Model, of_one_window
+from lipscope.certificates.certify import BallCertificate, certify_ball
+from lipscope.engine.runs import AnyData, AnyModel, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
@@ -93,7 +92,7 @@ def certify(
         row = rows[head or 0]
         if row.sigma is None or row.upper is None:
             raise InputError(f"No certificate: {row.error or row.note}.")
-        found = certified(
+        found = certify_ball(
             own,
             built.x,
             eps=eps,
@@ -110,8 +109,8 @@ def certify(
 
 
 def keep(
-    model: Model,
-    data: Data,
+    model: AnyModel,
+    data: AnyData,
     found: Sequence[Bound],
     *,
     layer: int,
@@ -137,7 +136,7 @@ def keep(
 
 
 def _run(
-    model: Model, data: Data, layer: int, length: int | None, options: Mapping[str, Any]
+    model: AnyModel, data: AnyData, layer: int, length: int | None, options: Mapping[str, Any]
 ) -> LocalRun:
     """The run that measures sigma of one layer at one input."""
     return LocalRun(

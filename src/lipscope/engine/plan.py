@@ -16,7 +16,7 @@ FUSED = ("heads", "attention", "normed", "residual")
 _SHARED = ("modules", "move", "read", "side", "position_offset", "tol", "delta", "tight")
 
 
-class Item(NamedTuple):
+class InputKey(NamedTuple):
     """A window of text, an entry of a batch or a picture, as its rows name it.
 
     Attributes:
@@ -102,7 +102,7 @@ class Survey(NamedTuple):
     """
 
     shape: Shape
-    items: Mapping[str, Sequence[Item]]
+    items: Mapping[str, Sequence[InputKey]]
     revision: str | None
 
 
@@ -128,7 +128,7 @@ def identity(
     spec: Spec,
     *,
     model: Sequence[str | None],
-    item: Item,
+    item: InputKey,
     layer: int | None,
     dtype: str,
     seed: int,
@@ -156,7 +156,7 @@ def identity(
 
 
 def _windows(
-    spec: Spec, model: int, held: Mapping[str, Sequence[Item]]
+    spec: Spec, model: int, held: Mapping[str, Sequence[InputKey]]
 ) -> Iterator[tuple[Any, ...]]:
     random = spec.models[model].name.startswith("random:")
     fused = [f for f in (True, False) if _maps(spec, fused=f)]

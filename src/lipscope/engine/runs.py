@@ -24,8 +24,8 @@ from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
-Model = str | nn.Module | LoadedModel
-Data = str | Tensor | Mapping[str, Any] | Sequence[Sample] | None
+AnyModel = str | nn.Module | LoadedModel
+AnyData = str | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 
 
 class LocalRun:
@@ -46,8 +46,8 @@ class LocalRun:
 
     def __init__(
         self,
-        model: Model,
-        data: Data,
+        model: AnyModel,
+        data: AnyData,
         options: Mapping[str, Any],
         *,
         verb: str,
@@ -199,7 +199,7 @@ def _key(bound: Bound) -> tuple[str, str, float | None]:
     return bound.id, bound.theorem, bound.eps
 
 
-def of_one_window(data: Data, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
     """Lengths and samples of a verb that looks at one input: a window of 64 tokens, of a text."""
     if is_text(data, options):
         return {"lengths": 64 if length is None else length, "samples": 1}
@@ -208,13 +208,13 @@ def of_one_window(data: Data, options: Mapping[str, Any], length: int | None) ->
     return {}
 
 
-def is_text(data: Data, options: Mapping[str, Any]) -> bool:
+def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
     """Whether a text is read, and not a batch or pictures."""
     return (data is None or isinstance(data, str)) and options.get("images") is None
 
 
 def loaded_model(
-    model: Model,
+    model: AnyModel,
     *,
     tokenizer: Any = None,
     revision: str | None = None,

@@ -15,7 +15,7 @@ from lipscope.engine.answer import answer
 from lipscope.engine.built import asked, built_input, moved_to
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
-from lipscope.engine.plan import FUSED, Item, Job, Shape, Survey
+from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
@@ -315,5 +315,5 @@ class Session:
         return self.about(job.model, job.weights)
 
 
-def _item(sample: Sample) -> Item:
-    return Item(sample.num_tokens, sample.sample, sample.start, sample.sha256)
+def _item(sample: Sample) -> InputKey:
+    return InputKey(sample.num_tokens, sample.sample, sample.start, sample.sha256)

@@ -22,8 +22,8 @@ from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement, provenance, stable_id
 
-Progress = Callable[[str, int, int], None]
-Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
+Progress = Callable[[int, int, str], None]
+ValueJob = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 T = TypeVar("T")
 
 
@@ -105,7 +105,7 @@ class Study:
         texts: Texts.
         images: Folder of pictures, or ``random`` pixels.
         quick: Whether a minute is enough.
-        progress: Called as ``progress(part, done, total)``.
+        progress: Called as ``progress(done, total, part)``.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Study:
             yield measure_built(x=build(), sample=sample, out=self.folder, **options)
             self._tell(part, done, len(inputs))
 
-    def values(self, part: str, jobs: Iterable[Job]) -> list[dict[str, Any]]:
+    def values(self, part: str, jobs: Iterable[ValueJob]) -> list[dict[str, Any]]:
         """Records of jobs by their keys, each computed once and kept in the run folder.
 
         Args:
@@ -171,10 +171,10 @@ class Study:
         for done, (key, compute) in enumerate(jobs):
             name = stable_id({"part": part, **key})
             if name not in held:
-                self._tell(part, done, len(jobs))
+                self._tell(done, len(jobs), part)
                 held[name] = self.folder.add_value(part, name, {**key, **compute()})
             found.append(held[name])
-        self._tell(part, len(jobs), len(jobs))
+        self._tell(len(jobs), len(jobs), part)
         return found
 
     def draw(
@@ -203,11 +203,11 @@ class Study:
         self.figures.append((f"{stem}.svg", title))
 
     def _in(self, part: str) -> RowProgress:
-        return lambda done, total, row: self._tell(part, done, total)
+        return lambda done, total, row: self._tell(done, total, part)
 
-    def _tell(self, part: str, done: int, total: int) -> None:
+    def _tell(self, done: int, total: int, part: str) -> None:
         if self._progress is not None:
-            self._progress(part, done, total)
+            self._progress(done, total, part)
 
 
 def reproduce(
@@ -229,7 +229,7 @@ def reproduce(
         images: Folder of pictures for models that read them; random pixels if None.
         quick: About a minute instead of the paper's size.
         out: Folder of the rows, figures and ``findings.md``.
-        progress: Called as ``progress(part, done, total)``.
+        progress: Called as ``progress(done, total, part)``.
 
     Returns:
         The findings, which also stand in ``findings.md``.

@@ -18,9 +18,8 @@ from scipy import special
 
 from lipscope.errors import InputError
 from lipscope.records.rows import Measurement
-from lipscope.records.sampling import resampled
+from lipscope.records.sampling import CONFIDENCE, resampled
 
-CONFIDENCE = 0.95
 """Nominal coverage of the growth interval."""
 LACK_OF_FIT = 0.01
 """A lack-of-fit p-value below this withdraws the power law."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.runs import Progress
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request
 from lipscope.engine.sweep.local import cores, local_results
@@ -16,9 +17,7 @@ from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement, provenance, stable_id
-
-Progress = Callable[[int, int, Measurement | None], None]
+from lipscope.records.rows import provenance, stable_id
 
 
 def sweep(

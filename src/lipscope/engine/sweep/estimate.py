@@ -24,8 +24,8 @@ _BUDGET = 10.0  # seconds of calibration
 _SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
 _SLOPES = (1.0, 3.0)  # what two noisy times may say
 
-Kind = tuple[Any, ...]  # model, floating type, map, input
-Times = dict[Kind, dict[int, float]]  # seconds of a job by number of tokens
+JobKind = tuple[Any, ...]  # model, floating type, map, input
+Times = dict[JobKind, dict[int, float]]  # seconds of a job by number of tokens
 
 
 class Estimate(NamedTuple):
@@ -142,13 +142,13 @@ def _held(path: Path, request: Request) -> dict[str, Measurement]:
     return {row.id: row for row in Run(path, manifest).measurements()}
 
 
-def _kind(job: Job) -> Kind:
+def _kind(job: Job) -> JobKind:
     return job.model, job.dtype, job.map, job.input
 
 
 def _from_rows(jobs: Sequence[Job], rows: Mapping[str, Measurement]) -> Times:
     """Mean seconds of the rows of each kind and length; of all heads together."""
-    found: dict[Kind, dict[int, list[float]]] = {}
+    found: dict[JobKind, dict[int, list[float]]] = {}
     for job in jobs:
         row = rows.get(job.id)
         if row is not None and row.status != "failed":
@@ -164,7 +164,7 @@ def _calibrated(request: Request, shapes: Sequence[Shape], jobs: Sequence[Job]) 
 
     The time of a window's forward pass is shared out among its jobs.
     """
-    first: dict[tuple[int, Kind], Job] = {}
+    first: dict[tuple[int, JobKind], Job] = {}
     windows = Counter(job.window for job in jobs)
     for job in jobs:
         first.setdefault((job.num_tokens or 0, _kind(job)), job)

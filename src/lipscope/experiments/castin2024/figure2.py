@@ -10,7 +10,7 @@ from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import Captured, captures
 from lipscope.errors import InputError
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.experiments.texts import Text
 from lipscope.models import LoadedModel
@@ -93,7 +93,7 @@ def _of(study: Study, loaded: LoadedModel, text: Text) -> list[dict[str, Any]]:
     return study.values(where, jobs)
 
 
-def _job(c: Captured, head: int, radius: float, text: str) -> Job:
+def _job(c: Captured, head: int, radius: float, text: str) -> ValueJob:
     layer = c.attention
     assert isinstance(layer, DotProduct)
 

@@ -9,7 +9,7 @@ import torch
 from lipscope.attacks import quadratic
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series, power_law
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.singular import top_singular
 from lipscope.pages.table import number
@@ -61,7 +61,7 @@ def figure3(study: Study) -> Findings:
     )
 
 
-def _job(n: int, radius: float) -> Job:
+def _job(n: int, radius: float) -> ValueJob:
     def compute() -> dict[str, Any]:
         one = torch.ones(1, 1, dtype=torch.float64)
         layer = DotProduct(one, one, one)

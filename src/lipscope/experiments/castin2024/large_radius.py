@@ -13,7 +13,7 @@ from lipscope.certificates.balls import in_double
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import captures
 from lipscope.errors import InputError
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.linalg.singular import top_singular
 from lipscope.theorems import HeadAt, NotApplicableError, heads_of
@@ -90,7 +90,7 @@ def _real(study: Study) -> Iterator[tuple[str, DotProduct, Tensor]]:
                 yield place, in_double(one.attention, head), one.x
 
 
-def _job(name: str, layer: DotProduct, x: Tensor, scale: float) -> Job:
+def _job(name: str, layer: DotProduct, x: Tensor, scale: float) -> ValueJob:
     group, _, which = name.partition("|")
 
     def compute() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.experiments.castin2024.windows import first_and_middle
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
@@ -81,7 +81,7 @@ def _layer() -> DotProduct:
     return DotProduct(eye, -eye, eye, scale=1.0)
 
 
-def _job(name: str, n: int, measured: bool) -> Job:
+def _job(name: str, n: int, measured: bool) -> ValueJob:
     def compute() -> dict[str, Any]:
         layer, radius, direct = _layer(), _RADII[name], None
         if measured:

@@ -11,7 +11,7 @@ import torch
 from lipscope.attention import L2Attention
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import captures
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, middle
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
@@ -111,7 +111,7 @@ def _of(
                 yield point | {"n": row.num_tokens, "layers": "as they are"}
 
 
-def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> Job:
+def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> ValueJob:
     def compute() -> dict[str, Any]:
         one = next(
             captures(loaded, text.content, layers=[layer], lengths=[n], special_tokens=False)

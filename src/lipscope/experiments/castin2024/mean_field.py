@@ -10,7 +10,7 @@ import torch
 from lipscope.attacks import weighted_two_atoms
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.pages.table import number
 from lipscope.records.growth import slope_of
@@ -97,7 +97,7 @@ def _layer(sign: float) -> DotProduct:
     return DotProduct(eye, sign * eye, eye, scale=1.0)
 
 
-def _job(name: str, share: float) -> Job:
+def _job(name: str, share: float) -> ValueJob:
     layer = _layer(_SIGNS[name])
     gamma = eigen_directions(heads_of(layer)[0])[0].gamma
     radius = share * math.sqrt(math.log(_MOST) / (2 * gamma))
@@ -128,7 +128,7 @@ def _bounds(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, floa
     return found
 
 
-def _count_job(n: int) -> Job:
+def _count_job(n: int) -> ValueJob:
     def compute() -> dict[str, Any]:
         found = weighted_two_atoms(_layer(-1.0), radius=_RADIUS, num_tokens=n)
         return {"sigma": found.sigma, **_bounds(_layer(-1.0), n, _RADIUS)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.certificates.certify import certify
+from lipscope.certificates.certify import certify_ball
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import captures, layer_maps
 from lipscope.errors import InputError
@@ -22,7 +22,7 @@ from lipscope.experiments.castin2024.perturb import (
     sign_move,
     split_change,
 )
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import TopSingular, top_singular
@@ -139,7 +139,7 @@ def _embedding(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.detach().mean(0), dim=0)
 
 
-def _job(study: Study, key: Record, window: _Window, bank: Tensor) -> Job:
+def _job(study: Study, key: Record, window: _Window, bank: Tensor) -> ValueJob:
     steps = study.pick(10, 20)
     # Half a minute each: of a quick run one window, of a full one every fourth.
     certified = key["sample"] % 24 == 0
@@ -168,7 +168,7 @@ def _certificates(window: _Window, sizes: Sequence[float], *, sharp: bool) -> li
     found: list[float | None] = []
     for size in sizes:
         try:
-            one = certify(window.attention, window.x, eps=size, ball="frobenius", sharp=sharp)
+            one = certify_ball(window.attention, window.x, eps=size, ball="frobenius", sharp=sharp)
         except InputError:
             break
         found.append(one.value * size)

@@ -12,7 +12,7 @@ from lipscope.attention import DotProduct
 from lipscope.certificates.balls import in_double
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import captures
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.singular import top_singular
 from lipscope.pages.table import number
@@ -105,7 +105,7 @@ def _sigma(layer: DotProduct, n: int, radius: float) -> float:
     return top_singular(layer.linearise(x), tol=1e-4, generator=start).sigma
 
 
-def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> Job:
+def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> ValueJob:
     def compute() -> dict[str, Any]:
         radius = _radius(layer, t)
         points = [(n, _sigma(layer, n, radius)) for n in lengths]
@@ -114,7 +114,7 @@ def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> Job:
     return {"layer": name, "t": t, "lengths": ",".join(map(str, lengths))}, compute
 
 
-def _peak_job(layer: DotProduct, t: float, lengths: list[int]) -> Job:
+def _peak_job(layer: DotProduct, t: float, lengths: list[int]) -> ValueJob:
     def compute() -> dict[str, Any]:
         radius = _radius(layer, t)
         points = [

@@ -8,7 +8,7 @@ import torch
 
 from lipscope.attention.l2 import L2Attention
 from lipscope.charts.panels import Panel, Series
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.kim2021.infinity import ascend_infinity
 from lipscope.pages.table import number
@@ -35,7 +35,7 @@ def tightness(study: Study) -> Findings:
     return _findings(found)
 
 
-def _job(study: Study, n: int) -> Job:
+def _job(study: Study, n: int) -> ValueJob:
     searched = n <= study.pick(11, 51)
     # Each step forms the dense Jacobian of every start.
     restarts, steps = study.pick((6, 100), (50 if n <= _MANY_STARTS else 8, 300))

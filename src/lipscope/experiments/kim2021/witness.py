@@ -9,7 +9,7 @@ import torch
 from lipscope.attacks import quadratic
 from lipscope.attention import DotProduct
 from lipscope.charts.panels import Panel, Series, power_law
-from lipscope.experiments.experiment import Job, Study, experiment
+from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.kim2021.zero_token import proof_steps
 from lipscope.linalg.singular import top_singular
@@ -83,7 +83,7 @@ def _head(seed: int) -> DotProduct:
     return DotProduct(*(torch.randn(4, 4, generator=gen, dtype=torch.float64) for _ in range(3)))
 
 
-def _job(radius: float) -> Job:
+def _job(radius: float) -> ValueJob:
     def compute() -> dict[str, Any]:
         layer = _head(0)
         built = quadratic(layer, num_tokens=_TOKENS, radius=radius)
@@ -94,7 +94,7 @@ def _job(radius: float) -> Job:
     return {"radius": radius, "n": _TOKENS}, compute
 
 
-def _step_job(seed: int) -> Job:
+def _step_job(seed: int) -> ValueJob:
     def compute() -> dict[str, Any]:
         gen = torch.Generator().manual_seed(1000 + seed)
         x, e = (torch.randn(_TOKENS, 4, generator=gen, dtype=torch.float64) for _ in range(2))

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
-from lipscope.theorems.derived.intervals import BallName, Softmax, softmax_over
+from lipscope.theorems.derived.intervals import BallName, SoftmaxIntervals, softmax_over
 from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
@@ -52,7 +52,7 @@ class Ball:
         self.eps = per_token(eps, centre.x.shape[0], ball)
 
     @cached_property
-    def p(self) -> Softmax:
+    def p(self) -> SoftmaxIntervals:
         """Intervals of the attention weights."""
         return softmax_over(self.c, self.eps, self.ball)
 

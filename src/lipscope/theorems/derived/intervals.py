@@ -18,7 +18,7 @@ BallName = Literal["token", "frobenius"]
 
 
 @dataclass(frozen=True)
-class Softmax:
+class SoftmaxIntervals:
     """Intervals of the attention weights over a ball.
 
     Attributes:
@@ -32,7 +32,7 @@ class Softmax:
     change: Tensor
 
 
-def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softmax:
+def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> SoftmaxIntervals:
     """Intervals of ``P'_ij`` over the ball: the box of logits, and Jensen's inequality.
 
     ``P'_ij <= min( box, P_ij exp(jensen_ij) )``: in the box every logit of a row moves by
@@ -68,7 +68,9 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
     lower = torch.maximum(lower, (log_p - jensen - widest.square() / 2).exp())
     lower = torch.minimum(lower, p)
     change = torch.maximum(upper - p, p - lower)
-    return Softmax(upper.masked_fill(~allowed, 0.0), lower, change.masked_fill(~allowed, 0.0))
+    return SoftmaxIntervals(
+        upper.masked_fill(~allowed, 0.0), lower, change.masked_fill(~allowed, 0.0)
+    )
 
 
 def _others(t: Tensor) -> Tensor:
