@@ -153,7 +153,7 @@ class Study:
         """Rows of `measure_built` for samples and what builds their inputs, in the run folder."""
         for done, (sample, build) in enumerate(inputs, 1):
             yield measure_built(x=build(), sample=sample, out=self.folder, **options)
-            self._tell(part, done, len(inputs))
+            self._tell(done, len(inputs), part)
 
     def values(self, part: str, jobs: Iterable[ValueJob]) -> list[dict[str, Any]]:
         """Records of jobs by their keys, each computed once and kept in the run folder.
