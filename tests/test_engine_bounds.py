@@ -139,9 +139,7 @@ def test_what_cannot_be_captured():
 @pytest.mark.parametrize("map", ["attention", "heads"])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_every_sound_bound_is_above_what_was_measured(map, per_head):
-    found = ls.bounds(
-        BERT, TEXT, layers="all", lengths=[6], map=map, per_head=per_head, sharp=True
-    )
+    found = ls.bounds(BERT, TEXT, layers="all", lengths=[6], map=map, per_head=per_head, sharp=True)
     assert len(found) == 2 * (3 if per_head else 1)
     of = by_row(found.bounds)
     for measured in found:

@@ -24,7 +24,13 @@ EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --s
 
 
 @with_options(
-    *INPUT, "map", "radius", *SOLVER, hidden=("modules", "windows"), radius="A number, or norm.", map="or heads."
+    *INPUT,
+    "map",
+    "radius",
+    *SOLVER,
+    hidden=("modules", "windows"),
+    radius="A number, or norm.",
+    map="or heads.",
 )
 def attack(
     model: Annotated[
@@ -39,9 +45,7 @@ def attack(
         bool,
         typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
-    steps: Annotated[
-        int, typer.Option(help="Of gradient ascent; 0 for none.")
-    ] = 20,
+    steps: Annotated[int, typer.Option(help="Of gradient ascent; 0 for none.")] = 20,
     restarts: Annotated[int, typer.Option(help="Random starts of the ascent.")] = 4,
     out: Annotated[
         Path | None,
@@ -85,12 +89,14 @@ def attack(
 
 def _lines(attacked: Attacked) -> Iterator[str]:
     """Every construction for every head, and the ascent."""
-    real = attacked.rows[0]
+    real, worst = attacked.rows
     about = {"model": real.model, "layer": real.layer, "num_tokens": real.num_tokens}
     about |= {"radius": attacked.radius, "radius_text": attacked.given_radius}
     about |= {"sigma_text": real.sigma, "upper_text": real.upper}
     for one in attacked.found:
         plain = {name: value for name, value in vars(one).items() if name not in ("x", "v")}
+        if one is attacked.found[0]:  # measured again
+            plain |= {"sigma": worst.sigma, "upper": worst.upper}
         yield json.dumps(about | plain, ensure_ascii=False)
 
 

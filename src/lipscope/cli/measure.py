@@ -41,6 +41,7 @@ def measure(
     **options: Any,
 ) -> None:
     """Measure sigma, how far attention moves with its input, with intervals.
+
     More options: docs/commands.md.
     """
     folder = out if out is not None else default_folder(model)

@@ -13,7 +13,7 @@ from lipscope.engine.spec import ADVERSARIAL, ASCENT, REAL, MeasureOptions
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.theorems import catalogue
+from lipscope.theorems import bounds_at, catalogue
 
 
 def bounds(
@@ -93,7 +93,17 @@ def bounds(
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
     loading = {"tokenizer": tokenizer, "revision": revision, "allow_pickle": allow_pickle}
     with LocalRun(model, data, asked | loading, verb="bounds", dtype="float64", more=more) as run:
+        _check(run)
         return run.rows(out, progress)
+
+
+def _check(run: LocalRun) -> None:
+    """Refuse a layer that has no bounds, and a radius that leaves its input out."""
+    job = run.jobs[0]
+    layer, _ = run.session.layer(job)
+    built = run.session.place(job)[0]
+    radius, floor = run.session.allowed(job, built)
+    bounds_at(layer, built.x, radius=radius, floor=floor, names=[])
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
