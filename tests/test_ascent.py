@@ -8,6 +8,7 @@ import torch
 import lipscope as ls
 from lipscope import attacks
 from lipscope.attacks.ascent import clamp, sigma_gradient
+from lipscope.attention.rotary import Rotary
 from lipscope.linalg import singular
 from lipscope.linalg.operator import Operator
 from small import drawn, sigma
@@ -164,7 +165,7 @@ def test_worst_measures_everything_and_sorts() -> None:
 def test_worst_of_a_rotary_layer_is_found_by_ascent() -> None:
     angle = torch.arange(4.0)[:, None] * torch.ones(2)
     eye = torch.eye(2)
-    layer = ls.DotProduct(eye, eye, eye, rotary=ls.Rotary(angle.cos(), angle.sin()))
+    layer = ls.DotProduct(eye, eye, eye, rotary=Rotary(angle.cos(), angle.sin()))
     with pytest.raises(ls.InputError, match="logits depend on position; use ascent"):
         attacks.two_cluster(layer, num_tokens=4, radius=1.0)
     rows = attacks.worst(layer, num_tokens=4, radius=3.0, restarts=2, steps=10)

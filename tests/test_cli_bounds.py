@@ -258,7 +258,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, "--eps", "inf"], ["eps"]),
         (["certify", BERT, "--steps", "0"], ["steps"]),
         (["certify", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
-        (["certify", BERT, "--out", "text.txt/x"], ["--out", "can be written"]),
+        (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
         (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
         (["certify", BERT, *BETWEEN, "--eps", "0.1"], ["its own radius", "leave them out"]),

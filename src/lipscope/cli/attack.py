@@ -87,12 +87,14 @@ def attack(
 
 def _lines(attacked: Attacked) -> Iterator[str]:
     """Every construction for every head, and the ascent."""
-    real = attacked.rows[0]
+    real, worst = attacked.rows
     about = {"model": real.model, "layer": real.layer, "num_tokens": real.num_tokens}
     about |= {"radius": attacked.radius, "radius_text": attacked.given_radius}
     about |= {"sigma_text": real.sigma, "upper_text": real.upper}
     for one in attacked.found:
         plain = {name: value for name, value in vars(one).items() if name not in ("x", "v")}
+        if one is attacked.found[0]:  # measured again
+            plain |= {"sigma": worst.sigma, "upper": worst.upper}
         yield json.dumps(about | plain, ensure_ascii=False)
 
 

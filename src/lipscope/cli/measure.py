@@ -40,7 +40,7 @@ def measure(
     ] = False,
     **options: Any,
 ) -> None:
-    """Measure sigma, with intervals. More options: docs/commands.md."""
+    """Measure sigma of attention, with intervals. More options: docs/commands.md."""
     folder = out if out is not None else default_folder(model)
     content, given = asked(options)
     pictures = "images" in given

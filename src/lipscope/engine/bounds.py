@@ -14,7 +14,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.theorems import catalogue
+from lipscope.theorems import bounds_at, catalogue
 
 
 def bounds(
@@ -87,7 +87,17 @@ def bounds(
         lengths, samples = 64 if lengths is None else lengths, samples or 1
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
     with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more) as run:
+        _check(run)
         return run.rows(out, progress)
+
+
+def _check(run: LocalRun) -> None:
+    """Refuse a layer that has no bounds, and a radius that leaves its input out."""
+    job = run.jobs[0]
+    layer, _ = run.session.layer(job)
+    built = run.session.place(job)[0]
+    radius, floor = run.session.allowed(job, built)
+    bounds_at(layer, built.x, radius=radius, floor=floor, names=[])
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,18 @@ def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerM
     with torch.no_grad():
         moved = replace(built, x=x, output=built(x))
     return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
+
+
+def on_all_inputs(layer: Normed, x: Tensor, floor: float | None) -> str:
+    """What becomes of bounds for the map ``normed`` near tokens of norm 0."""
+    norm = layer.constants
+    floor = float(norm.size(x).min()) if floor is None else floor
+    ratio = norm.steepest(0.0) / norm.steepest(floor)
+    reach = f"On the whole space they are {ratio:.3g} times as large (ε = {norm.eps:.2g})"
+    if not math.isfinite(ratio):
+        reach = "On the whole space there is none (ε = 0)"
+    less = ", its mean taken away," if norm.centred else ""
+    return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
 
 def _in_double(layer: Attention | Normed) -> Attention | Normed:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import answer
-from lipscope.engine.built import asked, built_input, moved_to
+from lipscope.engine.built import asked, built_input, moved_to, on_all_inputs
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
@@ -189,6 +189,7 @@ class Session:
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
         about = {"revision": loaded.revision, "weights": loaded.weights}
+        remarks += self._reach(job, built)
         found = []
         for reply in answer(built, self.spec, job, self.places.memory, key):
             device = self.places.device.type
@@ -275,6 +276,14 @@ class Session:
 
     def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
+
+    def _reach(self, job: Job, built: LayerMap) -> list[str]:
+        """Of which tokens bounds for the map ``normed`` speak, if any are asked for."""
+        if job.map != "normed" or not self.spec.theorems or built.attention is None:
+            return []
+        layer, _ = self.layer(job)
+        assert isinstance(layer, Normed)
+        return [on_all_inputs(layer, built.x, self.allowed(job, built)[1])]
 
     def _of_inputs(self, job: Job) -> tuple[float | None, float | None]:
         """Largest token norm over all inputs of a layer; the smallest for the map ``normed``."""
