@@ -17,7 +17,6 @@ from torch import nn
 from agreement import agree, gaussian
 from lipscope.attention import (
     Attention,
-    CauchyAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
@@ -53,7 +52,6 @@ EXAMPLES: dict[type[Attention], Example] = {
     ScaledCosineAttention: Example(
         TWO_HEADS | {"temperature": (), "gain": ()}, {"heads": 2, "eps": 0.3}
     ),
-    CauchyAttention: Example(TWO_HEADS, {"heads": 2}),
     LipschitzNormAttention: Example(
         {"query": (3, 4), "key": (3, 4), "value": (2, 4), "output": (5, 2)}
     ),
