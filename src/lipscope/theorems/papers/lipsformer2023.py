@@ -52,20 +52,6 @@ def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) ->
     return _of_heads(layer, one)
 
 
-@theorem(cite=DERIVED, statement="LipsFormer's constant, without its temperature in the values")
-def lipsformer_cosine_plain(layer: ScaledCosineAttention, num_tokens: int) -> float:
-    """Scaled cosine attention with one root of N instead of ``c``.
-
-    ``ν ε^(-1/2) √N (‖W_V‖ + τ ‖W_Q‖ + τ ‖W_K‖)``; heads add up as ``‖W_O‖ √(Σ_h …²)``.
-
-    Holds for any mask on all inputs of N tokens.
-
-    Source: derived here, from ``c ≤ N`` (``docs/theory/global-bounds.md``).
-    """
-    tau, root = float(layer.temperature.detach()), math.sqrt(num_tokens)
-    return _of_heads(layer, lambda query, key, value: root * (value + tau * (query + key)))
-
-
 def _of_heads(layer: ScaledCosineAttention, one: Callable[[float, float, float], float]) -> float:
     parts = (layer.query, layer.key, layer.value)
     norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
