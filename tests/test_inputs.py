@@ -8,7 +8,7 @@ import torch
 
 import lipscope as ls
 from lipscope import attacks
-from lipscope.attention.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.measures.atoms import repeated_tokens
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions, star_direction

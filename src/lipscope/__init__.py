@@ -6,6 +6,7 @@ from lipscope.attention import (
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    variants,
 )
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
@@ -53,3 +54,5 @@ __all__ = [
     "to_dense",
     "top_singular",
 ]
+# Variants by being registered, as in `lipscope.attention`.
+globals().update({one.__name__: one for one in variants()})

@@ -1,11 +1,11 @@
 """Attention layers with their Jacobian in closed form; one variant is one file."""
 
 from lipscope.attention.core import Attention, variant, variants
-from lipscope.attention.cosine import ScaledCosineAttention
-from lipscope.attention.dot_product import DotProduct
-from lipscope.attention.l2 import L2Attention
+from lipscope.attention.kinds.cosine import ScaledCosineAttention
+from lipscope.attention.kinds.dot_product import DotProduct
+from lipscope.attention.kinds.l2 import L2Attention
+from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.layer import Map, MovingSide
-from lipscope.attention.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.norms import TokenNorm
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.weighting import Softmax, Weighting
@@ -25,3 +25,5 @@ __all__ = [
     "variant",
     "variants",
 ]
+# Every variant stands here by being registered; names above are for type checkers too.
+globals().update({one.__name__: one for one in variants()})

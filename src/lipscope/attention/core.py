@@ -8,9 +8,6 @@ are here, once.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -182,13 +179,11 @@ _Variant = TypeVar("_Variant", bound=type[Attention])
 
 
 def variant(layer: _Variant) -> _Variant:
-    """Enter a kind of attention into `variants`: one class, one file of this folder."""
+    """Enter a kind of attention into `variants`: one class, one file of ``kinds``."""
     _VARIANTS.append(layer)
     return layer
 
 
 def variants() -> list[type[Attention]]:
     """Every variant, by name."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"lipscope.attention.{module.name}")
     return sorted(_VARIANTS, key=lambda one: one.__name__)

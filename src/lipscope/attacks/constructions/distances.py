@@ -9,7 +9,7 @@ import torch
 from lipscope.attacks.ascent import check_size
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attention import Attention
-from lipscope.attention.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.errors import InputError
 from lipscope.theorems.papers.kim2021 import phi_inverse
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lipscope.attention.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from lipscope.attention.lipschitz_norm import LipschitzNormAttention
+from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
 from lipscope.theorems.register import theorem
 from lipscope.theorems.spectrum import spectral_norm
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipscope.attention.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem

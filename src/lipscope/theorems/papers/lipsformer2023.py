@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lipscope.attention.cosine import ScaledCosineAttention
+from lipscope.attention.kinds.cosine import ScaledCosineAttention
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import spectral_norm
 
