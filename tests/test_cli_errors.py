@@ -80,7 +80,7 @@ def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
 def test_words_that_are_no_choice(tmp_path):
     """In a process of its own: under pytest, types are checked before the command can."""
     commands = {
-        "--metric": ("infinity", "`metric` should be one of frobenius, token-relative"),
+        "--metric": ("largest", "`metric` should be one of frobenius, token-relative"),
         "--windows": ("random", "`windows` should be one of spread, consecutive"),
         "--dtype": ("float16", "`dtype` should be float32 or float64"),
     }

@@ -3,8 +3,6 @@
 import dataclasses
 import io
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,14 +287,6 @@ def test_shade_takes_the_row_of_the_summary_or_a_named_one():
         rows.shade("nothing")
     with pytest.raises(InputError, match="Found 0 tokens"):
         Rows([row()]).shade()
-
-
-def test_importing_the_report_does_not_import_altair():
-    code = (
-        "import sys, lipscope.pages.rows\n"
-        "sys.exit('altair' in sys.modules or 'polars' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_measurement_columns_all_have_a_plain_type():
