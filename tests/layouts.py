@@ -91,10 +91,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPED, "use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0},
     ),
     "phi3": ("phi3", {**_GROUPED, "head_dim": 8, "rope_parameters": _ROPE, "sliding_window": 3}),
-    "opt": (
-        "opt",
-        {**SMALL, "ffn_dim": 24, "word_embed_proj_dim": WIDTH, "max_position_embeddings": 16},
-    ),
     "vit": ("vit", _IMAGE),
     "vit, no biases": ("vit", {**_IMAGE, "qkv_bias": False}),
     "deit": ("deit", _IMAGE),
