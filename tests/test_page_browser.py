@@ -22,6 +22,7 @@ CHARTS = [
     "bounds",
     "radius-n",
     "sigma-radius",
+    "share",
     "rank",
 ]
 POINT = "#{} .role-mark.mark-symbol > path"
