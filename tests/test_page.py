@@ -32,7 +32,6 @@ from lipscope.records.run import read_run
 from rows import row
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
-KINDS += ["share"]
 
 
 def data_of(page: str) -> dict[str, Any]:

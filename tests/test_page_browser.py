@@ -22,7 +22,6 @@ CHARTS = [
     "bounds",
     "radius-n",
     "sigma-radius",
-    "share",
     "rank",
 ]
 POINT = "#{} .role-mark.mark-symbol > path"

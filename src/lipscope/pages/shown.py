@@ -14,7 +14,6 @@ from lipscope.charts.layers import Grown, layers_chart
 from lipscope.charts.look import Chart
 from lipscope.charts.radius import radius_chart
 from lipscope.charts.sandwich import bounds_chart
-from lipscope.charts.share import share_chart
 from lipscope.charts.training import training_chart
 from lipscope.pages.content import Content
 from lipscope.pages.items import REAL
@@ -192,13 +191,6 @@ SHOWN: tuple[Shown, ...] = (
         lambda c: radius_chart(None, c.layers, width=FILL),
         lambda v: [p for p in v.points if p["radius"]],
         lambda v, points: radius_chart(points, v.layers, head=v.head, legend=True),
-    ),
-    Shown(
-        "share",
-        "share",
-        lambda c: share_chart(None, c.layers, width=FILL),
-        lambda v: [p for p in v.points if p["share"] is not None],
-        lambda v, points: share_chart(points, v.layers, head=v.head, legend=True),
     ),
     Shown(
         "training",

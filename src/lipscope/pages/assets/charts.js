@@ -62,10 +62,6 @@ const CHARTS = {
       means: means.filter(real) }),
     signals: () => ({ axes: axes("real"), layer: state.front, head: state.head }),
     empty: asked("--average") },
-  share: { spec: "share", section: "sensitivity", title: "Share of the top token",
-    say: () => "Share of the top token against the number of tokens",
-    data: () => ({ points: thin(points.filter((p) => real(p) && p.share !== null)) }),
-    signals: () => ({ layer: state.front, head: state.head }) },
 };
 
 function localSlopes(fit) {
