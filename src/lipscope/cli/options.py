@@ -17,11 +17,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _SWITCHES = {"special_tokens": True}  # with a --no-… of their own
 # What determines which input is read, how a question is answered, and what is asked besides.
 INPUT = ("text", "windows", "special_tokens", "position_offset", "images")
-SOLVER = ("tol", "delta", "tight", "max_steps", "dtype", "device", "seed", "memory", "modules")
-SOLVER += ("allow_pickle",)
+SOLVER = ("tol", "delta", "tight", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
 QUESTION = ("map", "per_head", "metric", "move", "read", "side", "rest", "average")
 THEOREMS = ("inputs", "ascent_steps", "theorems", "sharp", "radius")
-_RARE = ("modules", "max_steps")  # in no help, for want of room: documented
+_RARE = ("modules",)  # in no help, for want of room: documented
 
 # Type, default, and one line of help.
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
@@ -46,7 +45,6 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "tol": (float, 1e-3, "Relative tolerance."),
     "delta": (float, 1e-6, "Failure probability."),
     "tight": (bool, False, "Interval within tol, in float64."),
-    "max_steps": (int, 300, "Most steps of the solver."),
     "dtype": (str | None, None, "float32 or float64."),
     "device": (str, "auto", "auto, cpu, cuda, …"),
     "seed": (int, 0, "Seed of the random starts."),

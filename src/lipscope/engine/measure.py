@@ -79,7 +79,7 @@ def measure(
               ``average=False``: also ``‖J‖_F`` by random probes.
             * ``tol=1e-3``: relative tolerance of the stopping rule; ``delta=1e-6``: failure
               probability of each interval; ``tight=False``: go on, in float64, until
-              ``upper <= (1 + tol) sigma``; ``max_steps=300``: most steps of the solver.
+              ``upper <= (1 + tol) sigma``.
             * ``dtype``: ``float32`` unless ``tight``; ``device="auto"`` takes a GPU where there is
               one; ``seed=0``: of the random starts; ``memory="1GiB"``: budget for chunks,
               stored probabilities and the solver's basis; ``modules``: regular expression for

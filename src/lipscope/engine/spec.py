@@ -43,7 +43,6 @@ class SolverOptions(TypedDict, total=False):
     tol: float
     delta: float
     tight: bool
-    max_steps: int
 
 
 SOLVER = tuple(get_type_hints(SolverOptions))
@@ -161,7 +160,6 @@ class Spec:
     tol: float = 1e-3
     delta: float = 1e-6
     tight: bool = False
-    max_steps: int = 300
     memory: str = "1GiB"
     device: str = "auto"
     modules: str | None = None
@@ -205,7 +203,6 @@ CHECKS: dict[str, Check] = {
     "tol": checks.number,
     "delta": checks.number,
     "tight": checks.flag,
-    "max_steps": checks.whole(1),
     "memory": checks.memory,
     "device": checks.word,
     "modules": checks.word,
