@@ -27,7 +27,7 @@ EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --s
     *INPUT,
     "radius",
     *SOLVER,
-    hidden=("modules", "windows"),
+    hidden=("windows",),
     radius="A number, or norm.",
 )
 def attack(

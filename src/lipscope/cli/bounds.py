@@ -28,7 +28,7 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
     *INPUT,
     *_ASKED,
     *SOLVER,
-    hidden=("modules", "windows", "position_offset", "delta", "memory"),
+    hidden=("windows", "position_offset", "delta", "memory"),
     map="or heads, normed.",
     per_head="Each query head alone.",
     metric="Only in this metric, measured in it too.",

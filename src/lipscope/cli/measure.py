@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: lipscope measure minilm --text FILE --lengths 16,64,256 --rest"
 
 
-@with_options(*INPUT, *QUESTION, *THEOREMS, *SOLVER, hidden=(*THEOREMS, "modules"))
+@with_options(*INPUT, *QUESTION, *THEOREMS, *SOLVER, hidden=THEOREMS)
 def measure(
     model: Annotated[
         str,

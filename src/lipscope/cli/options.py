@@ -20,7 +20,7 @@ INPUT = ("text", "windows", "special_tokens", "position_offset", "images")
 SOLVER = ("tol", "delta", "tight", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
 QUESTION = ("map", "per_head", "metric", "move", "read", "side", "rest", "average")
 THEOREMS = ("inputs", "ascent_steps", "theorems", "sharp", "radius")
-ALL = (*INPUT, *QUESTION, *THEOREMS, *SOLVER)
+_RARE = ("modules",)  # in no help, for want of room: documented
 
 # Type, default, and one line of help.
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
@@ -61,7 +61,7 @@ def with_options(
 
     Args:
         *names: Which.
-        hidden: Which of them its help leaves to the documentation, for want of room.
+        hidden: Which others its help leaves to the documentation, for want of room.
         **words: Help of its own for some of them.
 
     Returns:
@@ -73,7 +73,7 @@ def with_options(
         kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in kept if p.name in ("out", "jsonl")]
         kept = [p for p in kept if p not in last]
-        given = [_parameter(name, words.get(name), name in hidden) for name in names]
+        given = [_parameter(name, words.get(name), name in (*hidden, *_RARE)) for name in names]
         found = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *given, *last)]
         command.__signature__ = own.replace(parameters=found)  # pyright: ignore
         command.__annotations__ = {p.name: p.annotation for p in found}

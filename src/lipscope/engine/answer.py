@@ -127,10 +127,8 @@ class _Solve:
         return top_singular_batch(
             operator,
             [self._generator(head, purpose) for head in self.heads],
-            tol=self.spec.tol,
-            delta=self.spec.delta,
-            tight=self.spec.tight,
             memory=self.memory // 2,
+            **self.spec.solver(),
         )
 
     def _alone(self, op: Operator, index: int) -> Operator:

@@ -16,7 +16,7 @@ from lipscope.attention import Attention
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import AnyData, AnyModel, LocalRun, is_text
-from lipscope.engine.spec import Options
+from lipscope.engine.spec import SOLVER, Options
 from lipscope.errors import InputError
 from lipscope.models import LayerMap, LoadedModel, Sample
 from lipscope.models.tracing.prepare import ExactNorm
@@ -24,7 +24,7 @@ from lipscope.theorems import Normed
 
 # What only a measurement needs.
 ANSWERS = ("per_head", "metric", "move", "read", "inputs", "ascent_steps", "theorems", "sharp")
-ANSWERS += ("radius", "rest", "average", "tol", "delta", "tight")
+ANSWERS += ("radius", "rest", "average", *SOLVER)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
-from lipscope.engine.spec import ASCENT, REAL, Spec
+from lipscope.engine.spec import ASCENT, REAL, SOLVER, Spec
 from lipscope.records.rows import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
 # What every question of a specification has in common.
-_SHARED = ("modules", "move", "read", "side", "position_offset", "tol", "delta", "tight")
+_SHARED = ("modules", "move", "read", "side", "position_offset", *SOLVER)
 
 
 class InputKey(NamedTuple):

@@ -37,7 +37,18 @@ THEOREMS = tuple(one.name for one in _AT_INPUTS)
 LENGTHS, SAMPLES = (16, 64, 256), 10
 
 
-class Options(TypedDict, total=False):
+class SolverOptions(TypedDict, total=False):
+    """When the solver stops: part of every id, and handed to it by these names."""
+
+    tol: float
+    delta: float
+    tight: bool
+
+
+SOLVER = tuple(get_type_hints(SolverOptions))
+
+
+class Options(SolverOptions, total=False):
     """Options that every verb has; `measure` says what they mean."""
 
     map: MapName
@@ -46,9 +57,6 @@ class Options(TypedDict, total=False):
     special_tokens: bool
     images: str | Path | None
     resolutions: Sequence[int] | None
-    tol: float
-    delta: float
-    tight: bool
     dtype: DType | None
     device: str
     seed: int
@@ -161,6 +169,10 @@ class Spec:
     def as_dict(self) -> dict[str, Any]:
         """Plain values: what the manifest holds and what workers are told."""
         return asdict(self) | {"models": [list(model) for model in self.models]}
+
+    def solver(self) -> dict[str, Any]:
+        """What the solver is told."""
+        return {name: getattr(self, name) for name in SOLVER}
 
 
 CHECKS: dict[str, Check] = {
