@@ -45,8 +45,8 @@ def test_a_folder_without_a_config(lipscope):
         ([BERT, "--lengths", "0"], ["lengths", "whole numbers from 1"]),
         ([BERT, "--lengths", "2:8:0"], ["--lengths", "2:8:0"]),
         ([BERT, "--lengths", "many"], ["--lengths", "many"]),
-        ([BERT, "--samples", "0"], ["samples", "Found 0"]),
-        ([BERT, "--samples", "-3"], ["samples", "Found -3"]),
+        ([BERT, "--samples", "0"], ["samples", "at least 1", "Found `0`"]),
+        ([BERT, "--samples", "-3"], ["samples", "at least 1", "Found `-3`"]),
         ([BERT, "--tol", "0"], ["tol", "between 0 and 1"]),
         ([BERT, "--tol", "-0.001"], ["tol", "between 0 and 1"]),
         ([BERT, "--tol", "nan"], ["tol"]),
@@ -55,8 +55,8 @@ def test_a_folder_without_a_config(lipscope):
         ([BERT, "--delta", "0"], ["delta", "between 0 and 1"]),
         ([BERT, "--delta", "1"], ["delta", "between 0 and 1"]),
         ([BERT, "--delta", "-0.5"], ["delta", "between 0 and 1"]),
-        ([BERT, "--move", "5:9"], ["--move 5:9", "at 6 tokens"]),
-        ([BERT, "--read", "middle"], ["--read", "middle"]),
+        ([BERT, "--move", "5:9"], ["`move 5:9`", "at 6 tokens"]),
+        ([BERT, "--read", "middle"], ["`read`", "middle"]),
         ([BERT, "--memory", "much"], ["memory", "much"]),
         ([BERT, "--device", "abacus"], ["device", "abacus"]),
         ([OLMO, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
@@ -82,7 +82,7 @@ def test_words_that_are_no_choice(tmp_path):
     commands = {
         "--metric": ("largest", "`metric` should be one of frobenius, token-relative"),
         "--windows": ("random", "`windows` should be one of spread, consecutive"),
-        "--dtype": ("float16", "`dtype` should be float32 or float64"),
+        "--dtype": ("float16", "`dtype` should be one of float32, float64"),
     }
     code = (
         "import sys; from lipscope import cli\n"

@@ -66,15 +66,15 @@ def test_a_model_that_needs_more_memory_ends_in_one_line_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward pass is the model's own: no smaller block helps it."""
-    module = sys.modules["lipscope.engine.session"]
-    real = module.trace
+    module = sys.modules["lipscope.engine.places"]
+    real = module.run_traced
 
     def trace(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         if max(v.shape[1] for v in inputs.values()) > 6:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(model, inputs, *rest, **more)
 
-    monkeypatch.setattr(module, "trace", trace)
+    monkeypatch.setattr(module, "run_traced", trace)
     small = "random:gpt2:n_layer=1,n_embd=12,n_head=3,vocab_size=300"
     with pytest.raises(InputError, match=r"own forward pass ran out of memory\. Use shorter"):
         ls.measure(small, TEXT, lengths=[6, 12], samples=2, out=tmp_path / "run")

@@ -17,7 +17,6 @@ import polars
 import pytest
 
 from lipscope.errors import InputError
-from lipscope.records import folder as folder_module
 from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement
 from rows import SPEC, lines, row, tokens_of
@@ -210,7 +209,7 @@ def test_without_locks_in_the_file_system_a_run_goes_on(tmp_path, monkeypatch):
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(folder_module, "_lock", unsupported)
+    monkeypatch.setattr("lipscope.records.lock._lock", unsupported)
     assert len(filled(tmp_path / "run")) == 3
 
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lipscope import DotProduct, Rotary, to_dense
+from lipscope import DotProduct, to_dense
+from lipscope.attention import Rotary
 from lipscope.theorems import HeadAt, HeadsAt, NotApplicableError, heads_of
 from lipscope.theorems.derived.local_bounds import (
     local_blocks,

@@ -249,7 +249,7 @@ def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:
     assert all(row.sigma_rest is not None for row in (*more, *part))
     assert {one.id for one in bounded.bounds} == {row.id for row in bounded}
     assert (made.input, made.sample, made.model) == ("ones", 3, BERT)
-    assert ("with more", 4, 4) in told
+    assert (4, 4, "with more") in told
     # Nothing is done again, and there is one folder.
     before = (tmp_path / "run" / "rows.jsonl").read_bytes()
     held = run()

@@ -15,7 +15,7 @@ from lipscope.attention import Attention
 from lipscope.engine.plan import Job, Shape, Survey, plan, row_ids
 from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
-from lipscope.engine.spec import REAL, Spec, single_spec
+from lipscope.engine.spec import AXES, REAL, Spec, single_spec
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel, Sample, adopt_model, load_model
 from lipscope.models.data.windows import digest
@@ -180,9 +180,10 @@ class LocalRun:
             yield folder
 
     def _as_written(self) -> dict[str, Any]:
-        """The specification with a digest of the inputs instead of names of sources."""
+        """The specification in the words of the call, with a digest of its inputs."""
         items = [one for some in self.survey.items.values() for one in some]
-        return self.spec.as_dict() | {"texts": {"": stable_id({"items": items})}}
+        plain = self.spec.as_dict() | {"texts": {"": stable_id({"items": items})}}
+        return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
 def _with_more(one: Finished, held: Measurement | None) -> Finished:

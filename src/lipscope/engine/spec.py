@@ -210,7 +210,7 @@ CHECKS: dict[str, Check] = {
     "tokens": checks.flag,
 }
 # What a single run calls by one word, a sweep calls by its plural.
-_AXES = {"map": "maps", "metric": "metrics", "dtype": "dtypes", "seed": "seeds"}
+AXES = {"map": "maps", "metric": "metrics", "dtype": "dtypes", "seed": "seeds"}
 
 
 def single_spec(
@@ -247,7 +247,7 @@ def single_spec(
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
     values: dict[str, Any] = {}
     for name, value in source.values.items():
-        key = _AXES.get(name, name)
+        key = AXES.get(name, name)
         values[key] = CHECKS[key](source, name, value)
     tight = bool(values.get("tight"))
     if tight and values.get("dtypes") == ("float32",):

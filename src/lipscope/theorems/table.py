@@ -72,8 +72,8 @@ def bounds_at(
     ...     if bound.theorem in ("castin_thm_3_3", "global_rows_capped", "yudin_thm_3"):
     ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
     castin_thm_3_3 6.12
-    global_rows_capped 2.56
     yudin_thm_3 it asks for `x`
+    global_rows_capped 2.56
     """
     if isinstance(layer, Normed):
         question = _normed_question(layer, x, num_tokens, radius, floor, map, head)
