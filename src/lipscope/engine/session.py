@@ -303,7 +303,7 @@ class Session:
         held: dict[Any, Any] = self.places.once("sizes", key, dict)
         if job.layer not in held:
             held |= sizes()
-        some = held[job.layer]
+        some = held[job.layer] or [self._size(job)]  # which says why there is none
         return (None, min(some)) if job.map == "normed" else (max(some), None)
 
     def _layers(self, job: Job) -> Sequence[int | None]:
