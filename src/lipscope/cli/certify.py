@@ -48,7 +48,7 @@ def certify(
         list[str] | None,
         typer.Option(
             metavar="TEXT",
-            help="The same: nearest of these texts, one option each.",
+            help="The same: the nearest of these texts at this layer, one option each.",
         ),
     ] = None,
     pool: Annotated[str, typer.Option(help="Pool by mean or first.")] = "mean",
@@ -205,10 +205,10 @@ def _show(row: dict[str, Any]) -> None:
         f"{row['model']}, layer {row['layer']}{head}, map {row['map']}, {row['num_tokens']} tokens",
         f"ball          {kind} by at most {row['eps']:.4g} "
         f"({row['relative_eps']:.2g} of the largest token norm)",
-        f"certificate   ‖f(X') − f(X)‖ ≤ {_up(row['certificate'])} ‖X' − X‖ in the ball "
-        f"(heads put together by: {row['form']})",
-        f"sigma         at most {_up(row['sigma_bound'])} everywhere in the ball; at X measured "
-        f"in [{row['sigma']:.4g}, {row['upper']:.4g}]",
+        f"certificate   from the centre X: ‖f(X') − f(X)‖ ≤ {_up(row['certificate'])} ‖X' − X‖ for "
+        f"every X' in the ball (heads put together by: {row['form']})",
+        f"sigma         anywhere in the ball at most {_up(row['sigma_bound'])}, which bounds the moves "
+        f"between any two of its inputs; at X measured in [{row['sigma']:.4g}, {row['upper']:.4g}]",
         f"attack        largest ratio found {row['largest_ratio']:.4g}, largest sigma "
         f"{row['largest_sigma']:.4g}, in {row['attempts']} attempts",
     ]

@@ -98,6 +98,7 @@ def _row(
         "pool": pool,
         "decision": found.decision,
         "decision_name": classifier.names[found.decision],
+        "by": classifier.by,
         "rival": found.rival,
         "rival_name": classifier.names[found.rival],
         "margin": found.margin,
@@ -164,6 +165,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         f"{first['num_tokens']} tokens",
         f"decision      {_class(first, 'decision')}; {_class(first, 'rival')} is behind by a "
         f"margin of {number(first['margin'])}",
+        f"{'':14}decided by {first['by']}, not by the model's own head",
     ]
     for row in rows:
         lines += _ball(row)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from lipscope.engine.plan import Job
 from lipscope.engine.question import Answer, finite
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.spec import Spec
-from lipscope.errors import out_of_memory
+from lipscope.errors import InputError, out_of_memory
+from lipscope.linalg.difference import difference
 from lipscope.linalg.norms import bracketed
 from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
@@ -25,7 +27,14 @@ _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 _WIDE = 1.5  # upper / sigma from which on a row says so
 
 
-def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list[Answer]:
+def answer(
+    layer: LayerMap,
+    spec: Spec,
+    job: Job,
+    memory: int,
+    key: str,
+    itself: Itself | None = None,
+) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads.
 
     Args:
@@ -34,9 +43,14 @@ def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list
         job: What to measure.
         memory: Budget in bytes.
         key: Names the model, layer, length and sample; with the seed it fixes the starts.
+        itself: The model itself between the map's ends; with it, the Jacobian is compared with
+            its finite difference along the direction that was found.
 
     Returns:
         One answer, or one per head.
+
+    Raises:
+        InputError: If the two disagree.
     """
     heads: list[int | None] = [None]
     if spec.per_head and layer.num_heads is not None:
@@ -45,7 +59,7 @@ def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list
     halved = memory
     while True:
         try:
-            found = _Solve(layer, spec, job, halved, key, heads).answers(began)
+            found = _Solve(layer, spec, job, halved, key, heads).answers(began, itself)
         except (RuntimeError, MemoryError) as problem:
             if out_of_memory(problem) and halved > _LEAST_MEMORY:
                 halved //= 2
@@ -58,6 +72,19 @@ def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list
             return found
         said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"
         return [replace(one, notes=(*one.notes, said)) for one in found]
+
+
+@dataclass(frozen=True)
+class Itself:
+    """A model between the two ends of a map, run as it is.
+
+    Attributes:
+        function: What it gives there for the map's input.
+        dtype: Floating type of its own computation.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
 
 
 class _Solve:
@@ -94,9 +121,10 @@ class _Solve:
         chosen = parse_tokens(text, n, option)
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
-    def answers(self, began: float) -> list[Answer]:
+    def answers(self, began: float, itself: Itself | None) -> list[Answer]:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
+        error, remark = self._beside(itself, tops) if itself is not None else (None, None)
         shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
         rest = self._rest(shares, tops) if self.spec.rest else [(None, None)] * len(tops)
         average = self._averages(tops) if self.spec.average else [None] * len(tops)
@@ -113,11 +141,50 @@ class _Solve:
                 norms=[finite(float(x)) for x in self.norms],
                 sigma_rest=rest[i][0],
                 frobenius=_value(average[i]),
+                derivative_error=error,
                 seconds=seconds,
-                notes=tuple(self._notes(top, rest[i][1], average[i])),
+                notes=tuple(self._notes(top, rest[i][1], average[i], remark)),
             )
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
+
+    def _beside(self, itself: Itself, tops: list[TopSingular]) -> tuple[float | None, str | None]:
+        """How far ``J v`` is from the finite difference of the model; a remark."""
+        e = self._direction(tops)
+        product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
+        if self.layer.map == "heads":
+            product = product.transpose(0, 1).flatten(1)
+        else:
+            product = product.sum(0)  # contributions, of which there is one without `per_head`
+        if not bool(product.isfinite().all()):
+            return None, None  # reported as non-finite by the solver
+        product = self.layer.onward(product, e)
+        found = difference(itself.function, self.layer.x.to(itself.dtype), e, product)
+        if found.status == "disagrees":
+            raise InputError(
+                f"The Jacobian of the map `{self.layer.map}` should be the derivative of the model "
+                f"itself. Found |J v| = {found.product:.4g} where a finite difference gives "
+                f"{found.quotient:.4g} ({found.error:.2g} apart): gradients are cut here, or not "
+                "everything that depends on the input moved, so that nothing is measured."
+            )
+        if found.status == "unsettled":
+            return finite(found.error), (
+                "the derivative could not be checked: finite differences of the model do not "
+                "settle in its precision"
+            )
+        return found.error, None
+
+    def _direction(self, tops: list[TopSingular]) -> Tensor:
+        """The top right singular vector as a move of all tokens; a random one where none is."""
+        best = max(tops, key=lambda top: top.sigma if math.isfinite(top.sigma) else -1.0)
+        v = best.v.to(self.layer.x)
+        if not bool(v.isfinite().all()) or not bool(v.any()):
+            v = torch.randn(v.shape, generator=self._generator(None, "difference")).to(v)
+        if self.scale is not None:
+            v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
+        if self.move is None:
+            return v
+        return torch.zeros_like(self.layer.x).index_copy(0, self.move, v)
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
         if self.job.metric in ("max-token", "infinity"):
@@ -146,7 +213,11 @@ class _Solve:
         return torch.Generator().manual_seed(number)
 
     def _notes(
-        self, top: TopSingular, on_rest: str | None, average: tuple[float, str] | None
+        self,
+        top: TopSingular,
+        on_rest: str | None,
+        average: tuple[float, str] | None,
+        on_derivative: str | None,
     ) -> list[str]:
         wide = top.status == "converged" and top.upper > _WIDE * top.sigma
         words = [
@@ -156,6 +227,7 @@ class _Solve:
             if self.still
             else None,
             self.layer.note,
+            on_derivative,
             on_rest,
             average[1] if average is not None else None,
         ]

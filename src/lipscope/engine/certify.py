@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
@@ -49,7 +50,8 @@ def certify(
     Args:
         model: As for `measure`; an `Attention` layer with its input as ``data``.
         data: Text or a batch, as for `measure`; the default text if None.
-        eps: Radius of the ball; one per token if wanted (ball ``token``).
+        eps: Radius of the ball, positive; one per token if wanted (ball ``token``), where tokens
+            with 0 stay.
         layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
@@ -71,9 +73,13 @@ def certify(
 
     >>> import lipscope as ls, torch
     >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
-    >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), eps=0.0).value, 6)
+    >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), eps=1e-9).value, 6)
     1.0
     """
+    if not bool((torch.as_tensor(eps) > 0).any()):
+        raise InputError(
+            f"`eps` should be positive: a ball of radius 0 holds one input. Found `eps = {eps}`."
+        )
     asked = dict(options) | {"per_head": head is not None}
     map = options.get("map", "attention")
     if map not in ("attention", "heads"):

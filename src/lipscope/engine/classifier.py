@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,11 +26,13 @@ class Classifier:
         weight: ``W``, ``(classes, d_out)``.
         bias: ``b``, ``(classes,)``, or None.
         names: What to call the classes.
+        by: What decides, in words.
     """
 
     weight: Float[Tensor, "c d_out"]
     bias: Float[Tensor, " c"] | None
     names: tuple[str, ...]
+    by: str = "the read-out given, on this layer's pooled output"
 
 
 def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) -> Classifier:
@@ -51,7 +53,8 @@ def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) ->
     [0.0, -1.5]
     """
     names = tuple(names) or tuple(str(i) for i in range(len(points)))
-    return Classifier(points, -points.square().sum(1) / 2, names)
+    by = "which of the points is nearest to this layer's pooled output"
+    return Classifier(points, -points.square().sum(1) / 2, names, by)
 
 
 def classifier_of_texts(
@@ -78,16 +81,23 @@ def classifier_of_texts(
         The classifier, its classes named by the beginnings of the texts.
 
     Raises:
-        InputError: For fewer than two texts or empty ones, or as `capture` does.
+        InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
-    if len(texts) < 2 or not all(text.strip() for text in texts):
+    said = {" ".join(text.split()) for text in texts}
+    if len(texts) < 2 or "" in said or len(said) < len(texts):
         raise InputError(
-            "`between` should name two classes at least, each by a text with words in it. "
+            "`between` should name two classes at least, each by another text with words in it. "
             f"Found {list(texts)}."
         )
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     points = torch.stack([_point(loaded, text, layer, pool, special_tokens) for text in texts])
-    return nearest_centroid(points, [_name(text) for text in texts])
+    if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
+        raise InputError(
+            "`between` should name texts that this layer tells apart. Found two with one and the "
+            "same pooled output; take another layer or `pool`."
+        )
+    found = nearest_centroid(points, [_name(text) for text in texts])
+    return replace(found, by="which of these texts has the nearest pooled output at this layer")
 
 
 def _point(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lipscope.attention import Attention
+from lipscope.engine.answer import Itself
 from lipscope.engine.layer import layer_inputs, map_of_layer
 from lipscope.engine.plan import FUSED, Job
 from lipscope.engine.ranges import parse_bytes
@@ -34,6 +35,7 @@ from lipscope.models import (
 )
 from lipscope.models import prepared as ready
 from lipscope.models import trace as run_traced
+from lipscope.models.tracing.prepare import at_rest
 
 
 class Places:
@@ -132,10 +134,23 @@ class Places:
                 )
             )
             for one in {model, loaded.model}:
+                self._stack.enter_context(at_rest(one))
                 self._stack.enter_context(later_positions(one, self.spec.position_offset))
             return model, notes
 
         return self.once("prepared", job[1:5], prepare)
+
+    def itself(self, job: Job, built: LayerMap) -> Itself:
+        """The model between the ends of a map: as it was given, if that is in full precision."""
+        if built.ends is None:
+            return Itself(built.function, built.x.dtype)
+        model, arguments = self.loaded(job.model, job.weights).model, self.item(job).arguments
+        found = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+        if any(dtype.itemsize < 4 for dtype in found):
+            model, found = self.prepared(job)[0], {built.x.dtype}
+            arguments = moved(arguments, self.device, built.x.dtype)
+        dtype = torch.float32 if torch.float32 in found else torch.float64
+        return Itself(built.ends.function(model, arguments), dtype)
 
     def _sites(self, model: nn.Module) -> dict[str, nn.Module]:
         return attention_sites(model, self.spec.modules, side=self.spec.side)

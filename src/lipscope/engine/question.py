@@ -25,6 +25,7 @@ class Answer:
         norms: Norm of each input token.
         sigma_rest: Sigma with the top token held fixed, or None.
         frobenius: Estimate of ``‖J‖_F``, or None.
+        derivative_error: How far ``J v`` is from a finite difference of the model, or None.
         seconds: Solving time.
         notes: Remarks for the row.
         error: What failed, or None.
@@ -40,6 +41,7 @@ class Answer:
     norms: list[float | None]
     sigma_rest: float | None = None
     frobenius: float | None = None
+    derivative_error: float | None = None
     seconds: float
     notes: tuple[str, ...] = ()
     error: str | None = None
@@ -65,6 +67,7 @@ class Answer:
             "top_share": self.share_in[best] if best is not None else None,
             "sigma_rest": self.sigma_rest,
             "frobenius": self.frobenius,
+            "derivative_error": self.derivative_error,
             "radius_max": max(norms) if norms else None,
             "radius_rms": math.sqrt(sum(x * x for x in norms) / len(norms)) if norms else None,
             "input_norm": finite(self.input_norm),

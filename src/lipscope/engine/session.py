@@ -191,7 +191,8 @@ class Session:
         about = {"revision": loaded.revision, "weights": loaded.weights}
         remarks += self._reach(job, built)
         found = []
-        for reply in answer(built, self.spec, job, self.places.memory, key):
+        itself = self.places.itself(job, built) if job.sample == 0 else None
+        for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
             row = row_of(self.spec, job, reply, about, item=item, device=device, notes=remarks)
             tokens = reply.token_shares(row.id, item.tokens) if self.spec.tokens else []

@@ -63,6 +63,8 @@ class Measurement:
         top_share: That share (squared norm, between 0 and 1).
         sigma_rest: Sigma with the top token held fixed; null unless asked for.
         frobenius: Estimate of ``||J||_F``; null unless asked for.
+        derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
+            along the direction found; null but for the first sample of a length.
         radius_max: Largest token norm of the map's input.
         radius_rms: Root mean square token norm of the map's input.
         input_norm: ``||X||_F``.
@@ -107,6 +109,7 @@ class Measurement:
     top_share: float | None
     sigma_rest: float | None = None
     frobenius: float | None = None
+    derivative_error: float | None = None
     radius_max: float | None
     radius_rms: float | None
     input_norm: float | None

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.tracing.calls import BlockCall, Trace, as_tokens, first_tensor
+from lipscope.models.tracing.ends import Ends, ends_of_block, ends_of_model
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.replay import replay_block
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
 from lipscope.models.tracing.trace import run
 
-# Input, the model's own output, and the function, all of token matrices.
-Whole = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+# Input, the model's own output, and the function, all of token matrices; where they are.
+Whole = tuple[Tensor, Tensor, Callable[[Tensor], Tensor], Ends]
 
 
 def block_parts(record: Trace, call: AttentionCall) -> Whole:
@@ -41,9 +42,11 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
     """
     block, axis = _block_around(record, call), call.token_axis
     output = as_tokens(block.output, axis)
+    x, names = as_tokens(block.x, axis), (block.hidden,)
     if record.side == "key":
-        return call.x, output, replay_block(block, axis, _names_of_states(block, call))
-    return as_tokens(block.x, axis), output, replay_block(block, axis, (block.hidden,))
+        x, names = call.x, _names_of_states(block, call)
+    ends = ends_of_block(record, block, names[0], axis)
+    return x, output, replay_block(block, axis, names), ends
 
 
 def model_parts(record: Trace) -> Whole:
@@ -67,11 +70,15 @@ def model_parts(record: Trace) -> Whole:
         )
     output = as_tokens(record.output, record.calls[0].token_axis)
     if record.side == "key":
-        return record.calls[0].x, output, _model_of_states(record)
+        call = record.calls[0]
+        block = _block_around(record, call)
+        ends = ends_of_model(record, block.module, _names_of_states(block, call)[0])
+        return call.x, output, _model_of_states(record), ends
     return (
         as_tokens(start, record.calls[0].token_axis),
         output,
         _rerun(record, [(first, (hidden,))], once=True),
+        ends_of_model(record, first, hidden),
     )
 
 

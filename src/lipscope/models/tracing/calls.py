@@ -174,6 +174,7 @@ def _begin(
         )
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)
+    call.turn = sum(one.name == name for one in record.calls) + record.others.count(name)
     call.kept = [moved]  # alive, so that no later tensor can take its place in memory
     record.calls.append(call)
     return call

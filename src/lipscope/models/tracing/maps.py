@@ -14,6 +14,7 @@ from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise
 from lipscope.models.tracing.blocks import Whole, block_parts, model_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
+from lipscope.models.tracing.ends import Ends, ends_of_attention, from_norm
 from lipscope.models.tracing.replay import (
     ClosedForm,
     Replayed,
@@ -50,6 +51,7 @@ class LayerMap:
         num_heads: Query heads, where known.
         head_outputs: Output of every head, ``(h, n, d_out)``: its slice of ``heads``, or its
             contribution through its part of the output projection.
+        ends: Where the map is in its model; None for a layer by itself, its own model.
         note: Remark for the row, or None.
     """
 
@@ -62,11 +64,16 @@ class LayerMap:
     attention: Attention | None
     num_heads: int | None
     head_outputs: Callable[[], Tensor]
+    ends: Ends | None = None
     note: str | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The map at another input."""
         return self.function(x)
+
+    def onward(self, product: Tensor, e: Tensor) -> Tensor:
+        """Derivative along ``e``, whose product with the Jacobian this is, of what `ends` reads."""
+        return product if self.ends is None else self.ends.onward(product, e)
 
     def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
         """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""
@@ -143,6 +150,7 @@ def _layer_map(
         output: Tensor,
         function: Callable[[Tensor], Tensor],
         build: Callable[[Tensor, int, bool], Operator],
+        ends: Ends,
     ) -> LayerMap:
         return LayerMap(
             layer,
@@ -154,13 +162,15 @@ def _layer_map(
             attention,
             heads,
             lambda: _head_outputs(call, core, name, heads),
+            ends,
             note,
         )
 
+    ends = ends_of_attention(record, call, heads=name == "heads")
     if name == "heads":
-        return finished(call.x, _own_heads(call, core), core.heads, core.linearise_heads)
+        return finished(call.x, _own_heads(call, core), core.heads, core.linearise_heads, ends)
     if name == "attention":
-        return finished(call.x, call.output, core.attend, core.linearise_attention)
+        return finished(call.x, call.output, core.attend, core.linearise_attention, ends)
     norm = norm_before(record, call)
     if name == "normed":
         if norm is None:
@@ -176,6 +186,7 @@ def _layer_map(
             lambda x, m, h: compose(
                 core.linearise_attention(before(x), m, h), linearise(before, x)
             ),
+            from_norm(record, norm, ends),
         )
     return finished(*residual(record, call, norm, core))
 
@@ -221,7 +232,7 @@ def _no_heads() -> Tensor:
 
 def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> LayerMap:
     """A map of whole blocks, which are always run again."""
-    x, output, function = parts
+    x, output, function, ends = parts
     return LayerMap(
         layer,
         name,
@@ -232,6 +243,7 @@ def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> Lay
         None,
         heads,
         _no_heads,
+        ends,
     )
 
 

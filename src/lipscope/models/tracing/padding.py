@@ -57,6 +57,7 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
         function=lambda x: picked(built.function(whole(x))),
         build=build,
         head_outputs=lambda: picked(built.head_outputs()),
+        ends=replace(built.ends, moved=moved, read=read) if built.ends is not None else None,
         note="; ".join(filter(None, notes if left_out else notes[:1])) or None,
     )
 

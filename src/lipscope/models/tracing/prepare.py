@@ -103,16 +103,22 @@ def prepared(
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     if any(t.dtype != dtype or t.device.type != device.type for t in floating):
         model = _copied(model).to(device=device, dtype=dtype)
-    modes = {m: m.training for m in model.modules()}
-    grads = {p: p.requires_grad for p in model.parameters()}
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
+    with at_rest(model), _implementations(model, implementation):
+        yield model, notes
+
+
+@contextlib.contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """A model in eval mode, its weights without gradients; put back on exit."""
+    modes = {m: m.training for m in model.modules()}
+    grads = {p: p.requires_grad for p in model.parameters()}
     try:
         model.eval()
         for p in grads:
             p.requires_grad_(False)
-        with _implementations(model, implementation):
-            yield model, notes
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -9,12 +9,21 @@ from torch import Tensor
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
 from lipscope.models.tracing.calls import Trace, as_tokens
+from lipscope.models.tracing.ends import (
+    Ends,
+    ends_of_attention,
+    from_norm,
+    plus_input,
+    to_norm,
+)
 from lipscope.models.tracing.replay import ClosedForm, Replayed, TokenModule
 from lipscope.models.tracing.sites import AttentionCall
 from lipscope.models.tracing.sums import NormCall, Sum, close
 
-# Input, the model's own output, the function, and how to linearise it.
-Parts = tuple[Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor, int, bool], Operator]]
+# Input, the model's own output, the function, how to linearise it, and where it is.
+Parts = tuple[
+    Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor, int, bool], Operator], Ends
+]
 
 
 def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
@@ -49,7 +58,7 @@ def residual(
         core: Its attention.
 
     Returns:
-        The map's input and output, the function and its linearisation.
+        The map's input and output, the function, its linearisation and its ends.
 
     Raises:
         InputError: If the model forms no such sum.
@@ -57,6 +66,8 @@ def residual(
     after = _norm_after(record, call)
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
+    ends = ends_of_attention(record, call)
+    ends = plus_input(ends if after is None else to_norm(record, after, ends))
 
     def branch(u: Tensor) -> Tensor:
         return core.attend(u) if second is None else second(core.attend(u))
@@ -77,6 +88,7 @@ def residual(
                 lambda x, m, h: plus_identity(
                     compose(branch_operator(before(x), m, h), linearise(before, x))
                 ),
+                from_norm(record, norm, ends),
             )
     total = _sum_of(record, call, call.x, added)
     if total is None:
@@ -90,6 +102,7 @@ def residual(
             as_tokens(total.value, call.token_axis),
             lambda u: u + branch(u),
             lambda u, m, h: plus_identity(branch_operator(u, m, h)),
+            ends,
         )
     outer = TokenModule(total.norm.module, total.norm.x)
     return (
@@ -99,6 +112,7 @@ def residual(
         lambda u, m, h: compose(
             linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
         ),
+        to_norm(record, total.norm, ends_of_attention(record, call)),
     )
 
 

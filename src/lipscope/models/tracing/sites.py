@@ -40,6 +40,7 @@ class AttentionCall:
         heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
         implementation: Attention implementation under which the call was made.
         sums_before: Number of sums that the model had formed before.
+        turn: Which of the calls of its module it is, from 0.
         refusal: Why the call is no attention map of its input; empty if it is one.
     """
 
@@ -58,6 +59,7 @@ class AttentionCall:
     heads: Tensor | None = None
     implementation: str | None = None
     sums_before: int = 0
+    turn: int = 0
     refusal: str = ""
     kept: list[Any] = field(default_factory=list, repr=False)
 
