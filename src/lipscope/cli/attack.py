@@ -44,7 +44,6 @@ def attack(
         typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
     steps: Annotated[int, typer.Option(help="Of gradient ascent; 0 for none.")] = 20,
-    restarts: Annotated[int, typer.Option(help="Random starts of the ascent.")] = 4,
     out: Annotated[
         Path | None,
         typer.Option(help="Run folder.  [default: runs/<date>-<model>-attack]"),
@@ -73,7 +72,6 @@ def attack(
             layer=layer,
             length=None if "images" in given else length,
             steps=steps,
-            restarts=restarts,
             out=folder,
             **given,
         )

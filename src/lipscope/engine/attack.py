@@ -11,13 +11,9 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
-from lipscope.attacks import WorstInput, worst
-from lipscope.attention import Attention
-from lipscope.engine.built import said
-from lipscope.engine.layer import radius_of_the_norm
-from lipscope.engine.plan import identity
+from lipscope.attacks import WorstInput
 from lipscope.engine.runs import LocalRun, Progress, of_one_window
-from lipscope.engine.spec import Options
+from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
@@ -50,7 +46,6 @@ def attack(
     length: int | None = None,
     radius: float | Literal["norm"] | None = None,
     steps: int = 20,
-    restarts: int = 4,
     out: str | Path | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
@@ -58,12 +53,13 @@ def attack(
     """Look for the inputs that make sigma of a layer large.
 
     Every construction for every head, then gradient ascent from the best of them, from the
-    input that was given and from random ones. The worst is measured again from a start that its
-    choice has not seen, so that its interval holds.
+    input that was given and from four random ones. The worst is measured again from a start that
+    its choice has not seen, so that its interval holds. `bounds` with ``attack`` and the input
+    ``adversarial`` of `measure` ask the same.
 
     Holds for every layer whose weights are read in closed form. A lower value of the worst
-    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take 20 seconds on
-    one core, the ascent one second a step.
+    case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take half a minute
+    on one core, most of it in the ascent.
 
     Args:
         model: As for `measure`.
@@ -73,10 +69,10 @@ def attack(
         radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
             layer; that of the input if None.
         steps: Steps of the ascent; 0 for constructions only.
-        restarts: Its random starts.
         out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it.
         progress: Called as ``progress(done, total, row)``.
-        **options: Those of `measure` about the input and the solver; the map is ``attention``.
+        **options: Those of `measure` about the input and the solver; the map is ``attention``, and
+            ``dtype`` float64.
 
     Returns:
         What was found.
@@ -85,54 +81,26 @@ def attack(
         InputError: For every request that cannot be answered as asked, or if no input is
             available for this layer.
     """
+    if steps < 0:
+        raise InputError(f"`steps` should not be negative. Found `steps = {steps}`.")
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
-    with LocalRun(model, data, asked, verb="attack", without=_WITHOUT, norms=True) as run:
-        session, job = run.session, run.jobs[0]
-        own, norm = session.layer(job)
-        assert isinstance(own, Attention)  # inputs are built for the layer alone
-        built, _, _ = session.place(job)
+    more = {"inputs": (REAL, ADVERSARIAL), "radius": _radius(radius), "ascent_steps": steps}
+    with LocalRun(
+        model, data, asked, verb="attack", without=_WITHOUT, dtype="float64", more=more
+    ) as run:
+        session, (real, worse) = run.session, run.jobs
+        built, _, _ = session.place(real)
         given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
-        allowed = _radius(radius, given, norm, built.x.shape[1], layer)
-        found = worst(
-            own,
-            num_tokens=len(built.x),
-            radius=allowed,
-            restarts=restarts,
-            steps=steps,
-            start=[built.x],
-            generator=torch.Generator().manual_seed(job.seed),
-        )
-        first = found[0]
-        if first.x is None:
-            raise InputError(f"No input is available for this layer: {first.reason}.")
-        asked_for = {"map": job.map, "metric": job.metric, "input": first.name, "radius": allowed}
-        held = run.survey.items[job.text][job.item]
-        id = identity(
-            run.spec,
-            model=(run.loaded.name, run.survey.revision),
-            item=held,
-            layer=layer,
-            dtype=job.dtype,
-            seed=job.seed,
-            attempts=[steps, restarts],
-            **asked_for,
-        )
-        worse = job._replace(id=id, input=first.name, radius=allowed)
-        session.hold_input(worse, first.x, said(first.name, first.head, allowed))
-        run.jobs.append(worse)
+        made = session.input_for(worse)
         rows = run.rows(out, progress)
     if out is not None:
-        _save(Path(out), first)
-    return Attacked(rows, found, allowed, given)
+        _save(Path(out), made.tried[0])
+    return Attacked(rows, made.tried, session.allowed(real, built)[0] or given, given)
 
 
-def _radius(
-    radius: float | str | None, given: float, norm: nn.Module | None, width: int, layer: int
-) -> float:
-    if radius is None:
-        return given
-    if radius == "norm":
-        return radius_of_the_norm(norm, width, layer)
+def _radius(radius: float | str | None) -> float | str:
+    if radius is None or radius == "norm":
+        return radius or "row"
     if isinstance(radius, str) or not (radius > 0 and math.isfinite(radius)):
         raise InputError(
             f"`radius` should be a positive number, or norm. Found `radius = {radius}`."

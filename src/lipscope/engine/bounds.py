@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from lipscope.engine.runs import LocalRun, Progress, is_text
-from lipscope.engine.spec import ADVERSARIAL, ASCENT, REAL, MeasureOptions
+from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
@@ -43,7 +43,8 @@ def bounds(
         layers: Indices from 0, or "all".
         lengths: Numbers of tokens of windows of text; 64 if None.
         samples: Windows per length; 1 if None.
-        attack: Also the worst adversarial input within the radius.
+        attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
+            seconds a head.
         out: Run folder, or one that is open; an interrupted run there is continued.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads`` or
@@ -51,8 +52,7 @@ def bounds(
             it (all theorems, and sigma in the Frobenius norm, without); ``theorems`` are all;
             ``sharp=False``: without the bounds that take seconds a head; ``radius="inputs"``: that
             of the largest input, not for the map ``normed``, whose bounds on all inputs hold for
-            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64. With
-            ``attack``, ``ascent_steps`` asks for gradient ascent too.
+            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
 
     Returns:
         The rows, with their bounds.
@@ -80,9 +80,7 @@ def bounds(
         more["theorems"] = tuple(t.name for t in catalogue() if metric in (None, t.metric))
         wanted["theorems"] = "all"
     if attack:
-        more["inputs"] = (REAL, ADVERSARIAL, *[ASCENT] * ("ascent_steps" in wanted))
-        if isinstance(wanted["radius"], int | float):
-            more["radii"] = (float(wanted["radius"]),)
+        more["inputs"] = (REAL, ADVERSARIAL)
     if is_text(data, wanted):
         lengths, samples = 64 if lengths is None else lengths, samples or 1
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}

@@ -5,42 +5,52 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lipscope.attacks import ascend, worst
+from lipscope.attacks import WorstInput, ascend, worst
 from lipscope.attention import Attention
 from lipscope.engine.plan import Job
-from lipscope.engine.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
+from lipscope.engine.spec import ADVERSARIAL, ASCENT, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
 from lipscope.theorems import Normed, bounds_at, catalogue
 
-_STEPS_WITH_POSITIONS = 10
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
 _NO_WEIGHTS = "its weights are not read in closed form"
 
 
-def built_input(
-    built: LayerMap, item: Sample, job: Job, spec: Spec, radius: float
-) -> tuple[Tensor, str]:
-    """The input that a job builds for a layer, and what built it.
+class BuiltInput(NamedTuple):
+    """An input that was built for a layer.
+
+    Attributes:
+        x: Its tokens.
+        remark: What built it.
+        tried: Everything that was tried, worst first; empty where one thing was.
+    """
+
+    x: Tensor
+    remark: str
+    tried: Sequence[WorstInput] = ()
+
+
+def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltInput:
+    """The input that a job builds for a layer: of all inputs (``adversarial``) the worst known.
 
     Args:
         built: The map at the input that was given.
-        item: That input.
         job: What is asked for.
         spec: The specification.
         radius: Largest token norm.
 
     Returns:
-        The tokens, and a remark.
+        The tokens, and what built them.
 
     Raises:
         InputError: If it cannot be built for this layer.
@@ -50,26 +60,25 @@ def built_input(
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
     name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator().manual_seed(number)
-    size = {"num_tokens": len(built.x), "radius": radius, "generator": generator}
+    size = {
+        "num_tokens": len(built.x),
+        "radius": radius,
+        "generator": torch.Generator().manual_seed(number),
+    }
+    climb = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
     if job.input == ASCENT:
-        options = {"restarts": _RESTARTS, "steps": spec.ascent_steps, "start": built.x}
-        return ascend(layer, **size, **options).x, f"radius {radius:.6g}"
-    options: dict[str, Any] = {"names": CONSTRUCTIONS, "steps": 0}
-    if job.input != ADVERSARIAL:
-        options["names"] = (job.input,)
-    elif layer.positional:  # no construction places its tokens
-        options |= {"steps": _STEPS_WITH_POSITIONS, "restarts": 0, "start": [built.x]}
-    best = worst(layer, **size, **options)[0]
+        found = ascend(layer, **size, **climb, start=built.x)
+        return BuiltInput(found.x, f"radius {radius:.6g}")
+    if job.input == ADVERSARIAL:
+        tried = worst(layer, **size, **climb, start=[built.x])
+    else:
+        tried = worst(layer, **size, names=(job.input,), steps=0)
+    best = tried[0]
     if best.x is None or best.sigma is None:
         why = (best.reason or "sigma is not finite there").rstrip(".")
         raise InputError(f"`{job.input}` is not available for this layer: {why}.")
-    return best.x, said(best.name, best.head, radius)
-
-
-def said(name: str, head: int | None, radius: float) -> str:
-    """What built an input, as a row says it."""
-    return f"{name}{'' if head is None else f', head {head}'}, radius {radius:.6g}"
+    head = "" if best.head is None else f", head {best.head}"
+    return BuiltInput(best.x, f"{best.name}{head}, radius {radius:.6g}", tried)
 
 
 def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerMap, Sample]:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
-from lipscope.engine.spec import ASCENT, REAL, SOLVER, Spec
+from lipscope.engine.spec import ADVERSARIAL, ASCENT, REAL, SOLVER, Spec
 from lipscope.records.rows import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
@@ -150,7 +150,7 @@ def identity(
     """
     parts = {name: getattr(spec, name) for name in _SHARED}
     parts |= asked | {"model": model, "layer": layer, "dtype": dtype, "seed": seed}
-    if asked.get("input") == ASCENT:
+    if asked.get("input") in (ADVERSARIAL, ASCENT):
         parts["ascent_steps"] = spec.ascent_steps
     return stable_id(parts | {"item": item[1:]})
 
@@ -180,12 +180,19 @@ def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[
         asked = product([None] if map == "model" else layers, _inputs(spec, sample))
         for (layer, (kind, radius)), metric, seed in product(asked, spec.metrics, seeds):
             question = {"map": map, "metric": metric, "input": kind, "radius": radius}
-            if kind != REAL and radius is None and spec.radius == "inputs":
-                question["radius"] = [one.sha256 for one in survey.items[text]]
+            if kind != REAL and radius is None:
+                question["radius"] = _radius(spec, survey.items[text])
             id = identity(
                 spec, model=name, item=item, layer=layer, dtype=dtype, seed=seed, **question
             )
             yield Job._make((id, *window, map, layer, kind, radius, metric, seed))
+
+
+def _radius(spec: Spec, items: Sequence[InputKey]) -> Any:
+    """What says how large the tokens of a built input are; None for those of its own window."""
+    if spec.radius == "inputs":
+        return [one.sha256 for one in items] if len(items) > 1 else None
+    return None if spec.radius == "row" else spec.radius
 
 
 def _inputs(spec: Spec, sample: int) -> Iterator[tuple[str, float | None]]:

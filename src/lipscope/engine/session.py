@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import answer
-from lipscope.engine.built import asked, built_input, moved_to, on_all_inputs
+from lipscope.engine.built import BuiltInput, asked, built_input, moved_to, on_all_inputs
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
@@ -73,7 +73,6 @@ class Session:
         self.spec, self.sources = spec, sources
         needed = norms or spec.radius == "norm"
         self.places = Places(spec, sources, models or {}, norms=needed)
-        self._given: dict[str, tuple[Tensor, str]] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -207,23 +206,19 @@ class Session:
         built = self.places.built(job)
         if job.input == REAL:
             return built, item, notes
-        x, remark = self._given.get(job.id) or self.places.once(
-            "input",
-            job[1:13],
-            lambda: built_input(built, item, job, self.spec, self._radius_for(job, built)),
-        )
-        return *moved_to(built, item, job, x), [*notes, remark]
+        made = self.input_for(job)
+        return *moved_to(built, item, job, made.x), [*notes, made.remark]
 
-    def hold_input(self, job: Job, x: Tensor, remark: str) -> None:
-        """Answer a job at an input that was built for it before."""
-        self._given[job.id] = x, remark
+    def input_for(self, job: Job) -> BuiltInput:
+        """The input that a job builds, within the radius of which bounds on all inputs speak."""
+        built = self.places.built(job)
 
-    def _radius_for(self, job: Job, built: LayerMap) -> float:
-        """Largest token norm of an input that is built."""
-        if job.radius is not None:
-            return job.radius
-        largest = self._of_inputs(job)[0] if self.spec.radius == "inputs" else None
-        return largest or float(torch.linalg.vector_norm(built.x, dim=-1).max())
+        def make() -> BuiltInput:
+            radius = self.allowed(job, built)[0] if job.radius is None else job.radius
+            largest = float(torch.linalg.vector_norm(built.x, dim=-1).max())
+            return built_input(built, job, self.spec, radius or largest)
+
+        return self.places.once("input", job[1:13], make)
 
     def layer(self, job: Job) -> tuple[Attention | Normed, nn.Module | None]:
         """The layer of a job as theorems see it, and the norm that feeds it, if any.

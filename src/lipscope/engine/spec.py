@@ -112,8 +112,8 @@ class Spec:
         metrics: ``frobenius``, ``token-relative``, ``max-token``, ``infinity``.
         lengths: Numbers of tokens of windows of text; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
-        inputs: ``real`` (what was given), a construction, ``adversarial`` (the worst of all
-            constructions) or ``ascent``; those that are built are built once per length.
+        inputs: ``real`` (what was given), a construction, ``adversarial`` (the worst of
+            them and of an ascent) or ``ascent``; those that are built are built once per length.
         radii: Largest token norm of inputs that are built; ``text`` for that of the text.
         dtypes: ``float32``, ``float64``.
         seeds: Of random starts, and of the weights of random models.
@@ -188,7 +188,7 @@ CHECKS: dict[str, Check] = {
     "theorems": checks.theorems(THEOREMS, [one.name for one in _AT_INPUTS if not one.slow]),
     "sharp": checks.flag,
     "radius": checks.radius,
-    "ascent_steps": checks.whole(1),
+    "ascent_steps": checks.whole(0),
     "windows": checks.one_of("spread", "consecutive"),
     "special_tokens": checks.flag,
     "images": checks.path,

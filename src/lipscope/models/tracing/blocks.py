@@ -70,10 +70,10 @@ def model_parts(record: Trace) -> Whole:
         )
     output = as_tokens(record.output, record.calls[0].token_axis)
     if record.side == "key":
-        call = record.calls[0]
+        call, function = record.calls[0], _model_of_states(record)
         block = _block_around(record, call)
         ends = ends_of_model(record, block.module, _names_of_states(block, call)[0])
-        return call.x, output, _model_of_states(record), ends
+        return call.x, output, function, ends
     return (
         as_tokens(start, record.calls[0].token_axis),
         output,
