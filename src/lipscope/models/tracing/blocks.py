@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,8 +21,23 @@ from lipscope.models.tracing.replay import replay_block
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
 from lipscope.models.tracing.trace import run
 
-# Input, the model's own output, and the function, all of token matrices.
-Whole = tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]
+
+class Whole(NamedTuple):
+    """A map of whole blocks.
+
+    Attributes:
+        x: Input, a token matrix.
+        output: The model's own output, a token matrix.
+        function: From one to the other.
+        module: Path of the block; of the first one, for the model.
+        moved: Names of its arguments that move.
+    """
+
+    x: Tensor
+    output: Tensor
+    function: Callable[[Tensor], Tensor]
+    module: str
+    moved: tuple[str, ...]
 
 
 def block_parts(record: Trace, call: AttentionCall) -> Whole:
@@ -41,9 +56,10 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
     """
     block, axis = _block_around(record, call), call.token_axis
     output = as_tokens(block.output, axis)
-    if record.side == "key":
-        return call.x, output, replay_block(block, axis, _names_of_states(block, call))
-    return as_tokens(block.x, axis), output, replay_block(block, axis, (block.hidden,))
+    states = record.side == "key"
+    x = call.x if states else as_tokens(block.x, axis)
+    moved = _names_of_states(block, call) if states else (block.hidden,)
+    return Whole(x, output, replay_block(block, axis, moved), block.name, moved)
 
 
 def model_parts(record: Trace) -> Whole:
@@ -59,7 +75,7 @@ def model_parts(record: Trace) -> Whole:
         InputError: If the model has no list of blocks, ends in something else than a hidden
             state, or, on the key side, its layers read different tokens.
     """
-    first, hidden, start = _first_block(record)
+    name, first, hidden, start = _first_block(record)
     if record.output is None or record.output.shape[-1] != start.shape[-1]:
         raise InputError(
             "The map `model` goes from the first block to a last hidden state of the same width. "
@@ -67,12 +83,10 @@ def model_parts(record: Trace) -> Whole:
         )
     output = as_tokens(record.output, record.calls[0].token_axis)
     if record.side == "key":
-        return record.calls[0].x, output, _model_of_states(record)
-    return (
-        as_tokens(start, record.calls[0].token_axis),
-        output,
-        _rerun(record, [(first, (hidden,))], once=True),
-    )
+        return _model_of_states(record, output)
+    x = as_tokens(start, record.calls[0].token_axis)
+    function = _rerun(record, [(first, (hidden,))], once=True)
+    return Whole(x, output, function, name, (hidden,))
 
 
 def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
@@ -85,19 +99,20 @@ def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
     return blocks[turn]
 
 
-def _first_block(record: Trace) -> tuple[nn.Module, str, Tensor]:
+def _first_block(record: Trace) -> tuple[str, nn.Module, str, Tensor]:
     site = record.calls[0].name
     if record.side == "self":
-        found = next(iter(record.firsts.values()), None)
+        found = next(iter(record.firsts.items()), None)
     else:
         around = block_of(record.model, site)
-        found = record.firsts.get(first_block_of(around)) if around is not None else None
+        name = first_block_of(around) if around is not None else ""
+        found = (name, record.firsts[name]) if name in record.firsts else None
     if found is None:
         raise InputError(
             "The map `model` needs blocks in a list, from the first of which it starts. "
             f"Found none around `{site}`."
         )
-    return found
+    return found[0], *found[1]
 
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
@@ -119,7 +134,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     return names
 
 
-def _model_of_states(record: Trace) -> Callable[[Tensor], Tensor]:
+def _model_of_states(record: Trace, output: Tensor) -> Whole:
     states = record.calls[0].kept[0]
     other = next((c.name for c in record.calls if c.kept[0].data_ptr() != states.data_ptr()), None)
     if other is not None:
@@ -129,7 +144,8 @@ def _model_of_states(record: Trace) -> Callable[[Tensor], Tensor]:
         )
     blocks = [(_block_around(record, call), call) for call in record.calls]
     places = {b.module: _names_of_states(b, call) for b, call in blocks}
-    return _rerun(record, list(places.items()), once=False)
+    function, block = _rerun(record, list(places.items()), once=False), blocks[0][0]
+    return Whole(record.calls[0].x, output, function, block.name, places[block.module])
 
 
 def _rerun(

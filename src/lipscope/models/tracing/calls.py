@@ -293,7 +293,7 @@ def _hook_outer_projection(
             stack.callback(leaf.register_forward_hook(look).remove)
 
 
-def hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> None:
+def hook_norm(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of a normalisation module."""
     started: list[tuple[Tensor, int]] = []
 
@@ -306,7 +306,7 @@ def hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> 
         if not started or not isinstance(out, Tensor):
             return
         x, place = started[0]
-        call = NormCall(norm, x, record.kept.keep(out), place, out.data_ptr())
+        call = NormCall(name, norm, x, record.kept.keep(out), place, out.data_ptr())
         record.norms.append(call)
         total = record.seen.of(place)
         if total is not None and total.norm is None:

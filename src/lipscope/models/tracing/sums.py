@@ -16,6 +16,7 @@ _ADDS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 class NormCall:
     """One call of a normalisation module: ``y = module(x)``; places are addresses in memory."""
 
+    name: str
     module: nn.Module
     x: Tensor
     y: Tensor

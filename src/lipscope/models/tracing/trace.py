@@ -92,9 +92,9 @@ def _traced(
         for name, module in sites.items():
             hook_site(stack, record, name, module)
         if norms:
-            for module in model.modules():
+            for name, module in model.named_modules():
                 if any(kind in type(module).__name__.lower() for kind in _TOKEN_BY_TOKEN):
-                    hook_norm(stack, record, module)
+                    hook_norm(stack, record, name, module)
             stack.enter_context(record.seen)
         if blocks:
             around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))
