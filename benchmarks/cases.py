@@ -82,7 +82,6 @@ class Source:
             self.loaded.tokenizer,
             lengths=lengths,
             samples=samples,
-            vocab_size=self.loaded.config.vocab_size,
         )
 
     def cases(self, window: Window, layers: Sequence[int]) -> list[Case]:

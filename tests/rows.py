@@ -50,6 +50,9 @@ KEYS = [
     "step",
     "side",
     "position_offset",
+    "module",
+    "argument",
+    "projection",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
 BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "value"]

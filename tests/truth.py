@@ -208,7 +208,9 @@ def measured(family: str, data: Any = IDS, **options: Any) -> ls.Rows:
     options = {"layers": [LAYER], "dtype": "float64", "tol": 1e-9} | options
     if options.get("map") == "model":
         options["layers"] = "all"
-    return ls.measure(model_of(family), data, **options)
+    # A text is read by the tokenizer of the loaded model, bytes.
+    model = tiny(family) if isinstance(data, str) else model_of(family)
+    return ls.measure(model, data, **options)
 
 
 def frobenius_of(row: Measurement) -> tuple[float, float]:

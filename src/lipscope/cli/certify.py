@@ -205,10 +205,10 @@ def _show(row: dict[str, Any]) -> None:
         f"{row['model']}, layer {row['layer']}{head}, map {row['map']}, {row['num_tokens']} tokens",
         f"ball          {kind} by at most {row['eps']:.4g} "
         f"({row['relative_eps']:.2g} of the largest token norm)",
-        f"certificate   from the centre X: ‖f(X') − f(X)‖ ≤ {_up(row['certificate'])} ‖X' − X‖ for "
+        f"certificate   ‖f(X') − f(X)‖ ≤ {_up(row['certificate'])} ‖X' − X‖ from the centre X to "
         f"every X' in the ball (heads put together by: {row['form']})",
-        f"sigma         anywhere in the ball at most {_up(row['sigma_bound'])}, which bounds the moves "
-        f"between any two of its inputs; at X measured in [{row['sigma']:.4g}, {row['upper']:.4g}]",
+        f"sigma         at most {_up(row['sigma_bound'])} anywhere in the ball, hence between any "
+        f"two of its inputs; at X measured in [{row['sigma']:.4g}, {row['upper']:.4g}]",
         f"attack        largest ratio found {row['largest_ratio']:.4g}, largest sigma "
         f"{row['largest_sigma']:.4g}, in {row['attempts']} attempts",
     ]

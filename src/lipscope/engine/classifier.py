@@ -105,9 +105,8 @@ def _point(
 ) -> Float[Tensor, " d"]:
     ids = whole_text(
         text,
-        loaded.tokenizer,
+        loaded.reader_of_text(),
         special_tokens=special_tokens,
-        vocab_size=getattr(loaded.config, "vocab_size", None),
         longest=loaded.max_tokens,
     )
     (found,) = captures(loaded, {"input_ids": ids}, layers=[layer], lengths=None, samples=None)

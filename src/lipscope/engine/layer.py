@@ -58,6 +58,8 @@ def map_of_layer(layer: Attention, item: Sample, name: str, dtype: torch.dtype) 
         own,
         own.num_heads,
         by_head,
+        argument="x",
+        projection=name == "attention" and own.output is not None,
     )
 
 

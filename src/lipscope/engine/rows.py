@@ -11,7 +11,7 @@ from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.plan import Job, Shape, heads_of, row_id
 from lipscope.engine.question import Answer, no_answer
 from lipscope.engine.spec import REAL, Spec
-from lipscope.models import Sample, default_text
+from lipscope.models import LayerMap, Sample, default_text
 from lipscope.records.rows import Measurement, version
 
 IMAGE = "image"
@@ -48,6 +48,7 @@ def row_of(
     reply: Answer,
     about: Mapping[str, Any],
     *,
+    of: LayerMap | None = None,
     item: Sample | None = None,
     device: str | None = None,
     notes: Iterable[str] = (),
@@ -59,6 +60,7 @@ def row_of(
         job: The job.
         reply: What the layer, or one head, answered.
         about: Revision and weights of its model, where known.
+        of: The map, where it was built.
         item: The input, where it was had.
         device: Where it was computed; where it should have been if None.
         notes: Remarks on the model.
@@ -96,6 +98,9 @@ def row_of(
         note="; ".join([*notes, *reply.notes]) or None,
         text=job.text or None,
         step=model.step,
+        module=of.module if of is not None else None,
+        argument=of.argument if of is not None else None,
+        projection=of.projection if of is not None else None,
         **reply.columns(),
     )
 

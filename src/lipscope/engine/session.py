@@ -193,7 +193,9 @@ class Session:
         itself = self.places.itself(job, built) if job.sample == 0 else None
         for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
-            row = row_of(self.spec, job, reply, about, item=item, device=device, notes=remarks)
+            row = row_of(
+                self.spec, job, reply, about, of=built, item=item, device=device, notes=remarks
+            )
             tokens = reply.token_shares(row.id, item.tokens) if self.spec.tokens else []
             bounds = self._bounds(job, row, built) if self.spec.theorems else ()
             found.append(Finished(row, tuple(tokens), bounds))

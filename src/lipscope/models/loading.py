@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import math
 import os
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch import nn
 
 from lipscope.errors import InputError
 from lipscope.models.dinov2 import dinov2_from_onnx
+from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
+from lipscope.models.tokens import Bytes, tokenizer_at
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,25 @@ class LoadedModel:
     def config(self) -> Any:
         """The model's Hugging Face configuration, or None."""
         return getattr(self.model, "config", None)
+
+    def reader_of_text(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            InputError: If there is none.
+        """
+        if self.tokenizer is None:
+            sees = "pixel_values" in inspect.signature(self.model.forward).parameters
+            other = (
+                "pass `images` instead"
+                if sees
+                else "put its files beside the weights, pass `tokenizer=`, or a batch of token ids"
+            )
+            raise InputError(
+                f"`{self.name}` should have a tokenizer to be measured on text. Found none; "
+                f"{other}."
+            )
+        return self.tokenizer
 
     @property
     def max_tokens(self) -> int | None:
@@ -151,8 +173,11 @@ def load_model(
 
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
-    """Take the user's own module as it is."""
+    """Take the user's own module as it is, with the tokenizer of where it was loaded from."""
     check_finite(model)
+    if tokenizer is None:
+        source = getattr(getattr(model, "config", None), "_name_or_path", None)
+        tokenizer = tokenizer_at(source, local_files_only=True)  # nothing is fetched unasked
     dtypes = {str(p.dtype)[6:] for p in model.parameters()}
     weights = ", ".join(sorted(dtypes)) or "none"
     revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
@@ -200,7 +225,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
             model, tokenizer = dinov2_from_onnx(root / package.file), None
     else:
         folder = root if package.file else root / "model"
-        model, tokenizer = _from_pretrained(str(folder), gguf_file=package.file)
+        model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
     version = importlib.metadata.version(package.distribution)
     return LoadedModel(name, model, tokenizer, version, package.weights, package.pixels)
 
@@ -218,13 +243,15 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
                 "safetensors, or pass `--allow-pickle` (weights-only loading)."
             )
         raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found none.")
-    model, tokenizer = _from_pretrained(str(folder), allow_pickle=allow_pickle)
+    model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
     return LoadedModel(name, model, tokenizer, revision, _stored_dtype(model))
 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
-    model, tokenizer = _from_pretrained(name, revision=revision, allow_pickle=allow_pickle)
+    model, tokenizer = from_pretrained(
+        name, revision=revision, allow_pickle=allow_pickle, known=list(_PACKAGES)
+    )
     commit = getattr(model.config, "_commit_hash", None)
     return LoadedModel(name, model, tokenizer, commit or revision, _stored_dtype(model))
 
@@ -234,64 +261,6 @@ def _stored_dtype(model: nn.Module) -> str:
     first = next(model.parameters(), None)
     dtype = stored if isinstance(stored, torch.dtype) else getattr(first, "dtype", None)
     return str(dtype)[6:] if dtype is not None else "none"
-
-
-def _from_pretrained(
-    source: str,
-    *,
-    revision: str | None = None,
-    gguf_file: str | None = None,
-    allow_pickle: bool = False,
-) -> tuple[nn.Module, Any]:
-    from transformers import AutoModel, AutoTokenizer
-
-    options: dict[str, Any] = {"trust_remote_code": False}
-    if revision is not None:
-        options["revision"] = revision
-    if gguf_file is not None:
-        options["gguf_file"] = gguf_file
-    weights: dict[str, Any] = {}
-    if gguf_file is None:
-        weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
-    with quiet():
-        try:
-            model = AutoModel.from_pretrained(source, **options, **weights)
-        except Exception as problem:  # every library has its own; the user gets one line
-            raise _explained(source, problem) from problem
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        except Exception:
-            tokenizer = None
-    # A folder without tokenizer files gives an empty one, which reads every text as unknown.
-    if tokenizer is not None and set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        tokenizer = None
-    return model, tokenizer
-
-
-def _explained(source: str, problem: Exception) -> InputError:
-    """One line for the many ways in which loading fails."""
-    text = " ".join(str(problem).split())
-    folder = Path(source).expanduser().exists()
-    if "trust_remote_code" in text or "custom code" in text:
-        return InputError(
-            f"`{source}` needs code from its repository, which is never run; use a model whose "
-            "class is in transformers."
-        )
-    if "safetensors" in text and "does not appear to have" in text:
-        return InputError(
-            f"`{source}` holds its weights only as a pickle, which can run code; use a revision "
-            "with safetensors, or pass `--allow-pickle` (weights-only loading)."
-        )
-    if folder:
-        return InputError(f"`{source}` could not be loaded: {text[:300]}")
-    known = ", ".join([*_PACKAGES, "random:FAMILY"])
-    close = difflib.get_close_matches(source, list(_PACKAGES), n=1)
-    hint = f" Did you mean `{close[0]}`?" if close else ""
-    return InputError(
-        f"`{source}` is none of {known}, no local folder, and could not be had from the hub "
-        f"({type(problem).__name__}).{hint} Without a network, pass the path of a local folder in "
-        "Hugging Face format."
-    )
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:
@@ -307,7 +276,9 @@ def _random_model(name: str, seed: int) -> LoadedModel:
                 model = AutoModel.from_config(config)
             except Exception as problem:
                 raise InputError(f"`{name}` could not be built: {problem}") from problem
-    return LoadedModel(name, model.eval(), None, None, f"random, seed {seed}")
+    size = getattr(config, "vocab_size", None)
+    tokenizer = None if size is None else Bytes(size)
+    return LoadedModel(name, model.eval(), tokenizer, None, f"random, seed {seed}")
 
 
 def _random_config(family: str, text: str) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     import polars
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the files of a run; only this one is read."""
 
 GIVEN = ("text", "batch", "image")
@@ -82,6 +82,11 @@ class Measurement:
         side: What the moving tokens make: all of self-attention (``self``), or the queries
             (``query``), or the keys and values (``key``) of cross-attention.
         position_offset: How much later than usual the position ids start.
+        module: Path of the module in the model: the attention, the block of the map ``block``, the
+            first block of the map ``model``; null where the model is a layer by itself.
+        argument: What moves: names of the module's arguments, or those of the norm before it.
+        projection: Whether the output projection is part of the map: true, false (``heads``, or the
+            model applies none), or null where none was seen as a module of its own.
     """
 
     id: str
@@ -126,6 +131,9 @@ class Measurement:
     step: int | None = None
     side: str = "self"
     position_offset: int = 0
+    module: str | None = None
+    argument: str | None = None
+    projection: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""

@@ -11,8 +11,9 @@ from lipscope.models.data.images import image_samples
 from lipscope.models.data.positions import offset_positions
 from lipscope.models.data.samples import Sample, samples_of
 from lipscope.models.loading import LoadedModel
+from lipscope.models.tokens import Bytes
 
-_BYTES = "there is no tokenizer: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
+_BYTES = "random weights: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
 _TWICE = "encoder and decoder read the same window, the decoder one token later"
 
 
@@ -20,7 +21,7 @@ def remarks_on(loaded: LoadedModel, item: Sample) -> list[str]:
     """What a row should say about how a text became an input."""
     if item.kind != "text":
         return []
-    notes = [_BYTES] if loaded.tokenizer is None else []
+    notes = [_BYTES] if isinstance(loaded.tokenizer, Bytes) else []
     return notes + ([_TWICE] if "decoder_input_ids" in item.arguments else [])
 
 

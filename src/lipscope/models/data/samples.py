@@ -79,21 +79,13 @@ def _text_inputs(
     lengths = _DEFAULT_LENGTHS if lengths is None else lengths
     samples = _DEFAULT_SAMPLES if samples is None else samples
     _check_windows(loaded, text, lengths, samples, windows)
-    vocab = getattr(loaded.config, "vocab_size", None)
-    if vocab is None and loaded.tokenizer is None:
-        sees = "pixel_values" in inspect.signature(loaded.model.forward).parameters
-        raise InputError(
-            f"`{loaded.name}` should read token ids to be measured on text. Found a model without "
-            f"a vocabulary; pass {'`images`' if sees else 'a batch of its inputs'} instead."
-        )
     cut = windows_of_text(
         text,
-        loaded.tokenizer,
+        loaded.reader_of_text(),
         lengths=sorted(set(lengths)),
         samples=samples,
         kind=cast("WindowKind", windows),
         special_tokens=special_tokens,
-        vocab_size=vocab,
     )
     start = _decoder_start(loaded)
     return [_window_input(w, start) for w in cut]

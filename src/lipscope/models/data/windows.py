@@ -61,11 +61,10 @@ def whole_text(
     tokenizer: Any,
     *,
     special_tokens: bool = True,
-    vocab_size: int | None = None,
     longest: int | None = None,
 ) -> Tensor:
     """The ids ``(1, n)`` of a whole text, cut where it is longer than ``longest`` tokens."""
-    before, ids, after = _ids(text, tokenizer, special_tokens, vocab_size)
+    before, ids, after = _ids(text, tokenizer, special_tokens)
     if longest is not None:
         ids = ids[: max(longest - len(before) - len(after), 0)]
     return torch.tensor([[*before, *ids, *after]])
@@ -79,7 +78,6 @@ def windows_of_text(
     samples: int,
     kind: WindowKind = "spread",
     special_tokens: bool = True,
-    vocab_size: int | None = None,
 ) -> list[Window]:
     """Cut a text into windows, shortest first.
 
@@ -90,12 +88,11 @@ def windows_of_text(
 
     Args:
         text: The text; tokenised once.
-        tokenizer: A Hugging Face tokenizer, or None for UTF-8 bytes modulo ``vocab_size``.
+        tokenizer: A Hugging Face tokenizer, or `Bytes`.
         lengths: Numbers of tokens.
         samples: Windows per length.
         kind: ``spread`` or ``consecutive``.
         special_tokens: Add the model's own special tokens.
-        vocab_size: Size of the vocabulary where there is no tokenizer.
 
     Returns:
         The windows, by length, then sample.
@@ -103,7 +100,7 @@ def windows_of_text(
     Raises:
         InputError: If the text is too short, or a length leaves no room for text.
     """
-    before, ids, after = _ids(text, tokenizer, special_tokens, vocab_size)
+    before, ids, after = _ids(text, tokenizer, special_tokens)
     extra = len(before) + len(after)
     _check_lengths(lengths, extra)
     longest, total = max(lengths), len(ids)
@@ -118,16 +115,13 @@ def windows_of_text(
         for s in range(samples):
             start = s * n if kind == "consecutive" else s * (total - longest) // max(samples - 1, 1)
             row = [*before, *ids[start : start + n - extra], *after]
-            windows.append(Window(n, s, start, torch.tensor([row]), _texts(tokenizer, row)))
+            words = tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
+            windows.append(Window(n, s, start, torch.tensor([row]), words))
     return windows
 
 
-def _ids(
-    text: str, tokenizer: Any, special_tokens: bool, vocab_size: int | None
-) -> tuple[list[int], list[int], list[int]]:
+def _ids(text: str, tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int], list[int]]:
     """The ids of a text, and the special ones before and after it."""
-    if tokenizer is None:
-        return [], [byte % (vocab_size or 256) for byte in text.encode()], []
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
     return before, ids, after
@@ -150,9 +144,3 @@ def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
         if full[i : i + len(bare)] == bare:
             return full[:i], full[i + len(bare) :]
     return [], []
-
-
-def _texts(tokenizer: Any, row: list[int]) -> tuple[str, ...]:
-    if tokenizer is None:
-        return tuple(chr(i) if 32 <= i < 127 else f"<{i}>" for i in row)
-    return tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import DotProduct, Rotary
 from lipscope.models.families.masks import read_mask
-from lipscope.models.tracing.sites import AttentionCall
+from lipscope.models.tracing.sites import AttentionCall, NotCoveredError, is_plain
 
 
 class Affine(NamedTuple):
@@ -30,7 +30,13 @@ class Affine(NamedTuple):
 
 
 def affine(module: Any) -> Affine:
-    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed."""
+    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed.
+
+    Raises:
+        NotCoveredError: If the module is another, such as an adapter around one of them.
+    """
+    if not is_plain(module):
+        raise NotCoveredError
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
     return Affine(weight, module.bias)
 

@@ -9,25 +9,47 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.calls import BlockCall, Trace, as_tokens, first_tensor
-from lipscope.models.tracing.ends import Ends, ends_of_block, ends_of_model
-from lipscope.models.tracing.prepare import exact_maths
-from lipscope.models.tracing.replay import replay_block
+from lipscope.models.tracing.calls import BlockCall, Stream, Trace, as_tokens, first_tensor
+from lipscope.models.tracing.flow import depends, each_tensor
+from lipscope.models.tracing.itself import Ends, ends_of_block, ends_of_model
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.replay import Streams, replay_block
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
 from lipscope.models.tracing.trace import run
 
-# Input, the model's own output, and the function, all of token matrices; where they are.
-Whole = tuple[Tensor, Tensor, Callable[[Tensor], Tensor], Ends]
+
+class Whole(NamedTuple):
+    """A map of whole blocks.
+
+    Attributes:
+        x: Input, a token matrix.
+        output: The model's own output, a token matrix.
+        function: From one to the other.
+        module: Path of the block; of the first one, for the model.
+        moved: Names of its arguments that move.
+        ends: Where the map is in the model.
+    """
+
+    x: Tensor
+    output: Tensor
+    function: Callable[[Tensor], Tensor]
+    module: str
+    moved: tuple[str, ...]
+    ends: Ends
 
 
 def block_parts(record: Trace, call: AttentionCall) -> Whole:
     """The block around an attention layer.
+
+    What moves is every argument that depends on the stream: the tensor that enters the first
+    block. Several tensors are one matrix, tokens after tokens.
 
     Args:
         record: A trace with blocks.
@@ -37,16 +59,33 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
         The map.
 
     Raises:
-        InputError: If there is no block around the layer, or, on the key side, the block is
-            not given the keys' tokens as they are.
+        InputError: If there is no block around the layer, it hands on several streams, or, on the
+            key side, it is not given the keys' tokens as they are.
     """
     block, axis = _block_around(record, call), call.token_axis
-    output = as_tokens(block.output, axis)
-    x, names = as_tokens(block.x, axis), (block.hidden,)
     if record.side == "key":
-        x, names = call.x, _names_of_states(block, call)
-    ends = ends_of_block(record, block, names[0], axis)
-    return x, output, replay_block(block, axis, names), ends
+        moved = Streams([Stream(_names_of_states(block, call), call.kept[0], None)], axis)
+    else:
+        moved = Streams(_moving(record, block), axis)
+    function = replay_block(block, axis, moved)
+    output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
+    return Whole(moved.x, output, function, block.name, moved.names, ends)
+
+
+def _moving(record: Trace, block: BlockCall) -> list[Stream]:
+    """The streams of a block that depend on what entered the first block."""
+    _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
+    found = [one for one in block.streams if depends(one.node, origin.node)]
+    found = found or block.streams[:1]
+    if record.side != "self":
+        found = found[:1]  # the decoder's own
+    if len({one.x.shape[-1] for one in found}) > 1 or (len(found) > 1 and block.returned > 1):
+        names = ", ".join(f"`{one.names[0]}`" for one in found)
+        raise InputError(
+            f"The map `block` needs one stream, or several of one width that become one. Found "
+            f"{names} in `{block.name}`; use the map `attention` or `model`."
+        )
+    return found
 
 
 def model_parts(record: Trace) -> Whole:
@@ -62,24 +101,19 @@ def model_parts(record: Trace) -> Whole:
         InputError: If the model has no list of blocks, ends in something else than a hidden
             state, or, on the key side, its layers read different tokens.
     """
-    first, hidden, start = _first_block(record)
-    if record.output is None or record.output.shape[-1] != start.shape[-1]:
+    name, first, start = _first_block(record)
+    if record.output is None or record.output.shape[-1] != start.x.shape[-1]:
         raise InputError(
             "The map `model` goes from the first block to a last hidden state of the same width. "
             "Found another output; leave out the head, or take one part of a composite model."
         )
-    output = as_tokens(record.output, record.calls[0].token_axis)
+    axis = record.calls[0].token_axis
+    output = as_tokens(record.output, axis)
     if record.side == "key":
-        call, function = record.calls[0], _model_of_states(record)
-        block = _block_around(record, call)
-        ends = ends_of_model(record, block.module, _names_of_states(block, call)[0])
-        return call.x, output, function, ends
-    return (
-        as_tokens(start, record.calls[0].token_axis),
-        output,
-        _rerun(record, [(first, (hidden,))], once=True),
-        ends_of_model(record, first, hidden),
-    )
+        return _model_of_states(record, output)
+    moved = Streams([start], axis)
+    function, ends = _rerun(record, {first: moved}, once=True), ends_of_model(record, name, moved)
+    return Whole(moved.x, output, function, name, moved.names, ends)
 
 
 def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
@@ -92,19 +126,20 @@ def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
     return blocks[turn]
 
 
-def _first_block(record: Trace) -> tuple[nn.Module, str, Tensor]:
+def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
     site = record.calls[0].name
     if record.side == "self":
-        found = next(iter(record.firsts.values()), None)
+        found = next(iter(record.firsts.items()), None)
     else:
         around = block_of(record.model, site)
-        found = record.firsts.get(first_block_of(around)) if around is not None else None
+        name = first_block_of(around) if around is not None else ""
+        found = (name, record.firsts[name]) if name in record.firsts else None
     if found is None:
         raise InputError(
             "The map `model` needs blocks in a list, from the first of which it starts. "
             f"Found none around `{site}`."
         )
-    return found
+    return found[0], *found[1]
 
 
 def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
@@ -126,7 +161,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     return names
 
 
-def _model_of_states(record: Trace) -> Callable[[Tensor], Tensor]:
+def _model_of_states(record: Trace, output: Tensor) -> Whole:
     states = record.calls[0].kept[0]
     other = next((c.name for c in record.calls if c.kept[0].data_ptr() != states.data_ptr()), None)
     if other is not None:
@@ -135,42 +170,68 @@ def _model_of_states(record: Trace) -> Callable[[Tensor], Tensor]:
             f"Found others in `{other}`; use the map `block`."
         )
     blocks = [(_block_around(record, call), call) for call in record.calls]
-    places = {b.module: _names_of_states(b, call) for b, call in blocks}
-    return _rerun(record, list(places.items()), once=False)
+    axis = record.calls[0].token_axis
+    places = {
+        b.module: Streams([Stream(_names_of_states(b, call), call.kept[0], None)], axis)
+        for b, call in blocks
+    }
+    block = blocks[0][0]
+    function, moved = _rerun(record, places, once=False), places[block.module]
+    ends = ends_of_model(record, block.name, moved)
+    return Whole(record.calls[0].x, output, function, block.name, moved.names, ends)
 
 
 def _rerun(
-    record: Trace, places: Sequence[tuple[nn.Module, tuple[str, ...]]], *, once: bool
+    record: Trace, places: Mapping[nn.Module, Streams], *, once: bool
 ) -> Callable[[Tensor], Tensor]:
     """The model on the same input, but for these arguments of these modules."""
     axis = record.calls[0].token_axis
 
     def function(x: Tensor) -> Tensor:
         with contextlib.ExitStack() as stack:
-            for module, names in places:
-                _hand_over(stack, module, names, x.unsqueeze(1 - axis), once=once)
-            with exact_maths(x.dtype):
-                return as_tokens(first_tensor(run(record.model, record.inputs)), axis)
+            for module, moved in places.items():
+                _hand_over(stack, module, moved.arguments(x), record, once=once)
+            stack.enter_context(exact_maths(x.dtype))
+            stack.enter_context(undisturbed(record.model))
+            return as_tokens(
+                first_tensor(run(record.model, each_tensor(record.inputs, torch.clone))), axis
+            )
 
     return function
 
 
 def _hand_over(
-    stack: contextlib.ExitStack, module: nn.Module, names: Sequence[str], x: Tensor, *, once: bool
+    stack: contextlib.ExitStack,
+    module: nn.Module,
+    given: Mapping[str, Tensor],
+    record: Trace,
+    *,
+    once: bool,
 ) -> None:
-    """Give a module ``x`` in the place of some of its arguments, while the stack is open."""
-    order = list(inspect.signature(module.forward).parameters)
+    """Give a module other values in the place of some of its arguments, while the stack is open.
+
+    The stream of a model is written over, so that whatever else reads that tensor (a skip, the
+    memory of a decoder that reads its own input) reads the new values too.
+    """
+    signature = inspect.signature(module.forward)
+    weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
+
+    def is_free(x: Tensor) -> bool:
+        spread = all(step > 0 or size == 1 for step, size in zip(x.stride(), x.shape, strict=True))
+        own = x.untyped_storage().data_ptr() not in weights
+        return record.side == "self" and own and spread and not x.is_inference()
 
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if once:
             handle.remove()  # a block with shared weights is called again for later layers
-        given = list(args)
-        for name in names:
-            if name in kwargs or order.index(name) >= len(given):
-                kwargs = {**kwargs, name: x.clone()}  # the model may write into it
+        bound = signature.bind(*args, **kwargs)
+        for name, value in given.items():
+            held = bound.arguments[name]
+            if is_free(held):
+                held.copy_(value)
             else:
-                given[order.index(name)] = x.clone()
-        return tuple(given), kwargs
+                bound.arguments[name] = value.clone()  # the model may write into it
+        return bound.args, bound.kwargs
 
     handle = module.register_forward_pre_hook(replace, with_kwargs=True)
     stack.callback(handle.remove)

@@ -4,33 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.sites import AttentionCall, Side, is_linear, linears
+from lipscope.models.tracing.flow import Node, alike, bare
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side
 from lipscope.models.tracing.sums import Kept, NormCall, SeenSums, close
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
-# Names under which models hand the keys' source to an attention module.
+# Names under which models hand the queries' tokens, and the keys' source, to an
+# attention module.
+_QUERIES = ("hidden_states", "query")
 _SOURCES = ("key", "key_tensor", "key_value_states", "encoder_hidden_states", "kv", "context")
 _VALUES = ("value", "value_tensor")
+_LAST = 8  # modules inside a layer that are looked at when its end is sought
+
+
+@dataclass
+class Stream:
+    """A tensor that a block is given, and under which names.
+
+    Attributes:
+        names: Of the arguments that hold it.
+        x: Its value.
+        node: What made it, in the graph of the forward pass; None if it depends on no input.
+    """
+
+    names: tuple[str, ...]
+    x: Tensor
+    node: Node | None
 
 
 @dataclass
 class BlockCall:
-    """One call of a Transformer block, with its other arguments."""
+    """One call of a Transformer block.
+
+    Attributes:
+        name: Path of the block.
+        module: The block.
+        arguments: All its arguments by name.
+        streams: Those of its tensors that depend on the model's input; of a block that is given
+            none, its first tensor.
+        output: What it returns, its first tensor of the streams' width.
+        returned: How many tensors it returns that may be streams.
+    """
 
     name: str
     module: nn.Module
     arguments: dict[str, Any]
-    hidden: str
-    x: Tensor
+    streams: list[Stream]
     output: Tensor
+    returned: int = 1
 
 
 @dataclass
@@ -48,8 +78,8 @@ class Trace:
         others: Names of attention modules that were called the other way: no layers.
         norms: Calls of normalisation modules, in order.
         blocks: Calls of Transformer blocks, one per layer; empty unless asked for.
-        firsts: By path: module, name of its input and input of the first block of a list of
-            blocks, in the order in which they were called; for the map ``model``.
+        firsts: By path: the first block of a list of blocks, and the stream that enters it, in
+            the order in which they were called; for the map ``model``.
         output: The model's output tensor (``last_hidden_state`` where it has one).
         remarks: What rows of a layer should say about this input, by layer.
     """
@@ -63,23 +93,26 @@ class Trace:
     others: list[str] = field(default_factory=list)
     norms: list[NormCall] = field(default_factory=list)
     blocks: list[BlockCall] = field(default_factory=list)
-    firsts: dict[str, tuple[nn.Module, str, Tensor]] = field(default_factory=dict)
+    firsts: dict[str, tuple[nn.Module, Stream]] = field(default_factory=dict)
     output: Tensor | None = None
     remarks: dict[int, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Inside:
-    """What happens between the start and the end of one attention call."""
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors that a module returns, in a tuple or a record or by itself."""
+    if isinstance(output, Tensor):
+        return [output]
+    values = getattr(output, "values", None)
+    several = values() if callable(values) else output
+    return [v for v in several if isinstance(v, Tensor)] if isinstance(several, Iterable) else []
 
-    call: AttentionCall | None = None
-    leaves: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)
 
-
-def first_tensor(output: Any) -> Tensor:
-    """The output tensor of a module that may return a tuple or a record."""
+def first_tensor(output: Any, at: int = 0) -> Tensor:
+    """The output tensor of a module that may return a tuple or a record; another one by place."""
     if isinstance(output, Tensor):
         return output
+    if at:
+        return tensors_in(output)[at]
     hidden = getattr(output, "last_hidden_state", None)
     if isinstance(hidden, Tensor):
         return hidden
@@ -111,29 +144,54 @@ def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of an attention module."""
-    inside = _Inside()
-
-    def remember(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
-            inside.leaves.append((leaf, args[0], out))
+    """Keep every call of an attention module, and what happened to tokens inside and behind it."""
+    now: list[AttentionCall | None] = [None]
 
     def start(site: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inside.leaves.clear()
-        inside.call = _begin(name, site, args, kwargs, record)
+        now[0] = _begin(name, site, args, kwargs, record)
+
+    def remember(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        if now[0] is not None and args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            now[0].inside.append(Applied(leaf, args[0].detach(), out.detach()))
 
     def finish(_: nn.Module, __: Any, out: Any) -> None:
-        if inside.call is not None:
-            _finish(inside.call, first_tensor(out), inside.leaves, record)
+        call, now[0] = now[0], None
+        if call is not None:
+            call.out_at = place_of_output(out, call)
+            result = first_tensor(out, call.out_at)
+            call.kept.append(result.detach())
+            call.output = as_tokens(record.kept.keep(result), call.token_axis)
+            # What may be the end of it: not every tensor inside has to be kept.
+            call.inside = [a for a in call.inside if a.y.numel() == result.numel()][-_LAST:]
+
+    def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        call = next((c for c in reversed(record.calls) if c.name == name), None)
+        if call is None or len(call.kept) < 2 or not args or not isinstance(out, Tensor):
+            return
+        if isinstance(args[0], Tensor) and args[0].data_ptr() == call.kept[1].data_ptr():
+            call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(out)))
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     for leaf in module.modules():
-        if leaf is not module and (_is_norm(leaf) or isinstance(leaf, nn.Conv1d)):
+        if leaf is not module and next(leaf.parameters(), None) is not None:
             stack.callback(leaf.register_forward_hook(remember).remove)
-    for leaf in linears(module):
-        stack.callback(leaf.register_forward_hook(remember).remove)
     stack.callback(module.register_forward_hook(finish).remove)
-    _hook_outer_projection(stack, record, name, module)
+    for leaf in _around(record.model, name, module):
+        stack.callback(leaf.register_forward_hook(behind).remove)
+
+
+def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
+    """Modules with weights beside an attention module: one of them may be its projection."""
+    if isinstance(module, nn.MultiheadAttention):
+        return []
+    inside, parts = set(module.modules()), name.split(".")
+    found: list[nn.Module] = []
+    for depth in (1, 2):
+        if len(parts) > depth and not found:
+            scope = model.get_submodule(".".join(parts[:-depth]))
+            rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
+            found = [m for m in rest if next(m.parameters(), None) is not None]
+    return found
 
 
 def _begin(
@@ -141,17 +199,24 @@ def _begin(
 ) -> AttentionCall | None:
     """Read a call's input before the module runs, which may write into it."""
     arguments = bound_arguments(module, args, kwargs)
-    first = "hidden_states" if "hidden_states" in arguments else next(iter(arguments), None)
+    tokens = {k: v for k, v in arguments.items() if _is_tokens(v)}
+    first = next((k for k in _QUERIES if k in arguments), None)
+    first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
+    first = first or next(iter(arguments), None)
     x = arguments[first] if first is not None else None
     if not isinstance(x, Tensor) or x.ndim != 3:
         raise InputError(
             f"`{name}` should take a (batch, tokens, width) tensor first. Found "
             f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}."
         )
-    source = next(
-        (s for k in _SOURCES if isinstance(s := arguments.get(k), Tensor) and s is not x), None
-    )
-    if (source is None) != (record.side == "self"):
+    others = {k: v for k, v in tokens.items() if not alike(v, x) and k not in _VALUES}
+    source = next((others[k] for k in _SOURCES if k in others), None)
+    unsure: tuple[str, ...] = ()
+    if source is None:  # under another name: what depends on the input too
+        others = {k: v for k, v in others.items() if v.requires_grad and v.shape[-1] > 1}
+        source = next((v for v in others.values() if v.shape[:2] != x.shape[:2]), None)
+        unsure = tuple(others) if source is None else ()
+    if (source is None) != (record.side == "self") and not unsure:
         record.others.append(name)
         return None
     axis = _token_axis(module, x)
@@ -159,25 +224,74 @@ def _begin(
         raise InputError(
             f"`{name}` should see one sample at a time. Found batch {x.shape[1 - axis]}."
         )
-    keys = x if source is None else source
-    moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
-    hidden = tuple(k for k, v in arguments.items() if v is moved)
-    seen = as_tokens(record.kept.keep(moved), axis)
-    call = AttentionCall(name, module, arguments, hidden, axis, seen, seen, record.side)
-    if still is not None:
-        call.context = as_tokens(record.kept.keep(still), axis)
-    if any(isinstance(v := arguments.get(k), Tensor) and v is not keys for k in _VALUES):
-        call.refusal = (
-            f"`{name}` should take its values from where its keys are from. Found values of "
-            "another tensor (positions or a bottleneck before the queries?); use the map `block` "
-            "or `model`."
-        )
+    call = AttentionCall(name, module, {}, (), axis, x, x, record.side, unsure=unsure)
+    given = {k: bare(v) for k, v in arguments.items()}
+    take(call, given, x.detach(), None if source is None else source.detach(), record)
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)
     call.turn = sum(one.name == name for one in record.calls) + record.others.count(name)
-    call.kept = [moved]  # alive, so that no later tensor can take its place in memory
     record.calls.append(call)
     return call
+
+
+def take(
+    call: AttentionCall,
+    arguments: dict[str, Any],
+    x: Tensor,
+    source: Tensor | None,
+    record: Trace,
+) -> None:
+    """Say what moves in a call and what stays: the tokens of its queries, and of its keys.
+
+    Args:
+        call: The call.
+        arguments: Its arguments.
+        x: The tokens of its queries.
+        source: Those of its keys, where they are others.
+        record: The trace.
+    """
+    keys = x if source is None else source
+    moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
+    call.arguments, call.hidden = arguments, _names_of(arguments, moved)
+    call.x = call.output = as_tokens(record.kept.keep(moved), call.token_axis)
+    call.context = None if still is None else as_tokens(record.kept.keep(still), call.token_axis)
+    values = (arguments.get(k) for k in _VALUES)
+    if any(isinstance(v, Tensor) and not alike(v, keys) for v in values):
+        call.refusal = (
+            f"`{call.name}` should take its values from where its keys are from. Found values of "
+            "another tensor (positions or a bottleneck before the queries?); use the map `block` "
+            "or `model`."
+        )
+    call.kept = [
+        moved,
+        *call.kept[1:],
+    ]  # alive, so that no later tensor can take its place in memory
+
+
+def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
+    return tuple(name for name, value in arguments.items() if alike(value, x))
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
+
+
+def place_of_output(output: Any, call: AttentionCall) -> int:
+    """Which of the tensors that an attention module returns is its output.
+
+    The first one with a row for every token, unless its rows are weights that sum to one.
+    """
+    several = tensors_in(output)
+    n, axis = call.num_queries, call.token_axis
+    rows = [t.ndim == 3 and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
+    weights = [t.ndim > 2 and t.shape[-1] == call.num_keys and _sum_to_one(t) for t in several]
+    fitting = [i for i, fits in enumerate(rows) if fits]
+    return next((i for i in fitting if not weights[i]), fitting[0] if fitting else 0)
+
+
+def _sum_to_one(x: Tensor) -> bool:
+    total = x.detach().sum(-1)
+    return bool((x >= 0).all()) and close(total, torch.ones_like(total))
 
 
 def _token_axis(module: nn.Module, x: Tensor) -> int:
@@ -198,103 +312,7 @@ def _implementation(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def _finish(
-    call: AttentionCall,
-    out: Tensor,
-    leaves: list[tuple[nn.Module, Tensor, Tensor]],
-    record: Trace,
-) -> None:
-    """Read a call's output and find its output projection."""
-    x = call.kept[0]
-    call.kept.append(out)
-    call.output = as_tokens(record.kept.keep(out), call.token_axis)
-    for leaf, source, _ in leaves:
-        as_it_is = _same(source, x) and source.shape == x.shape  # not a transpose of it
-        if isinstance(leaf, nn.Conv1d) and as_it_is:
-            raise InputError(
-                f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
-                "convolution runs over its input as it is; this layout is not covered."
-            )
-    applied = [leaf for leaf in leaves if is_linear(leaf[0])]
-    for leaf, source, result in applied:
-        if result.data_ptr() == out.data_ptr():
-            call.projection, call.heads = leaf, as_tokens(source, call.token_axis)
-    if isinstance(call.module, nn.MultiheadAttention):
-        call.projection = call.module.out_proj  # applied without being called
-    call.projection_inside = call.projection is not None
-    if call.projection is None:
-        _look_behind_a_sum(call, out, leaves, applied)
-
-
-def _look_behind_a_sum(
-    call: AttentionCall,
-    out: Tensor,
-    leaves: list[tuple[nn.Module, Tensor, Tensor]],
-    applied: list[tuple[nn.Module, Tensor, Tensor]],
-) -> None:
-    """Modules that add the residual themselves (BLOOM), some with a norm after it (ALBERT).
-
-    The attention ends at the projection, if the rest is seen to be such a sum.
-    """
-    axis = call.token_axis
-    norm = next((leaf for leaf in leaves if _is_norm(leaf[0]) and _same(leaf[2], out)), None)
-    total = as_tokens(norm[1], axis) if norm is not None else call.output
-    given = [v for k, v in call.arguments.items() if k not in call.hidden]
-    terms = [as_tokens(v, axis) for v in given if isinstance(v, Tensor) and v.shape == out.shape]
-    if applied:
-        leaf, source, result = applied[-1]
-        branch = as_tokens(result, axis)
-        if any(close(total, branch + t) for t in (call.x, *terms) if t.shape == branch.shape):
-            call.projection, call.heads = leaf, as_tokens(source, axis)
-            call.output, call.projection_inside, call.goes_on = branch, True, True
-            call.kept.append(result)
-            return
-    if norm is not None:
-        call.refusal = call.refusal or (
-            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
-            "its output is more than attention; use the map `block` or `model`."
-        )
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
-def _hook_outer_projection(
-    stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module
-) -> None:
-    """Notice a linear layer outside the module that takes its output: the projection."""
-
-    def look(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        for call in reversed(record.calls):
-            if call.name != name:
-                continue
-            if call.projection is None and args and _same(args[0], call.kept[1]):
-                call.projection, call.heads = leaf, call.output
-                call.output = as_tokens(record.kept.keep(out), call.token_axis)
-                call.kept.append(out)
-            return
-
-    if isinstance(module, nn.MultiheadAttention) or any(map(_is_norm, module.children())):
-        return  # these apply their own projection, and more
-    inside = set(module.modules())
-    scope = record.model
-    parts = name.split(".")
-    for depth in (1, 2):
-        if len(parts) > depth:
-            scope = record.model.get_submodule(".".join(parts[:-depth]))
-            if any(leaf not in inside for leaf in linears(scope)):
-                break
-    for leaf in linears(scope):
-        if leaf not in inside:
-            stack.callback(leaf.register_forward_hook(look).remove)
-
-
-def hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> None:
+def hook_norm(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of a normalisation module."""
     started: list[tuple[Tensor, int]] = []
 
@@ -307,7 +325,7 @@ def hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> 
         if not started or not isinstance(out, Tensor):
             return
         x, place = started[0]
-        call = NormCall(norm, x, record.kept.keep(out), place, out.data_ptr())
+        call = NormCall(name, norm, x, record.kept.keep(out), place, out.data_ptr())
         record.norms.append(call)
         total = record.seen.of(place)
         if total is not None and total.norm is None:
@@ -317,22 +335,38 @@ def hook_norm(stack: contextlib.ExitStack, record: Trace, module: nn.Module) -> 
     stack.callback(module.register_forward_hook(finish).remove)
 
 
+def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
+    """The tensors among a block's arguments that depend on the model's input, each once."""
+    given = {k: v for k, v in arguments.items() if isinstance(v, Tensor) and v.ndim > 1}
+    given = {k: v for k, v in given.items() if v.is_floating_point()}
+    moving = {k: v for k, v in given.items() if v.requires_grad} or dict([*given.items()][:1])
+    found: list[tuple[Tensor, list[str]]] = []
+    for name, value in moving.items():
+        same = next((names for x, names in found if alike(value, x)), None)
+        if same is None:
+            found.append((value, [name]))
+        else:
+            same.append(name)
+    return [Stream(tuple(names), record.kept.keep(x), x.grad_fn) for x, names in found]
+
+
 def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of a Transformer block."""
-    started: list[tuple[dict[str, Any], str, Tensor]] = []
+    started: list[BlockCall] = []
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = bound_arguments(block, args, kwargs)
-        hidden = next(iter(arguments), "")
-        x = arguments.get(hidden)
+        streams = streams_of(record, arguments)
         started.clear()
-        if isinstance(x, Tensor):
-            started.append((arguments, hidden, record.kept.keep(x)))
+        if streams:
+            given = {k: bare(v) for k, v in arguments.items()}
+            started.append(BlockCall(name, block, given, streams, streams[0].x))
 
-    def finish(block: nn.Module, _: Any, out: Any) -> None:
-        for arguments, hidden, x in started:
-            kept = record.kept.keep(first_tensor(out))
-            record.blocks.append(BlockCall(name, block, arguments, hidden, x, kept))
+    def finish(_: nn.Module, __: Any, out: Any) -> None:
+        for call in started:
+            several = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
+            call.output, call.returned = record.kept.keep(first_tensor(out)), len(several)
+            record.blocks.append(call)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     stack.callback(module.register_forward_hook(finish).remove)
@@ -342,10 +376,8 @@ def hook_first(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
     """Keep the input of the first block of a list, whether or not it holds attention."""
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = bound_arguments(block, args, kwargs)
-        hidden = next(iter(arguments), "")
-        x = arguments.get(hidden)
-        if name not in record.firsts and isinstance(x, Tensor):
-            record.firsts[name] = block, hidden, record.kept.keep(x)
+        streams = streams_of(record, bound_arguments(block, args, kwargs))
+        if name not in record.firsts and streams:
+            record.firsts[name] = block, streams[0]
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)

@@ -1,187 +1,162 @@
-"""The model itself as a function between the two ends of a map, as nothing but hooks see it."""
+"""Where an attention call begins and ends: its keys' source, and its output projection.
+
+Decided when the forward pass is over, by running single modules once more.
+"""
 
 from __future__ import annotations
-
-import contextlib
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.calls import (
-    BlockCall,
-    Inputs,
-    Trace,
-    as_tokens,
-    bound_arguments,
-    first_tensor,
+from lipscope.models.tracing.calls import Trace, as_tokens, take
+from lipscope.models.tracing.replay import called_again
+from lipscope.models.tracing.sites import (
+    Applied,
+    AttentionCall,
+    is_attention,
+    is_norm,
+    is_plain,
 )
-from lipscope.models.tracing.prepare import exact_maths
-from lipscope.models.tracing.sites import AttentionCall
-from lipscope.models.tracing.sums import NormCall
-from lipscope.models.tracing.trace import run
+from lipscope.models.tracing.sums import close, distance
 
 
-class _Reached(BaseException):
-    """The output is there; what follows is not run. No model catches it by mistake."""
+def settle(record: Trace, asked: str | None = None) -> None:
+    """Finish the calls of a trace.
 
+    Args:
+        record: The trace.
+        asked: Path of a module that is a layer because it was asked for by its own name.
 
-@dataclass(frozen=True)
-class Ends:
-    """Where a map begins and ends in its model.
-
-    Attributes:
-        enters: Path of the module before whose call the tokens move.
-        argument: Which of its arguments holds them.
-        turn: At which of its calls.
-        leaves: Path of the module whose output is read.
-        until: Path of the module at whose end the run ends: it, or one around it.
-        token_axis: Axis of the tokens, 0 or 1.
-        onward: ``(J e, e)`` to the derivative of what is read.
-        moved: Which tokens the map's input holds; None for all.
-        read: Which tokens its output holds; None for all.
+    Raises:
+        InputError: If a module that was called is no attention.
     """
+    calls, record.calls = record.calls, []
+    for call in calls:
+        if not _belongs(record, call):
+            record.others.append(call.name)
+            continue
+        if not is_attention(call.module) and call.name != asked and call.num_tokens > 1:
+            _check_mixes(call)
+        _find_projection(call)
+        record.calls.append(call)
 
-    enters: str
-    argument: str
-    turn: int
-    leaves: str
-    until: str
-    token_axis: int
-    onward: Callable[[Tensor, Tensor], Tensor] = lambda product, _: product
-    moved: Tensor | None = None
-    read: Tensor | None = None
 
-    def function(self, model: nn.Module, inputs: Inputs) -> Callable[[Tensor], Tensor]:
-        """What the model reads at one end for what moves at the other.
+def _belongs(record: Trace, call: AttentionCall) -> bool:
+    """Whether a call is one of the layers, now that the source of its keys is known."""
+    if not call.unsure:
+        return True
+    source = next((name for name in call.unsure if _reaches_others(call, name)), None)
+    if source is not None and record.side != "self":
+        take(call, call.arguments, call.kept[0], call.arguments[source], record)
+    return (source is None) == (record.side == "self")
 
-        The tokens are written into the memory where the model holds them, so that whatever
-        else the model makes of that memory moves with them: no name of an argument is trusted.
 
-        Args:
-            model: The model; it is put back as it was after each call.
-            inputs: Its inputs.
+def _reaches_others(call: AttentionCall, *names: str) -> bool:
+    """Whether a token of these arguments changes the output of another one."""
+    given = call.arguments[names[0]]
+    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+    with torch.no_grad():
+        before = called_again(call, dict.fromkeys(names, given))
+        for token in sorted({0, call.num_tokens // 2, given.shape[call.token_axis] - 1}):
+            there = torch.zeros_like(given)
+            there.select(call.token_axis, token).fill_(1.0)
+            moved = given + there * noise * given.abs().max()
+            changed = called_again(call, dict.fromkeys(names, moved)) != before
+            rows = changed.flatten(1).any(1)
+            rows[token : token + 1] = False
+            if bool(rows.any()):
+                return True
+    return False
 
-        Returns:
-            A function of ``(n, d)``.
 
-        Raises:
-            InputError: When called, if the model does not come by the two ends again.
-        """
+def _check_mixes(call: AttentionCall) -> None:
+    if not _reaches_others(call, *call.hidden):
+        raise InputError(
+            f"`modules` should match attention. Found `{call.name}`, a "
+            f"`{type(call.module).__name__}` in which no token reads another; give its whole path "
+            "to have it measured all the same."
+        )
 
-        def function(x: Tensor) -> Tensor:
-            return self._run(model, inputs, x)
 
-        return function
-
-    def _run(self, model: nn.Module, inputs: Inputs, x: Tensor) -> Tensor:
-        waiting = self.turn
-        written: list[tuple[Tensor, Tensor]] = []
-        found: list[Tensor] = []
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal waiting
-            if waiting == 0:
-                held = bound_arguments(module, args, kwargs)[self.argument]
-                written.append((held, held.clone()))
-                held.copy_(self._placed(held, x))
-            waiting -= 1
-
-        def leave(_: nn.Module, __: Any, out: Any) -> None:
-            if written:
-                found[:] = [first_tensor(out)]
-
-        def end(_: nn.Module, __: Any, ___: Any) -> None:
-            if found:
-                raise _Reached
-
-        with contextlib.ExitStack() as stack:
-            start = model.get_submodule(self.enters)
-            stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(model.get_submodule(self.leaves).register_forward_hook(leave).remove)
-            stack.callback(model.get_submodule(self.until).register_forward_hook(end).remove)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(exact_maths(x.dtype, differentiable=False))
-            try:
-                run(model, inputs)
-            except _Reached:
-                pass
-            finally:
-                for held, before in written:
-                    held.copy_(before)
-        if not found:
+def _find_projection(call: AttentionCall) -> None:
+    """The output projection: the last map inside, or one beside it that takes the output."""
+    out = call.kept[1]
+    if isinstance(call.module, nn.MultiheadAttention):
+        call.projection = call.module.out_proj  # applied without being called
+        call.projection_inside = True
+        return
+    for one in call.inside:
+        as_it_is = _same(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape
+        if isinstance(one.module, nn.Conv1d) and as_it_is:  # not a transpose of it
             raise InputError(
-                f"The model should run twice in the same way. Found that it did not come from "
-                f"`{self.enters}` to `{self.leaves}` again on the same input."
+                f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
+                "convolution runs over its input as it is; this layout is not covered."
             )
-        y = as_tokens(found[0], self.token_axis)
-        return y if self.read is None else y[self.read]
+    inner = _projection_of([one for one in call.inside if _same(one.y, out)])
+    call.projection_inside = inner is not None
+    if inner is not None:
+        call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
+        return
+    _look_behind_a_sum(call, out)
+    outer = None if call.projection or call.refusal else _projection_of(call.behind)
+    if outer is not None:
+        call.projection, call.heads = outer.module, call.output
+        call.output = as_tokens(outer.y, call.token_axis)
+        call.kept.append(outer.y)
 
-    def _placed(self, held: Tensor, x: Tensor) -> Tensor:
-        tokens = as_tokens(held, self.token_axis).clone()
-        tokens[slice(None) if self.moved is None else self.moved] = x.to(tokens)
-        return tokens.reshape(held.shape)
+
+def _projection_of(applied: list[Applied]) -> Applied | None:
+    """The outermost of these modules that is affine; the linear map in it that is all it does."""
+    affine = [one for one in applied if _is_affine(one)]
+    if not affine:
+        return None
+    last = affine[-1]  # what holds a module is done after it
+    return next((one for one in affine if is_plain(one.module) and _same(one.y, last.y)), last)
 
 
-def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> Ends:
-    """Ends of the maps ``attention`` and ``heads``, both read behind the output projection."""
-    leaves = until = call.name
-    if call.projection is not None and (call.goes_on or not call.projection_inside):
-        leaves = path_of(record.model, call.projection)
-        until = call.name if call.projection_inside else leaves
-    ends = Ends(call.name, call.hidden[0], call.turn, leaves, until, call.token_axis)
-    projection = call.projection
-    if not heads or projection is None:
-        return ends
-
-    def projected(product: Tensor, _: Tensor) -> Tensor:
+def _is_affine(one: Applied) -> bool:
+    """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
+    if is_plain(one.module):
+        return True
+    if not any(p.ndim > 1 for p in one.module.parameters()) or one.x.shape[-1] < 2:
+        return False
+    noise = torch.randn(one.x.shape, generator=torch.Generator().manual_seed(0)).to(one.x)
+    try:
         with torch.no_grad():
-            return projection(product) - projection(torch.zeros_like(product))
-
-    return replace(ends, onward=projected)
-
-
-def from_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:
-    """The same end, but the tokens move before the norm."""
-    calls = [other for other in record.norms if other.module is norm.module]
-    turn = next(i for i, other in enumerate(calls) if other is norm)
-    path = path_of(record.model, norm.module)
-    return replace(ends, enters=path, argument=first_argument(norm.module), turn=turn)
+            near, sum_, zero = (
+                one.module(x) for x in (noise, one.x + noise, torch.zeros_like(one.x))
+            )
+            return distance(sum_ - near, one.y - zero) < 1e-3
+    except Exception:  # it takes more than one tensor, or returns something else
+        return False
 
 
-def to_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:
-    """The same beginning, but a norm's output is read."""
-    path = path_of(record.model, norm.module)
-    return replace(ends, leaves=path, until=path)
+def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
+    """Modules that add the residual themselves (BLOOM), some with a norm after it (ALBERT).
+
+    The attention ends at the projection, if the rest is seen to be such a sum.
+    """
+    axis = call.token_axis
+    norm = next((one for one in call.inside if is_norm(one.module) and _same(one.y, out)), None)
+    total = as_tokens(norm.x, axis) if norm is not None else call.output
+    given = [v for k, v in call.arguments.items() if k not in call.hidden]
+    terms = [as_tokens(v, axis) for v in given if isinstance(v, Tensor) and v.shape == out.shape]
+    for one in reversed(call.inside):
+        if one.y.shape != out.shape or not _is_affine(one):
+            continue
+        branch = as_tokens(one.y, axis)
+        if any(close(total, branch + t) for t in (call.x, *terms) if t.shape == branch.shape):
+            call.projection, call.heads = one.module, as_tokens(one.x, axis)
+            call.output, call.projection_inside, call.goes_on = branch, True, True
+            call.kept.append(one.y)
+            return
+    if norm is not None:
+        call.refusal = call.refusal or (
+            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
+            "its output is more than attention; use the map `block` or `model`."
+        )
 
 
-def plus_input(ends: Ends) -> Ends:
-    """The ends of a branch, for the map that adds its input to it."""
-    return replace(ends, onward=lambda product, e: product - e)
-
-
-def ends_of_block(record: Trace, block: BlockCall, argument: str, token_axis: int) -> Ends:
-    """Ends of the map ``block``."""
-    calls = [other for other in record.blocks if other.name == block.name]
-    turn = next(i for i, other in enumerate(calls) if other is block)
-    return Ends(block.name, argument, turn, block.name, block.name, token_axis)
-
-
-def ends_of_model(record: Trace, first: nn.Module, argument: str) -> Ends:
-    """Ends of the map ``model``: from its first block to its output."""
-    path = path_of(record.model, first)
-    return Ends(path, argument, 0, "", "", record.calls[0].token_axis)
-
-
-def path_of(model: nn.Module, module: nn.Module) -> str:
-    """Dotted path of a module in a model."""
-    return next(name for name, one in model.named_modules() if one is module)
-
-
-def first_argument(module: nn.Module) -> str:
-    """Name of the first argument of a module's forward."""
-    return next(iter(inspect.signature(module.forward).parameters))
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()

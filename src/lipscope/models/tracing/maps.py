@@ -14,7 +14,7 @@ from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise
 from lipscope.models.tracing.blocks import Whole, block_parts, model_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
-from lipscope.models.tracing.ends import Ends, ends_of_attention, from_norm
+from lipscope.models.tracing.itself import Ends, ends_of_attention, from_norm
 from lipscope.models.tracing.replay import (
     ClosedForm,
     Replayed,
@@ -24,7 +24,7 @@ from lipscope.models.tracing.replay import (
 )
 from lipscope.models.tracing.residual import norm_before, residual
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
-from lipscope.models.tracing.sums import close, distance
+from lipscope.models.tracing.sums import NormCall, close, distance
 
 MapName = Literal["heads", "attention", "normed", "residual", "block", "model"]
 MAPS: tuple[str, ...] = get_args(MapName)
@@ -53,6 +53,9 @@ class LayerMap:
             contribution through its part of the output projection.
         ends: Where the map is in its model; None for a layer by itself, its own model.
         note: Remark for the row, or None.
+        module: Path of the module that the map is of; None for a layer by itself.
+        argument: What moves: names of its arguments, or of those of the norm before it.
+        projection: Whether the output projection is part of it; None if none was seen.
     """
 
     layer: int | None
@@ -66,6 +69,9 @@ class LayerMap:
     head_outputs: Callable[[], Tensor]
     ends: Ends | None = None
     note: str | None = None
+    module: str | None = None
+    argument: str | None = None
+    projection: bool | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The map at another input."""
@@ -144,6 +150,7 @@ def _layer_map(
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
     note = None if attention is not None else _generic(call)
+    before = norm_before(record, call) if name in ("normed", "residual") else None
 
     def finished(
         x: Tensor,
@@ -164,6 +171,9 @@ def _layer_map(
             lambda: _head_outputs(call, core, name, heads),
             ends,
             note,
+            module=call.name,
+            argument=_moved(call, before, x),
+            projection=_projects(call, attention, name),
         )
 
     ends = ends_of_attention(record, call, heads=name == "heads")
@@ -171,24 +181,37 @@ def _layer_map(
         return finished(call.x, _own_heads(call, core), core.heads, core.linearise_heads, ends)
     if name == "attention":
         return finished(call.x, call.output, core.attend, core.linearise_attention, ends)
-    norm = norm_before(record, call)
     if name == "normed":
-        if norm is None:
+        if before is None:
             raise InputError(
                 f"The map `normed` needs a norm that feeds the layer. Found none before "
                 f"`{call.name}`; use the map `attention`."
             )
-        before = TokenModule(norm.module, norm.x)
+        norm = TokenModule(before.module, before.x)
         return finished(
-            as_tokens(norm.x, call.token_axis),
+            as_tokens(before.x, call.token_axis),
             call.output,
-            lambda x: core.attend(before(x)),
-            lambda x, m, h: compose(
-                core.linearise_attention(before(x), m, h), linearise(before, x)
-            ),
-            from_norm(record, norm, ends),
+            lambda x: core.attend(norm(x)),
+            lambda x, m, h: compose(core.linearise_attention(norm(x), m, h), linearise(norm, x)),
+            from_norm(record, before, ends),
         )
-    return finished(*residual(record, call, norm, core))
+    return finished(*residual(record, call, before, core))
+
+
+def _moved(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
+    """What a row says of the input of a map: arguments of the layer, or the norm's input."""
+    if norm is not None and x.data_ptr() == norm.x.data_ptr():
+        return f"input of {norm.name}"
+    return ", ".join(call.hidden)
+
+
+def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bool | None:
+    """Whether the output projection is part of a map; None if none was seen."""
+    if name == "heads":
+        return False
+    if attention is not None:
+        return attention.output is not None
+    return True if call.projection is not None else None
 
 
 def _generic(call: AttentionCall) -> str:
@@ -232,18 +255,19 @@ def _no_heads() -> Tensor:
 
 def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> LayerMap:
     """A map of whole blocks, which are always run again."""
-    x, output, function, ends = parts
     return LayerMap(
         layer,
         name,
-        x,
-        output,
-        function,
-        lambda x, memory, per_head: linearise(function, x),
+        parts.x,
+        parts.output,
+        parts.function,
+        lambda x, memory, per_head: linearise(parts.function, x),
         None,
         heads,
         _no_heads,
-        ends,
+        parts.ends,
+        module=parts.module,
+        argument=", ".join(parts.moved),
     )
 
 

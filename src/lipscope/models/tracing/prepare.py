@@ -31,11 +31,17 @@ class _KeepFloat64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        args = tuple(map(_doubled, args))
+        kwargs = {k: _doubled(v) for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].double()
         return func(*args, **kwargs)
+
+
+def _doubled(value: Any) -> Any:
+    if value is torch.float32:
+        return torch.float64
+    return torch.complex128 if value is torch.complex64 else value
 
 
 @contextlib.contextmanager
@@ -57,6 +63,19 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Run a module on copies of its buffers, so that caches in it stay as they were."""
+    own = [(m, name, b) for m in module.modules() for name, b in m._buffers.items()]
+    try:
+        for holder, name, buffer in own:
+            holder._buffers[name] = None if buffer is None else buffer.clone()
+        yield
+    finally:
+        for holder, name, buffer in own:
+            holder._buffers[name] = buffer
 
 
 class ExactNorm(nn.Module):
@@ -102,10 +121,12 @@ def prepared(
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
     if any(t.dtype != dtype or t.device.type != device.type for t in floating):
-        model = _copied(model).to(device=device, dtype=dtype)
+        model = _converted(_copied(model), dtype, device)
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
-    with at_rest(model), _implementations(model, implementation):
+    # Compiled modules run as they were written, or no hook would see inside.
+    eager = torch.compiler.set_stance("force_eager")
+    with at_rest(model), eager, _implementations(model, implementation):
         yield model, notes
 
 
@@ -124,6 +145,17 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for p, needs in grads.items():
             p.requires_grad_(needs)
+
+
+def _converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A model in a floating type; complex tensors in the complex type of the same precision."""
+
+    def convert(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(device, dtype.to_complex())
+        return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+
+    return model._apply(convert)
 
 
 def device_of(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.func import functional_call
 from lipscope.attention import Attention, Map
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, over_leading
-from lipscope.models.tracing.calls import BlockCall, as_tokens, first_tensor
-from lipscope.models.tracing.prepare import exact_maths
-from lipscope.models.tracing.sites import AttentionCall
+from lipscope.models.tracing.calls import BlockCall, Stream, as_tokens, first_tensor
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.sites import AttentionCall, is_plain
+
+Kind = inspect._ParameterKind
 
 
 def count_heads(module: nn.Module) -> int | None:
@@ -32,9 +35,14 @@ def projection_by_head(call: AttentionCall) -> Tensor:
     """The output projection's columns by head, ``(h, d_out, d_v)``."""
     count, projection = count_heads(call.module), call.projection
     assert count is not None and projection is not None
-    weight = projection.weight
-    assert isinstance(weight, Tensor)
-    weight = weight if isinstance(projection, nn.Linear) else weight.T
+    if is_plain(projection):
+        weight = projection.get_parameter("weight")
+        weight = weight if isinstance(projection, nn.Linear) else weight.T
+    else:  # an adapter's or a packed weight is no matrix: its values at the unit vectors
+        assert call.heads is not None
+        unit = torch.eye(call.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
+        with torch.no_grad():
+            weight = (projection(unit) - projection(torch.zeros_like(unit))).mT
     return weight.unflatten(1, (count, -1)).transpose(0, 1)
 
 
@@ -78,6 +86,19 @@ class ClosedForm:
         )
 
 
+def called_again(
+    call: AttentionCall, changed: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The output of an attention module, as tokens, with some arguments and weights changed."""
+    # One copy of each tensor: a module may write into its input, and may ask whether two are one.
+    copies = {id(value): value.clone() for value in changed.values()}
+    arguments = {**call.arguments, **{name: copies[id(v)] for name, v in changed.items()}}
+    args, kwargs = _as_called(call.module, arguments)
+    with exact_maths(call.x.dtype), undisturbed(call.module):
+        out = functional_call(call.module, dict(weights or {}), args, kwargs)
+        return as_tokens(first_tensor(out, call.out_at), call.token_axis)
+
+
 class Replayed:
     """The attention of any other family, by running its own modules again."""
 
@@ -90,16 +111,8 @@ class Replayed:
             )
 
     def _run(self, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        call = self.call
-        # A copy: a module may write into its input.
-        shaped = x.unsqueeze(1 - call.token_axis).clone()
-        arguments = {**call.arguments, **dict.fromkeys(call.hidden, shaped)}
-        with exact_maths(x.dtype):
-            if weights is None:
-                out = _apply(call.module, arguments)
-            else:
-                out = functional_call(call.module, dict(weights), kwargs=arguments)
-            return as_tokens(first_tensor(out), call.token_axis)
+        shaped = x.unsqueeze(1 - self.call.token_axis)
+        return called_again(self.call, dict.fromkeys(self.call.hidden, shaped), weights)
 
     def attend(self, x: Tensor) -> Tensor:
         """The map ``attention``."""
@@ -201,23 +214,53 @@ class TokenModule:
             return first_tensor(self.module(x.reshape(self.shape).clone())).reshape(x.shape[0], -1)
 
 
-def replay_block(block: BlockCall, axis: int, moved: Sequence[str]) -> Callable[[Tensor], Tensor]:
-    """A block as a function of these arguments, all others as the model passed them."""
+def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tensor], Tensor]:
+    """A block as a function of these streams, all other arguments as the model passed them."""
 
     def function(x: Tensor) -> Tensor:
-        given = {block.hidden: block.x, **dict.fromkeys(moved, x.unsqueeze(1 - axis))}
         # Copies: a block may write into its input.
-        arguments = {**block.arguments, **{name: value.clone() for name, value in given.items()}}
-        with exact_maths(x.dtype):
-            return as_tokens(first_tensor(_apply(block.module, arguments)), axis)
+        still = {n: one.x.clone() for one in block.streams for n in one.names}
+        arguments = {**block.arguments, **still, **moved.arguments(x)}
+        args, kwargs = _as_called(block.module, arguments)
+        with exact_maths(x.dtype), undisturbed(block.module):
+            return as_tokens(first_tensor(block.module.forward(*args, **kwargs)), axis)
 
     return function
 
 
-def _apply(module: nn.Module, arguments: dict[str, Any]) -> Any:
-    """Call a module with bound arguments, variable positional ones included."""
-    positional = arguments.get("args", ())
-    named = {k: v for k, v in arguments.items() if k != "args"}
-    return (
-        module.forward(**named) if not positional else module.forward(*named.values(), *positional)
-    )
+class Streams:
+    """Several tensors as one matrix of tokens, one after the other."""
+
+    def __init__(self, streams: Sequence[Stream], axis: int) -> None:
+        self.streams = streams
+        self.parts = [as_tokens(one.x, axis) for one in streams]
+        self.x = self.parts[0] if len(streams) == 1 else torch.cat(self.parts)
+        self.names = tuple(name for one in streams for name in one.names)
+        self.firsts = tuple(one.names[0] for one in streams)
+
+    def arguments(self, x: Tensor) -> dict[str, Tensor]:
+        """The arguments that hold them, each in the shape in which the model passed it."""
+        parts = x.split([len(part) for part in self.parts])
+        shaped = [
+            part.reshape(one.x.shape).clone() for part, one in zip(parts, self.streams, strict=True)
+        ]
+        return {n: t for one, t in zip(self.streams, shaped, strict=True) for n in one.names}
+
+
+def _as_called(
+    module: nn.Module, arguments: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as a call: those before variable positional ones have no name there."""
+    kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
+    several = next((n for n, k in kinds.items() if k is Kind.VAR_POSITIONAL), None)
+    several = several if arguments.get(several or "") else None
+    args: list[Any] = []
+    named = dict(arguments)
+    for name, kind in kinds.items():
+        if name not in named:
+            continue
+        if name == several or kind is Kind.VAR_POSITIONAL:
+            args.extend(named.pop(name))
+        elif kind is Kind.POSITIONAL_ONLY or (several and kind is Kind.POSITIONAL_OR_KEYWORD):
+            args.append(named.pop(name))
+    return tuple(args), named

@@ -9,7 +9,7 @@ from torch import Tensor
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
 from lipscope.models.tracing.calls import Trace, as_tokens
-from lipscope.models.tracing.ends import (
+from lipscope.models.tracing.itself import (
     Ends,
     ends_of_attention,
     from_norm,
@@ -67,7 +67,7 @@ def residual(
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
     ends = ends_of_attention(record, call)
-    ends = plus_input(ends if after is None else to_norm(record, after, ends))
+    ends = plus_input(ends if after is None else to_norm(after, ends))
 
     def branch(u: Tensor) -> Tensor:
         return core.attend(u) if second is None else second(core.attend(u))
@@ -112,7 +112,7 @@ def residual(
         lambda u, m, h: compose(
             linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
         ),
-        to_norm(record, total.norm, ends_of_attention(record, call)),
+        to_norm(total.norm, ends_of_attention(record, call)),
     )
 
 

@@ -18,6 +18,15 @@ SIDES: tuple[str, ...] = get_args(Side)
 
 
 @dataclass
+class Applied:
+    """A module with weights that was applied to a tensor."""
+
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
 class AttentionCall:
     """One call of an attention module, as the model made it on one input.
 
@@ -38,6 +47,10 @@ class AttentionCall:
         projection_inside: Whether the module applies the projection itself.
         goes_on: Whether the module does more after its projection (adds the residual).
         heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
+        out_at: Place of the output among the tensors that the module returns.
+        inside: Modules with weights that were applied inside, in their order.
+        behind: Modules with weights beside it that took its output.
+        unsure: Names of other tokens that may be the source of keys, under names of their own.
         implementation: Attention implementation under which the call was made.
         sums_before: Number of sums that the model had formed before.
         turn: Which of the calls of its module it is, from 0.
@@ -57,6 +70,10 @@ class AttentionCall:
     projection_inside: bool = True
     goes_on: bool = False
     heads: Tensor | None = None
+    out_at: int = 0
+    inside: list[Applied] = field(default_factory=list, repr=False)
+    behind: list[Applied] = field(default_factory=list, repr=False)
+    unsure: tuple[str, ...] = ()
     implementation: str | None = None
     sums_before: int = 0
     turn: int = 0
@@ -146,7 +163,7 @@ def reader_of(module: nn.Module) -> Reader | None:
     kind = type(module)
     package, reader = _FAMILIES.get(kind.__name__, ("", None))
     known = kind.__module__.startswith(package + ".")
-    plain = all(type(leaf).__module__.startswith(_PLAIN) for leaf in linears(module))
+    plain = all(map(is_plain, linears(module)))
     plain = plain and all(
         is_linear(c) or type(c).__module__.startswith(_OWN)
         for c in module.children()
@@ -211,7 +228,7 @@ def attention_sites(
                 f"{_some(named)}."
             )
         return found
-    found = {name: m for name, m in named.items() if _is_attention(m)}
+    found = {name: m for name, m in named.items() if is_attention(m)}
     inner = {
         name: m
         for name, m in found.items()
@@ -228,7 +245,8 @@ def attention_sites(
     return chosen
 
 
-def _is_attention(module: nn.Module) -> bool:
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is attention by the name of its class."""
     return type(module).__name__.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
 
 
@@ -238,6 +256,16 @@ def _is_cross(name: str, module: nn.Module) -> bool:
         or bool(getattr(module, "is_cross_attention", False))
         or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
     )
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is `is_linear` and its weights are all it computes with."""
+    return is_linear(module) and type(module).__module__.startswith(_PLAIN)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a normalisation by the name of its class."""
+    return "norm" in type(module).__name__.lower()
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -16,6 +16,7 @@ _ADDS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 class NormCall:
     """One call of a normalisation module: ``y = module(x)``; places are addresses in memory."""
 
+    name: str
     module: nn.Module
     x: Tensor
     y: Tensor
@@ -53,7 +54,8 @@ class Kept:
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def keep(self, x: Tensor) -> Tensor:
-        """The tensor, or a copy of it."""
+        """The tensor without its marks, or a copy of it."""
+        x = x.detach()
         if not x.is_inference():
             self.versions.append((x, x._version))
         return x.clone() if self.copies else x

@@ -23,7 +23,9 @@ from lipscope.models.tracing.calls import (
     hook_norm,
     hook_site,
 )
-from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.tracing.ends import settle
+from lipscope.models.tracing.flow import each_tensor, followed, hook_embeddings, marked
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.sites import Side, block_of, first_block_of
 from lipscope.models.tracing.sums import Kept, SeenSums
 
@@ -58,9 +60,16 @@ def trace(
     Raises:
         InputError: If no attention module was called.
     """
-    record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept())
+    options = (model, inputs, sites, norms, blocks, dtype, side)
+    marks = True
+    try:
+        record = _traced(*options, Kept(), marks)
+    except InputError:  # some code runs without marks only; its own mistakes come again
+        marks = False
+        record = _traced(*options, Kept(), marks)
     if record.kept.overwritten():
-        record = _traced(model, inputs, sites, norms, blocks, dtype, side, Kept(copies=True))
+        record = _traced(*options, Kept(copies=True), marks)
+    settle(record)
     if not record.calls:
         _complain(record, list(sites))
     return record
@@ -86,15 +95,16 @@ def _traced(
     dtype: torch.dtype,
     side: Side,
     kept: Kept,
+    marks: bool,
 ) -> Trace:
     record = Trace(model, inputs, kept, SeenSums(kept), side)
     with contextlib.ExitStack() as stack:
         for name, module in sites.items():
             hook_site(stack, record, name, module)
         if norms:
-            for module in model.modules():
+            for name, module in model.named_modules():
                 if any(kind in type(module).__name__.lower() for kind in _TOKEN_BY_TOKEN):
-                    hook_norm(stack, record, module)
+                    hook_norm(stack, record, name, module)
             stack.enter_context(record.seen)
         if blocks:
             around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))
@@ -102,9 +112,15 @@ def _traced(
                 hook_block(stack, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
                 hook_first(stack, record, name, model.get_submodule(name))
-        stack.enter_context(torch.no_grad())
         stack.enter_context(exact_maths(dtype, differentiable=False))
-        record.output = first_tensor(_run_once(model, inputs))
+        stack.enter_context(undisturbed(model))
+        if marks:
+            hook_embeddings(stack, model, inputs)
+            stack.enter_context(followed())
+        else:
+            stack.enter_context(torch.no_grad())
+        output = first_tensor(_run_once(model, each_tensor(inputs, marked) if marks else inputs))
+        record.output = output.detach()
     return record
 
 

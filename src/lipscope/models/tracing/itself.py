@@ -1,0 +1,188 @@
+"""The model itself as a function between the two ends of a map, as nothing but hooks see it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.errors import InputError
+from lipscope.models.tracing.calls import (
+    BlockCall,
+    Inputs,
+    Trace,
+    as_tokens,
+    bound_arguments,
+    first_tensor,
+)
+from lipscope.models.tracing.flow import each_tensor
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.replay import Streams
+from lipscope.models.tracing.sites import AttentionCall
+from lipscope.models.tracing.sums import NormCall
+from lipscope.models.tracing.trace import run
+
+
+class _Reached(BaseException):
+    """The output is there; what follows is not run. No model catches it by mistake."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where a map begins and ends in its model.
+
+    Attributes:
+        enters: Path of the module before whose call the tokens move.
+        arguments: Which of its arguments hold them, one after the other.
+        turn: At which of its calls.
+        leaves: Path of the module whose output is read.
+        until: Path of the module at whose end the run ends: it, or one around it.
+        token_axis: Axis of the tokens, 0 or 1.
+        place: Which of the tensors that it returns is read.
+        onward: ``(J e, e)`` to the derivative of what is read.
+        moved: Which tokens the map's input holds; None for all.
+        read: Which tokens its output holds; None for all.
+    """
+
+    enters: str
+    arguments: tuple[str, ...]
+    turn: int
+    leaves: str
+    until: str
+    token_axis: int
+    place: int = 0
+    onward: Callable[[Tensor, Tensor], Tensor] = lambda product, _: product
+    moved: Tensor | None = None
+    read: Tensor | None = None
+
+    def function(self, model: nn.Module, inputs: Inputs) -> Callable[[Tensor], Tensor]:
+        """What the model reads at one end for what moves at the other.
+
+        The tokens are written into the memory where the model holds them, so that whatever
+        else the model makes of that memory moves with them: no name of an argument is trusted.
+
+        Args:
+            model: The model; it is put back as it was after each call.
+            inputs: Its inputs.
+
+        Returns:
+            A function of ``(n, d)``.
+
+        Raises:
+            InputError: When called, if the model does not come by the two ends again.
+        """
+
+        def function(x: Tensor) -> Tensor:
+            return self._run(model, inputs, x)
+
+        return function
+
+    def _run(self, model: nn.Module, inputs: Inputs, x: Tensor) -> Tensor:
+        waiting = self.turn
+        written: list[tuple[Tensor, Tensor]] = []
+        found: list[Tensor] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal waiting
+            if waiting == 0:
+                given = bound_arguments(module, args, kwargs)
+                written.extend((given[name], given[name].clone()) for name in self.arguments)
+                self._write([held for held, _ in written], x)
+            waiting -= 1
+
+        def leave(_: nn.Module, __: Any, out: Any) -> None:
+            if written:
+                found[:] = [first_tensor(out, self.place)]
+
+        def end(_: nn.Module, __: Any, ___: Any) -> None:
+            if found:
+                raise _Reached
+
+        with contextlib.ExitStack() as stack:
+            start = model.get_submodule(self.enters)
+            stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(model.get_submodule(self.leaves).register_forward_hook(leave).remove)
+            stack.callback(model.get_submodule(self.until).register_forward_hook(end).remove)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(exact_maths(x.dtype, differentiable=False))
+            stack.enter_context(undisturbed(model))
+            try:
+                run(model, each_tensor(inputs, torch.clone))
+            except _Reached:
+                pass
+            finally:
+                for held, before in written:
+                    held.copy_(before)
+        if not found:
+            raise InputError(
+                f"The model should run twice in the same way. Found that it did not come from "
+                f"`{self.enters}` to `{self.leaves}` again on the same input."
+            )
+        y = as_tokens(found[0], self.token_axis)
+        return y if self.read is None else y[self.read]
+
+    def _write(self, held: list[Tensor], x: Tensor) -> None:
+        tokens = [as_tokens(one, self.token_axis) for one in held]
+        whole = torch.cat(tokens)
+        whole[slice(None) if self.moved is None else self.moved] = x.to(whole)
+        for one, part in zip(held, whole.split([len(t) for t in tokens]), strict=True):
+            one.copy_(part.reshape(one.shape))
+
+
+def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> Ends:
+    """Ends of the maps ``attention`` and ``heads``, both read behind the output projection."""
+    leaves, until, place = call.name, call.name, call.out_at
+    if call.projection is not None and (call.goes_on or not call.projection_inside):
+        leaves, place = path_of(record.model, call.projection), 0
+        until = call.name if call.projection_inside else leaves
+    hidden = call.hidden[:1]
+    ends = Ends(call.name, hidden, call.turn, leaves, until, call.token_axis, place)
+    projection = call.projection
+    if not heads or projection is None:
+        return ends
+
+    def projected(product: Tensor, _: Tensor) -> Tensor:
+        with torch.no_grad():
+            return projection(product) - projection(torch.zeros_like(product))
+
+    return replace(ends, onward=projected)
+
+
+def from_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:
+    """The same end, but the tokens move before the norm."""
+    calls = [other for other in record.norms if other.module is norm.module]
+    turn = next(i for i, other in enumerate(calls) if other is norm)
+    first = next(iter(inspect.signature(norm.module.forward).parameters))
+    return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
+
+
+def to_norm(norm: NormCall, ends: Ends) -> Ends:
+    """The same beginning, but a norm's output is read."""
+    return replace(ends, leaves=norm.name, until=norm.name, place=0)
+
+
+def plus_input(ends: Ends) -> Ends:
+    """The ends of a branch, for the map that adds its input to it."""
+    return replace(ends, onward=lambda product, e: product - e)
+
+
+def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> Ends:
+    """Ends of the map ``block``."""
+    calls = [other for other in record.blocks if other.name == block.name]
+    turn = next(i for i, other in enumerate(calls) if other is block)
+    return Ends(block.name, moved.firsts, turn, block.name, block.name, token_axis)
+
+
+def ends_of_model(record: Trace, first: str, moved: Streams) -> Ends:
+    """Ends of the map ``model``: from its first block to its output."""
+    return Ends(first, moved.firsts, 0, "", "", record.calls[0].token_axis)
+
+
+def path_of(model: nn.Module, module: nn.Module) -> str:
+    """Dotted path of a module in a model."""
+    return next(name for name, one in model.named_modules() if one is module)
