@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope.engine.plan import Job
-from lipscope.engine.question import Answer, finite
+from lipscope.engine.question import Answer, explained, finite
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.spec import Spec
 from lipscope.errors import out_of_memory
@@ -51,9 +51,7 @@ def answer(layer: LayerMap, spec: Spec, job: Job, memory: int, key: str) -> list
                 halved //= 2
                 continue
             seconds = (time.perf_counter() - began) / len(heads)
-            text = " ".join(str(problem).split())[:300]
-            error = f"{type(problem).__name__}: {text}"
-            return [_failed(layer, head, seconds, error) for head in heads]
+            return [_failed(layer, head, seconds, explained(problem)) for head in heads]
         if halved == memory:
             return found
         said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
+from lipscope.records.files import replaced
+from lipscope.records.place import Place
 
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
@@ -51,7 +54,7 @@ def attack(
     radius: float | Literal["norm"] | None = None,
     steps: int = 20,
     restarts: int = 4,
-    out: str | Path | None = None,
+    out: str | Path | Place | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> Attacked:
@@ -74,7 +77,8 @@ def attack(
             layer; that of the input if None.
         steps: Steps of the ascent; 0 for constructions only.
         restarts: Its random starts.
-        out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it.
+        out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it; one of another
+            attack is refused.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention``.
 
@@ -86,7 +90,17 @@ def attack(
             available for this layer.
     """
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
-    with LocalRun(model, data, asked, verb="attack", without=_WITHOUT, norms=True) as run:
+    own_options = {"verb": "attack", "radius": radius, "steps": steps, "restarts": restarts}
+    with LocalRun(
+        model,
+        data,
+        asked,
+        verb="attack",
+        without=_WITHOUT,
+        norms=True,
+        out=out,
+        asked=own_options,
+    ) as run:
         session, job = run.session, run.jobs[0]
         own, norm = session.layer(job)
         assert isinstance(own, Attention)  # inputs are built for the layer alone
@@ -120,9 +134,9 @@ def attack(
         worse = job._replace(id=id, input=first.name, radius=allowed)
         session.hold_input(worse, first.x, said(first.name, first.head, allowed))
         run.jobs.append(worse)
-        rows = run.rows(out, progress)
-    if out is not None:
-        _save(Path(out), first)
+        rows = run.rows(progress)
+        if run.folder is not None:
+            _save(run.folder.path, first)
     return Attacked(rows, found, allowed, given)
 
 
@@ -146,8 +160,10 @@ def _save(folder: Path, first: WorstInput) -> None:
 
     assert first.x is not None
     v = first.v if first.v is not None else first.x.new_zeros(first.x.shape)
+    content = io.BytesIO()
+    np.savez(content, x=first.x.cpu().numpy(), v=v.cpu().numpy())
     try:
-        np.savez(folder / "worst.npz", x=first.x.cpu().numpy(), v=v.cpu().numpy())
+        replaced(folder / "worst.npz", content.getvalue())
     except OSError as problem:
         raise InputError(
             f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."

@@ -22,11 +22,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     import polars
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the files of a run; only this one is read."""
 
 GIVEN = ("text", "batch", "image")
 """Kinds of inputs that were given; all others were built."""
+
+AGAIN = "the next run tries it again"
+"""How the error of a row ends that failed for a reason outside its question."""
 
 Record = TypeVar("Record")
 Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
@@ -123,6 +126,11 @@ class Measurement:
     step: int | None = None
     side: str = "self"
     position_offset: int = 0
+
+    @property
+    def passing(self) -> bool:
+        """Whether it failed for want of a worker, memory or disk: not an answer to the question."""
+        return self.error is not None and self.error.endswith(AGAIN)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
