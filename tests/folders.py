@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Bound, Measurement, TokenShare, provenance, to_line
-from rows import row
+from lipscope.records.rows import Bound, Measurement, TokenShare, provenance
+from rows import row, write_lines
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
 WORDS = ["[CLS]", NASTY, "smooth", "##ness", "grows", "[SEP]"]
@@ -26,10 +26,9 @@ def written(
         pass
     # All lines at once: a run appends row by row and waits for the disk each time.
     rows = list(rows)
-    tokens = [to_line(t) for one in rows for t in (shares(one, words) if words else ())]
-    for name, lines in (("rows", [one.to_json() for one in rows]), ("tokens", tokens)):
-        text = "".join(line + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    tokens = [vars(t) for one in rows for t in (shares(one, words) if words else ())]
+    for name, records in (("rows", [one.to_dict() for one in rows]), ("tokens", tokens)):
+        write_lines(folder / f"{name}.jsonl", records)
     return folder
 
 

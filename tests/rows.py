@@ -1,10 +1,11 @@
 """Rows made by hand, for what reads rows and never sees a tensor, and rows on the disk."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipscope.records.jsonl import sealed
 from lipscope.records.rows import Measurement, TokenShare
 
 # As the first issue lists them, in its order; then what sweeps added.
@@ -132,5 +133,12 @@ def tokens_of(measured: Measurement, texts: Sequence[str]) -> list[TokenShare]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The objects of a JSON-lines file, without what a run adds to its records."""
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    extra = ("crc", *(("tokens", "bounds") if path.name == "rows.jsonl" else ()))
+    return [{k: v for k, v in one.items() if k not in extra} for one in found]
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """A file of JSON lines with their checksums, as a run writes it."""
+    path.write_bytes(b"".join(sealed(json.dumps(one, ensure_ascii=False)) for one in records))

@@ -89,7 +89,7 @@ def test_files_and_the_default_folder(lipscope):
     names = {f.name for f in folders[0].iterdir()}
     assert names == {
         ".lock", "manifest.json", "rows.jsonl", "tokens.jsonl", "rows.parquet", "tokens.parquet",
-        "growth.svg", "growth.png", "growth.html",
+        "growth.svg", "growth.png", "growth.html", "values.jsonl", "values.parquet",
     }  # fmt: skip
     assert folders[0].joinpath("growth.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in folders[0].joinpath("growth.svg").read_text()

@@ -167,9 +167,7 @@ def test_a_folder_that_holds_another_specification(lipscope):
     for change, named in (
         (["--tol", "1e-2"], "tol"),
         (["--seed", "1"], "seed"),
-        (["--layers", "0"], "layers"),
-        (["--samples", "1"], "samples"),
-        (["--lengths", "7"], "lengths"),
+        (["--no-special-tokens"], "special_tokens"),
         (["--map", "heads"], "map"),
         (["--rest"], "rest"),
     ):

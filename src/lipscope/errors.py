@@ -1,4 +1,4 @@
-"""The one exception for a mistake that its user can mend; and how to tell lack of memory.
+"""The one exception for a mistake that its user can mend, remarks, and how to tell lack of memory.
 
 Every public door raises it with one line that says what, where and what to do; the
 command line prints that line and exits with status 2.
@@ -7,6 +7,7 @@ command line prints that line and exits with status 2.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,11 @@ import torch
 
 class InputError(ValueError):
     """A request that cannot be answered as asked; the message says what to change."""
+
+
+def remark(text: str) -> None:
+    """Say one line on standard error, or wherever the caller's logging sends it."""
+    logging.getLogger("lipscope").warning("%s", text)
 
 
 def out_of_memory(problem: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ import altair as alt
 from lipscope.charts import marks
 from lipscope.charts.standalone import chart_page
 from lipscope.errors import InputError
+from lipscope.records.files import replaced
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 
@@ -44,12 +46,15 @@ def save(chart: Chart, path: str | Path) -> Path:
         remark = marks.HINT if "params" in spec else ""
         version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
         page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
-        path.write_text(page, encoding="utf-8")
+        replaced(path, page.encode())
     elif path.suffix == ".svg":
-        chart.save(str(path), format="svg")
-        path.write_text(_slim(path.read_text(encoding="utf-8")), encoding="utf-8")
+        drawn = io.StringIO()
+        chart.save(drawn, format="svg")
+        replaced(path, _slim(drawn.getvalue()).encode())
     elif path.suffix == ".png":
-        chart.save(str(path), format="png", scale_factor=2)
+        picture = io.BytesIO()
+        chart.save(picture, format="png", scale_factor=2)
+        replaced(path, picture.getvalue())
     else:
         raise InputError(
             f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."

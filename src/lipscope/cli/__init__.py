@@ -6,6 +6,7 @@ can mend is one line and exit status 2; an interrupted run says how to go on.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Annotated, NoReturn
@@ -28,7 +29,8 @@ from lipscope.cli.terminal import errors
 from lipscope.errors import InputError
 
 STATUS = (
-    "Exit status: 0 done; 1 a certificate was violated, or doctor found something missing; "
+    "Exit status: 0 done; 1 a certificate was violated, doctor found something missing, or rows of "
+    "a sweep wait for another run; "
     "2 a mistake in the request, said in one line; 130 interrupted; 141 the reader of the "
     "output went away. Anything else is a fault of lipscope: please report it."
 )
@@ -69,12 +71,32 @@ for _command in COMMANDS:
 
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
+    logging.getLogger("lipscope").handlers = [_Remarks()]
     try:
         app(prog_name="lipscope")
     except InputError as problem:
         errors.print(f"lipscope: {problem}", markup=False, soft_wrap=True)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        errors.print("Stopped.")
+        raise SystemExit(130) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None
+        _reader_gone()
+    except SystemExit as end:
+        # What writes tables and what parses commands turn a closed pipe into 1.
+        if isinstance(end.__context__, BrokenPipeError):
+            _reader_gone()
+        raise
     raise SystemExit(0)
+
+
+def _reader_gone() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(141) from None
+
+
+class _Remarks(logging.Handler):
+    """Remarks of the library as lines on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        errors.print(record.getMessage(), markup=False, soft_wrap=True)

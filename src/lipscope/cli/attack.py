@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, asked, with_options
-from lipscope.cli.terminal import default_folder, errors, resumable
+from lipscope.cli.terminal import Force, errors, resumable
 from lipscope.errors import InputError
 from lipscope.pages.table import number
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.engine.attack import Attacked
@@ -48,6 +49,7 @@ def attack(
         Path | None,
         typer.Option(help="Run folder.  [default: runs/<date>-<model>-attack]"),
     ] = None,
+    force: Force = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object per input on stdout.")
     ] = False,
@@ -62,7 +64,7 @@ def attack(
     content, given = asked(options)
     if "radius" in given and like_text:
         raise InputError("`--radius` and `--like-text` exclude each other. Found both.")
-    folder = out if out is not None else default_folder(model, "-attack")
+    place = Place(out, f"{model}-attack", force=force)
     from lipscope.engine.attack import attack as run
 
     with resumable():
@@ -72,7 +74,7 @@ def attack(
             layer=layer,
             length=None if "images" in given else length,
             steps=steps,
-            out=folder,
+            out=place,
             **given,
         )
     if jsonl:
@@ -80,7 +82,7 @@ def attack(
             sys.stdout.write(line + "\n")
     else:
         _show(found)
-    errors.print(f"Worst input: {folder / 'worst.npz'}", markup=False, soft_wrap=True)
+    errors.print(f"Worst input: {place.path / 'worst.npz'}", markup=False, soft_wrap=True)
 
 
 def _lines(attacked: Attacked) -> Iterator[str]:

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, asked, indices, with_options
-from lipscope.cli.terminal import Bar, errors, resumable
+from lipscope.cli.terminal import Bar, Force, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.comparison import ADVERSARIAL, MEASURED, by_row, given, looseness
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.pages.rows import Rows
@@ -54,6 +55,7 @@ def bounds(
     out: Annotated[
         Path | None, typer.Option(help="Run folder for rows, bounds and figure.")
     ] = None,
+    force: Force = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object per row on stdout, no table.")
     ] = False,
@@ -65,6 +67,7 @@ def bounds(
     sigma (same metric and map), and those that do not, with the reason. More
     options: docs/commands.md.
     """
+    place = None if out is None else Place(out, force=force)
     content, wanted = asked(options)
     pictures = "images" in wanted
     asked_lengths = [length] if lengths is None else parse_integers(lengths, "lengths")
@@ -78,7 +81,7 @@ def bounds(
             lengths=None if pictures else asked_lengths,
             samples=samples,
             attack=attack,
-            out=out,
+            out=place,
             progress=bar.update,
             **wanted,
         )

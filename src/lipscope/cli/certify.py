@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from rich.console import Console
 
 from lipscope.cli import decision
 from lipscope.cli.options import INPUT, SOLVER, asked, with_options
-from lipscope.cli.terminal import errors
+from lipscope.cli.terminal import Force, errors
 from lipscope.errors import InputError
+from lipscope.records.files import replaced
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.models import LoadedModel
@@ -61,6 +64,7 @@ def certify(
     out: Annotated[
         Path | None, typer.Option(help="Run folder for the row, and worst inputs.")
     ] = None,
+    force: Force = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object per ball on stdout.")
     ] = False,
@@ -74,6 +78,7 @@ def certify(
     docs/commands.md.
     """
     deciding = read_out is not None or bool(between)
+    place_of = None if out is None else Place(out, force=force)
     content, given = asked(options)
     _check(ball, pool, random, ascents)
     if deciding and (eps is not None or head is not None or given["map"] != "attention"):
@@ -105,12 +110,12 @@ def certify(
             steps=8 if steps is None else steps,
             **attempts,
         )
-        if out is not None:
-            decision.keep(loaded, content, rows, out, place | given)
+        if place_of is not None:
+            decision.keep(loaded, content, rows, place_of, place | given)
     else:
         certificate = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
         certificate |= {"steps": 4 if steps is None else steps, "sharp": sharp}
-        rows, points = _bound(loaded, content, place | given, certificate, attempts, out)
+        rows, points = _bound(loaded, content, place | given, certificate, attempts, place_of)
     lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
     if out is not None:
         _save(out, points)
@@ -139,7 +144,7 @@ def _bound(
     place: dict[str, Any],
     certificate: dict[str, Any],
     attempts: dict[str, int],
-    out: Path | None,
+    out: Place | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
     from lipscope.attacks.in_ball import attack_in_ball
@@ -188,8 +193,10 @@ def _save(folder: Path, points: dict[str, Any]) -> None:
     import numpy as np
 
     arrays: dict[str, Any] = {name: point.numpy() for name, point in points.items()}
+    content = io.BytesIO()
+    np.savez(content, **arrays)
     try:
-        np.savez(folder / "worst.npz", **arrays)
+        replaced(folder / "worst.npz", content.getvalue())
     except OSError as problem:
         raise InputError(
             f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lipscope.engine.capture import Captured
     from lipscope.engine.classifier import Classifier
     from lipscope.models import LoadedModel
+    from lipscope.records.place import Place
 
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 
@@ -120,7 +121,7 @@ def keep(
     loaded: LoadedModel,
     content: str | None,
     rows: Sequence[dict[str, Any]],
-    out: Path,
+    out: Place,
     place: dict[str, Any],
 ) -> None:
     """The row of sigma at the input, and the radii beside it, into a run folder."""

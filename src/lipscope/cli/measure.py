@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, QUESTION, SOLVER, THEOREMS, asked, indices, with_options
-from lipscope.cli.terminal import Bar, default_folder, errors, resumable
+from lipscope.cli.terminal import Bar, Force, errors, resumable
 from lipscope.engine.ranges import parse_integers
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.pages.rows import Rows
@@ -35,13 +36,14 @@ def measure(
     out: Annotated[
         Path | None, typer.Option(help="Run folder.  [default: runs/<date>-<model>]")
     ] = None,
+    force: Force = False,
     jsonl: Annotated[
         bool, typer.Option("--jsonl", help="One JSON object a row on stdout.")
     ] = False,
     **options: Any,
 ) -> None:
     """Measure sigma of attention, with intervals. More options: docs/commands.md."""
-    folder = out if out is not None else default_folder(model)
+    place = Place(out, model, force=force)
     content, given = asked(options)
     pictures = "images" in given
     from lipscope.engine.measure import measure as run
@@ -53,11 +55,11 @@ def measure(
             layers=indices(layers, "layers"),
             lengths=None if pictures else parse_integers(lengths, "lengths"),
             samples=samples,
-            out=folder,
+            out=place,
             progress=bar.update,
             **given,
         )
-    _publish(rows, folder, jsonl=jsonl)
+    _publish(rows, place.path, jsonl=jsonl)
 
 
 def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:

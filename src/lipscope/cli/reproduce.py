@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.terminal import default_folder, errors
+from lipscope.cli.terminal import Force, errors
 from lipscope.errors import InputError
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.experiments.findings import Findings
@@ -43,6 +44,7 @@ def reproduce(
     out: Annotated[
         Path | None, typer.Option(help="Run folder.  [default: runs/<date>-<name>]")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Repeat an experiment of a paper: a run folder, its figures, and findings.md.
 
@@ -56,7 +58,7 @@ def reproduce(
         raise InputError("`NAME` should name an experiment. Found none; `--list` shows them.")
     from lipscope.experiments import reproduce as run
 
-    folder = out if out is not None else default_folder(name, "-quick" if quick else "")
+    place = Place(out, name + "-quick" * quick, force=force)
     with _Parts() as parts:
         try:
             findings = run(
@@ -65,14 +67,14 @@ def reproduce(
                 texts=text or (),
                 images=images,
                 quick=quick,
-                out=folder,
+                out=place,
                 progress=parts.tell,
             )
         except KeyboardInterrupt:
             errors.print("Stopped. What is finished is kept; the same command goes on from there.")
             raise typer.Exit(130) from None
     _show(findings)
-    errors.print(f"Rows, figures and findings.md: {folder}", markup=False, soft_wrap=True)
+    errors.print(f"Rows, figures and findings.md: {place.path}", markup=False, soft_wrap=True)
 
 
 def _names(text: str) -> list[str]:

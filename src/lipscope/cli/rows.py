@@ -166,7 +166,8 @@ def _print(frame: polars.DataFrame) -> None:
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
     for row in chosen.iter_rows():
         table.add_row(*(Text(_cell(value)) for value in row))
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, console.measure(table).maximum))
+    # A pipe counts as 80 columns, and a table is never measured as wider than that.
+    needed = Console(width=10**6).measure(table).maximum
+    console = Console(highlight=False, width=max(Console().width, needed))
     console.print(table)
     console.print(f"{len(frame):,} rows")

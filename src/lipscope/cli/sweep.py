@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lipscope.cli.terminal import Bar, errors, resumable
+from lipscope.cli.terminal import Bar, Force, errors, resumable
+from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.engine.sweep import Estimate
     from lipscope.pages.rows import Rows
+    from lipscope.records.rows import Measurement
 
 EXAMPLE = "Example: lipscope sweep growth.yaml --out runs/growth --workers 2"
 _REASONS = 5  # of failed rows that are told
@@ -33,6 +35,7 @@ def sweep(
     cluster: Annotated[
         str | None, typer.Option(help="A Dask scheduler, such as tcp://host:8786.")
     ] = None,
+    force: Force = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say how many jobs and how long.")
     ] = False,
@@ -42,15 +45,18 @@ def sweep(
     Finished rows are on the disk at once. The same command on the same folder goes on with
     what is missing.
     """
-    from lipscope.engine.sweep import estimate, folder_of, read_spec
+    from lipscope.engine.sweep import estimate
     from lipscope.engine.sweep import sweep as run
 
+    place = Place(out, spec.stem, dated=False, force=force)
     if dry_run:
-        _tell(estimate(spec, out, workers=workers, cluster=cluster))
+        _tell(estimate(spec, place, workers=workers, cluster=cluster))
         return
     with resumable(), Bar() as bar:
-        rows = run(spec, out, workers=workers, cluster=cluster, progress=bar.update)
-    _publish(rows, folder_of(read_spec(spec), out))
+        rows = run(spec, place, workers=workers, cluster=cluster, progress=bar.update)
+    _publish(rows, place.path)
+    if any(row.passing for row in rows):
+        raise typer.Exit(1)
 
 
 def _tell(found: Estimate) -> None:
@@ -80,17 +86,26 @@ def in_words(seconds: float) -> str:
     return f"{max(seconds, 1):.0f} s"
 
 
+def _job(row: Measurement) -> str:
+    layer = "" if row.layer is None else f", layer {row.layer}"
+    return f"{row.model}{layer}, {row.map}, {row.num_tokens} tokens, sample {row.sample}"
+
+
 def _publish(rows: Rows, folder: Path) -> None:
     """What there is now, why some failed, and where to go on."""
     console = Console(highlight=False)
-    reasons = Counter(row.error for row in rows if row.status == "failed")
-    failed = f" ({sum(reasons.values()):,} failed)" if reasons else ""
+    lost = [row for row in rows if row.passing]
+    reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
+    failed = f" ({sum(reasons.values()) + len(lost):,} failed)" if reasons or lost else ""
     lines = [f"{len(rows):,} rows{failed} in {folder}."]
     lines += [f"  {count:,} failed: {why}" for why, count in reasons.most_common(_REASONS)]
     if len(reasons) > _REASONS:
         lines.append(
             f"  and {len(reasons) - _REASONS} other reasons: --where \"status = 'failed'\""
         )
+    lines += [f"  {_job(row)}: {row.error}" for row in lost[:_REASONS]]
+    if len(lost) > _REASONS:
+        lines.append(f"  and {len(lost) - _REASONS} others that the next run tries again")
     lines += filter(None, [rows.confidence()])
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -49,10 +47,7 @@ def read_text(path: str | None) -> str | None:
     return content
 
 
-def default_folder(model: str, suffix: str = "") -> Path:
-    """Where a run goes if nobody says: a folder named after the day and the model."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.") or "model"
-    return Path("runs") / f"{datetime.date.today():%Y-%m-%d}-{name}{suffix}"
+Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]
 
 
 @contextmanager

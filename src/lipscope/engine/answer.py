@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipscope.engine.plan import Job
-from lipscope.engine.question import Answer, finite
+from lipscope.engine.question import Answer, explained, finite
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, out_of_memory
@@ -65,9 +65,7 @@ def answer(
                 halved //= 2
                 continue
             seconds = (time.perf_counter() - began) / len(heads)
-            text = " ".join(str(problem).split())[:300]
-            error = f"{type(problem).__name__}: {text}"
-            return [_failed(layer, head, seconds, error) for head in heads]
+            return [_failed(layer, head, seconds, explained(problem)) for head in heads]
         if halved == memory:
             return found
         said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"

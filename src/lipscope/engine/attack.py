@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
+from lipscope.records.files import replaced
+from lipscope.records.place import Place
 
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
@@ -46,7 +49,7 @@ def attack(
     length: int | None = None,
     radius: float | Literal["norm"] | None = None,
     steps: int = 20,
-    out: str | Path | None = None,
+    out: str | Path | Place | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> Attacked:
@@ -69,7 +72,8 @@ def attack(
         radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
             layer; that of the input if None.
         steps: Steps of the ascent; 0 for constructions only.
-        out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it.
+        out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it; one of another
+            attack is refused.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention``, and
             ``dtype`` float64.
@@ -86,16 +90,25 @@ def attack(
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
     more = {"inputs": (REAL, ADVERSARIAL), "radius": _radius(radius), "ascent_steps": steps}
     with LocalRun(
-        model, data, asked, verb="attack", without=_WITHOUT, dtype="float64", more=more
+        model,
+        data,
+        asked,
+        verb="attack",
+        without=_WITHOUT,
+        dtype="float64",
+        more=more,
+        out=out,
+        asked={"verb": "attack"},
     ) as run:
         session, (real, worse) = run.session, run.jobs
         built, _, _ = session.place(real)
         given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
         made = session.input_for(worse)
-        rows = run.rows(out, progress)
-    if out is not None:
-        _save(Path(out), made.tried[0])
-    return Attacked(rows, made.tried, session.allowed(real, built)[0] or given, given)
+        rows = run.rows(progress)
+        if run.folder is not None:
+            _save(run.folder.path, made.tried[0])
+        allowed = session.allowed(real, built)[0] or given
+    return Attacked(rows, made.tried, allowed, given)
 
 
 def _radius(radius: float | str | None) -> float | str:
@@ -114,8 +127,10 @@ def _save(folder: Path, first: WorstInput) -> None:
 
     assert first.x is not None
     v = first.v if first.v is not None else first.x.new_zeros(first.x.shape)
+    content = io.BytesIO()
+    np.savez(content, x=first.x.cpu().numpy(), v=v.cpu().numpy())
     try:
-        np.savez(folder / "worst.npz", x=first.x.cpu().numpy(), v=v.cpu().numpy())
+        replaced(folder / "worst.npz", content.getvalue())
     except OSError as problem:
         raise InputError(
             f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
-from lipscope.engine.runs import LocalRun, Progress, is_text
+from lipscope.engine.runs import AnyFolder, LocalRun, Progress, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import RunFolder
 from lipscope.theorems import bounds_at, catalogue
 
 
@@ -25,7 +23,7 @@ def bounds(
     lengths: Sequence[int] | int | str | None = None,
     samples: int | None = None,
     attack: bool = False,
-    out: str | Path | RunFolder | None = None,
+    out: AnyFolder = None,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -45,7 +43,7 @@ def bounds(
         samples: Windows per length; 1 if None.
         attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
             seconds a head.
-        out: Run folder, or one that is open; an interrupted run there is continued.
+        out: As for `measure`.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads`` or
             ``normed``; ``metric`` asks for theorems in this metric only, and measures sigma in
@@ -84,9 +82,10 @@ def bounds(
     if is_text(data, wanted):
         lengths, samples = 64 if lengths is None else lengths, samples or 1
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
-    with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more) as run:
-        _check(run)
-        return run.rows(out, progress)
+    with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more, out=out) as run:
+        if run.left():
+            _check(run)
+        return run.rows(progress)
 
 
 def _check(run: LocalRun) -> None:

@@ -18,6 +18,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished
+from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, TokenShare
 from lipscope.theorems import DERIVED
 from lipscope.theorems.derived.intervals import BallName
@@ -37,7 +38,7 @@ def certify(
     head: int | None = None,
     steps: int = 4,
     sharp: bool = True,
-    out: str | Path | None = None,
+    out: str | Path | Place | None = None,
     **options: Unpack[Options],
 ) -> BallCertificate:
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
@@ -86,7 +87,8 @@ def certify(
         raise InputError(
             f"`map` should be attention or heads, of which theorems speak. Found `{map}`."
         )
-    with _run(model, data, layer, length, asked) as run:
+    own_options = {"eps": eps, "ball": ball, "head": head, "steps": steps, "sharp": sharp}
+    with _run(model, data, layer, length, asked, out, own_options) as run:
         own, _ = run.session.layer(run.jobs[0])
         built, _, _ = run.session.place(run.jobs[0])
         assert isinstance(own, Attention)  # the map is not `normed`
@@ -94,7 +96,7 @@ def certify(
             raise InputError(
                 f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
             )
-        rows = run.rows(None, None)
+        rows = run.rows(keep=False)
         row = rows[head or 0]
         if row.sigma is None or row.upper is None:
             raise InputError(f"No certificate: {row.error or row.note}.")
@@ -109,8 +111,8 @@ def certify(
             sharp=sharp,
             sigma=(row.sigma, row.upper),
         )
-        if out is not None:
-            run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))], out)
+        if run.folder is not None:
+            run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
     return found
 
 
@@ -121,7 +123,7 @@ def keep(
     *,
     layer: int,
     length: int | None,
-    out: str | Path,
+    out: str | Path | Place,
     **options: Any,
 ) -> None:
     """Write what was certified at an input into a run folder, beside the row of sigma there.
@@ -135,14 +137,21 @@ def keep(
         out: The folder.
         **options: As for `certify`.
     """
-    with _run(model, data, layer, length, options) as run:
-        rows = run.rows(None, None)
+    said = [(one.theorem, one.statement) for one in found]
+    with _run(model, data, layer, length, options, out, {"decision": said}) as run:
+        rows = run.rows(keep=False)
         bounds = tuple(replace(one, id=rows[0].id) for one in found)
-        run.keep([Finished(rows[0], _tokens(rows, rows[0]), bounds)], out)
+        run.keep([Finished(rows[0], _tokens(rows, rows[0]), bounds)])
 
 
 def _run(
-    model: AnyModel, data: AnyData, layer: int, length: int | None, options: Mapping[str, Any]
+    model: AnyModel,
+    data: AnyData,
+    layer: int,
+    length: int | None,
+    options: Mapping[str, Any],
+    out: str | Path | Place | None,
+    own: Mapping[str, Any],
 ) -> LocalRun:
     """The run that measures sigma of one layer at one input."""
     return LocalRun(
@@ -152,6 +161,8 @@ def _run(
         verb="certify",
         without=_WITHOUT,
         dtype="float64",
+        out=out,
+        asked={"verb": "certify", **own},
     )
 
 

@@ -66,8 +66,11 @@ def lengths(source: Source, key: str, value: Any) -> tuple[int, ...]:
 
 
 def seeds(source: Source, key: str, value: Any) -> tuple[int, ...]:
-    """Whole numbers, or ranges such as ``0:9``."""
-    return _integers(source, key, value, least=0)
+    """Whole numbers below 2^63, or ranges such as ``0:9``."""
+    found = _integers(source, key, value, least=0)
+    if found and max(found) >= 2**63:
+        source.fail(f"`{key}` should be below 2^63. Found {max(found):.3g}.", key)
+    return found
 
 
 def _integers(source: Source, key: str, value: Any, *, least: int) -> tuple[int, ...]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.runs import LocalRun, Progress
+from lipscope.engine.runs import AnyFolder, LocalRun, Progress
 from lipscope.engine.spec import MeasureOptions
 from lipscope.models import LoadedModel, Sample
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement
 
 
@@ -26,7 +24,7 @@ def measure(
     layers: Sequence[int] | int | str | Literal["all"] = "all",
     lengths: Sequence[int] | int | str | None = None,
     samples: int | None = None,
-    out: str | Path | RunFolder | None = None,
+    out: AnyFolder = None,
     progress: Progress | None = None,
     **options: Unpack[MeasureOptions],
 ) -> Rows:
@@ -48,7 +46,8 @@ def measure(
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
-        out: Run folder, or one that is open; an interrupted run there is continued.
+        out: Run folder, or one that is open; a run of the same question there is continued, also
+            by more layers, lengths or samples, and any other is refused.
         progress: Called as ``progress(done, total, row)``, in rows.
         **options: Shared by all verbs, each with its default:
 
@@ -101,8 +100,8 @@ def measure(
     ('converged', True)
     """
     asked = dict(options) | {"layers": layers, "lengths": lengths, "samples": samples}
-    with LocalRun(model, data, asked, verb="measure") as run:
-        return run.rows(out, progress)
+    with LocalRun(model, data, asked, verb="measure", out=out) as run:
+        return run.rows(progress)
 
 
 def measure_built(
@@ -113,7 +112,7 @@ def measure_built(
     of: LoadedModel | None = None,
     index: int = 0,
     sample: int = 0,
-    out: str | Path | RunFolder | None = None,
+    out: AnyFolder = None,
     **options: Unpack[MeasureOptions],
 ) -> Measurement:
     """Sigma of one layer at an input that was built for it, from a start of its own.
@@ -143,6 +142,7 @@ def measure_built(
     loaded = replace(of or LoadedModel("layer", layer, None, None, "float32"), model=layer)
     item = Sample(kind, (x,), sample, None, len(x), digest(x), None)
     asked: dict[str, Any] = {**options, "layers": [index]}
-    with LocalRun(loaded, [item], asked, verb="measure", more={"tokens": False}) as run:
-        (row,) = run.rows(out, None)
+    no_tokens = {"tokens": False}
+    with LocalRun(loaded, [item], asked, verb="measure", more=no_tokens, out=out) as run:
+        (row,) = run.rows()
     return row

@@ -44,7 +44,7 @@ class Places:
     Args:
         spec: The specification.
         sources: What models read, by name.
-        models: Models that are loaded already, by name.
+        models: What gives models that are had already, by name.
         norms: Whether the norms that feed layers are asked for, whatever the map.
 
     Attributes:
@@ -57,7 +57,7 @@ class Places:
         self,
         spec: Spec,
         sources: Mapping[str, Any],
-        models: Mapping[str, LoadedModel],
+        models: Mapping[str, Callable[[], LoadedModel]],
         *,
         norms: bool,
     ) -> None:
@@ -105,7 +105,7 @@ class Places:
             self.close()
             name = self.spec.models[model].name
             if name in self.models:
-                return self.models[name]
+                return self.models[name]()
             return load_model(name, seed=weights or 0, allow_pickle=self.spec.allow_pickle)
 
         return self.once("model", (model, weights), load)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.singular import TopSingular
-from lipscope.records.rows import TokenShare
+from lipscope.records.rows import AGAIN, TokenShare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,3 +111,18 @@ def no_answer(head: int | None, num_tokens: int, error: str) -> Answer:
 def finite(value: float) -> float | None:
     """A number that JSON can hold, or None."""
     return value if math.isfinite(value) else None
+
+
+def explained(problem: Exception) -> str:
+    """An error in one line, which says whether another run may well have none.
+
+    Want of memory, and files that cannot be read or written, are not the question's fault.
+
+    >>> explained(MemoryError("nothing left"))
+    'MemoryError: nothing left; the next run tries it again'
+    """
+    kind = "" if isinstance(problem, InputError) else f"{type(problem).__name__}: "
+    text = " ".join(f"{kind}{problem}".split())[:300]
+    cause = problem.__cause__ if isinstance(problem, InputError) else problem
+    outside = cause is not None and (out_of_memory(cause) or isinstance(cause, OSError))
+    return f"{text.rstrip('.')}; {AGAIN}" if outside else text

@@ -12,7 +12,7 @@ from lipscope.engine.plan import Job, Shape, heads_of, row_id
 from lipscope.engine.question import Answer, no_answer
 from lipscope.engine.spec import REAL, Spec
 from lipscope.models import LayerMap, Sample, default_text
-from lipscope.records.rows import Measurement, version
+from lipscope.records.rows import AGAIN, Measurement, version
 
 IMAGE = "image"
 _BEGINNING = 60  # characters of a text that has no name
@@ -117,7 +117,7 @@ def failed_rows(
         error: What went wrong, in one line.
         about: Revision and weights of its model, where known.
     """
-    text = " ".join(error.split())[:300]
+    text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
     return [
         row_of(spec, job, no_answer(head, job.num_tokens or 0, text), about)
         for head in heads_of(job, shape)

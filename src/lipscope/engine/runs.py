@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,32 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.plan import Job, Shape, Survey, plan, row_ids
+from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
+from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.question import explained
 from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
-from lipscope.engine.spec import AXES, REAL, Spec, single_spec
+from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, single_spec
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, Sample, adopt_model, load_model
+from lipscope.models import LoadedModel, Sample, adopt_model, device_of, load_model
 from lipscope.models.data.windows import digest
+from lipscope.models.stamp import parted
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
 AnyModel = str | nn.Module | LoadedModel
 AnyData = str | Tensor | Mapping[str, Any] | Sequence[Sample] | None
+AnyFolder = str | Path | Place | RunFolder | None
 
 
 class LocalRun:
     """A request of one model, prepared: what it has, and the jobs that are to be done.
 
-    Use it in a ``with`` block.
+    Use it in a ``with`` block, whose start opens the folder, and looks at the model unless the
+    folder knows what it has.
 
     Args:
         model: A name for `load_model`, a loaded model, a module, or an `Attention` layer.
@@ -42,6 +49,8 @@ class LocalRun:
         dtype: Floating type if none is asked for; that of the weights for a layer.
         more: Entries of the specification that the verb sets itself.
         norms: Whether the norms that feed layers are asked for.
+        out: Run folder, or one that is open; None for none.
+        asked: What the verb asks for besides, if its answers are of one layer at one input.
     """
 
     def __init__(
@@ -55,71 +64,122 @@ class LocalRun:
         dtype: str = "float32",
         more: Mapping[str, Any] | None = None,
         norms: bool = False,
+        out: AnyFolder = None,
+        asked: Mapping[str, Any] | None = None,
     ) -> None:
         options = dict(options)
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
-        loaded = loaded_model(
-            model,
-            seed=options.get("seed") or 0,
-            allow_pickle=bool(options.get("allow_pickle")),
-            **loading,
-        )
-        if isinstance(loaded.model, Attention):
-            dtype = str(loaded.model.query.dtype)[6:]
+        pickled = bool(options.get("allow_pickle"))
+        if isinstance(model, str):
+            name, _ = parted(model)
+        else:
+            model = loaded_model(model, **loading)
+            name = model.name
+            if isinstance(model.model, Attention):
+                dtype = str(model.model.query.dtype)[6:]
         if options.get("images") is not None and data is not None:
             raise InputError("`images` take the place of a text. Found both; leave one out.")
+        if is_text(data, options):
+            usual = {"lengths": LENGTHS, "samples": SAMPLES}
+            options |= {key: value for key, value in usual.items() if options.get(key) is None}
         texts = {"": _digest(data)}
-        spec = single_spec(loaded.name, texts, options, verb=verb, without=without, dtype=dtype)
+        spec = single_spec(name, texts, options, verb=verb, without=without, dtype=dtype)
         self.spec: Spec = replace(spec, **(more or {}))
-        self.loaded, self.data = loaded, data
-        self.session = Session(self.spec, {"": data}, {loaded.name: loaded}, norms=norms)
-        try:
-            self.survey: Survey = self.session.survey(0)
-        except BaseException:
-            self.session.close()
-            raise
-        self.jobs: list[Job] = plan(self.spec, [self.survey])
+        self.data = data
+        # A name, which is loaded when a job needs it.
+        self._named = isinstance(model, str) and loading["tokenizer"] is None
+        self._load = functools.cache(
+            lambda: loaded_model(model, seed=self.spec.seeds[0], allow_pickle=pickled, **loading)
+        )
+        self._more = {"norms": norms, "revision": _revision(model, loading["revision"])}
+        self._norms, self._out, self._asked = norms, out, asked
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LocalRun:
+        with contextlib.ExitStack() as stack:
+            self.folder = self._folder(stack)
+            models = {self.spec.models[0].name: self._load}
+            self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
+            stack.callback(self.session.close)
+            key = survey_key(self.spec, 0, self._more) if self._named else None
+            self.survey, held = surveyed(
+                surveys_in(self.folder if key else None),
+                self.folder,
+                key,
+                lambda: self.session.survey(0),
+            )
+            tell_fewer(self.spec, self.survey)
+            self.jobs: list[Job] = plan(self.spec, [self.survey])
+            if self.folder is not None and not held:
+                self._note_model()
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.session.close()
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _folder(self, stack: contextlib.ExitStack) -> RunFolder | None:
+        """The folder, open; what it holds of other lengths, samples and layers is asked for too."""
+        if self._out is None or isinstance(self._out, RunFolder):
+            return self._out
+        origin = provenance(
+            device=str(device_of(self.spec.device)), **source_of(self.data, self.spec.images)
+        )
+        place = self._out if isinstance(self._out, Place) else Path(self._out)
+        folder = RunFolder(place, self._as_written(), origin, growing=self._asked is None)
+        stack.enter_context(folder)
+        grown = {name: folder.spec[name] for name in ("layers", "lengths", "samples")}
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in grown.items()}
+        self.spec = replace(self.spec, **plain)
+        return folder
+
+    def _note_model(self) -> None:
+        assert self.folder is not None
+        self.folder.add_model(self.spec.models[0].name, self.session.about(0))
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model."""
+        return self._load()
 
     @property
     def shape(self) -> Shape:
         """Layers and heads of the model."""
         return self.survey.shape
 
-    def rows(self, out: str | Path | RunFolder | None, progress: Progress | None) -> Rows:
+    def left(self) -> list[Job]:
+        """The jobs that the folder does not answer."""
+        done = self._held([one for job in self.jobs for one in row_ids(job, self.shape)])
+        return [job for job in self.jobs if any(one not in done for one in self._ids(job))]
+
+    def rows(self, progress: Progress | None = None, *, keep: bool = True) -> Rows:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
 
         Args:
-            out: Run folder, or one that is open; None for none.
             progress: Called as ``progress(done, total, row)``.
+            keep: Whether they are written into the folder.
 
         Returns:
             The rows with their side tables.
         """
         tell = progress or (lambda *_: None)
-        ids = [one for job in self.jobs for one in row_ids(job, self.shape)]
-        with self._folder(out) as folder:
-            done = self._held(folder, ids, own=folder is not out)
-            tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
-            bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
-            tell(sum(one in done for one in ids), len(ids), None)
-            for job in self.jobs:
-                wanted = row_ids(job, self.shape)
-                if all(one in done for one in wanted):
-                    continue
-                new = [one for one in self._answered(job) if one.row.id not in done]
-                if folder is not None:
-                    new = [_with_more(one, folder.done.get(one.row.id)) for one in new]
-                    folder.extend(new)
-                tokens += [token for one in new for token in one.tokens]
-                bounds += [bound for one in new for bound in one.bounds]
-                done |= {one.row.id: one.row for one in new}
-                tell(sum(one in done for one in ids), len(ids), new[-1].row if new else None)
+        ids, folder = [one for job in self.jobs for one in self._ids(job)], self.folder
+        if folder is not None and folder is not self._out and keep:
+            folder.planned(ids)
+        done = self._held(ids)
+        tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
+        bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
+        tell(sum(one in done for one in ids), len(ids), None)
+        for job in self.left():
+            new = [one for one in self._answered(job) if one.row.id not in done]
+            if folder is not None and keep:
+                self._note_model()
+                new = [_with_more(one, folder.done.get(one.row.id)) for one in new]
+                folder.extend(new)
+            tokens += [token for one in new for token in one.tokens]
+            bounds += [bound for one in new for bound in one.bounds]
+            done |= {one.row.id: one.row for one in new}
+            tell(sum(one in done for one in ids), len(ids), new[-1].row if new else None)
         return Rows(
             [done[one] for one in ids],
             tokens=tokens,
@@ -127,23 +187,24 @@ class LocalRun:
             bounds=bounds,
         )
 
-    def keep(self, finished: Sequence[Finished], out: str | Path | RunFolder) -> None:
+    def keep(self, finished: Sequence[Finished]) -> None:
         """Write rows with more side tables than the run itself asks for."""
-        with self._folder(out) as folder:
-            assert folder is not None
-            held = {_key(one) for one in folder.bounds()}
-            for one in finished:
-                new = tuple(bound for bound in one.bounds if _key(bound) not in held)
-                if new or one.row.id not in folder.done:
-                    folder.extend([one._replace(bounds=new)])
+        assert self.folder is not None
+        held = {_key(one) for one in self.folder.bounds()}
+        for one in finished:
+            new = tuple(bound for bound in one.bounds if _key(bound) not in held)
+            if new or one.row.id not in self.folder.done:
+                self.folder.extend([one._replace(bounds=new)])
 
-    def _held(
-        self, folder: RunFolder | None, ids: Sequence[str], *, own: bool
-    ) -> dict[str, Measurement]:
-        """Rows that a folder holds; one that other questions share may say less than is asked."""
+    def _ids(self, job: Job) -> list[str]:
+        return row_ids(job, self.shape)
+
+    def _held(self, ids: Sequence[str]) -> dict[str, Measurement]:
+        """Rows that the folder holds; one that other questions share may say less than is asked."""
+        folder = self.folder
         done = {} if folder is None else folder.done
         held = {one: done[one] for one in ids if one in done}
-        if folder is None or own:
+        if folder is None or folder is not self._out:
             return held
         bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
@@ -162,27 +223,12 @@ class LocalRun:
             if job.input == REAL:
                 raise
             about = {"revision": self.loaded.revision, "weights": self.loaded.weights}
-            rows = failed_rows(self.spec, job, self.shape, str(problem), about)
+            rows = failed_rows(self.spec, job, self.shape, explained(problem), about)
             return [Finished(row) for row in rows]
 
-    @contextlib.contextmanager
-    def _folder(self, out: str | Path | RunFolder | None) -> Iterator[RunFolder | None]:
-        if out is None or isinstance(out, RunFolder):
-            if out is not None:
-                out.add_model(self.loaded.name, self.session.about(0))
-            yield out
-            return
-        origin = provenance(
-            device=str(self.session.places.device), **source_of(self.data, self.spec.images)
-        )
-        with RunFolder(Path(out), self._as_written(), origin) as folder:
-            folder.add_model(self.loaded.name, self.session.about(0))
-            yield folder
-
     def _as_written(self) -> dict[str, Any]:
-        """The specification in the words of the call, with a digest of its inputs."""
-        items = [one for some in self.survey.items.values() for one in some]
-        plain = self.spec.as_dict() | {"texts": {"": stable_id({"items": items})}}
+        """The specification in the words of the call."""
+        plain = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
         return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
@@ -234,10 +280,16 @@ def loaded_model(
     return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
 
 
+def _revision(model: AnyModel, revision: str | None) -> str | None:
+    return parted(model, revision)[1] if isinstance(model, str) else revision
+
+
 def _digest(data: Any) -> str:
     """A digest of what was given, for the manifest; inputs have digests of their own."""
     if isinstance(data, Tensor):
         return digest(data)
+    if isinstance(data, Mapping):
+        return stable_id({str(key): _digest(value) for key, value in data.items()})
     if isinstance(data, list):
         data = [one.sha256 for one in data]
     return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from lipscope.engine.built import BuiltInput, asked, built_input, moved_to, on_a
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
+from lipscope.engine.question import explained
 from lipscope.engine.ranges import parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
@@ -58,7 +59,7 @@ class Session:
     Args:
         spec: The specification.
         sources: What models read, by name.
-        models: Models that are loaded already, by name.
+        models: What gives models that are had already, by name.
         norms: Whether the norms that feed layers are asked for, whatever the map.
     """
 
@@ -66,7 +67,7 @@ class Session:
         self,
         spec: Spec,
         sources: Mapping[str, Any],
-        models: Mapping[str, LoadedModel] | None = None,
+        models: Mapping[str, Callable[[], LoadedModel]] | None = None,
         *,
         norms: bool = False,
     ) -> None:
@@ -170,9 +171,8 @@ class Session:
         try:
             finished = self.rows(job)
         except Exception as problem:  # whatever it is, the other jobs go on
-            kind = "" if isinstance(problem, InputError) else f"{type(problem).__name__}: "
             about = self._about_if_loaded(job)
-            rows = failed_rows(self.spec, job, shape, f"{kind}{problem}", about)
+            rows = failed_rows(self.spec, job, shape, explained(problem), about)
             finished = [Finished(row) for row in rows]
         return Result(job.id, job.model, self._about_if_loaded(job), finished)
 

@@ -19,7 +19,9 @@ from lipscope.experiments.findings import Findings, page
 from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import LoadedModel, load_model
 from lipscope.pages.rows import Rows
+from lipscope.records.files import replaced
 from lipscope.records.folder import RunFolder
+from lipscope.records.place import Place
 from lipscope.records.rows import Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, str], None]
@@ -217,7 +219,7 @@ def reproduce(
     texts: Sequence[str] = (),
     images: str | None = None,
     quick: bool = False,
-    out: str | Path,
+    out: str | Path | Place,
     progress: Progress | None = None,
 ) -> Findings:
     """Run one experiment; the same call again goes on where it stopped.
@@ -254,7 +256,7 @@ def reproduce(
     if images is not None:
         spec["images"] = str(images)
     origin = provenance()
-    with RunFolder(Path(out), spec, origin) as folder:
+    with RunFolder(out if isinstance(out, Place) else Path(out), spec, origin) as folder:
         study = Study(entry, folder, chosen, held, quick, progress, images or "random")
         findings = entry.function(study)
         text = page(
@@ -294,7 +296,7 @@ def _command(
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        replaced(path, text.encode())
     except OSError as problem:
         raise InputError(
             f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."

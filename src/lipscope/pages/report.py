@@ -37,6 +37,7 @@ def report(
     from lipscope.pages.content import Content
     from lipscope.pages.files import write_figures
     from lipscope.pages.html import page
+    from lipscope.records.files import replaced
     from lipscope.records.run import read_run
 
     if not folders:
@@ -45,9 +46,7 @@ def report(
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_text(page(content), encoding="utf-8")
-        part.replace(path)
+        replaced(path, page(content).encode())
         written = [path]
         if png is not None:
             written += write_figures(content, Path(png), "png")

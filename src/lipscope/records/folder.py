@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lipscope.errors import InputError
-from lipscope.records.lock import LOCK, take
+from lipscope.errors import InputError, remark
+from lipscope.records.files import PART, refuse_links
+from lipscope.records.lock import LOCK, OWNER, take
+from lipscope.records.manifest import (
+    MANIFEST,
+    check_same,
+    empty,
+    holds_rows,
+    load_manifest,
+    plain,
+    write_manifest,
+)
+from lipscope.records.place import Place
+from lipscope.records.repair import repaired
 from lipscope.records.rows import (
-    SCHEMA,
     Bound,
     Measurement,
     TokenShare,
@@ -20,13 +32,12 @@ from lipscope.records.rows import (
     records_of,
     to_line,
 )
-from lipscope.records.stored import Mark, Stored, marks_of, tables, write_parquet
+from lipscope.records.stored import Mark, Stored, marks_of, tables
 
 if TYPE_CHECKING:
     import polars
 
 T = TypeVar("T")
-_ENTRIES = ("spec", "provenance", "models", "files")
 
 
 class Finished(NamedTuple):
@@ -41,17 +52,26 @@ class RunFolder:
     """A folder of rows: append-only while it runs, Parquet when it ends.
 
     Files: ``manifest.json`` (specification, versions, machine, models, digests),
-    ``rows.jsonl``, ``tokens.jsonl`` and ``bounds.jsonl`` (appended and flushed; what belongs
-    to a row is written before the row itself, so that a row on disk is complete),
-    ``values.jsonl`` (what an experiment computes besides rows), and their Parquet copies.
+    ``rows.jsonl``, ``tokens.jsonl`` and ``bounds.jsonl`` (each line with a checksum, appended and
+    brought to the disk; what belongs to a row is written before the row itself, so that a row
+    on disk is complete), ``values.jsonl`` (what an experiment computed besides rows, and what
+    models were found to have), and their Parquet copies.
 
     It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
-    Parquet files and gives the folder free. `lipscope.records.run.read_run` only reads.
+    Parquet files and gives the folder free; a new folder that got nothing is taken away again.
+    `lipscope.records.run.read_run` only reads.
 
     Args:
         path: Folder, made if it does not exist.
         spec: Everything that determines the rows.
         origin: Machine and versions (`lipscope.records.rows.provenance`).
+        growing: Whether it may hold a run of other layers, lengths and samples, which then are
+            asked for too.
+
+    Attributes:
+        spec: What this run asks for, with what the folder held before.
+        done: Rows that need no measuring, by their ids: whole, and not failed for want of a
+            worker, memory or disk.
 
     Raises:
         InputError: If the folder cannot be read or written, holds another specification, or
@@ -59,23 +79,31 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, spec: Mapping[str, Any], origin: Mapping[str, Any] | None = None
+        self,
+        path: Path | Place,
+        spec: Mapping[str, Any],
+        origin: Mapping[str, Any] | None = None,
+        *,
+        growing: bool = False,
     ) -> None:
-        self.path = Path(path)
-        self.spec = json.loads(json.dumps(spec, default=str))
+        place = path if isinstance(path, Place) else Place(Path(path))
+        self.path = place.of(spec, growing=growing)
+        self.spec = plain(spec)
+        self._growing, self._replaces = growing, place.replaces
         self._tables = tables(self.path)
         self._marks: dict[str, Mark] = {}
-        self._manifest: dict[str, Any] = {
-            "schema": SCHEMA,
-            "spec": self.spec,
-            "provenance": dict(origin or {}),
-            "models": {},
-            "files": {},
-        }
+        self._manifest = empty(self.spec, origin or {})
+        self._made: list[Path] = []
         self._holds_this_run()  # a folder that is refused stays as it is
         self._release = self._take()
         try:
+            if self._replaces:
+                place.clear()
+                self._replaces = False
             self.done: dict[str, Measurement] = self._open()
+        except OSError as problem:
+            self._release()
+            raise self._unwritable(problem) from problem
         except InputError:
             self._release()
             raise
@@ -83,19 +111,32 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object = None, *error: object) -> None:
         try:
-            self.compact()
+            if kind is not None and self._is_bare():
+                self._take_away()
+            else:
+                self.compact()
         finally:
             self._release()
 
+    # --- opening
+
     def _holds_this_run(self) -> bool:
         """Whether there is a run of this specification; anything else in there is refused."""
-        manifest = self.path / "manifest.json"
         try:
-            if manifest.exists():
-                self._check_same(manifest)
-                return True
+            self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
+            if self.path.is_dir():
+                self._refuse_links()
+            held = load_manifest(self.path / MANIFEST)
+            if held is not None and not self._replaces:
+                self.spec = check_same(self.path, held["spec"], self.spec, growing=self._growing)
+            if held is not None or holds_rows(self.path):
+                if not os.access(self.path, os.W_OK):
+                    raise InputError(
+                        f"`--out {self.path}` cannot be written; choose another folder."
+                    )
+                return held is not None
             free = not self.path.exists() or (
                 self.path.is_dir() and all(map(_may_be_left, self.path.iterdir()))
             )
@@ -108,21 +149,23 @@ class RunFolder:
             )
         return False
 
+    def _refuse_links(self) -> None:
+        for table in self._tables:
+            for path in (table.lines, table.parquet, table.damaged):
+                refuse_links(path)
+        for name in (MANIFEST, LOCK, OWNER):
+            refuse_links(self.path / name)
+
     def _unwritable(self, problem: OSError) -> InputError:
         return InputError(
             f"`--out {self.path}` cannot be written ({problem.strerror}); choose another folder."
         )
 
-    def _check_same(self, manifest: Path) -> None:
-        check_same(self.path, load_manifest(manifest)["spec"], self.spec)
-        if not os.access(self.path, os.W_OK):
-            raise InputError(f"`--out {self.path}` cannot be written; choose another folder.")
-
     def _take(self) -> weakref.finalize[Any, Any]:
-        """Lock the folder for this process; the system gives it free however the process ends."""
+        """Lock the folder for this process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            handle = take(self.path)
+            release = take(self.path)
         except BlockingIOError:
             raise InputError(
                 f"`--out {self.path}` is in use by another process; wait until that one has "
@@ -130,37 +173,107 @@ class RunFolder:
             ) from None
         except OSError as problem:
             raise self._unwritable(problem) from problem
-        return weakref.finalize(self, os.close, handle)
+        return weakref.finalize(self, release)
 
     def _open(self) -> dict[str, Measurement]:
         """The finished rows, after every file was put in order."""
+        for left in self.path.glob(f".*{PART}"):
+            left.unlink()
+        made = self._made
         if self._holds_this_run():
-            held = load_manifest(self.path / "manifest.json")
+            held = load_manifest(self.path / MANIFEST)
+            assert held is not None
             self._manifest |= held
             self._marks = marks_of(held["files"])
         else:
+            if os.path.lexists(self.path / MANIFEST):
+                (self.path / MANIFEST).replace(self.path / "manifest.damaged")
+            if holds_rows(self.path):
+                remark(f"The manifest of `{self.path}` was lost, and is made anew from its rows.")
             self._write_manifest()
-        try:
-            for table in self._tables:
-                table.repair()
-        except OSError as problem:
-            raise InputError(
-                f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
-                "choose another `--out`."
-            ) from problem
+        self._made = made  # before the folder was taken
+        incomplete = repaired(self.path, self._tables, self._marks)
         frame = self._compact(own=False)
-        return {one.id: one for one in records_of(Measurement, frame)}
+        rows = {one.id: one for one in records_of(Measurement, frame)}
+        done = {id: row for id, row in rows.items() if id not in incomplete and not row.passing}
+        if again := sum(row.passing for row in rows.values()):
+            remark(
+                f"`{self.path}`: {again} row{'s' * (again > 1)} failed for want of a worker, "
+                "memory or disk, and will be tried again."
+            )
+        return done
+
+    def planned(self, ids: Collection[str]) -> None:
+        """Say which rows this run asks for, when all its models have been looked at.
+
+        Rows of windows that more lengths or samples have moved are set aside in
+        ``rows.earlier``, so that no passage is counted twice; others that nobody asked for
+        are named.
+
+        Args:
+            ids: Their ids.
+
+        Raises:
+            InputError: If the disk takes no more.
+        """
+        grown = self._manifest["spec"] != self.spec
+        wanted, rows = set(ids), self._tables[0]
+        frame = rows.read(self._marks.get(rows.name), own=True)
+        unknown = {one.id: one for one in records_of(Measurement, frame) if one.id not in wanted}
+        if grown and unknown:
+            with self._writing():
+                count = rows.set_aside(
+                    lambda line: json.loads(line)["id"] in unknown, self.path / "rows.earlier"
+                )
+            self.done = {id: row for id, row in self.done.items() if id in wanted}
+            del self._marks[rows.name]  # else the copy would give them back
+            self._compact(own=True)
+            remark(
+                f"`{self.path}`: {count} row{'s' * (count > 1)} of windows that moved with the new "
+                "lengths or samples went to `rows.earlier`; they are measured anew."
+            )
+        elif unknown:
+            first = next(iter(unknown.values()))
+            remark(
+                f"`{self.path}` holds {len(unknown)} row{'s' * (len(unknown) > 1)} that this run "
+                f"does not ask for, such as {first.id} ({first.model}, layer {first.layer}, "
+                f"{first.num_tokens} tokens); they are kept."
+            )
+        if grown:
+            self._manifest["spec"] = self.spec
+            self._write_manifest()
+
+    def _is_bare(self) -> bool:
+        """Whether nothing was found worth keeping."""
+        return not self.done and not any(
+            table.lines.exists() and table.lines.stat().st_size for table in self._tables
+        )
+
+    def _take_away(self) -> None:
+        """Remove what opening made, and the folders that were not there before."""
+        self._release()
+        names = [MANIFEST, LOCK, OWNER]
+        names += [f"{table.name}.{kind}" for table in self._tables for kind in ("jsonl", "parquet")]
+        with contextlib.suppress(OSError):
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+            for path in self._made:
+                path.rmdir()
+
+    # --- writing
+
+    @contextlib.contextmanager
+    def _writing(self) -> Any:
+        try:
+            yield
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
 
     def _write_manifest(self) -> None:
         files = {name: vars(mark) for name, mark in self._marks.items()}
-        self._manifest |= {"schema": SCHEMA, "files": files}
-        text = json.dumps(self._manifest, indent=2, ensure_ascii=False, default=str)
-        try:
-            part = self.path / "manifest.part"
-            part.write_text(text + "\n", encoding="utf-8")
-            part.replace(self.path / "manifest.json")
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
+        self._manifest |= {"files": files}
+        with self._writing():
+            write_manifest(self.path, self._manifest)
 
     @property
     def models(self) -> Mapping[str, Mapping[str, Any]]:
@@ -195,10 +308,28 @@ class RunFolder:
             InputError: If the disk takes no more.
         """
         rows, tokens, bounds, _ = self._tables
-        self._add(tokens, (to_line(token) for one in finished for token in one.tokens))
-        self._add(bounds, (to_line(bound) for one in finished for bound in one.bounds))
-        self._add(rows, (one.row.to_json() for one in finished))
+        lines = self._lines(finished)
+        self._add(tokens, [to_line(token) for one in finished for token in one.tokens])
+        self._add(bounds, [to_line(bound) for one in finished for bound in one.bounds])
+        self._add(rows, lines)
         self.done |= {one.row.id: one.row for one in finished}
+
+    def _lines(self, finished: Sequence[Finished]) -> list[str]:
+        """Rows as lines, which say how many tokens and bounds belong to each."""
+        again = [one.row.id for one in finished if one.row.id in self.done]
+        tokens = {(one.id, one.index) for one in self.tokens(again)}
+        bounds = {(one.id, one.theorem, one.eps) for one in self.bounds(again)}
+        for one in finished if again else ():
+            tokens |= {(t.id, t.index) for t in one.tokens}
+            bounds |= {(b.id, b.theorem, b.eps) for b in one.bounds}
+        lines = []
+        for row, own_tokens, own_bounds in finished:
+            counts = {"tokens": len(own_tokens), "bounds": len(own_bounds)}
+            if row.id in again:
+                counts["tokens"] = sum(key[0] == row.id for key in tokens)
+                counts["bounds"] = sum(key[0] == row.id for key in bounds)
+            lines.append(json.dumps(row.to_dict() | counts, ensure_ascii=False, allow_nan=False))
+        return lines
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
         """What was computed for a part of an experiment, by key, in the order of `add_value`."""
@@ -222,11 +353,9 @@ class RunFolder:
         self._add(self._tables[3], [to_line(Value(part=part, key=key, content=text))])
         return json.loads(text)
 
-    def _add(self, table: Stored, lines: Iterable[str]) -> None:
-        try:
-            table.append(list(lines))
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
+    def _add(self, table: Stored, lines: list[str]) -> None:
+        with self._writing():
+            table.append(lines)
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
         """Note in the manifest what a model was found to be.
@@ -286,24 +415,20 @@ class RunFolder:
             The rows.
         """
         frame = self._tables[0].read(self._marks.get("rows"), own=own)
-        marks = {table.name: self._copy(table, frame, own=own) for table in self._tables}
+        marks = {}
+        for table in self._tables:
+            held = self._marks.get(table.name)
+
+            def content(table: Stored = table, held: Mark | None = held) -> polars.DataFrame:
+                rows = table.name == "rows"
+                return frame if rows else belonging(table.read(held, own=own), frame)
+
+            with self._writing():
+                marks[table.name] = table.compacted(held, content)
         if marks != self._marks:
             self._marks = marks
             self._write_manifest()
         return frame
-
-    def _copy(self, table: Stored, rows: polars.DataFrame, *, own: bool) -> Mark:
-        """Write the Parquet copy of a table unless it is there; how far it goes."""
-        mark, held = table.mark(), self._marks.get(table.name)
-        optional = table.name in ("bounds", "values")  # without any there is no file of them
-        if (mark == held and table.readable()) or (optional and not mark.bytes):
-            return mark
-        frame = rows if table.name == "rows" else belonging(table.read(held, own=own), rows)
-        try:
-            write_parquet(frame, table.parquet)
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-        return mark
 
 
 def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
@@ -321,54 +446,11 @@ def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
     return {one.key: json.loads(one.content) for one in some}
 
 
-def check_same(path: Path, held: Mapping[str, Any], spec: Mapping[str, Any]) -> None:
-    """Refuse a folder with the run of another specification, and name what differs.
-
-    Args:
-        path: The folder.
-        held: Its specification.
-        spec: The one that is wanted.
-
-    Raises:
-        InputError: If they differ.
-    """
-    wanted = json.loads(json.dumps(spec, default=str))
-    if held != wanted:
-        other = sorted(k for k in {*held, *wanted} if held.get(k) != wanted.get(k))
-        raise InputError(
-            f"`--out {path}` holds the run of another specification (it differs in "
-            f"{', '.join(other)}); choose another `--out` or repeat the same command."
-        )
-
-
-def load_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a run folder.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its entries.
-
-    Raises:
-        InputError: If it cannot be read, or is of another schema.
-    """
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        schema = held["schema"]
-        known = {name: dict(held[name]) for name in _ENTRIES} if schema == SCHEMA else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise InputError(
-            f"`{path}` should be a readable manifest. Found {problem!r}; choose another `--out`."
-        ) from problem
-    if schema != SCHEMA:
-        raise InputError(
-            f"`{path}` should be of schema {SCHEMA}, which this version of lipscope reads. Found "
-            f"schema {schema}; choose another `--out`, or read it with the version that wrote it."
-        )
-    return {"schema": schema, **known}
-
-
 def _may_be_left(path: Path) -> bool:
-    """Whether a kill before the manifest was written can have left this file."""
-    return path.suffix == ".part" or path.name == LOCK
+    """Whether a kill before the first row can have left this file."""
+    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
+    ours = {
+        f"{table.name}.{kind}" for table in tables(path.parent) for kind in ("jsonl", "parquet")
+    }
+    empty = path.name in ours and path.is_file() and not path.stat().st_size
+    return path.suffix == PART or path.name in names or empty

@@ -1,4 +1,4 @@
-"""Records as lines of JSON: appended and flushed, read back without their torn lines."""
+"""Records as lines of JSON with a checksum: appended and flushed, read back if they are whole."""
 
 from __future__ import annotations
 
@@ -8,51 +8,90 @@ import functools
 import json
 import os
 import typing
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lipscope.errors import InputError
+from lipscope.records.files import opened, sync_folder
 
 Record = TypeVar("Record")
+SEAL = "crc"
+_SEALED = len(f', "{SEAL}": "01234567"}}')
+_FOREIGN = b"\xef\xbb\xbf\r"  # what editors put around a line
 
 
-def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines and flush them to the disk.
+def sealed(line: str) -> bytes:
+    r"""A line with a checksum of itself as its last entry, and its line end.
+
+    >>> sealed('{"a": 1}')
+    b'{"a": 1, "crc": "7aa88204"}\n'
+    """
+    body = line[:-1].encode("utf-8", "replace")
+    return body + f', "{SEAL}": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def whole(line: bytes) -> bool:
+    """Whether a line says what was written.
+
+    >>> line = sealed('{"sigma": 0.0108}').strip()
+    >>> whole(line), whole(line.replace(b"0.0108", b"0.0908"))
+    (True, False)
+    """
+    body = line[:-_SEALED]
+    return line[-_SEALED:] == f', "{SEAL}": "{zlib.crc32(body):08x}"}}'.encode()
+
+
+def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
+    """Complete lines: those that are whole, and those that are not.
+
+    A byte order mark and foreign line ends do no harm.
+    """
+    lines = data.split(b"\n")[:-1]
+    if all(map(whole, lines)):
+        return data, []
+    lines = [line.strip(_FOREIGN) for line in lines]
+    good = [line for line in lines if whole(line)]
+    bad = [line for line in lines if line and not whole(line)]
+    return b"".join(line + b"\n" for line in good), bad
+
+
+def append_lines(path: Path, lines: Sequence[bytes]) -> None:
+    """Append lines and bring them to the disk.
 
     Args:
         path: The file; made if need be.
-        lines: Without their line ends.
+        lines: With their line ends.
 
     Raises:
+        InputError: If it is a link, or no file.
         OSError: If the disk takes no more; what was half written is taken back.
     """
     if not lines:
         return
-    # No buffer: closing would try once more to write what did not fit, behind the cut.
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        left = memoryview("".join(line + "\n" for line in lines).encode())
+    new = not path.exists()
+    with opened(path, "ab") as file:
+        end = os.fstat(file.fileno()).st_size
+        left = memoryview(b"".join(lines))
         try:
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
-            _cut(path, end)
+            # Where this fails a torn last line stays, which the next opening cuts off.
+            with contextlib.suppress(OSError):
+                os.truncate(path, end)
             raise
-
-
-def _cut(path: Path, end: int) -> None:
-    # Where it fails a torn last line stays, which `cut_torn_line` removes at the next opening.
-    with contextlib.suppress(OSError):
-        os.truncate(path, end)
+    if new:
+        sync_folder(path.parent)
 
 
 def cut_torn_line(path: Path) -> None:
     """Remove what stands behind the last line end: a line that was never finished."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with path.open("rb+") as file:
+    with opened(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - 2**16)
@@ -66,7 +105,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    r"""The objects of complete lines by line number; torn lines count, and give nothing.
+    r"""The objects of whole lines by line number, without their checksums; empty for another.
 
     Args:
         data: JSON lines.
@@ -75,17 +114,17 @@ def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any
     Yields:
         Number and values.
 
-    >>> list(objects(b'{"a": 1}\n{"a": 2'))
+    >>> list(objects(sealed('{"a": 1}')))
     [(1, {'a': 1})]
     """
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.decode("utf-8", errors="replace").split("\n"), first):
+    for number, line in enumerate(data.split(b"\n")[:-1], first):
         try:
             values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict):
-            yield number, values
+        except (ValueError, RecursionError):  # also a number of 5,000 digits
+            values = None
+        known = values if isinstance(values, dict) else {}
+        known.pop(SEAL, None)
+        yield number, known
 
 
 def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Record:
@@ -109,10 +148,11 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
             wrong = wrong or f"no `{name}`"
             continue
         value = values[name]
-        if type(value) is int and float in parts:  # not every writer tells 1.0 from 1
-            value = float(value)
+        if type(value) is int and float in parts and abs(value) < 2**63:
+            value = float(value)  # not every writer tells 1.0 from 1
         known[name] = value
-        if not (value in parts if parts[0].__class__ is str else type(value) in parts):
+        good = value in parts if parts[0].__class__ is str else type(value) in parts
+        if not (good and _can_be_kept(value)):
             wrong = wrong or f"`{name}` = {json.dumps(value)[:40]}"
     if len(values) > len(known):
         wrong = wrong or f"`{next(name for name in values if name not in known)[:40]}`"
@@ -122,6 +162,16 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
             "another `--out`."
         )
     return kind(**known)
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Whether a table takes it: whole numbers have 64 bits, and half a surrogate is no text."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return type(value) is not str or value.isascii() or not _SURROGATE.intersection(value)
+
+
+_SURROGATE = frozenset(map(chr, range(0xD800, 0xE000)))
 
 
 @functools.cache

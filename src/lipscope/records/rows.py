@@ -28,6 +28,9 @@ SCHEMA = 4
 GIVEN = ("text", "batch", "image")
 """Kinds of inputs that were given; all others were built."""
 
+AGAIN = "the next run tries it again"
+"""How the error of a row ends that failed for a reason outside its question."""
+
 Record = TypeVar("Record")
 Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
 
@@ -134,6 +137,11 @@ class Measurement:
     module: str | None = None
     argument: str | None = None
     projection: bool | None = None
+
+    @property
+    def passing(self) -> bool:
+        """Whether it failed for want of a worker, memory or disk: not an answer to the question."""
+        return self.error is not None and self.error.endswith(AGAIN)
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""

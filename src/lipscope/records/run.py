@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lipscope.errors import InputError
-from lipscope.records.folder import RunFolder, belonging, load_manifest, values_of
+from lipscope.records.folder import belonging, values_of
+from lipscope.records.manifest import read_manifest
 from lipscope.records.rows import Bound, Measurement, TokenShare, records_of
 from lipscope.records.stored import marks_of, tables
 
@@ -50,9 +49,12 @@ class Run:
         """What an experiment computed for one of its parts, a line each, with their keys."""
         import polars as pl
 
-        found = values_of(self._read(3), part)
-        lines = [{"key": key} | content for key, content in found.items()]
+        lines = [{"key": key} | content for key, content in self.contents(part).items()]
         return pl.DataFrame(lines, infer_schema_length=None)
+
+    def contents(self, part: str) -> dict[str, dict[str, Any]]:
+        """The same by key."""
+        return values_of(self._read(3), part)
 
     def measurements(self) -> list[Measurement]:
         """The rows as records."""
@@ -72,9 +74,11 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Open a run folder for reading; its Parquet files are brought up to date if nobody writes.
+    """Open a run folder for reading; nothing in it is written.
 
-    Holds also while a run goes on: then the rows that are finished at this moment are read.
+    Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
+    are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
+    and said.
 
     Args:
         path: A run folder, whoever wrote it.
@@ -85,32 +89,7 @@ def read_run(path: str | Path) -> Run:
     Raises:
         InputError: If it is no run folder, cannot be read, or is of another schema.
     """
-    path = Path(path)
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        raise InputError(
-            f"`{path}` should be a run folder, with a `manifest.json`. Found "
-            f"{'none in it' if path.is_dir() else 'no such folder'}."
-        )
-    held = load_manifest(manifest)
-    if not _up_to_date(path, held):
-        # Somebody writes, the disk is full or not ours: the lines say the same as the copies
-        # would.
-        with contextlib.suppress(InputError), RunFolder(path, held["spec"]):
-            held = load_manifest(manifest)  # opening it is what compacts it
-    return Run(path, held)
-
-
-def _up_to_date(path: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether the copies hold all lines, so that the folder need not be opened for writing."""
-    marks = marks_of(manifest["files"])
-    for table in tables(path):
-        size = table.lines.stat().st_size if table.lines.is_file() else 0
-        if table.name not in marks or marks[table.name].bytes != size:
-            return False
-        if size and not table.readable():
-            return False
-    return True
+    return Run(Path(path), read_manifest(Path(path)))
 
 
 def _of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:

@@ -5,8 +5,8 @@ the same request on the same folder goes on with what is missing.
 """
 
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweep.driver import folder_of, sweep
+from lipscope.engine.sweep.driver import sweep
 from lipscope.engine.sweep.estimate import Estimate, estimate
 from lipscope.engine.sweep.written import read_spec
 
-__all__ = ["Estimate", "Spec", "estimate", "folder_of", "read_spec", "sweep"]
+__all__ = ["Estimate", "Spec", "estimate", "read_spec", "sweep"]

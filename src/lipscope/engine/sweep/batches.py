@@ -45,18 +45,19 @@ class Batches:
             model = free[0] if free else max(left, key=lambda m: left[m])
         return self._waiting[model].popleft()
 
-    def give_back(self, jobs: Sequence[Job]) -> Job | None:
+    def give_back(self, jobs: Sequence[Job], *, begun: bool = True) -> Job | None:
         """Take back the jobs of a worker that died on the first of them.
 
         Args:
             jobs: What it had not answered.
+            begun: Whether it had begun the first: else its death says nothing of that job.
 
         Returns:
             The first job if it was tried often enough: then it is not done again.
         """
         first, *rest = jobs
-        self._tries[first.id] += 1
-        lost = first if self._tries[first.id] >= TRIES else None
+        self._tries[first.id] += begun
+        lost = first if begun and self._tries[first.id] >= TRIES else None
         again = rest if lost else [first, *rest]
         if again:
             self._waiting[first.model].appendleft(again)

@@ -24,10 +24,13 @@ from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.batches import Batches
 from lipscope.engine.sweep.wire import decoded, decoded_jobs, encoded, encoded_jobs
-from lipscope.errors import InputError
+from lipscope.errors import InputError, remark
 from lipscope.records.folder import Finished
+from lipscope.records.rows import AGAIN
 
 _CONNECT = "20s"
+_MOMENT = 1.0  # seconds between looks at what else happens
+_TELL = 30.0  # seconds between remarks that there are no workers
 _AHEAD = 2  # portions for each worker that are given out at a time
 
 
@@ -118,11 +121,22 @@ class _Running:
             self._submit()
             if not self.running:
                 return
-            ended: Any = wait([*self.running], return_when="FIRST_COMPLETED")
-            for future in ended.done:
+            for future in self._ended():
                 results = self._of(future, self.running.pop(future))
                 if results:
                     yield results
+
+    def _ended(self) -> list[Future]:
+        """Futures that have ended; while there are no workers this is said from time to time."""
+        waited = 0.0
+        while True:
+            try:
+                ended: Any = wait([*self.running], timeout=_MOMENT, return_when="FIRST_COMPLETED")
+                return [*ended.done]
+            except TimeoutError:
+                waited = 0.0 if self.client.nthreads() else waited + _MOMENT
+            if waited and waited % _TELL == _MOMENT * 5:
+                remark(f"Waiting for workers at {self.client.scheduler.address}: there are none.")
 
     def _submit(self) -> None:
         room = _AHEAD * max(1, len(self.client.nthreads()))
@@ -141,7 +155,10 @@ class _Running:
             if len(jobs) > 1:
                 self.alone += jobs
                 return []
-            error = f"It killed {problem.allowed_failures + 1} workers, perhaps for want of memory."
+            error = (
+                f"It killed {problem.allowed_failures + 1} workers, perhaps for want of memory; "
+                f"{AGAIN}"
+            )
             (job,) = jobs
             rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
             return [Result(job.id, job.model, {}, [Finished(row) for row in rows])]

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lipscope.engine.known import surveys_in
 from lipscope.engine.plan import Job, Shape, plan, row_ids
 from lipscope.engine.runs import Progress
 from lipscope.engine.session import Result
-from lipscope.engine.spec import Request
+from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.local import cores, local_results
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
+from lipscope.records.place import Place
 from lipscope.records.rows import provenance, stable_id
 
 
 def sweep(
     spec: str | Path | Mapping[str, Any],
-    out: str | Path | None = None,
+    out: str | Path | Place | None = None,
     *,
     workers: int | None = None,
     cluster: str | None = None,
@@ -31,11 +34,13 @@ def sweep(
     """Measure every combination of models, layers, maps, lengths, texts, … of a specification.
 
     Rows reach the folder as they come. The same request on the same folder does what is
-    missing; a job that fails is a row with its error, and is not tried again.
+    missing, also with more layers, lengths or samples. A job that fails is a row with its error;
+    it is tried again only if it failed for want of a worker, memory or disk.
 
     Args:
         spec: Path of a YAML file, or its entries (`lipscope.engine.spec.Spec` lists them).
-        out: Run folder; ``runs/NAME`` after the file if None, or after the entries.
+        out: Run folder; ``runs/NAME`` after the file if None, or after the entries, numbered
+            where that name holds another sweep.
         workers: Processes on this machine; 2 if None, as far as there are cores. Its threads
             are divided among them.
         cluster: Address of a Dask scheduler, such as ``tcp://host:8786``: its workers do
@@ -51,12 +56,14 @@ def sweep(
     """
     request = read_spec(spec)
     count = number_of_workers(workers, cluster)
-    path = folder_of(request, out)
+    path = place_of(request, out)
     origin = provenance(workers=cluster or f"{count} local")
-    with RunFolder(path, request.spec.as_dict(), origin) as folder:
-        surveys = surveys_of(request)
+    with RunFolder(path, request.spec.as_dict(), origin, growing=True) as folder:
+        request = replace(request, spec=spec_of(folder.spec))
+        surveys = surveys_of(request, surveys_in(folder), folder)
         shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
         ids = [one for job in jobs for one in row_ids(job, shapes[job.model])]
+        folder.planned(ids)
         todo = left_over(jobs, shapes, folder.done)
         if todo:
             results = _results(request, shapes, todo, count, cluster)
@@ -80,11 +87,12 @@ def number_of_workers(workers: int | None, cluster: str | None) -> int:
     return workers
 
 
-def folder_of(request: Request, out: str | Path | None) -> Path:
+def place_of(request: Request, out: str | Path | Place | None) -> Place:
     """Where a sweep goes: the same place for the same request, so that it goes on."""
-    if out is not None:
-        return Path(out)
-    return Path("runs") / (request.name or f"sweep-{stable_id(request.spec.as_dict())}")
+    if isinstance(out, Place):
+        return out
+    name = request.name or f"sweep-{stable_id(request.spec.as_dict())}"
+    return Place(None if out is None else Path(out), name, dated=False)
 
 
 def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Mapping[str, Any]) -> list[Job]:

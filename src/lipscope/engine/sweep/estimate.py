@@ -6,19 +6,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lipscope.engine.known import SURVEY, Held
 from lipscope.engine.plan import Job, Shape, plan
 from lipscope.engine.session import Session
-from lipscope.engine.spec import Request
-from lipscope.engine.sweep.driver import folder_of, left_over, number_of_workers
+from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
 from lipscope.engine.sweep.local import start_time
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
-from lipscope.records.folder import check_same, load_manifest
+from lipscope.records.manifest import MANIFEST, check_same
+from lipscope.records.place import Place
 from lipscope.records.rows import Measurement
-from lipscope.records.run import Run
+from lipscope.records.run import read_run
 
 _BUDGET = 10.0  # seconds of calibration
 _SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
@@ -46,7 +49,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     spec: str | Path | Mapping[str, Any],
-    out: str | Path | None = None,
+    out: str | Path | Place | None = None,
     *,
     workers: int | None = None,
     cluster: str | None = None,
@@ -73,9 +76,9 @@ def estimate(
     """
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
-    held = _held(folder_of(request, out), request)
+    request, held, known = _held(place_of(request, out), request)
     began = time.perf_counter()
-    surveys = surveys_of(request)
+    surveys = surveys_of(request, known)
     looked = time.perf_counter() - began
     shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
     todo = left_over(jobs, shapes, held)
@@ -133,13 +136,16 @@ def _slope(times: Mapping[int, float], below: int, above: int) -> float:
     return math.log(times[above] / times[below]) / math.log(above / below)
 
 
-def _held(path: Path, request: Request) -> dict[str, Measurement]:
-    """The rows that the folder of the sweep holds, as it is."""
-    if not (path / "manifest.json").exists():
-        return {}
-    manifest = load_manifest(path / "manifest.json")
-    check_same(path, manifest["spec"], request.spec.as_dict())
-    return {row.id: row for row in Run(path, manifest).measurements()}
+def _held(place: Place, request: Request) -> tuple[Request, dict[str, Measurement], Held]:
+    """What is asked for with what the folder holds, its rows, and what it knows of models."""
+    spec = request.spec.as_dict()
+    path = place.of(spec, growing=True)
+    if place.replaces or not (path / MANIFEST).exists():
+        return request, {}, {}
+    run = read_run(path)
+    both = check_same(path, run.manifest["spec"] or spec, spec, growing=True)
+    rows = {row.id: row for row in run.measurements() if not row.passing}
+    return replace(request, spec=spec_of(both)), rows, run.contents(SURVEY)
 
 
 def _kind(job: Job) -> JobKind:

@@ -20,12 +20,17 @@ from lipscope.engine.rows import failed_rows
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request
 from lipscope.engine.sweep.batches import TRIES, Batches
-from lipscope.engine.sweep.wire import decoded, encoded_jobs
-from lipscope.errors import InputError
+from lipscope.engine.sweep.wire import ALIVE, decoded, encoded_jobs, has_begun
+from lipscope.errors import InputError, remark
 from lipscope.records.folder import Finished
+from lipscope.records.rows import AGAIN
 
 COMMAND = [sys.executable, "-m", "lipscope.engine.sweep.worker"]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_MOMENT = 0.5  # seconds between looks at what else happens
+_UNBORN = 5  # deaths of each worker before it begins a job, in a row
+SILENCE = 90.0
+"""Seconds after which a worker that says nothing is replaced."""
 _Told = queue.SimpleQueue[tuple["_Worker", bytes | None]]
 
 
@@ -34,7 +39,8 @@ def local_results(
 ) -> Iterator[list[Result]]:
     """Do jobs in worker processes.
 
-    A worker that dies gives its jobs back; the job that it was doing is tried three times.
+    A worker that dies, or is silent for long, gives its jobs back; the job that it had begun is
+    tried three times.
 
     Args:
         request: The specification and its texts.
@@ -89,7 +95,9 @@ class _Worker:
         self.process = process
         self.model: int | None = None
         self.jobs: deque[Job] = deque()
+        self.begun: str | None = None
         self.answered = False
+        self.silent = 0.0  # seconds
 
     def send(self, text: str) -> None:
         """Write a line; a process that is dead says so at the other end."""
@@ -113,6 +121,7 @@ class _Pool:
         )
         self.environment = _environment(threads)
         self.workers: list[_Worker] = []
+        self.unborn = 0  # deaths in a row before a job was begun
         self.told: _Told = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -128,13 +137,38 @@ class _Pool:
             _closed(worker.process)
 
     def wait(self) -> list[Result]:
-        """Wait for something to be told; what is told at once is taken together."""
+        """Wait for something to be told; what is told at once is taken together.
+
+        Never longer than a moment at a time, so that an interrupt is heard, and a worker that
+        says nothing any more is replaced. Time in which this process stood still does not count.
+        """
         results: list[Result] = []
         while True:
-            worker, line = self.told.get()
-            results += self._died(worker) if line is None else [self._answered(worker, line)]
-            if self.told.empty():
+            began = time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                worker, line = self.told.get(timeout=_MOMENT)
+                worker.silent = 0.0
+                results += self._died(worker) if line is None else self._said(worker, line)
+            self._look_for_silent(min(time.monotonic() - began, 2 * _MOMENT))
+            if self.told.empty() and results:
                 return results
+
+    def _look_for_silent(self, passed: float) -> None:
+        for worker in self.workers:
+            worker.silent += passed
+            if worker.silent > SILENCE:
+                worker.silent = 0.0
+                remark(f"A worker has said nothing for {SILENCE:.0f} s and is replaced.")
+                worker.process.kill()
+
+    def _said(self, worker: _Worker, line: bytes) -> list[Result]:
+        if line.strip() == ALIVE.encode():
+            return []
+        job = has_begun(line)
+        if job is None:
+            return [self._answered(worker, line)]
+        worker.begun, self.unborn = job, 0
+        return []
 
     def _start_one(self) -> None:
         try:
@@ -179,19 +213,30 @@ class _Pool:
                 f"A worker process ended with status {status} before its first answer; its own "
                 "words are above."
             )
-        lost = self.batches.give_back(worker.jobs) if worker.jobs else None
+        begun = bool(worker.jobs) and worker.begun == worker.jobs[0].id
+        self.unborn += not begun
+        if self.unborn > _UNBORN * self.count:
+            raise InputError(
+                f"Workers end before they begin a job, {self.unborn} of them in a row; the last "
+                f"{_how(status)}. Finished rows are kept; use fewer `workers`."
+            )
+        lost = self.batches.give_back(worker.jobs, begun=begun) if worker.jobs else None
         if len(self.batches):
             self._start_one()
         return [] if lost is None else [self._lost(lost, status)]
 
     def _lost(self, job: Job, status: int) -> Result:
-        how = f"ended with status {status}"
-        if status < 0:
-            name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
-            how = f"was killed by {name}" + ", perhaps for want of memory" * (status == -9)
-        error = f"The worker process {how}, {TRIES} times in a row."
+        error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
         rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
         return Result(job.id, job.model, {}, [Finished(row) for row in rows])
+
+
+def _how(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else -status
+    return f"was killed by {name}" + ", perhaps for want of memory" * (status == -9)
 
 
 def _listen(worker: _Worker, told: _Told) -> None:

@@ -11,6 +11,21 @@ from lipscope.engine.session import Result
 from lipscope.records.folder import Finished
 from lipscope.records.rows import Bound, Measurement, TokenShare
 
+ALIVE = '"alive"'
+"""What a worker says between its answers, every `BEAT` seconds."""
+BEAT = 2.0
+
+
+def begun(job: Job) -> str:
+    """A job that is being begun, as one line."""
+    return json.dumps({"begun": job.id})
+
+
+def has_begun(line: str | bytes) -> str | None:
+    """The id of the job that a line says is begun; None for any other line."""
+    said = json.loads(line)
+    return said["begun"] if isinstance(said, dict) else None
+
 
 def encoded(result: Result) -> str:
     """A result as one line."""

@@ -1,7 +1,8 @@
 """A worker process, spoken to through its standard streams.
 
 The first line of its input holds the specification and the texts, every further one some
-jobs; it answers each job with one line. It ends when its input does.
+jobs. It says that it begins a job and answers it, a line each, and meanwhile that it lives. It
+ends when its input does.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import queue
 import signal
 import sys
 import threading
+import time
 from typing import Any, TextIO
 
 from lipscope.engine.session import Session
 from lipscope.engine.spec import spec_of
-from lipscope.engine.sweep.wire import decoded_jobs, encoded
+from lipscope.engine.sweep.wire import ALIVE, BEAT, begun, decoded_jobs, encoded
 
 
 def main() -> None:
@@ -26,7 +28,9 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
-    _work(json.loads(lines.get()), lines, answers)
+    say = _Voice(answers)
+    threading.Thread(target=say.that_it_lives, daemon=True).start()
+    _work(json.loads(lines.get()), lines, say)
 
 
 def _listen(lines: queue.SimpleQueue[bytes]) -> None:
@@ -36,7 +40,25 @@ def _listen(lines: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
-def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], answers: TextIO) -> None:
+class _Voice:
+    """The stream of answers, in which two threads take turns line by line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.turn = stream, threading.Lock()
+
+    def __call__(self, line: str) -> None:
+        with self.turn:
+            self.stream.write(line + "\n")
+            self.stream.flush()
+
+    def that_it_lives(self) -> None:
+        """Say so again and again: a process that is stopped, or stuck in a call, is silent."""
+        while True:
+            self(ALIVE)
+            time.sleep(BEAT)
+
+
+def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], say: _Voice) -> None:
     import torch
 
     torch.set_num_threads(start["threads"])
@@ -44,8 +66,8 @@ def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], answers: TextI
     while True:
         jobs, shape = decoded_jobs(lines.get())
         for job in jobs:
-            answers.write(encoded(session.result(job, shape)) + "\n")
-            answers.flush()
+            say(begun(job))
+            say(encoded(session.result(job, shape)))
 
 
 if __name__ == "__main__":

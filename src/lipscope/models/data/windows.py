@@ -84,7 +84,8 @@ def windows_of_text(
     ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
     every length, so that lengths are compared on the same passages. ``consecutive``: sample
     s of length n starts at token ``s n``. Special tokens are added around each window and
-    counted in its length.
+    counted in its length. Windows are distinct: of equal ones the first is kept, so that a short
+    or repetitive text gives fewer than asked for.
 
     Args:
         text: The text; tokenised once.
@@ -110,14 +111,17 @@ def windows_of_text(
             f"The text should have at least {needed} tokens for {samples} {kind} windows of up to "
             f"{longest}. Found {total}; use a longer text, shorter lengths or fewer samples."
         )
-    windows = []
+    # A short text has fewer places than samples: the same one twice would be one sample.
+    samples = min(samples, total - longest + 1) if kind == "spread" else samples
+    windows: dict[tuple[int, ...], Window] = {}
     for n in lengths:
         for s in range(samples):
             start = s * n if kind == "consecutive" else s * (total - longest) // max(samples - 1, 1)
             row = [*before, *ids[start : start + n - extra], *after]
-            words = tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
-            windows.append(Window(n, s, start, torch.tensor([row]), words))
-    return windows
+            if tuple(row) not in windows:
+                words = tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
+                windows[tuple(row)] = Window(n, s, start, torch.tensor([row]), words)
+    return [*windows.values()]
 
 
 def _ids(text: str, tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int], list[int]]:

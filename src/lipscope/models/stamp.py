@@ -1,0 +1,57 @@
+"""What a name stands for at this moment, found without loading it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from pathlib import Path
+
+from lipscope.models.loading import _PACKAGES
+
+
+def parted(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """A model's name without its revision, and that.
+
+    >>> parted("org/model@main"), parted("minilm")
+    (('org/model', 'main'), ('minilm', None))
+    """
+    plain, _, at = (name, "", "") if Path(name).expanduser().exists() else name.partition("@")
+    return plain, revision or at or None
+
+
+def stamp(name: str, revision: str | None = None) -> str | None:
+    """What changes when the model behind a name does; None if that takes loading it.
+
+    The version of a package, the files of a folder with their sizes and times, or the commit of
+    a hub id that is in the cache.
+
+    Args:
+        name: As for `load_model`.
+        revision: Likewise.
+    """
+    plain, at = parted(name, revision)
+    folder = Path(plain).expanduser()
+    try:
+        if plain.startswith("random:"):
+            return f"transformers {importlib.metadata.version('transformers')}"
+        if plain in _PACKAGES:
+            return importlib.metadata.version(_PACKAGES[plain].distribution)
+        if folder.exists():
+            return stamp_of_folder(folder)
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(plain, "config.json", revision=at)
+        return Path(found).parent.name if isinstance(found, str) else None
+    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
+        return None
+
+
+def stamp_of_folder(folder: Path) -> str:
+    """Names, sizes and times of the files in a folder."""
+
+    def each() -> Iterator[str]:
+        for file in sorted(folder.iterdir()):
+            about = file.stat()
+            yield f"{file.name} {about.st_size} {about.st_mtime_ns}"
+
+    return "; ".join(each())

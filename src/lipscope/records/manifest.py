@@ -1,0 +1,168 @@
+"""The manifest of a run folder: what was asked, by what it was answered, how far the copies go."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lipscope.errors import InputError, remark
+from lipscope.records.files import opened, replaced
+from lipscope.records.jsonl import whole
+from lipscope.records.rows import SCHEMA
+
+MANIFEST = "manifest.json"
+_ENTRIES = ("spec", "provenance", "models", "files")
+# In these a run may ask for more than the folder holds.
+_GROWING = ("layers", "lengths", "samples")
+
+
+def empty(spec: Mapping[str, Any], origin: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest without models and copies."""
+    return {
+        "schema": SCHEMA,
+        "spec": plain(spec),
+        "provenance": dict(origin),
+        "models": {},
+        "files": {},
+    }
+
+
+def plain(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A specification as it will be read back."""
+    return json.loads(json.dumps(spec, default=str))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a run folder; one that says nothing if it was lost and there are rows.
+
+    Raises:
+        InputError: If it is no run folder, or of another schema.
+    """
+    path = folder / MANIFEST
+    if not os.path.lexists(path) and not holds_rows(folder):
+        raise InputError(
+            f"`{folder}` should be a run folder, with a `{MANIFEST}`. Found "
+            f"{'none in it' if folder.is_dir() else 'no such folder'}."
+        )
+    held = load_manifest(path)
+    if held is None:
+        remark(f"The manifest of `{folder}` is lost; its rows are read without it.")
+        return empty({}, {})
+    return held
+
+
+def load_manifest(path: Path) -> dict[str, Any] | None:
+    """What a manifest says; None if it is lost, while there are rows beside it or nothing at all.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its entries.
+
+    Raises:
+        InputError: If it cannot be read and there are no rows to make it from, or if it is of
+            another schema.
+    """
+    try:
+        with opened(path) as file:
+            content = file.read()
+        held = json.loads(content)
+        schema = held["schema"]
+        known = _checked(held) if schema == SCHEMA else {}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        if holds_rows(path.parent) or (isinstance(problem, ValueError) and not content.strip()):
+            return None
+        found = problem.strerror if isinstance(problem, OSError) else "something else"
+        raise InputError(
+            f"`{path}` should be a readable manifest. Found {found}; choose another `--out`."
+        ) from problem
+    if schema != SCHEMA:
+        raise InputError(
+            f"`{path}` should be of schema {SCHEMA}, which this version of lipscope reads. Found "
+            f"schema {str(schema)[:20]}; choose another `--out`, or read it with the version that "
+            "wrote it."
+        )
+    return {"schema": schema, **known}
+
+
+def _checked(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a manifest, of the types that they have."""
+    json.dumps(held, ensure_ascii=False).encode()  # half a surrogate is no text
+    known = {name: dict(held[name]) for name in _ENTRIES}
+    for some in (known["provenance"], *known["models"].values()):
+        for value in some.values():
+            if isinstance(value, dict | list):
+                raise TypeError(value)
+    return known
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write a manifest in one move."""
+    text = json.dumps(manifest, indent=2, ensure_ascii=False, default=str) + "\n"
+    replaced(folder / MANIFEST, text.encode("utf-8", "replace"))
+
+
+def holds_rows(folder: Path) -> bool:
+    """Whether a folder holds the rows of a run, by a line with its checksum."""
+    path = folder / "rows.jsonl"
+    if not os.path.lexists(path):
+        return False
+    try:
+        with opened(path) as file:
+            return any(whole(line.strip(b"\xef\xbb\xbf\r\n")) for line in file)
+    except (InputError, OSError):
+        return False
+
+
+def joined(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder holds together with what is wanted: more layers, lengths and samples.
+
+    >>> joined({"layers": [3], "samples": 5, "map": "heads"}, {"layers": [0], "samples": 2})
+    {'layers': [0, 3], 'samples': 5}
+    """
+    found = dict(wanted)
+    for name in _GROWING:
+        one, other = held.get(name), wanted.get(name)
+        if isinstance(one, int) and isinstance(other, int):
+            found[name] = max(one, other)
+        elif isinstance(one, list) and isinstance(other, list):
+            found[name] = sorted({*one, *other})
+        elif name == "layers":  # all of them
+            found[name] = None
+    return found
+
+
+def check_same(
+    path: Path, held: Mapping[str, Any], wanted: Mapping[str, Any], *, growing: bool = False
+) -> dict[str, Any]:
+    """Refuse a folder with the run of another specification, and name what differs.
+
+    Args:
+        path: The folder.
+        held: Its specification.
+        wanted: The one that is wanted.
+        growing: Whether it may hold other layers, lengths and samples.
+
+    Returns:
+        The specification of both together.
+
+    Raises:
+        InputError: If they differ.
+    """
+    wanted = plain(wanted)
+    both = joined(held, wanted) if growing else wanted
+    names = {*held, *wanted} - (set(_GROWING) if growing else set())
+    other = sorted(name for name in names if held.get(name) != wanted.get(name))
+    if other:
+        raise InputError(
+            f"`--out {path}` holds the run of another specification (it differs in "
+            f"{', '.join(other)}); choose another `--out`, repeat the same command, or replace the "
+            "run with `--force`."
+        )
+    return both
