@@ -53,7 +53,7 @@ class View:
     def frame(self, kind: str | None = None, layer: str | None = None) -> Frame:
         """The head, with the axes of rows on real inputs or of ``every`` row, where asked for."""
         axes = self.setting["axes"]["all" if self.head is None else "heads"]
-        return Frame(kind and axes[kind], layer, self.head, legend=True)
+        return Frame(axes[kind] if kind else None, layer, self.head, legend=True)
 
     def mine(self, records: Records, *, real: bool | None = None) -> Records:
         """Records of this setting and head; only those on real inputs, or on others."""
