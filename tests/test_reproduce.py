@@ -15,7 +15,7 @@ from command import SIZES, TEXT
 from lipscope import cli
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
-from lipscope.experiments.experiment import _REGISTER, Study
+from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
 from lipscope.models import load_model
 from lipscope.pages.rows import Rows
@@ -113,8 +113,7 @@ def test_values_survive_a_torn_line(tmp_path) -> None:
 
     def run(count: int) -> list[dict]:
         with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-            entry = _REGISTER["castin2024/figure1"]
-            study = Study(entry, folder, (), (), True, None)
+            study = Study(folder, (), (), True, None)
             return study.values("squares", [job(i) for i in range(count)])
 
     run(2)
@@ -229,8 +228,7 @@ def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:
 
     def run() -> list[Rows]:
         with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-            entry = _REGISTER["castin2024/figure1"]
-            study = Study(entry, folder, (), (), True, lambda *now: told.append(now))
+            study = Study(folder, (), (), True, lambda *now: told.append(now))
             return [
                 study.measure("plain", loaded, TEXT, **asked),
                 study.measure("with more", loaded, TEXT, rest=True, **asked),

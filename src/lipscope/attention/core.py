@@ -8,6 +8,7 @@ are here, once.
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,8 @@ from lipscope.attention.chunked import CHUNK_BYTES, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead
 from lipscope.attention.stretch import stretch
-from lipscope.linalg.operator import Operator, over_leading
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator, linearise, over_leading
 
 
 class Attention(Layer):
@@ -107,6 +109,8 @@ class Attention(Layer):
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
 
+        Of a layer that is not `by_token` it is that of automatic differentiation.
+
         Queries, keys, values, statistics of the rows and, where they fit, weights are
         computed once; a product costs matrix multiplications and one elementwise pass. Blocks
         that a causal mask or a window hides are skipped: causal layers cost about half.
@@ -129,9 +133,21 @@ class Attention(Layer):
             Operator ``(n, d) -> (n, d_out)``, for ``side = "key"`` ``(m, d) -> (n, d_out)``;
             with ``per_head`` the products take and return the leading axis of heads.
 
+        Raises:
+            InputError: If single heads of a layer are asked for that is not `by_token`.
+
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
         moved = x if context is None or side == "query" else context
+        if not self.by_token:
+            if per_head:
+                name = type(self).__name__
+                raise InputError(f"`per_head` should be False for {name}. Found one head.")
+            f = self if map == "attention" else self.heads
+            f = functools.partial(f, log_weights=log_weights)
+            if context is not None and side == "key":
+                return linearise(lambda c: f(x, c), context)
+            return linearise(lambda z: f(z, context), x)
         with torch.no_grad():
             core = ChunkedCore(self, x, memory, context, log_weights)
             frame: Frame = (PerHead if per_head else AllHeads)(self, map, moved)

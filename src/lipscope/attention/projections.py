@@ -182,6 +182,7 @@ class OneSide:
 
     def __post_init__(self) -> None:
         self.axes, self.width_out = self.inner.axes, self.inner.width_out
+        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
 
     def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``(dq, 0, 0)`` or ``(0, dk, dv)``."""
@@ -196,14 +197,6 @@ class OneSide:
             length = gq.shape[1]
             return self.inner.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
         return self.inner.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
-
-    def leave(self, o: Tensor) -> Tensor:
-        """As the other frame."""
-        return self.inner.leave(o)
-
-    def leave_t(self, g: Tensor) -> Tensor:
-        """As the other frame."""
-        return self.inner.leave_t(g)
 
 
 def _zeros(like: Tensor, tokens: int) -> Tensor:

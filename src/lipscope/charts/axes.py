@@ -7,11 +7,12 @@ put in when a reader chooses, by the names `points`, `means`, `axes` and so on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import altair as alt
 
-from lipscope.charts.look import QUIET
+from lipscope.charts.look import QUIET, dressed
 from lipscope.charts.marks import palette
 
 Data = Sequence[Mapping[str, Any]]
@@ -20,6 +21,7 @@ Data = Sequence[Mapping[str, Any]]
 BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
 GROWS = "number of tokens n"
 WIDTH, HEIGHT = 460, 320
+FRONT = "layer === null || datum.layer === layer"
 
 
 def data(name: str, values: Data | None) -> alt.NamedData | alt.InlineData:
@@ -27,15 +29,49 @@ def data(name: str, values: Data | None) -> alt.NamedData | alt.InlineData:
     return alt.NamedData(name=name) if values is None else alt.InlineData(list(values), name=name)
 
 
-def chosen(layer: str | None, head: int | None) -> list[alt.Parameter]:
-    """The layer that stands in front (None: all alike) and the head that is shown."""
-    return [alt.param(name="layer", value=layer), alt.param(name="head", value=head)]
+@dataclass(frozen=True)
+class Frame:
+    """What every chart of a report is told besides its data.
+
+    Attributes:
+        axes: Domains and ticks, see `lipscope.pages.points.axes`.
+        layer: The layer in front; None: all alike.
+        head: The head; None for all together.
+        legend: Whether the chart has a legend of its own.
+        width: Pixels, or "container".
+        height: Pixels.
+    """
+
+    axes: Mapping[str, Any] | None = None
+    layer: str | None = None
+    head: int | None = None
+    legend: bool = False
+    width: int | str = WIDTH
+    height: int = HEIGHT
+
+    @property
+    def chosen(self) -> list[alt.Parameter]:
+        """The layer that stands in front and the head that is shown."""
+        return [alt.param(name=name, value=getattr(self, name)) for name in ("layer", "head")]
+
+    @property
+    def ends(self) -> alt.Parameter:
+        """The domains and ticks of both axes."""
+        blank = {"x": [1, 2], "y": [1, 2], "xticks": [1], "yticks": [1], "room": 1.1}
+        return alt.param(name="axes", value=dict(self.axes or blank))
+
+    def around(
+        self, layers: list[Any], *params: alt.Parameter, height: alt.Step | None = None
+    ) -> alt.LayerChart:
+        """The chart of these layers, which read these parameters."""
+        chart = alt.LayerChart(layer=layers).add_params(*params)
+        return dressed(chart.properties(width=self.width, height=height or self.height))
 
 
-def ends(axes: Mapping[str, Any] | None) -> alt.Parameter:
-    """The domains and ticks of both axes."""
-    blank = {"x": [1, 2], "y": [1, 2], "xticks": [1], "yticks": [1], "room": 1.1}
-    return alt.param(name="axes", value=dict(axes or blank))
+def in_front(strong: float, faint: float) -> Any:
+    """Opacity of the layer in front, or of all where none is, and of the others."""
+    front = alt.when(FRONT).then(alt.value(strong))
+    return front.otherwise(alt.value(faint))
 
 
 def across(field: str = "n:Q", title: str = GROWS) -> alt.X:

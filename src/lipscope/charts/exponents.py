@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from lipscope.charts.axes import BLUE, HEIGHT, ORANGE, WIDTH, Data, by_layer, chosen, data
-from lipscope.charts.look import QUIET, dressed
+from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, by_layer, data, in_front
+from lipscope.charts.look import QUIET
 
 PURPLE = "#8a4f9e"
 SERIES = {"real": ("all tokens move", BLUE), "rest": ("top token fixed", ORANGE)}
@@ -15,14 +15,7 @@ OTHER = ("adversarial", PURPLE)
 _ROW = 34  # pixels of a layer
 
 
-def exponents_chart(
-    fits: Data | None,
-    layers: Sequence[str],
-    *,
-    head: int | None = None,
-    legend: bool = False,
-    width: int | str = WIDTH,
-) -> alt.LayerChart:
+def exponents_chart(fits: Data | None, layers: Sequence[str], frame: Frame) -> alt.LayerChart:
     """The exponent s of sigma ~ n^s of every layer, with its interval.
 
     Hollow points: no power law fits (F test, p < 0.01). Dashed: 1/4 and 1/2.
@@ -31,9 +24,7 @@ def exponents_chart(
         fits: Records with ``layer, head, kind, slope, low, high, fits``, or None where a page
             puts them in.
         layers: All layers in their order.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
+        frame: The head and the width.
 
     Returns:
         The chart.
@@ -66,7 +57,7 @@ def exponents_chart(
     colour = alt.Color(
         "series:N",
         scale=scale,
-        legend=alt.Legend(title=None, orient="top", symbolOpacity=1) if legend else None,
+        legend=alt.Legend(title=None, orient="top", symbolOpacity=1) if frame.legend else None,
     )
     bars = base.mark_rule(strokeWidth=2.4, opacity=0.5).encode(
         x=alt.X("low:Q", title="exponent s of sigma ∝ nˢ"),
@@ -85,10 +76,8 @@ def exponents_chart(
         .otherwise(alt.Fill("series:N", scale=scale, legend=None)),
         tooltip="f:Q",
     )
-    chart = alt.LayerChart(layer=[*_laws(), bars, dots]).add_params(
-        alt.param(name="head", value=head)
-    )
-    return dressed(chart.properties(width=width, height=alt.Step(_ROW, **{"for": "position"})))
+    height = alt.Step(_ROW, **{"for": "position"})
+    return frame.around([*_laws(), bars, dots], frame.chosen[1], height=height)
 
 
 def _laws() -> list[alt.Chart]:
@@ -100,32 +89,18 @@ def _laws() -> list[alt.Chart]:
     return [line, word]
 
 
-def slopes_chart(
-    slopes: Data | None,
-    layers: Sequence[str],
-    *,
-    layer: str | None = None,
-    head: int | None = None,
-    legend: bool = False,
-    width: int | str = WIDTH,
-    height: int = HEIGHT,
-) -> alt.LayerChart:
+def slopes_chart(slopes: Data | None, layers: Sequence[str], frame: Frame) -> alt.LayerChart:
     """Slopes of log sigma on log n between neighbouring lengths, one colour for each layer.
 
     Args:
         slopes: Records with ``layer, head, kind, span, from, slope``.
         layers: All layers in their order.
-        layer: The layer in front; None for all alike.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
-        height: Pixels.
+        frame: What is in front, and the size.
 
     Returns:
         The chart.
     """
-    front = "layer === null || datum.layer === layer"
-    colour = by_layer(layers, legend=legend)
+    colour = by_layer(layers, legend=frame.legend)
     base = alt.Chart(data("slopes", slopes)).transform_filter(
         "datum.head === head && datum.kind === 'real'"
     )
@@ -138,7 +113,7 @@ def slopes_chart(
         ),
         "y": alt.Y("slope:Q", title="local slope", axis=alt.Axis(tickCount=6)),
     }
-    opacity = alt.when(front).then(alt.value(0.9)).otherwise(alt.value(0.14))
+    opacity = in_front(0.9, 0.14)
     lines = base.mark_line(strokeWidth=1.8).encode(**place, color=colour, opacity=opacity)
     dots = base.mark_circle(size=34).encode(**place, color=colour, opacity=opacity, tooltip="f:Q")
     laws = (
@@ -146,5 +121,4 @@ def slopes_chart(
         .mark_rule(color=QUIET, strokeDash=[5, 4], opacity=0.8)
         .encode(y="slope:Q")
     )
-    chart = alt.LayerChart(layer=[laws, lines, dots]).add_params(*chosen(layer, head))
-    return dressed(chart.properties(width=width, height=height))
+    return frame.around([laws, lines, dots], *frame.chosen)

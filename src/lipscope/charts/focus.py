@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import altair as alt
 
-from lipscope.charts.axes import (
-    BLUE,
-    HEIGHT,
-    ORANGE,
-    WIDTH,
-    Data,
-    across,
-    chosen,
-    data,
-    ends,
-    guides,
-    up,
-)
-from lipscope.charts.look import AXIS, INK, dressed
+from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, across, data, guides, up
+from lipscope.charts.look import AXIS, INK
 
 ALL, REST = "all tokens move", "top token fixed"
 
 
-def focus_chart(
-    points: Data | None,
-    means: Data | None,
-    *,
-    axes: Mapping[str, Any] | None = None,
-    layer: str | None = None,
-    head: int | None = None,
-    legend: bool = False,
-    width: int | str = WIDTH,
-    height: int = HEIGHT,
-) -> alt.LayerChart:
+def focus_chart(points: Data | None, means: Data | None, frame: Frame) -> alt.LayerChart:
     """Sigma with its intervals, and sigma with the top token held fixed, of one layer.
 
     Points are single windows, bars reach up to `upper`, lines run through geometric means;
@@ -45,12 +20,7 @@ def focus_chart(
         points: Records with ``layer, head, n, sample, sigma, upper, rest, order``, or None
             where a page puts them in.
         means: Records with ``layer, head, n, sigma, rest``.
-        axes: Domains and ticks, see `lipscope.pages.points.axes`.
-        layer: The layer.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
-        height: Pixels.
+        frame: The layer and head, the axes and the size.
 
     Returns:
         The chart.
@@ -64,42 +34,36 @@ def focus_chart(
         .encode(x=x, y=up("sigma:Q", "sigma"), detail="layer:N")
     )
     mine = mean.transform_filter(here)
-    folded = (
-        mine.transform_calculate(a="datum.sigma", b="datum.rest")
-        .transform_fold(["a", "b"], as_=["key", "value"])
-        .transform_filter("isValid(datum.value)")
-        .transform_calculate(series=f"datum.key === 'a' ? '{ALL}' : '{REST}'")
-    )
     colour = alt.Color(
         "series:N",
         scale=alt.Scale(domain=[ALL, REST], range=[BLUE, ORANGE]),
         legend=alt.Legend(title=None, orient="top", symbolType="circle", symbolOpacity=1)
-        if legend
+        if frame.legend
         else None,
     )
-    lines = folded.mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
+    lines = _folded(mine).mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
     marks = _points(points, here, colour, y)
     layers = [behind, *guides(mine, x, y), lines, *marks]
-    chart = alt.LayerChart(layer=layers).add_params(
-        ends(axes), alt.param(name="picked", value=-1), *chosen(layer, head)
+    return frame.around(layers, frame.ends, alt.param(name="picked", value=-1), *frame.chosen)
+
+
+def _folded(records: alt.Chart, **more: str) -> alt.Chart:
+    """Sigma and sigma without the token as two series of one ``value``."""
+    return (
+        records.transform_calculate(a="datum.sigma", b="datum.rest")
+        .transform_fold(["a", "b"], as_=["key", "value"])
+        .transform_filter("isValid(datum.value)")
+        .transform_calculate(series=f"datum.key === 'a' ? '{ALL}' : '{REST}'", **more)
     )
-    return dressed(chart.properties(width=width, height=height))
 
 
 def _points(points: Data | None, here: str, colour: alt.Color, y: alt.Y) -> list[alt.Chart]:
     """Windows side by side around their length: sigma with its bar, and without the token."""
     x = across("at:Q")
-    base = (
-        alt.Chart(data("points", points))
-        .transform_filter(here)
-        .transform_calculate(a="datum.sigma", b="datum.rest")
-        .transform_fold(["a", "b"], as_=["key", "value"])
-        .transform_filter("isValid(datum.value)")
-        .transform_calculate(
-            series=f"datum.key === 'a' ? '{ALL}' : '{REST}'",
-            at="datum.n * pow(axes.room, datum.order)",
-            top="datum.key === 'a' && isValid(datum.upper) ? datum.upper : datum.value",
-        )
+    base = _folded(
+        alt.Chart(data("points", points)).transform_filter(here),
+        at="datum.n * pow(axes.room, datum.order)",
+        top="datum.key === 'a' && isValid(datum.upper) ? datum.upper : datum.value",
     )
     bars = base.mark_rule(strokeWidth=1.2, opacity=0.55).encode(x=x, y=y, y2="top:Q", color=colour)
     dots = base.mark_circle(size=30, opacity=0.75, cursor="pointer").encode(

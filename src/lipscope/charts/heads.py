@@ -7,8 +7,8 @@ from typing import Literal
 
 import altair as alt
 
-from lipscope.charts.axes import WIDTH, Data, chosen, data
-from lipscope.charts.look import INK, dressed
+from lipscope.charts.axes import Data, Frame, data
+from lipscope.charts.look import INK
 
 Quantity = Literal["sigma", "relative", "share"]
 TITLES: dict[Quantity, str] = {
@@ -20,13 +20,7 @@ _CELL = 26  # pixels
 
 
 def heads_chart(
-    cells: Data | None,
-    layers: Sequence[str],
-    *,
-    quantity: Quantity = "sigma",
-    layer: str | None = None,
-    head: int | None = None,
-    width: int | str = WIDTH,
+    cells: Data | None, layers: Sequence[str], frame: Frame, *, quantity: Quantity = "sigma"
 ) -> alt.LayerChart:
     """Sigma, relative or the share of the top token, by layer and head, at one length.
 
@@ -34,10 +28,8 @@ def heads_chart(
         cells: Records with ``layer, head, sigma, relative, share``, or None where a page puts
             them in.
         layers: All layers in their order.
+        frame: The layer that is marked, with its head, and the width.
         quantity: What the colour says; logarithmic but for shares.
-        layer: The layer that is marked, with
-        head: its head.
-        width: Pixels, or "container".
 
     Returns:
         The chart.
@@ -68,5 +60,4 @@ def heads_chart(
         .mark_rect(fill=None, stroke=INK, strokeWidth=2.4, cornerRadius=2)
         .encode(x=x, y=y)
     )
-    chart = alt.LayerChart(layer=[cell, mark]).add_params(*chosen(layer, head))
-    return dressed(chart.properties(width=width, height=alt.Step(_CELL)))
+    return frame.around([cell, mark], *frame.chosen, height=alt.Step(_CELL))

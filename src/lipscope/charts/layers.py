@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import altair as alt
 
-from lipscope.charts.axes import (
-    HEIGHT,
-    WIDTH,
-    Data,
-    across,
-    by_layer,
-    chosen,
-    data,
-    ends,
-    guides,
-    up,
-)
-from lipscope.charts.look import dressed
+from lipscope.charts.axes import FRONT, Data, Frame, across, by_layer, data, guides, in_front, up
 
 Grown = Literal["sigma", "radius", "rank"]
 TITLES: dict[Grown, str] = {
@@ -33,14 +21,9 @@ def layers_chart(
     points: Data | None,
     means: Data | None,
     layers: Sequence[str],
+    frame: Frame,
     *,
     grown: Grown = "sigma",
-    axes: Mapping[str, Any] | None = None,
-    layer: str | None = None,
-    head: int | None = None,
-    legend: bool = False,
-    width: int | str = WIDTH,
-    height: int = HEIGHT,
 ) -> alt.LayerChart:
     """Sigma, radius or stable rank against the number of tokens, both logarithmic.
 
@@ -51,21 +34,15 @@ def layers_chart(
         points: Records of single rows, or None where a page puts them in.
         means: Records of geometric means.
         layers: All layers in their order.
+        frame: What is in front, the axes (``y`` is of sigma and used for it only) and the size.
         grown: What grows.
-        axes: Domains and ticks; those of ``y`` are of sigma and used for it only.
-        layer: The layer in front; None for all alike.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
-        height: Pixels.
 
     Returns:
         The chart.
     """
     sigma = grown == "sigma"
     x, y = across(), up("sigma:Q", "sigma") if sigma else _free(grown)
-    colour = by_layer(layers, legend=legend)
-    front = "layer === null || datum.layer === layer"
+    colour = by_layer(layers, legend=frame.legend)
     shown = f"datum.head === head && datum.{grown} > 0"
     mean = alt.Chart(data("means", means)).transform_filter(shown)
     lines = mean.mark_line(strokeWidth=2).encode(
@@ -73,7 +50,7 @@ def layers_chart(
         y=y,
         color=colour,
         detail=["layer:N", "kind:N"],
-        opacity=alt.when(front).then(alt.value(0.95)).otherwise(alt.value(0.16)),
+        opacity=in_front(0.95, 0.16),
     )
     base = (
         alt.Chart(data("points", points))
@@ -85,7 +62,7 @@ def layers_chart(
     )
     at = across("at:Q")
     bars = (
-        base.transform_filter(front)
+        base.transform_filter(FRONT)
         .mark_rule(strokeWidth=1, opacity=0.35)
         .encode(x=at, y=y, y2="top:Q", color=colour)
     )
@@ -93,14 +70,11 @@ def layers_chart(
         x=at,
         y=y,
         color=colour,
-        opacity=alt.when(front).then(alt.value(0.7)).otherwise(alt.value(0.06)),
+        opacity=in_front(0.7, 0.06),
         tooltip="i:Q",
     )
     behind = [*guides(mean, x, y), bars] if sigma else []
-    chart = alt.LayerChart(layer=[*behind, lines, dots]).add_params(
-        ends(axes), *chosen(layer, head)
-    )
-    return dressed(chart.properties(width=width, height=height))
+    return frame.around([*behind, lines, dots], frame.ends, *frame.chosen)
 
 
 def _free(grown: Grown) -> alt.Y:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from lipscope.charts.pieces import Placed, readable
+from lipscope.records.comparison import Curve
 from lipscope.records.rows import Measurement, TokenShare
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
@@ -113,6 +114,15 @@ def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {"layer": layer, "curve": curve, "n": n, "value": math.exp(math.fsum(y) / len(y))}
         for (layer, curve, n), y in logs.items()
+    ]
+
+
+def points_of(lines: Iterable[Curve]) -> list[dict[str, Any]]:
+    """Every point of some lines, with the line's name and group."""
+    return [
+        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
+        for line in lines
+        for n, value, upper in line.points
     ]
 
 

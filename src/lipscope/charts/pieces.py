@@ -6,9 +6,10 @@ become spaces again, so that a window of text can be read.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from rich.cells import cell_len
 
 from lipscope.records.rows import TokenShare
 
@@ -78,11 +79,11 @@ def lay_out(
     line = column = 0
     for word in _words(tokens):
         texts = [_visible(text, columns) for _, text in word]
-        if column and column + 1 + sum(map(_cells_wide, texts)) > columns:
+        if column and column + 1 + sum(map(cell_len, texts)) > columns:
             line, column = line + 1, 0
         column += 1 if column else 0
         for (token, _), text in zip(word, texts, strict=True):
-            width = _cells_wide(text)
+            width = cell_len(text)
             if column and column + width > columns:
                 line, column = line + 1, 0
             if line >= max_lines:
@@ -134,14 +135,6 @@ def _words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
 def _special(text: str) -> bool:
     """Whether a token stands for no text, like ``[CLS]`` and ``<s>``."""
     return len(text) > 2 and (text[0] + text[-1]) in ("[]", "<>")
-
-
-def _cells_wide(text: str) -> int:
-    """Width in a fixed-width font: East Asian characters take two cells, accents none."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
-        for c in text
-    )
 
 
 def _visible(text: str, columns: int) -> str:

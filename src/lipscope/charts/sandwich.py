@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
 
 from lipscope.charts import marks
-from lipscope.charts.axes import Data, across, data, ends, up
+from lipscope.charts.axes import Data, Frame, across, data, up
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
 from lipscope.records.comparison import (
@@ -16,7 +16,6 @@ from lipscope.records.comparison import (
     CERTIFICATE,
     MEASURED,
     Comparison,
-    Curve,
     comparisons,
 )
 from lipscope.records.rows import Bound, Measurement
@@ -68,30 +67,20 @@ def sandwich_chart(
     return dressed(alt.vconcat(*charts, spacing=30).properties(title=alt.TitleParams(title)))
 
 
-def bounds_chart(
-    lines: Data | None,
-    names: Data | None,
-    *,
-    axes: Mapping[str, Any] | None = None,
-    width: int | str = "container",
-    height: int = 340,
-) -> alt.LayerChart:
+def bounds_chart(lines: Data | None, names: Data | None, frame: Frame) -> alt.LayerChart:
     """The lines of one layer in one metric, with their names beside them.
 
     Args:
         lines: Records with ``name, group, n, value, upper``, or None where a page puts
             them in.
         names: Records with ``name, group, n, value``.
-        axes: Domains and ticks.
-        width: Pixels, or "container".
-        height: Pixels.
+        frame: The axes and the size.
 
     Returns:
         The chart.
     """
     layers = _layers(data("lines", lines), data("names", names), across(), up("value:Q", _SIGMA))
-    chart = alt.LayerChart(layer=layers).add_params(ends(axes))
-    return dressed(chart.properties(width=width, height=height))
+    return frame.around(layers, frame.ends)
 
 
 _SIGMA = "sigma and its bounds"
@@ -142,20 +131,13 @@ def _layer_chart(of: Comparison, width: int, height: int) -> alt.LayerChart:
         {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}
         for line, place in zip(lines, places, strict=True)
     ]
-    points = [p for line in lines for p in _points(line)]
-    layers = _layers(alt.InlineData(values=points), alt.InlineData(values=words), x, y)
+    points = alt.InlineData(values=marks.points_of(lines))
+    layers = _layers(points, alt.InlineData(values=words), x, y)
     title = alt.TitleParams(_title(of), subtitle=_subtitle(of, left_out))
     return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 
 
 _DASHES = [[1, 0], [1, 0], [1, 0], [5, 4]]
-
-
-def _points(line: Curve) -> list[dict[str, Any]]:
-    return [
-        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
-        for n, value, upper in line.points
-    ]
 
 
 def _title(of: Comparison) -> str:

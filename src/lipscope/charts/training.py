@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
-from lipscope.charts.axes import HEIGHT, WIDTH, Data, by_layer, chosen, data, ends, up
-from lipscope.charts.look import dressed
+from lipscope.charts.axes import Data, Frame, by_layer, data, in_front, up
 
 
 def training_chart(
     points: Data | None,
     means: Data | None,
     layers: Sequence[str],
+    frame: Frame,
     *,
     turn: float | None = None,
-    axes: Mapping[str, Any] | None = None,
-    layer: str | None = None,
-    head: int | None = None,
-    legend: bool = False,
-    width: int | str = WIDTH,
-    height: int = HEIGHT,
 ) -> alt.LayerChart:
     """Geometric means of sigma at every checkpoint, with their intervals.
 
@@ -34,13 +28,8 @@ def training_chart(
             puts them in.
         means: Records with ``layer, head, step, sigma, low, high`` at one length.
         layers: All layers in their order.
+        frame: What is in front, the axes and the size.
         turn: Step at which the axis turns from linear to logarithmic; None for a linear one.
-        axes: Domains and ticks.
-        layer: The layer in front; None for all alike.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
-        height: Pixels.
 
     Returns:
         The chart.
@@ -55,15 +44,13 @@ def training_chart(
             values=alt.ExprRef("axes.xticks"), format=",d", labelOverlap=True, grid=False
         ),
     )
-    y, colour = up("sigma:Q", "sigma"), by_layer(layers, legend=legend)
-    front = "layer === null || datum.layer === layer"
-    opacity = alt.when(front).then(alt.value(0.95)).otherwise(alt.value(0.16))
+    y, colour = up("sigma:Q", "sigma"), by_layer(layers, legend=frame.legend)
     mean = alt.Chart(data("means", means)).transform_filter("datum.head === head")
-    place: dict[str, Any] = {"x": x, "color": colour, "opacity": opacity}
+    place: dict[str, Any] = {"x": x, "color": colour, "opacity": in_front(0.95, 0.16)}
     bars = mean.mark_rule(strokeWidth=1.4).encode(
         x=x,
         color=colour,
-        opacity=alt.when(front).then(alt.value(0.5)).otherwise(alt.value(0.06)),
+        opacity=in_front(0.5, 0.06),
         y=up("low:Q", "sigma"),
         y2="high:Q",
     )
@@ -75,7 +62,4 @@ def training_chart(
         .mark_circle(size=14, cursor="pointer", opacity=0.5)
         .encode(x=x, y=y, color=colour, tooltip="i:Q")
     )
-    chart = alt.LayerChart(layer=[bars, lines, single, dots]).add_params(
-        ends(axes), *chosen(layer, head)
-    )
-    return dressed(chart.properties(width=width, height=height))
+    return frame.around([bars, lines, single, dots], frame.ends, *frame.chosen)

@@ -1,9 +1,11 @@
-"""The papers' experiments: what to sweep and what to draw, one file each."""
+"""The papers' experiments, one file each; being here is what enters it."""
 
-from lipscope.experiments import castin2024, kim2021
+import importlib
+import pkgutil
+
 from lipscope.experiments.experiment import Experiment, experiments, reproduce
 
-# What enters experiments into the register by being imported.
-PAPERS = (castin2024, kim2021)
+for _found in pkgutil.walk_packages(__path__, f"{__name__}."):
+    importlib.import_module(_found.name)
 
-__all__ = ["PAPERS", "Experiment", "experiments", "reproduce"]
+__all__ = ["Experiment", "experiments", "reproduce"]

@@ -27,6 +27,7 @@ from lipscope.records.rows import Measurement, provenance, stable_id
 Progress = Callable[[int, int, str], None]
 ValueJob = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Findings])
 
 
 @dataclass(frozen=True)
@@ -35,58 +36,33 @@ class Experiment:
 
     Attributes:
         name: ``paper/figure``.
+        function: Does it.
         title: What is reproduced, in a line.
-        cite: Key of the bibliography.
+        cite: Key of ``docs/references.bib``.
         models: Models by default; none where the experiment needs no model.
-        quick_models: Those of ``--quick``.
+        quick_models: Those of ``--quick``; the same if there are none.
         reads_text: Whether it reads texts.
         reads_images: Whether it reads pictures, where a model does.
-        function: Does it.
     """
 
     name: str
+    function: Callable[[Study], Findings]
     title: str
     cite: str
-    models: tuple[str, ...]
-    quick_models: tuple[str, ...]
-    reads_text: bool
-    reads_images: bool
-    function: Callable[[Study], Findings]
+    models: tuple[str, ...] = ()
+    quick_models: tuple[str, ...] = ()
+    reads_text: bool = True
+    reads_images: bool = False
 
 
 _REGISTER: dict[str, Experiment] = {}
 
 
-def experiment(
-    name: str,
-    *,
-    title: str,
-    cite: str,
-    models: Sequence[str] = (),
-    quick_models: Sequence[str] | None = None,
-    reads_text: bool = True,
-    reads_images: bool = False,
-) -> Callable[[Callable[[Study], Findings]], Callable[[Study], Findings]]:
-    """Enter an experiment into the register.
+def experiment(name: str, **fields: Any) -> Callable[[Function], Function]:
+    """Enter a function into the register under its name, with the fields of `Experiment`."""
 
-    Args:
-        name: ``paper/figure``.
-        title: What is reproduced.
-        cite: Key of ``docs/references.bib``.
-        models: Models by default.
-        quick_models: Models of ``--quick``; the same if None.
-        reads_text: Whether texts are read.
-        reads_images: Whether pictures are read, by models that read them.
-
-    Returns:
-        The decorator, which leaves the function as it is.
-    """
-
-    def enter(function: Callable[[Study], Findings]) -> Callable[[Study], Findings]:
-        quick = tuple(models if quick_models is None else quick_models)
-        _REGISTER[name] = Experiment(
-            name, title, cite, tuple(models), quick, reads_text, reads_images, function
-        )
+    def enter(function: Function) -> Function:
+        _REGISTER[name] = Experiment(name, function, **fields)
         return function
 
     return enter
@@ -101,7 +77,6 @@ class Study:
     """What an experiment is given: what to run on, and where its rows, values and figures go.
 
     Args:
-        entry: The experiment.
         folder: Its run folder.
         models: Names of models.
         texts: Texts.
@@ -112,7 +87,6 @@ class Study:
 
     def __init__(
         self,
-        entry: Experiment,
         folder: RunFolder,
         models: tuple[str, ...],
         texts: tuple[Text, ...],
@@ -120,7 +94,7 @@ class Study:
         progress: Progress | None,
         images: str = "random",
     ) -> None:
-        self.entry, self.folder, self.quick, self.images = entry, folder, quick, images
+        self.folder, self.quick, self.images = folder, quick, images
         self.models, self.texts = models, texts
         self.figures: list[tuple[str, str]] = []
         self._progress = progress
@@ -136,10 +110,10 @@ class Study:
             for text in self.texts:
                 yield self.load(name), text
 
-    def not_run(self, *names: str) -> str | None:
-        """A remark on models that the paper used and this run did not."""
+    def not_run(self, *names: str) -> list[str]:
+        """A remark, if any, on models that the paper used and this run did not."""
         missing = [name for name in names if name not in self.models]
-        return f"Not run on {' or '.join(missing)}." if missing else None
+        return [f"Not run on {' or '.join(missing)}."] if missing else []
 
     def measure(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
         """Rows of `lipscope.engine.measure`, in the run folder."""
@@ -249,7 +223,7 @@ def reproduce(
         raise InputError(f"`--text` goes with experiments on text. Found it with `{name}`.")
     if images is not None and not entry.reads_images:
         raise InputError(f"`--images` goes with experiments on pictures. Found it with `{name}`.")
-    chosen = tuple(models) if models else (entry.quick_models if quick else entry.models)
+    chosen = tuple(models or (quick and entry.quick_models) or entry.models)
     held = texts_of(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
     spec |= {"texts": {text.name: text.sha256 for text in held}}
@@ -257,7 +231,7 @@ def reproduce(
         spec["images"] = str(images)
     origin = provenance()
     with RunFolder(out if isinstance(out, Place) else Path(out), spec, origin) as folder:
-        study = Study(entry, folder, chosen, held, quick, progress, images or "random")
+        study = Study(folder, chosen, held, quick, progress, images or "random")
         findings = entry.function(study)
         text = page(
             findings,

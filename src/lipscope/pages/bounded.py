@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lipscope.charts.marks import spread, tick_values
+from lipscope.charts.marks import points_of, spread, tick_values
 from lipscope.pages.points import short
 from lipscope.records.comparison import ADVERSARIAL, MEASURED, Comparison, given, looseness
 from lipscope.records.rows import Bound, Measurement
@@ -31,11 +31,7 @@ def _record(of: Comparison) -> dict[str, Any]:
     rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
     sample = next(row.sample for row in rows if row.num_tokens == last)
-    points = [
-        {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
-        for line in lines
-        for n, value, upper in line.points
-    ]
+    points = points_of(lines)
 
     def shown(row: Measurement) -> bool:
         return (row.num_tokens, row.sample) == (last, sample)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from lipscope.charts.axes import WIDTH
+from lipscope.charts.axes import Frame
 from lipscope.charts.look import Chart, save
 from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.text import shaded_text
@@ -41,7 +41,8 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
         if record["lines"]:
             words = ("model", "map", "metric", "layer") + ("head",) * (record["head"] is not None)
             name = "-".join(str(record[w]) for w in words)
-            chart = bounds_chart(record["lines"], record["names"], axes=record["axes"], width=WIDTH)
+            frame = Frame(record["axes"], height=340)
+            chart = bounds_chart(record["lines"], record["names"], frame)
             written.append(save(chart, folder / f"bounds-{_safe(name)}.{kind}"))
     return written
 
@@ -83,18 +84,10 @@ def training_charts(content: Content) -> Iterator[tuple[str, Chart]]:
         some = [m for m in training.means if m["g"] == g and m["head"] == head]
         last = max(m["n"] for m in some)
         name = _plain_name({**setting, "model": group["name"]})
-        yield (
-            f"training-{name}",
-            training_chart(
-                [],
-                [m for m in some if m["n"] == last],
-                setting["layers"],
-                turn=training.turn,
-                axes=group["axes"][kind][str(last)],
-                head=head,
-                legend=True,
-            ),
-        )
+        frame = Frame(group["axes"][kind][str(last)], head=head, legend=True)
+        means = [m for m in some if m["n"] == last]
+        chart = training_chart([], means, setting["layers"], frame, turn=training.turn)
+        yield f"training-{name}", chart
 
 
 def _tokens(content: Content, s: int) -> list[TokenShare]:

@@ -54,6 +54,14 @@ def items_of(runs: Sequence[Run]) -> list[Item]:
     return [_item(run, row, names) for run, row in found.values()]
 
 
+def by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
+    """Items of one setting together, settings in their order of appearance."""
+    found: dict[tuple[str, ...], list[Item]] = {}
+    for item in items:
+        found.setdefault(item.setting, []).append(item)
+    return found
+
+
 def _names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
     """Names of models, with what tells apart those that share one."""
     versions: dict[str, dict[tuple[Any, ...], list[str]]] = {}

@@ -10,8 +10,9 @@ from typing import Any
 
 from lipscope.charts.marks import layer_labels, positive, tick_values
 from lipscope.errors import InputError
-from lipscope.pages.items import REAL, Item
+from lipscope.pages.items import REAL, Item, by_setting
 from lipscope.pages.runs import paired
+from lipscope.pages.table import SETTING, stable_rank
 from lipscope.records.growth import Growth, Of, growth
 from lipscope.records.rows import Measurement
 
@@ -22,7 +23,6 @@ MAX_CURVES = 1_500
 """Curves whose means and exponents a page carries: layers first, then single heads."""
 
 _WORST = 20  # rows of a setting that are carried whatever their number
-SETTING = ("model", "map", "metric", "move", "read")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def points_of(items: Sequence[Item]) -> Points:
     Returns:
         The points, means and fits, with remarks on what was left out.
     """
-    settings = list(dict.fromkeys(item.setting for item in items))
+    settings = by_setting(items)
     carried = _carried(items)
     curves: dict[tuple[Any, ...], list[Item]] = {}
     for item in items:
@@ -76,7 +76,7 @@ def points_of(items: Sequence[Item]) -> Points:
     samples = sorted({item.row.sample for item in items})
     order = {s: round((k + 0.5) / len(samples) - 0.5, 4) for k, s in enumerate(samples)}
     return Points(
-        settings=[_setting(s, some) for s, some in _grouped(items).items()],
+        settings=[_setting(s, some) for s, some in settings.items()],
         items=carried,
         points=[
             _point(item, index[item.setting]) | {"order": order[item.row.sample]}
@@ -109,13 +109,6 @@ def label(layer: int | None) -> str:
 
 
 # --- settings -------------------------------------------------------------------------------
-
-
-def _grouped(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
-    found: dict[tuple[str, ...], list[Item]] = {}
-    for item in items:
-        found.setdefault(item.setting, []).append(item)
-    return found
 
 
 def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
@@ -235,7 +228,7 @@ def _point(item: Item, setting: int) -> dict[str, Any]:
         "token": row.top_token,
         "radius": short(row.radius_max),
         "rms": short(row.radius_rms),
-        "rank": short(_rank(row)),
+        "rank": short(stable_rank(row)),
         "status": row.status,
         "note": row.error or (row.note if item.kind != REAL else None),
     }
@@ -259,17 +252,12 @@ def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
             "rest": _geometric(row.sigma_rest for row in rows),
             "relative": _geometric(row.relative for row in rows),
             "radius": _geometric(row.radius_max for row in rows),
-            "rank": _geometric(map(_rank, rows)),
+            "rank": _geometric(map(stable_rank, rows)),
             "share": _average([row.top_share for row in rows if row.top_share is not None]),
             "count": len(rows),
         }
         for n, rows in sorted(lengths.items())
     ]
-
-
-def _rank(row: Measurement) -> float | None:
-    """The stable rank."""
-    return (row.frobenius / row.sigma) ** 2 if row.frobenius and row.sigma else None
 
 
 def _geometric(values: Iterable[float | None]) -> float | None:

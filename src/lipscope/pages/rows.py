@@ -17,7 +17,7 @@ from rich.table import Table
 
 from lipscope.charts.pieces import readable
 from lipscope.errors import InputError
-from lipscope.pages.table import Line, blocks, draw, interval, number, percent
+from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
 from lipscope.records.growth import Group, Growth, groups, growth, usable
 from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
 
@@ -184,8 +184,8 @@ class Rows(Sequence[Measurement]):
         if not count:
             return ""
         kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
-        total = _rounded_up(min(self.failure_probability(), 1.0))
-        return f"{kind} with probability at least 1 - {total}."
+        total = rounded_up(min(self.failure_probability(), 1.0), 2)
+        return f"{kind} with probability at least 1 - {total:.2g}."
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
@@ -343,12 +343,6 @@ def _course(line: Line) -> str:
     if fit.low <= 0 <= fit.high:
         return f"{span} no growth can be told from none (exponent {slope}, {interval})."
     return f"{span} it {verb} ({interval})."
-
-
-def _rounded_up(value: float) -> str:
-    """Two digits, not below the value, so that what is said still holds."""
-    step = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return f"{math.ceil(value / step * (1 - 1e-12)) * step:.2g}"
 
 
 def _exponent(value: float) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from lipscope.charts.axes import Frame
 from lipscope.charts.exponents import exponents_chart, slopes_chart
 from lipscope.charts.focus import focus_chart
 from lipscope.charts.heads import TITLES, Quantity, heads_chart
@@ -19,7 +20,7 @@ from lipscope.pages.content import Content
 from lipscope.pages.items import REAL
 
 Records = list[dict[str, Any]]
-FILL = "container"
+FILL = Frame(width="container")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class View:
         """The head that is shown; None for all together."""
         return None if self.setting["together"] else self.setting["heads"][0]
 
-    def axes(self, kind: str) -> Any:
-        """The axes of rows on real inputs, or of every row."""
-        return self.setting["axes"]["all" if self.head is None else "heads"][kind]
+    def frame(self, kind: str | None = None, layer: str | None = None) -> Frame:
+        """The head, with the axes of rows on real inputs or of ``every`` row, where asked for."""
+        axes = self.setting["axes"]["all" if self.head is None else "heads"]
+        return Frame(axes[kind] if kind else None, layer, self.head, legend=True)
 
     def mine(self, records: Records, *, real: bool | None = None) -> Records:
         """Records of this setting and head; only those on real inputs, or on others."""
@@ -111,14 +113,12 @@ def _focus(view: View, means: Records) -> Chart:
     last = max(m["n"] for m in means)
     worst = max((m for m in means if m["n"] == last), key=lambda m: m["sigma"])["layer"]
     points = [p for p in view.points if p["layer"] == worst]
-    axes = view.axes(REAL)
-    return focus_chart(points, means, axes=axes, layer=worst, head=view.head, legend=True)
+    return focus_chart(points, means, view.frame(REAL, worst))
 
 
 def _growth(view: View, means: Records, *, real: bool = True) -> Chart:
     points = view.mine(view.content.points.points, real=real)
-    axes = view.axes("every")
-    return layers_chart(points, means, view.layers, axes=axes, head=view.head, legend=True)
+    return layers_chart(points, means, view.layers, view.frame("every"))
 
 
 def _heads(quantity: Quantity) -> Shown:
@@ -126,25 +126,19 @@ def _heads(quantity: Quantity) -> Shown:
     return Shown(
         name,
         name,
-        lambda c: heads_chart(None, c.layers, quantity=quantity, width=FILL),
+        lambda c: heads_chart(None, c.layers, FILL, quantity=quantity),
         lambda v: v.cells,
-        lambda v, cells: heads_chart(cells, v.layers, quantity=quantity),
+        lambda v, cells: heads_chart(cells, v.layers, Frame(), quantity=quantity),
     )
 
 
 def _grown(name: str, grown: Grown) -> Shown:
-    def draw(view: View, means: Records) -> Chart:
-        axes, head = view.axes(REAL), view.head
-        return layers_chart(
-            view.points, means, view.layers, grown=grown, axes=axes, head=head, legend=True
-        )
-
     return Shown(
         name,
         name,
-        lambda c: layers_chart(None, None, c.layers, grown=grown, width=FILL),
+        lambda c: layers_chart(None, None, c.layers, FILL, grown=grown),
         lambda v: [m for m in v.means if m[grown]],
-        draw,
+        lambda v, means: layers_chart(v.points, means, v.layers, v.frame(REAL), grown=grown),
     )
 
 
@@ -152,14 +146,14 @@ SHOWN: tuple[Shown, ...] = (
     Shown(
         "sigma",
         "focus",
-        lambda c: focus_chart(None, None, width=FILL),
+        lambda c: focus_chart(None, None, FILL),
         lambda v: v.means,
         _focus,
     ),
     Shown(
         "growth",
         "layers",
-        lambda c: layers_chart(None, None, c.layers, width=FILL),
+        lambda c: layers_chart(None, None, c.layers, FILL),
         lambda v: v.means,
         _growth,
     ),
@@ -171,16 +165,16 @@ SHOWN: tuple[Shown, ...] = (
     Shown(
         "exponents",
         "exponents",
-        lambda c: exponents_chart(None, c.layers, width=FILL),
+        lambda c: exponents_chart(None, c.layers, FILL),
         lambda v: v.mine(v.content.points.fits),
-        lambda v, fits: exponents_chart(fits, v.layers, head=v.head, legend=True),
+        lambda v, fits: exponents_chart(fits, v.layers, v.frame()),
     ),
     Shown(
         "slopes",
         "slopes",
-        lambda c: slopes_chart(None, c.layers, width=FILL),
+        lambda c: slopes_chart(None, c.layers, FILL),
         lambda v: v.slopes,
-        lambda v, slopes: slopes_chart(slopes, v.layers, head=v.head, legend=True),
+        lambda v, slopes: slopes_chart(slopes, v.layers, v.frame()),
     ),
     *map(_heads, TITLES),
     _grown("radius-n", "radius"),
@@ -188,15 +182,15 @@ SHOWN: tuple[Shown, ...] = (
     Shown(
         "sigma-radius",
         "sigma-radius",
-        lambda c: radius_chart(None, c.layers, width=FILL),
+        lambda c: radius_chart(None, c.layers, FILL),
         lambda v: [p for p in v.points if p["radius"]],
-        lambda v, points: radius_chart(points, v.layers, head=v.head, legend=True),
+        lambda v, points: radius_chart(points, v.layers, v.frame()),
     ),
     Shown(
         "training",
         "training",
-        lambda c: training_chart(None, None, c.layers, turn=c.training.turn, width=FILL),
+        lambda c: training_chart(None, None, c.layers, FILL, turn=c.training.turn),
     ),
-    Shown("bounds", "bounds", lambda c: bounds_chart(None, None, width=FILL, height=380)),
+    Shown("bounds", "bounds", lambda c: bounds_chart(None, None, replace(FILL, height=380))),
 )
 """Every chart of the page. One more is its own file, an entry here and one in ``charts.js``."""

@@ -110,8 +110,13 @@ def _upper(row: Measurement) -> str:
     """The upper end, rounded upwards, so that what is printed still holds."""
     if row.upper is None or not math.isfinite(row.upper) or row.upper <= 0:
         return number(row.upper)
-    step = 10.0 ** (math.floor(math.log10(row.upper)) - 3)
-    return number(math.ceil(row.upper / step * (1 - 1e-12)) * step)
+    return number(rounded_up(row.upper, 4))
+
+
+def rounded_up(value: float, digits: int) -> float:
+    """So many significant digits, not below the value, so that what is said still holds."""
+    step = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
+    return math.ceil(value / step * (1 - 1e-12)) * step
 
 
 def interval(row: Measurement) -> str:
@@ -157,11 +162,9 @@ def _of_row(attribute: str, digits: int = 4) -> Callable[[Line], str]:
     return lambda line: number(getattr(line.row, attribute, None), digits)
 
 
-def _stable_rank(line: Line) -> str:
-    row = line.row
-    if row is None or not row.frobenius or not row.sigma:
-        return "–"
-    return number((row.frobenius / row.sigma) ** 2, 3)
+def stable_rank(row: Measurement) -> float | None:
+    """``(‖J‖_F / sigma)²``, where both are known."""
+    return (row.frobenius / row.sigma) ** 2 if row.frobenius and row.sigma else None
 
 
 def _status(line: Line) -> str:
@@ -195,7 +198,7 @@ def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
         columns.append(Column("without it", _of_row("sigma_rest")))
     if has["frobenius"]:
         columns += [
-            Column("stable rank", _stable_rank),
+            Column("stable rank", lambda x: number(x.row and stable_rank(x.row), 3)),
             Column("Frob. norm", _of_row("frobenius", 3)),
         ]
     return [*columns, Column("growth", lambda x: _growth_cell(x, narrow), True)]

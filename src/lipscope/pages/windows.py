@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +59,7 @@ def windows_for(runs: Sequence[Run], items: Sequence[Item]) -> Windows:
     texts: dict[tuple[str, ...], int] = {}
     windows: dict[int, dict[str, Any]] = {}
     for k in chosen:
-        some = tokens.get(items[k].row.id)
-        if some:
+        if some := tokens.get(items[k].row.id):
             words = texts.setdefault(tuple(spaced(some)), len(texts))
             windows[k] = {"text": words} | _shares(some)
     excerpts, begins = _excerpts(runs, items)
@@ -126,18 +125,12 @@ def _excerpts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[list[str], li
     return list(texts), [by_digest.get(item.row.tokens_sha256) for item in items]
 
 
-def _tops(runs: Sequence[Run], items: Iterable[Item]) -> list[str | None]:
+def _tops(runs: Sequence[Run], items: Sequence[Item]) -> list[str | None]:
     """Text of the top token of every item."""
     import polars as pl
 
-    items = list(items)
-    wanted = pl.LazyFrame(
-        {
-            "id": [item.row.id for item in items if item.row.top_token is not None],
-            "index": [item.row.top_token for item in items if item.row.top_token is not None],
-        },
-        schema={"id": pl.String, "index": pl.Int64},
-    )
+    held = [(i.row.id, i.row.top_token) for i in items if i.row.top_token is not None]
+    wanted = pl.LazyFrame(held, schema={"id": pl.String, "index": pl.Int64}, orient="row")
     names: dict[str, TokenShare] = {}
     for run in runs:
         found = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()

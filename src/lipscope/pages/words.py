@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.pages.bounded import cited
-from lipscope.pages.items import REAL, Item
+from lipscope.pages.items import REAL, Item, by_setting
 from lipscope.pages.rows import Rows
 from lipscope.pages.runs import paired, text_of
 from lipscope.records.rows import Bound, Measurement
@@ -36,10 +36,7 @@ def headline(items: Sequence[Item]) -> list[str]:
     Returns:
         A paragraph for each setting.
     """
-    settings: dict[tuple[str, ...], list[Item]] = {}
-    for item in items:
-        if item.kind == REAL:
-            settings.setdefault(item.setting, []).append(item)
+    settings = by_setting(item for item in items if item.kind == REAL)
     said = []
     for setting, some in list(settings.items())[:4]:
         whole = [item for item in some if item.row.head is None] or some
@@ -80,10 +77,7 @@ def methods(items: Sequence[Item]) -> list[str]:
     Returns:
         The sentences.
     """
-    settings: dict[tuple[str, ...], list[Item]] = {}
-    for item in items:
-        if item.kind == REAL:
-            settings.setdefault(item.setting, []).append(item)
+    settings = by_setting(item for item in items if item.kind == REAL)
     said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
     if (more := len(settings) - len(said)) > 0:
         said.append(f"Measured likewise: {more} more (model, map, metric, tokens).")
@@ -127,13 +121,7 @@ def _texts(items: Sequence[Item]) -> list[str]:
 
 
 def _listed(words: Sequence[str]) -> str:
-    return (
-        words[0]
-        if len(words) == 1
-        else ", ".join(words[:-1]) + " and " + words[-1]
-        if words
-        else ""
-    )
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def failures(items: Sequence[Item]) -> dict[str, Any]:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
-from lipscope.attention.layer import Map, MovingSide
-from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, linearise
 
 
 @variant
@@ -59,39 +54,3 @@ class LipschitzNormAttention(InnerProduct):
         size_k, size_v = (z.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v))
         sizes = torch.stack([size_q * size_k, size_q * size_v, size_k * size_v])
         return q / sizes.amax(0).clamp_min(torch.finfo(x.dtype).tiny), k, v
-
-    def linearise(
-        self,
-        x: Float[Tensor, "n d"],
-        *,
-        memory: int = 2**30,
-        map: Map = "attention",
-        per_head: bool = False,
-        context: Float[Tensor, "m d"] | None = None,
-        side: MovingSide = "query",
-        log_weights: Float[Tensor, " m"] | None = None,
-    ) -> Operator:
-        """The Jacobian at ``x`` by automatic differentiation.
-
-        Args:
-            x: The point, ``(n, d)``.
-            memory: Not used.
-            map: ``attention``, or ``heads`` for what enters the output projection.
-            per_head: Not available: there is one head.
-            context: Tokens ``(m, d)`` of keys and values; those of ``x`` if None.
-            side: With a context, which of the two moves: ``query`` or ``key``.
-            log_weights: As in `Attention.forward`.
-
-        Returns:
-            Operator ``(n, d) -> (n, d_out)``.
-
-        Raises:
-            InputError: If heads are asked for one by one.
-        """
-        del memory
-        if per_head:
-            raise InputError("`per_head` should be False for LipschitzNorm. Found one head.")
-        f = functools.partial(self if map == "attention" else self.heads, log_weights=log_weights)
-        if context is not None and side == "key":
-            return linearise(lambda c: f(x, c), context)
-        return linearise(lambda z: f(z, context), x)

@@ -21,7 +21,6 @@ from lipscope.models import (
     shuffled_words,
 )
 from lipscope.models.data.windows import special_tokens_of
-from lipscope.pages.rows import Rows
 from lipscope.pages.table import number
 from lipscope.records.growth import Growth, groups, growth, top_held_fixed
 from lipscope.records.rows import Measurement
@@ -123,16 +122,9 @@ class _Ask:
         return f"control-{name}-{self.loaded.name}-{source}"
 
     def text(self, name: str, loaded: LoadedModel, content: str, **options: Any) -> Control:
-        rows = self.study.measure(
-            self.part(name, self.text_name),
-            loaded,
-            content,
-            layers=self.layers,
-            lengths=self.lengths,
-            samples=self.samples,
-            **options,
-        )
-        return self.named(name, rows)
+        usual = {"layers": self.layers, "lengths": self.lengths, "samples": self.samples}
+        part = self.part(name, self.text_name)
+        return self.named(name, self.study.measure(part, loaded, content, **(usual | options)))
 
     def tokens(self, name: str, loaded: LoadedModel) -> Control:
         rows: list[Measurement] = []
@@ -141,17 +133,10 @@ class _Ask:
             rows += self.study.measure(self.part(name, str(n)), loaded, ids, layers=self.layers)
         return self.named(name, rows)
 
-    def offset(self, num_tokens: int, start: int) -> Rows:
+    def offset(self, num_tokens: int, start: int) -> list[Measurement]:
         """Windows of the text whose positions begin at ``start``."""
-        return self.study.measure(
-            self.part(f"from-position-{start}", self.text_name),
-            self.loaded,
-            self.content,
-            layers=self.layers,
-            lengths=num_tokens,
-            samples=self.samples,
-            position_offset=start,
-        )
+        options = {"lengths": num_tokens, "position_offset": start}
+        return self.text(f"from-position-{start}", self.loaded, self.content, **options).rows
 
     def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
         """One token again and again; at one position all its copies are equal vectors."""

@@ -356,8 +356,8 @@ def _on_samples(paired: dict[str, Rows]) -> Iterator[str]:
 
 
 def _remarks(study: Study) -> tuple[str, ...]:
-    found = [
-        study.not_run("bert-base-uncased", "gpt2"),
+    return (
+        *study.not_run("bert-base-uncased", "gpt2"),
         "Text: "
         + ", ".join(text.name for text in study.texts)
         + "."
@@ -377,5 +377,4 @@ def _remarks(study: Study) -> tuple[str, ...]:
         "Their quantity is computed here on the masked layer.",
         "Random models are measured in eval mode; the scripts leave GPT-2 in train mode (read).",
         "Rotary layers have no two-cluster inputs: their logits depend on position.",
-    ]
-    return tuple(remark for remark in found if remark)
+    )

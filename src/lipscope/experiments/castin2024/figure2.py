@@ -54,15 +54,10 @@ def figure2(study: Study) -> Findings:
             ),
         ),
         (_table(found),),
-        tuple(
-            filter(
-                None,
-                (
-                    study.not_run("bert-base-uncased"),
-                    "R is the root mean square token norm of the layer's input, as in the scripts.",
-                    "With a rotary embedding A is taken at equal positions.",
-                ),
-            )
+        (
+            *study.not_run("bert-base-uncased"),
+            "R is the root mean square token norm of the layer's input, as in the scripts.",
+            "With a rotary embedding A is taken at equal positions.",
         ),
     )
 
@@ -71,15 +66,8 @@ def _of(study: Study, loaded: LoadedModel, text: Text) -> list[dict[str, Any]]:
     """Records of all heads of a model on one text."""
     where = f"gamma-{loaded.name}-{text.name}"
     try:
-        held = list(
-            captures(
-                loaded,
-                text.content,
-                layers="all",
-                lengths=[128],
-                samples=study.pick(2, 5),
-            )
-        )
+        some = captures(loaded, text.content, layers="all", lengths=[128], samples=study.pick(2, 5))
+        held = list(some)
     except InputError:
         return []
     layers = dict.fromkeys(c.layer for c in held)

@@ -127,17 +127,11 @@ def _draw(study: Study, found: list[dict[str, Any]]) -> None:
 
 def _table(found: list[dict[str, Any]], scales: list[float]) -> Table:
     lines = []
+    few = scales[:: max(1, len(scales) // 4)]
     for group in dict.fromkeys(r["group"] for r in found):
         mine = [r for r in found if r["group"] == group]
-        cells = (
-            middle((r["share"] for r in mine if r["scale"] == s), 3)
-            for s in scales[:: max(1, len(scales) // 4)]
-        )
+        cells = (middle((r["share"] for r in mine if r["scale"] == s), 3) for s in few)
         degrees = middle((float(r["in_degree"]) for r in mine if r["scale"] == 1.0), 0)
         lines.append((group, degrees, *cells))
-    columns = (
-        "heads",
-        "largest in-degree",
-        *(f"s = {s:g}" for s in scales[:: max(1, len(scales) // 4)]),
-    )
+    columns = ("heads", "largest in-degree", *(f"s = {s:g}" for s in few))
     return Table("Sigma(sX) / limit: median and range over heads", columns, tuple(lines))

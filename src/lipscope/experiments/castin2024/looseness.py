@@ -40,7 +40,7 @@ def looseness(study: Study) -> Findings:
     jobs = [
         _l2_job(loaded, text, layer, n)
         for loaded, text in places
-        if _takes_l2(loaded)
+        if loaded.config.model_type == "bert"  # no rotary embedding, no groups: it can have them
         for layer in _layers(study, loaded)
         for n in lengths
     ]
@@ -73,11 +73,6 @@ def looseness(study: Study) -> Findings:
             "No theorem of the catalogue on dot-product attention is stated in the infinity norm.",
         ),
     )
-
-
-def _takes_l2(loaded: LoadedModel) -> bool:
-    """Whether L2 attention can have the layer's weights: no rotary embedding, no groups."""
-    return loaded.config.model_type == "bert"
 
 
 def _layers(study: Study, loaded: LoadedModel) -> list[int]:
@@ -132,11 +127,8 @@ def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> ValueJob:
             ]
         }
 
-    return _key(loaded, text, layer, n) | {"layers": "L2 attention"}, compute
-
-
-def _key(loaded: LoadedModel, text: Text, layer: int, n: int) -> dict[str, Any]:
-    return {"model": loaded.name, "text": text.name, "layer": layer, "n": n}
+    key = {"model": loaded.name, "text": text.name, "layer": layer, "n": n}
+    return key | {"layers": "L2 attention"}, compute
 
 
 def _point(theorem: str, scope: str, metric: str, ratio: float) -> dict[str, Any]:

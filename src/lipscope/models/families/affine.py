@@ -41,15 +41,33 @@ def affine(module: Any) -> Affine:
     return Affine(weight, module.bias)
 
 
+def projected(call: AttentionCall, names: str, **options: Any) -> DotProduct:
+    """The layer of four linear modules of a call's own.
+
+    Args:
+        call: The call.
+        names: What its module calls those of queries, keys, values and the output, with a space
+            between them; three where the output's is one of the model.
+        **options: As in `dot_product`.
+
+    Returns:
+        The layer.
+    """
+    maps = [affine(getattr(call.module, name)) for name in names.split()]
+    if len(maps) < 4 and call.projection is not None:
+        maps.append(affine(call.projection))
+    return dot_product(call, *maps, **options)
+
+
 def dot_product(
     call: AttentionCall,
     query: Affine,
     key: Affine,
     value: Affine,
-    output: Affine | None,
+    output: Affine | None = None,
     **options: Any,
 ) -> DotProduct:
-    """The layer of these maps, with the mask and the rotary angles that the model passed in.
+    """The layer of these maps, with the model's scale and the mask and angles that it passed in.
 
     Args:
         call: The call.
@@ -75,6 +93,7 @@ def dot_product(
         key_bias=key.bias,
         value_bias=value.bias,
         output_bias=None if output is None else output.bias,
+        scale=getattr(call.module, "scaling", None),
         causal=masking.causal,
         window=masking.window,
         mask=masking.mask,

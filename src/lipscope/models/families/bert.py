@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lipscope.attention import DotProduct
-from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.families.affine import projected
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
@@ -32,13 +30,4 @@ from lipscope.models.tracing.sites import AttentionCall, family
 )
 def bert(call: AttentionCall) -> DotProduct:
     """Read ``query``, ``key``, ``value`` and the traced output projection."""
-    module: Any = call.module
-    return dot_product(
-        call,
-        affine(module.query),
-        affine(module.key),
-        affine(module.value),
-        None if call.projection is None else affine(call.projection),
-        heads=module.num_attention_heads,
-        scale=module.scaling,
-    )
+    return projected(call, "query key value", heads=call.module.num_attention_heads)

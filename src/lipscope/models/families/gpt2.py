@@ -18,12 +18,5 @@ def gpt2(call: AttentionCall) -> DotProduct:
         query, (key, value) = affine(module.q_attn), inside.rows([module.split_size] * 2)
     else:
         query, key, value = inside.rows([module.split_size] * 3)
-    return dot_product(
-        call,
-        query,
-        key,
-        value,
-        affine(module.c_proj),
-        heads=module.num_heads,
-        scale=module.scaling,
-    )
+    output = affine(module.c_proj)
+    return dot_product(call, query, key, value, output, heads=module.num_heads)

@@ -20,12 +20,4 @@ def gpt_neox(call: AttentionCall) -> DotProduct:
     if bias is not None:
         biases = bias.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1)
     query, key, value = (Affine(*both) for both in zip(weights, biases, strict=True))
-    return dot_product(
-        call,
-        query,
-        key,
-        value,
-        affine(module.dense),
-        heads=heads,
-        scale=module.scaling,
-    )
+    return dot_product(call, query, key, value, affine(module.dense), heads=heads)

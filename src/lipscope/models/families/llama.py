@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lipscope.attention import DotProduct
-from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.families.affine import projected
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
@@ -23,16 +23,11 @@ def llama(call: AttentionCall) -> DotProduct:
 
 def grouped(call: AttentionCall, **options: Any) -> DotProduct:
     """Four projections of grouped heads, and what a family does with them (`dot_product`)."""
-    module: Any = call.module
-    config = module.config
-    return dot_product(
+    config: Any = call.module.config
+    return projected(
         call,
-        affine(module.q_proj),
-        affine(module.k_proj),
-        affine(module.v_proj),
-        affine(module.o_proj),
+        "q_proj k_proj v_proj o_proj",
         heads=config.num_attention_heads,
         groups=config.num_key_value_heads,
-        scale=module.scaling,
         **options,
     )

@@ -16,13 +16,5 @@ def phi3(call: AttentionCall) -> DotProduct:
     heads, groups = module.config.num_attention_heads, module.num_key_value_heads
     widths = [count * module.head_dim for count in (heads, groups, groups)]
     query, key, value = affine(module.qkv_proj).rows(widths)
-    return dot_product(
-        call,
-        query,
-        key,
-        value,
-        affine(module.o_proj),
-        heads=heads,
-        groups=groups,
-        scale=module.scaling,
-    )
+    output = affine(module.o_proj)
+    return dot_product(call, query, key, value, output, heads=heads, groups=groups)

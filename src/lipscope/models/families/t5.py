@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lipscope.attention import DotProduct
-from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.families.affine import projected
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
@@ -19,14 +19,10 @@ def t5(call: AttentionCall) -> DotProduct:
     if bias is None and module.has_relative_attention_bias:
         with torch.no_grad():
             bias = module.compute_bias(call.num_queries, call.num_keys, device=call.x.device)
-    return dot_product(
+    return projected(
         call,
-        affine(module.q),
-        affine(module.k),
-        affine(module.v),
-        affine(module.o),
+        "q k v o",
         heads=module.n_heads,
-        scale=module.scaling,
         # Across encoder and decoder the bias that is passed on is zero.
         score_bias=bias[0] if bias is not None and bool(bias.any()) else None,
     )

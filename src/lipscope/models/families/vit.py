@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lipscope.attention import DotProduct
-from lipscope.models.families.affine import affine, dot_product
+from lipscope.models.families.affine import projected
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
@@ -22,13 +20,4 @@ from lipscope.models.tracing.sites import AttentionCall, family
 )
 def vit(call: AttentionCall) -> DotProduct:
     """Read the four projections."""
-    module: Any = call.module
-    return dot_product(
-        call,
-        affine(module.q_proj),
-        affine(module.k_proj),
-        affine(module.v_proj),
-        affine(module.o_proj),
-        heads=module.num_attention_heads,
-        scale=module.scaling,
-    )
+    return projected(call, "q_proj k_proj v_proj o_proj", heads=call.module.num_attention_heads)
