@@ -61,6 +61,11 @@ class BallLayer:
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
 
     @cached_property
+    def slack(self) -> float:
+        """What rounding may hide from a bound of all heads together at the centre."""
+        return self.layer.together.slack
+
+    @cached_property
     def bare(self) -> list[HeadAt]:
         """The heads before the output projection, if there is one."""
         assert self.layer.x is not None
@@ -79,8 +84,11 @@ class BallLayer:
         """
         output = self.layer.attention.output if self.layer.projected else None
         together, each = rest(self.bare, output, radii, ball, together=self.sharp)
-        heads = [local + one for local, one in zip(self.local, each, strict=True)]
-        return (self.joint + together if self.several else heads[0]), heads
+        heads = [
+            local + one + centre.slack
+            for local, one, centre in zip(self.local, each, self.centres, strict=True)
+        ]
+        return (self.joint + together + self.slack if self.several else heads[0]), heads
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
         """Bounds of sigma over the ball of these radii."""
@@ -88,7 +96,10 @@ class BallLayer:
         eps = float(radii[0]) if ball == "frobenius" else radii
         balls = [Ball(c, eps, ball, w) for c, w in zip(self.centres, self.weighted, strict=True)]
         forms = [b.forms(local) for b, local in zip(balls, self.local, strict=True)]
-        heads = [(least(f), min(f, key=lambda name: f[name])) for f in forms]
+        heads = [
+            (least(f) + centre.slack, min(f, key=lambda name: f[name]))
+            for f, centre in zip(forms, self.centres, strict=True)
+        ]
         if not self.several:
             return BallValue(heads[0][0], "one head", heads)
         values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
@@ -96,11 +107,11 @@ class BallLayer:
         apart = not self.layer.projected or self.layer.norm_output == 0.0  # outputs side by side
         together = {
             "sum": float(values.norm() if apart else values.sum()),
-            "joint": self.joint + float(change.norm() if apart else change.sum()),
+            "joint": self.joint + float(change.norm() if apart else change.sum()) + self.slack,
         }
         if self.layer.projected:
             each = [
-                least(Ball(c, eps, ball).forms(local))
+                least(Ball(c, eps, ball).forms(local)) + c.slack
                 for c, local in zip(self.bare, self.bare_local, strict=True)
             ]
             together["projection"] = self.layer.norm_output * math.hypot(*each)
