@@ -16,6 +16,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.linalg.starts import start_named
 from lipscope.theorems.derived.ball import Ball, least
 from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.derived.row_gram import Weighted, row_gram_joint, weighted_head
@@ -127,8 +128,8 @@ def _local(centre: HeadAt, weighted: Weighted | None) -> float:
 
 def sigma_of(layer: DotProduct, x: Tensor, map: Map = "attention", seed: int = 0) -> TopSingular:
     """Sigma of a layer at ``x``, from a start of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=generator)
+    start = start_named(f"sigma|{map}|{seed}", x)
+    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=start)
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:

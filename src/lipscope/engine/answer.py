@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import replace
@@ -18,6 +17,7 @@ from lipscope.errors import out_of_memory
 from lipscope.linalg.norms import bracketed
 from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
+from lipscope.linalg.starts import start_named
 from lipscope.models import LayerMap
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
@@ -142,8 +142,7 @@ class _Solve:
     def _generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-        return torch.Generator().manual_seed(number)
+        return start_named(name)
 
     def _notes(
         self, top: TopSingular, on_rest: str | None, average: tuple[float, str] | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lipscope.attention import Attention
 from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, CONSTRUCTIONS, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
@@ -49,9 +49,7 @@ def built_input(
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
     name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator().manual_seed(number)
-    size = {"num_tokens": len(built.x), "radius": radius, "generator": generator}
+    size = {"num_tokens": len(built.x), "radius": radius, "generator": start_named(name)}
     if job.input == ASCENT:
         options = {"restarts": _RESTARTS, "steps": spec.ascent_steps, "start": built.x}
         return ascend(layer, **size, **options).x, f"radius {radius:.6g}"
