@@ -7,6 +7,7 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from lipscope.attention.weighting import At
 
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
 CHUNK_BYTES = 2**24
+SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
 _SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
 _FEWEST_ROWS = 128  # of a chunk where heads can be parted instead: shorter products are slow
 # A mask of one side is followed in this many steps: each costs calls, and saves half of its
@@ -76,6 +78,11 @@ class ChunkedCore:
         largest = max(b.size for b in self.blocks)
         self.scratch = x.new_empty(1 if fits else 2, largest)
         self.o = self.v.new_empty(heads, n, self.v.shape[-1])
+        # Derivatives of weights that add up to 1 see differences of values only: what values have
+        # in common is taken away, and cannot round.
+        self.middle = self.v.mean(-2, keepdim=True) if self.weighting.normalised else None
+        # Rows whose weights do not move at all: head and row of each, by block.
+        self.settled: list[tuple[Tensor, Tensor] | None] = []
         empty = layer.empty_rows(self.k)
         self.empty = None if empty is None else empty[..., None]
         # Either the weights are kept, or a number for each row to rebuild them from.
@@ -90,8 +97,12 @@ class ChunkedCore:
                 self.statistics.append(self.weighting.statistic(s))
                 at = self.weighting.again(s, self.statistics[-1])
             self.o[block.heads, block.rows] = torch.bmm(at[0], self.v[block.heads, block.keys])
+            self.settled.append(self._settled(at[0]))
         if self.empty is not None:
             self.o.masked_fill_(self.empty, 0.0)
+        self.apart = (self.v, self.o)
+        if self.middle is not None:
+            self.apart = (self.v - self.middle, self.o - self.middle)
 
     def _parted(self, limit: int) -> list[_Block]:
         """Blocks of at most ``limit`` bytes of scores, or the fewest rows of one head."""
@@ -114,6 +125,39 @@ class ChunkedCore:
                 part = slice(h, min(h + together, heads))
                 found.append(_Block(part, chunk, layer.reach(chunk, m), len(found)))
         return found
+
+    def _settled(self, p: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Rows in which one token has all weight, to rounding: no score moves any of it.
+
+        Left to the products, the two halves of ``w_j (v_j - o)`` would leave their rounding, as
+        large as the scores are.
+        """
+        if not self.weighting.normalised:
+            return None
+        found = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
+        return found if len(found[0]) else None
+
+    def doubt(self) -> float:
+        """How far rounding may shift a score against others of its row, where it matters.
+
+        Rows do not count in which one token has all weight whatever rounding does.
+        """
+        if not self.weighting.normalised:
+            return 0.0
+        info, cap = torch.finfo(self.q.dtype), self.layer.softcap
+        shift = info.eps * self.layer.score_size(self.q, self.k)
+        shift = shift if cap is None else shift.clamp_max(1.5 * cap * info.eps)
+        if not float(shift.max()) > SURE:
+            return 0.0
+        worst = 0.0
+        for block in self.blocks:
+            if block.shape[2] < 2:
+                continue
+            best, second = self._logits(block)[0].double().topk(2, -1).values.unbind(-1)
+            own = shift[block.heads, block.rows]
+            open_ = (second > -torch.inf) & (best - second < 2 * own - math.log(info.tiny))
+            worst = max(worst, float(own.where(open_, 0.0).max()))
+        return worst
 
     def _room(self, block: _Block, which: int = 0) -> Tensor:
         return self.scratch[which, : block.size].view(block.shape)
@@ -139,7 +183,7 @@ class ChunkedCore:
 
     def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
         """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
-        do = torch.empty_like(self.o)
+        do, (v, o) = torch.empty_like(self.o), self.apart
         for block in self.blocks:
             own, other = (block.heads, block.rows), (block.heads, block.keys)
             at, slope = self._at(block)
@@ -147,7 +191,9 @@ class ChunkedCore:
                 self.q[own], self.k[other], dq[own], dk[other], out=self._room(block, -1)
             )
             ds = ds if slope is None else ds.mul_(slope)
-            do[own] = self.weighting.push(at, ds, self.v[other], dv[other], self.o[own])
+            if (still := self.settled[block.index]) is not None:
+                ds[still] = 0.0
+            do[own] = self.weighting.push(at, ds, v[other], dv[other], o[own])
         return do if self.empty is None else do.masked_fill_(self.empty, 0.0)
 
     def vjp(self, go: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,13 +202,16 @@ class ChunkedCore:
         gk, gv = torch.zeros_like(self.k), torch.zeros_like(self.v)
         if self.empty is not None:
             go = go.masked_fill(self.empty, 0.0)
-        mean = (go * self.o).sum(-1, keepdim=True)
+        v, o = self.apart
+        mean = (go * o).sum(-1, keepdim=True)
         for block in self.blocks:
             own, other = (block.heads, block.rows), (block.heads, block.keys)
             at, slope = self._at(block)
-            gp = torch.bmm(go[own], self.v[other].mT, out=self._room(block, -1))
+            gp = torch.bmm(go[own], v[other].mT, out=self._room(block, -1))
             gs = self.weighting.pull(at, gp, mean[own])
             gs = gs if slope is None else gs.mul_(slope)
+            if (still := self.settled[block.index]) is not None:
+                gs[still] = 0.0
             gq[own], more = self.layer.score_vjp(self.q[own], self.k[other], gs)
             gk[other] += more
             gv[other] += torch.bmm(at[0].mT, go[own])

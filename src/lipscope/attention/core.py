@@ -15,12 +15,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.chunked import CHUNK_BYTES, ChunkedCore
+from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, linearise, over_leading
+from lipscope.linalg.starts import start_named
+
+_SMALL = "Scores should be small enough for {} to know the attention weights."
+_AGREED = 1e-3  # with float64, where a layer is checked against it
 
 
 class Attention(Layer):
@@ -129,6 +133,10 @@ class Attention(Layer):
                 (``x``) or ``key`` (the context).
             log_weights: As in `forward`.
 
+        Raises:
+            InputError: Where the scores are so large that their rounding shows in the Jacobian:
+                in float32 beside float64, which is asked when it may.
+
         Returns:
             Operator ``(n, d) -> (n, d_out)``, for ``side = "key"`` ``(m, d) -> (n, d_out)``;
             with ``per_head`` the products take and return the leading axis of heads.
@@ -154,6 +162,8 @@ class Attention(Layer):
             if context is not None:
                 frame = OneSide(frame, side, core.q, core.k, core.v)
 
+            doubt = core.doubt()
+
         def matvec(e: Tensor) -> Tensor:
             with torch.no_grad():
                 return frame.leave(core.jvp(*frame.enter(e)))
@@ -162,7 +172,7 @@ class Attention(Layer):
             with torch.no_grad():
                 return frame.enter_t(*core.vjp(frame.leave_t(g)))
 
-        return Operator(
+        op = Operator(
             over_leading(matvec, frame.axes),
             over_leading(rmatvec, frame.axes),
             tuple(moved.shape),
@@ -170,6 +180,24 @@ class Attention(Layer):
             x.dtype,
             x.device,
         )
+        if doubt > SURE and x.dtype == torch.float64:
+            raise InputError(
+                f"{_SMALL.format('float64')} Found some that rounding shifts by {doubt:.1g}; "
+                "scale queries, keys or tokens down."
+            )
+        if doubt > SURE:
+            double = {"device": "cpu", "dtype": torch.float64}
+            exact = self.in_double().linearise(
+                x.detach().to(**double),
+                memory=memory // 2,
+                map=map,
+                per_head=per_head,
+                context=None if context is None else context.to(**double),
+                side=side,
+                log_weights=None if log_weights is None else log_weights.to(**double),
+            )
+            _agree(op, exact, self.num_heads if per_head else None)
+        return op
 
     def stretch(
         self,
@@ -188,6 +216,27 @@ class Attention(Layer):
             memory: Bytes that one chunk may take, derivatives included, roughly.
         """
         return stretch(self, x, g, e, memory)
+
+
+def _agree(op: Operator, exact: Operator, heads: int | None) -> None:
+    """Refuse products whose rounding shows beside those of the same layer in float64."""
+    axes = () if heads is None else (heads,)
+    start = start_named("agreement with float64")
+    for ours, true, shape in (
+        (op.matvec, exact.matvec, op.in_shape),
+        (op.rmatvec, exact.rmatvec, op.out_shape),
+    ):
+        e = torch.randn(*axes, *shape, generator=start, dtype=torch.float64)
+        expected = true(e)
+        off = (ours(e.to(op.device, op.dtype)).to("cpu", torch.float64) - expected).flatten(
+            len(axes)
+        )
+        share = off.norm(dim=-1) / expected.flatten(len(axes)).norm(dim=-1).clamp_min(1e-300)
+        if not float(share.max()) <= _AGREED:
+            raise InputError(
+                f"{_SMALL.format(str(op.dtype)[6:])} Found a Jacobian that is "
+                f"{float(share.max()):.1%} off beside float64; use float64."
+            )
 
 
 _VARIANTS: list[type[Attention]] = []

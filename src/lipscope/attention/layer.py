@@ -184,6 +184,11 @@ class Layer(nn.Module, ABC):
     def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
         """Cotangents of queries and keys for the cotangent ``gs`` of the scores."""
 
+    def score_size(self, q: Tensor, k: Tensor) -> Tensor:
+        """What the rounding of a row's scores is relative to, ``(..., n)``, in float64."""
+        q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
+        return q * k.amax(-1, keepdim=True)
+
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
         """The matrices that make queries, keys and values of tokens."""
         return self.query, self.key, self.value

@@ -24,10 +24,13 @@ class Weighting(ABC):
     Attributes:
         all_rows: Whether a weight depends on scores of other rows. Blocks then hold all rows
             of some heads, and no row may be empty.
+        normalised: Whether weights of a row add up to 1 and depend on differences of its scores
+            only. Values may then be taken relative to any one vector.
         kept: How many tensors of the size of the scores `at` keeps.
     """
 
     all_rows: bool = False
+    normalised: bool = False
     kept: int = 1
 
     @abstractmethod
@@ -72,6 +75,8 @@ class Softmax(Weighting):
 
     ``dP = w - P rowsum(w)`` with ``w = P ds``, so that ``do = w v - rowsum(w) o + P dv``.
     """
+
+    normalised = True
 
     def weights(self, s: Tensor) -> Tensor:
         """The softmax of every row."""

@@ -16,6 +16,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.linalg.starts import start_named
 from lipscope.theorems.derived.ball import Ball, least
 from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.derived.row_gram import Weighted, row_gram_joint, weighted_head
@@ -61,6 +62,11 @@ class BallLayer:
         self.joint = row_gram_joint(self.layer.together) if sharp and self.several else math.inf
 
     @cached_property
+    def slack(self) -> float:
+        """What rounding may hide from a bound of all heads together at the centre."""
+        return self.layer.together.slack
+
+    @cached_property
     def bare(self) -> list[HeadAt]:
         """The heads before the output projection, if there is one."""
         assert self.layer.x is not None
@@ -79,8 +85,11 @@ class BallLayer:
         """
         output = self.layer.attention.output if self.layer.projected else None
         together, each = rest(self.bare, output, radii, ball, together=self.sharp)
-        heads = [local + one for local, one in zip(self.local, each, strict=True)]
-        return (self.joint + together if self.several else heads[0]), heads
+        heads = [
+            local + one + centre.slack
+            for local, one, centre in zip(self.local, each, self.centres, strict=True)
+        ]
+        return (self.joint + together + self.slack if self.several else heads[0]), heads
 
     def at(self, radii: Tensor, ball: BallName) -> BallValue:
         """Bounds of sigma over the ball of these radii."""
@@ -88,7 +97,10 @@ class BallLayer:
         eps = float(radii[0]) if ball == "frobenius" else radii
         balls = [Ball(c, eps, ball, w) for c, w in zip(self.centres, self.weighted, strict=True)]
         forms = [b.forms(local) for b, local in zip(balls, self.local, strict=True)]
-        heads = [(least(f), min(f, key=lambda name: f[name])) for f in forms]
+        heads = [
+            (least(f) + centre.slack, min(f, key=lambda name: f[name]))
+            for f, centre in zip(forms, self.centres, strict=True)
+        ]
         if not self.several:
             return BallValue(heads[0][0], "one head", heads)
         values = torch.tensor([value for value, _ in heads], dtype=torch.float64)
@@ -96,11 +108,11 @@ class BallLayer:
         apart = not self.layer.projected or self.layer.norm_output == 0.0  # outputs side by side
         together = {
             "sum": float(values.norm() if apart else values.sum()),
-            "joint": self.joint + float(change.norm() if apart else change.sum()),
+            "joint": self.joint + float(change.norm() if apart else change.sum()) + self.slack,
         }
         if self.layer.projected:
             each = [
-                least(Ball(c, eps, ball).forms(local))
+                least(Ball(c, eps, ball).forms(local)) + c.slack
                 for c, local in zip(self.bare, self.bare_local, strict=True)
             ]
             together["projection"] = self.layer.norm_output * math.hypot(*each)
@@ -116,8 +128,8 @@ def _local(centre: HeadAt, weighted: Weighted | None) -> float:
 
 def sigma_of(layer: DotProduct, x: Tensor, map: Map = "attention", seed: int = 0) -> TopSingular:
     """Sigma of a layer at ``x``, from a start of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=generator)
+    start = start_named(f"sigma|{map}|{seed}", x)
+    return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=start)
 
 
 def in_double(layer: Attention, head: int | None) -> DotProduct:

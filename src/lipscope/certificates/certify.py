@@ -185,7 +185,7 @@ def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: f
     sizes = [
         float((r + c.head.norm_v * wide).norm()) for r, c in zip(rows, bound.centres, strict=True)
     ]
-    if moved >= sum(sizes):
+    if moved > sum(sizes):
         raise InputError(
             f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "
             f"more than the {sum(sizes):.3g} that values allow at all; choose a smaller `eps`."

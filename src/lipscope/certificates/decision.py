@@ -17,7 +17,7 @@ from lipscope.certificates.balls import in_double, tokens_of
 from lipscope.certificates.read_out import Pool, ReadOut, check_ball
 from lipscope.errors import InputError
 from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head import heads_of
+from lipscope.theorems.head import UNIT, heads_of
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
 
@@ -105,7 +105,7 @@ def certified_radius(
     else:
         try:
             bound = ReadOut(at.layer, at.x, at.differences, pool, ball)
-            radii = bound.radii(at.margins[at.rivals], steps)
+            radii = bound.radii(at.margins[at.rivals] - at.rounding, steps)
         except NotApplicableError as error:
             raise InputError(f"No certificate: {error}.") from error
         limit, radius = int(at.rivals[radii.argmin()]), float(radii.min())
@@ -125,7 +125,7 @@ def certified_radius(
 
 def _note(radius: float, fraction: float) -> str | None:
     if radius == 0.0:
-        return "no radius: two classes tie"
+        return "no radius: two classes tie, up to rounding"
     if math.isinf(radius):
         return "infinite: the scores do not depend on the input"
     if fraction < _FAR:
@@ -171,6 +171,14 @@ class Decision:
         order = self.margins.argsort()
         self.rivals = order[others[order]]
         self.differences = self.weight[self.decision] - self.weight[self.rivals]
+
+    @property
+    def rounding(self) -> float:
+        """Of a difference of scores, where biases are added that may cancel."""
+        layer, sizes = self.layer, self.weight.norm(dim=1).max()
+        outer = 1.0 if layer.output is None else layer.output.norm()
+        given = [(layer.value_bias, sizes * outer), (layer.output_bias, sizes), (self.bias, 1.0)]
+        return UNIT * sum(float(b.norm() * factor) for b, factor in given if b is not None)
 
     def scores(self, x: Tensor) -> Tensor:
         """``W pool(f(X)) + b``."""

@@ -18,7 +18,7 @@ from lipscope.attention import DotProduct
 from lipscope.errors import InputError
 from lipscope.theorems.derived.ball import Ball
 from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head import heads_of
+from lipscope.theorems.head import UNIT, heads_of
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import eigenvalue
@@ -65,22 +65,49 @@ class ReadOut:
             self.share = (torch.arange(len(x)) == 0).to(x.dtype)
         self.gradients = torch.stack([_gradient(layer, x, each, self.share) for each in w])
         parts = w if layer.output is None else w @ layer.output
-        heads = zip(
-            heads_of(layer, fold=False),
-            parts.unflatten(1, (layer.num_heads, -1)).unbind(1),
-            strict=True,
+        seen = (w != 0).double()
+        if layer.output is not None:
+            seen = seen @ (layer.output != 0).double()
+        heads = list(
+            zip(
+                heads_of(layer, fold=False),
+                *(s.unflatten(1, (layer.num_heads, -1)).unbind(1) for s in (parts, seen)),
+                strict=True,
+            )
         )
+        # No path of nonzero weights from a token: nothing that is read depends on the input.
+        reads = [(s @ (head.value != 0).double()).any(1) for head, _, s in heads]
+        self.blind = ~torch.stack(reads).any(0)
+        sizes = w.norm(dim=1)
+        outer = 1.0 if layer.output is None else layer.output.norm()
         # one row of values per read-out: what w makes of the head's values
         self.centres = [
-            HeadAt(dataclasses.replace(head, value=u @ head.value), x) for head, u in heads
+            HeadAt(
+                dataclasses.replace(
+                    head, value=u @ head.value, size=float(sizes.max() * outer * head.value.norm())
+                ),
+                x,
+            )
+            for head, u, _ in heads
         ]
 
     @cached_property
     def slope(self) -> Tensor:
-        """``sup <∇g_r(X), E>`` over the unit ball, ``(r,)``."""
+        """``>= sup <∇g_r(X), E>`` over the unit ball, ``(r,)``: with what rounding may hide."""
+        hidden = sum(c.slack for c in self.centres)
         if self.ball == "frobenius":
-            return self.gradients.flatten(1).norm(dim=1)
-        return self.gradients.norm(dim=-1).sum(-1)
+            return self.gradients.flatten(1).norm(dim=1) + hidden
+        return self.gradients.norm(dim=-1).sum(-1) + hidden * len(self.share) ** 0.5
+
+    @cached_property
+    def hidden(self) -> float:
+        """What rounding may add to a difference of scores, biases left out."""
+        total = 0.0
+        for c in self.centres:
+            moved = c.rounding * (c.p * c.nu).sum(-1)
+            total += float(UNIT * len(c.x) ** 0.5 * c.head.size_v * c.x.norm(dim=1).max())
+            total += 2 * float(moved.max())
+        return total
 
     def radii(self, margins: Float[Tensor, " r"], steps: int) -> Float[Tensor, " r"]:
         """Radii within which ``g_r`` moves by less than its margin, as far as is proved.
@@ -94,9 +121,12 @@ class ReadOut:
         Raises:
             NotApplicableError: If derivatives overflow.
         """
+        if bool(self.blind.all()):
+            return torch.full_like(margins, math.inf)
+        margins = (margins - self.hidden).masked_fill(self.blind, math.inf)
+        if not bool((margins > 0).all()):  # a tie, up to rounding
+            return torch.zeros_like(margins)
         top = self._scale(margins)
-        if math.isinf(top):
-            return torch.full_like(margins, top)
         if top == 0.0:
             raise NotApplicableError("no radius is small enough: its derivatives overflow")
         edges, bends, kept = [0.0], [], torch.zeros_like(margins)
@@ -109,18 +139,11 @@ class ReadOut:
             kept = torch.maximum(kept, reached)
             if float(reached.min()) < edges[-1]:
                 break
-        return kept
+        return kept.masked_fill(self.blind, math.inf)
 
     def _scale(self, margins: Tensor) -> float:
-        """A radius that nearly keeps all margins: half of it does; 0 or inf if none or all do."""
-        first = float((margins / self.slope).min())  # no larger one can be certified
-        if math.isinf(first) and not bool(self.curvature(1.0).any()):
-            return math.inf  # nothing that is read depends on the input
-        top = first if math.isfinite(first) else 1.0
-        while top < first and top < _FAR and self._keeps(top / 2, margins):
-            top *= 2
-        if top >= _FAR:
-            return math.inf
+        """A radius that nearly keeps all margins: half of it does; 0 if none does."""
+        top = min(float((margins / self.slope).min()), _FAR)  # no larger one can be certified
         while top > 1 / _FAR and not self._keeps(top / 2, margins):
             top /= 2
         return top if top > 1 / _FAR else 0.0
@@ -167,10 +190,10 @@ class _Rows:
         c, p = ball.c, ball.p
         self.ball = ball
         value, a = c.head.value, c.norm_a
-        v = value.norm(dim=1)[:, None]
+        v = (value.norm(dim=1) + UNIT * c.head.size_v)[:, None]
         rho = ball.rho.amax(-1)
         # >= |e_j - sum_l P'_il e_l|, which is (1 - P'_ij) times a difference of two moves
-        apart = 2 * (1 - p.lower) * ball.visible_eps[:, None]
+        apart = 2 * p.apart * ball.visible_eps[:, None]
         moved = torch.minimum(apart, (ball.visible_eps + ball.shift)[:, None])
         # >= |z'_ij - z_ij|
         dz = a * moved + (p.change * c.mu).sum(-1, keepdim=True)
@@ -188,7 +211,8 @@ class _Rows:
         c, p = self.ball.c, self.ball.p
         upper, z, dz = p.upper[rows], c.z(rows), dz[rows]
         y = c.y(rows).permute(2, 0, 1)  # (r, rows, n)
-        dy = dv[:, rows] + (p.change[rows] * y.abs()).sum(-1, keepdim=True)
+        rounding = UNIT * c.head.size_v * c.x.norm(dim=-1).max()
+        dy = dv[:, rows] + (p.change[rows] * y.abs()).sum(-1, keepdim=True) + rounding
         signed = [(s * y + dy).clamp_min(0.0) for s in (1, -1)]
         top = torch.stack([torch.where(upper > 0, s, 0.0).amax(-1) for s in signed]).amax(0)
         third = torch.stack([_root_of(upper * s, z, dz).square() for s in signed]).amax(0)
@@ -221,8 +245,8 @@ class _Rows:
         ``U``; or, where one token holds nearly all the weight, moves relative to its own.
         """
         p = self.ball.p
-        lower, best = p.lower.max(-1, keepdim=True)
-        other = (2 * p.upper).scatter(-1, best, 2 * (1 - lower))
+        apart, best = p.apart.min(-1, keepdim=True)
+        other = (2 * p.upper).scatter(-1, best, 2 * apart)
         return torch.where(
             other.sum(-1, keepdim=True) < p.upper.sum(-1, keepdim=True), other, p.upper
         )

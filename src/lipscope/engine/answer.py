@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from lipscope.linalg.difference import difference
 from lipscope.linalg.norms import bracketed
 from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
+from lipscope.linalg.starts import start_named
 from lipscope.models import LayerMap
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
@@ -207,8 +207,7 @@ class _Solve:
     def _generator(self, head: int | None, purpose: str) -> torch.Generator:
         """A start that depends on names only: not on batches, order or restarts."""
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
-        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-        return torch.Generator().manual_seed(number)
+        return start_named(name)
 
     def _notes(
         self,

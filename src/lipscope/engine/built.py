@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from lipscope.attention import Attention
 from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
@@ -59,12 +59,7 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
     name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
-    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-    size = {
-        "num_tokens": len(built.x),
-        "radius": radius,
-        "generator": torch.Generator().manual_seed(number),
-    }
+    size = {"num_tokens": len(built.x), "radius": radius, "generator": start_named(name)}
     climb = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
     if job.input == ASCENT:
         found = ascend(layer, **size, **climb, start=built.x)

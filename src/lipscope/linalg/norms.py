@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lipscope.linalg.operator import Operator, to_dense
 from lipscope.linalg.singular import TopSingular
+from lipscope.linalg.starts import start_named
 
 # How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
 # the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
@@ -206,5 +207,5 @@ def _unit_tokens(e: Tensor) -> Tensor:
 
 
 def _random(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
-    gen = torch.Generator().manual_seed(seed)
+    gen = start_named(f"norm|{seed}")
     return torch.randn(_STARTS, *shape, generator=gen, dtype=torch.float64).to(op.device, op.dtype)

@@ -216,7 +216,7 @@ def _check_deterministic(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) ->
 def check_adjoint(op: Operator) -> None:
     """Refuse an operator whose products are not each other's transpose.
 
-    Checks ``<J e, g> = <e, J^T g>`` on one pair of vectors with a fixed seed. It catches
+    Checks ``<J e, g> = <e, J^T g>`` on one pair of vectors, always the same. It catches
     layers whose forward and backward passes belong to different functions.
 
     Raises:

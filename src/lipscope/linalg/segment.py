@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lipscope.linalg.operator import linearise
 from lipscope.linalg.singular import top_singular
+from lipscope.linalg.starts import start_named
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,9 @@ def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, points: int 
     nodes, weights = np.polynomial.legendre.leggauss(points)
     sigmas = []
     for t in (nodes + 1) / 2:
-        gen = torch.Generator().manual_seed(0)
-        top = top_singular(linearise(f, x + float(t) * (y - x)), tol=1e-3, generator=gen)
+        point = x + float(t) * (y - x)
+        start = start_named("segment", point)
+        top = top_singular(linearise(f, point), tol=1e-3, generator=start)
         sigmas.append(top.upper)
     with torch.no_grad():
         slope = float((f(y) - f(x)).norm() / (y - x).norm())

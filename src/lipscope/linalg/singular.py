@@ -99,7 +99,8 @@ def top_singular(
         TopSingular record. Non-convergence is a status, never an exception.
 
     Raises:
-        InputError: For a tolerance or probability out of range.
+        InputError: For a tolerance or probability out of range, or an operator in half
+            precision, of which nothing would be promised.
 
     Source: derived here (``docs/theory/interval.md``), after [golub1965], [hochstenbach2013].
 
@@ -169,7 +170,12 @@ def top_singular_batch(
 def _check(op: Operator, tol: float, delta: float, max_steps: int) -> None:
     if max_steps < 1:
         raise InputError(f"`max_steps` should be at least 1. Found `max_steps = {max_steps}`.")
-    smallest = SMALLEST_TOL.get(op.dtype, 1e-2)
+    if op.dtype not in SLACK:
+        raise InputError(
+            "The operator should be in float32 or float64, whose rounding the interval covers. "
+            f"Found {str(op.dtype)[6:]}; convert the layer and its input, as with `.float()`."
+        )
+    smallest = SMALLEST_TOL[op.dtype]
     if not tol >= smallest:
         raise InputError(
             f"`tol` should be at least {smallest:g} in {str(op.dtype)[6:]}. Found `tol = {tol}`."
@@ -181,12 +187,14 @@ def _check(op: Operator, tol: float, delta: float, max_steps: int) -> None:
 def _starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One Gaussian vector per entry: its direction is uniform on the sphere.
 
-    Drawn in float32 on the generator's own device, so that a row does not depend on the
-    dtype in which it is computed.
+    Drawn in float64 on the generator's own device, so that a row does not depend on the dtype
+    in which it is computed, and a small `delta` holds: normal numbers of float32 are exactly
+    zero once in 2^24 draws.
     """
+    cpu = torch.device("cpu")
     drawn = [
         torch.randn(
-            op.in_shape, generator=g, device=g.device if g is not None else torch.device("cpu")
+            op.in_shape, generator=g, device=cpu if g is None else g.device, dtype=torch.float64
         )
         for g in generators
     ]
@@ -276,13 +284,13 @@ class _Stop:
     ) -> tuple[SolverStatus, str | None]:
         if self.tight and within:
             return "tight", None
-        if not self.tight and small and (within or exhausted):
+        if not self.tight and small and within:
             return "converged", None
         if exhausted:
             return (
                 "max_steps",
-                "the Krylov space is exhausted to rounding, so more steps cannot narrow the "
-                "interval: use float64 or a larger `delta`",
+                "the Krylov space is exhausted to rounding, so more steps cannot exclude a larger "
+                "value: the interval is valid but wide; use float64 or a larger `delta`",
             )
         return (
             "max_steps",
@@ -294,12 +302,12 @@ class _Stop:
         """Whether a singular value above ``(1 + tol) theta`` is unlikely enough to stop."""
         if self._complete(run, i, theta):
             return True
-        slack = 1 + SLACK.get(self.op.dtype, 1e-2) if self.tight else 1.0
+        slack = 1 + SLACK[self.op.dtype] if self.tight else 1.0
         factor = (1 + self.tol) / slack
         return factor > 1 and self._evidence(run, i, theta).excludes(factor, self.stop_threshold)
 
     def _upper(self, run: _Run, i: int, theta: float) -> float:
-        slack = 1 + SLACK.get(self.op.dtype, 1e-2)
+        slack = 1 + SLACK[self.op.dtype]
         if self._complete(run, i, theta):
             return theta * slack
         return theta * self._evidence(run, i, theta).upper_factor(self.threshold) * slack
@@ -345,8 +353,7 @@ class _Stop:
             nan,
             run.products,
             "non_finite",
-            "a product with the Jacobian is not finite: the map overflows at this input"
-            + ("; compute it in float32" if self.op.dtype.itemsize < 4 else ""),
+            "a product with the Jacobian is not finite: the map overflows at this input",
         )
 
 

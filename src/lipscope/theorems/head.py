@@ -17,6 +17,8 @@ from torch import Tensor
 from lipscope.attention import DotProduct, Rotary, Softmax
 from lipscope.theorems.register import NotApplicableError
 
+UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, with room
+
 
 @dataclass(frozen=True)
 class Head:
@@ -35,6 +37,8 @@ class Head:
         rotary: Rotary embedding, or None.
         window: Token i reads tokens j > i - window only, or None.
         score_bias: ``B``, ``(n, n)``, or None.
+        size: ``‖W_h‖_F ‖V‖_F`` where that product is folded into ``value``, which may cancel
+            in it; None where nothing is.
     """
 
     query: Float[Tensor, "k d"]
@@ -47,11 +51,18 @@ class Head:
     rotary: Rotary | None = None
     window: int | None = None
     score_bias: Float[Tensor, "n n"] | None = None
+    size: float | None = None
 
     @cached_property
     def norm_a(self) -> float:
-        """``‖A‖``, from a ``k x k`` matrix."""
-        return _product_norm(self.key.T, self.query.T)
+        """``‖A‖``, from a ``k x k`` matrix; with what rounding may hide where ``K^T Q`` cancels."""
+        hidden = UNIT * float(self.key.norm() * self.query.norm())
+        return _product_norm(self.key.T, self.query.T) + hidden
+
+    @cached_property
+    def size_v(self) -> float:
+        """``‖V‖_F`` before anything in it cancels: what its rounding is relative to."""
+        return float(self.value.norm()) if self.size is None else self.size
 
     @cached_property
     def norm_b(self) -> float:
@@ -60,8 +71,9 @@ class Head:
 
     @cached_property
     def norm_v(self) -> float:
-        """``‖V‖``."""
-        return float(torch.linalg.matrix_norm(_small(self.value), 2))
+        """``‖V‖``, with what rounding may hide where a folded product cancels."""
+        hidden = 0.0 if self.size is None else UNIT * self.size
+        return float(torch.linalg.matrix_norm(_small(self.value), 2)) + hidden
 
     @cached_property
     def rotation_norm(self) -> float:
@@ -185,8 +197,9 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
 
 
 def _head(one: DotProduct, *, fold: bool) -> Head:
-    value, zeros = one.value, one.query.new_zeros(one.head_width)
+    value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
+        size = float(one.output.norm() * value.norm())
         value = torch.linalg.qr(one.output, mode="r").R @ value
     return Head(
         one.query * one.scale,
@@ -199,6 +212,7 @@ def _head(one: DotProduct, *, fold: bool) -> Head:
         one.rotary,
         one.window,
         one.score_bias,
+        size,
     )
 
 

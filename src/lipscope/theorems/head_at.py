@@ -21,11 +21,13 @@ from torch import Tensor
 
 from lipscope.attention import Rotary
 from lipscope.errors import InputError
-from lipscope.theorems.head import Head
+from lipscope.theorems.head import UNIT, Head
 from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import spectral_norm, spectral_norms
 
 _CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
+_SETTLED = 750.0  # a logit so far below another one has the weight 0 in float64
+_KNOWN = 0.01  # largest rounding of logits whose weights still mean something
 
 
 class AtInput:
@@ -76,7 +78,7 @@ class AtInput:
     @cached_property
     def p(self) -> Float[Tensor, "*h n n"]:
         """Probabilities."""
-        return torch.softmax(self.logits(), -1)
+        return torch.softmax(self.s, -1)
 
     @cached_property
     def o(self) -> Float[Tensor, "*h n kv"]:
@@ -88,10 +90,73 @@ class AtInput:
         """Means of the keys under every row."""
         return self.p @ self.k
 
-    def logits(self) -> Float[Tensor, "*h n n"]:
-        """What the softmax is taken of: with the bias, -inf where masked."""
+    @cached_property
+    def s(self) -> Float[Tensor, "*h n n"]:
+        """What the softmax is taken of: logits with the bias, -inf where masked."""
         scores = (self.q @ self.k.mT).view(len(self.heads), len(self.x), len(self.x))
         return self.joined(h.biased(s) for h, s in zip(self.heads, scores, strict=True))
+
+    @cached_property
+    def rounding(self) -> Float[Tensor, "*h n"]:
+        """How far float64 may shift a logit of a row; 0 where one token has all weight.
+
+        Raises:
+            NotApplicableError: Where the weights are lost in it.
+        """
+        heads, size = self.heads, self.x.norm(dim=-1)
+        turned = 1.0 if self.rotary is None else max(h.rotation_norm for h in heads) ** 2
+        queries, keys = (
+            self.joined(size * w.norm() + b.norm() for w, b in pairs)
+            for pairs in (
+                [(h.query, h.query_bias) for h in heads],
+                [(h.key, h.key_bias) for h in heads],
+            )
+        )
+        terms = sum(heads[0].query.shape)
+        shift = UNIT * terms**0.5 * turned * queries * keys.amax(-1, keepdim=True)
+        if any(h.score_bias is not None for h in heads):
+            shift = shift + UNIT * self.s.masked_fill(self.s == -torch.inf, 0.0).abs().amax(-1)
+        best, second = self.s.topk(min(2, len(size)), -1).values[..., (0, -1)].unbind(-1)
+        alone = (self.s > -torch.inf).sum(-1) == 1
+        shift = shift.masked_fill(alone | (best - second > _SETTLED + 2 * shift), 0.0)
+        if not bool((shift < _KNOWN).all()):
+            raise NotApplicableError(
+                "its logits are too large for float64 to know the attention weights"
+            )
+        return shift
+
+    @cached_property
+    def slack(self) -> float:
+        """``>= ‖J~ - J‖`` for the Jacobian ``J~`` that a bound sees in float64, to first order.
+
+        Relative to what cancels in it: differences of values and keys, and heads. Also in the
+        largest token norm. Derived here (``docs/theory/local-certificates.md``).
+        """
+        n, total = len(self.x), 0.0
+        kept = (self.p, self.q, self.k, self.v, self.o, self.mean_key, self.rounding)
+        unit = UNIT * n**0.5
+        for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
+            p, q, k, v, o, middle, shift = (t.view(len(self.heads), n, -1)[h] for t in kept)
+            turned = 1.0 if head.rotary is None else head.rotation_norm
+            reach = turned * head.key.norm() * q.norm(dim=-1)
+            turn = turned * head.query.norm()
+            apart = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+            keys = torch.cdist(middle, k, compute_mode="donot_use_mm_for_euclid_dist")
+            most_v = head.size_v * self.x.norm(dim=-1).max()
+            most_k = k.norm(dim=-1).max()
+            once = (p * apart).sum(-1), (p * keys).sum(-1), (p * apart * keys).sum(-1)
+            # P is off by a share, y and the keys' differences by units of what they are made of.
+            share = 2 * shift.view(-1) + unit
+            off = share * (head.size_v + once[0] * reach + once[2] * turn)
+            off = off + unit * (most_v * reach + (most_v * once[1] + most_k * once[0]) * turn)
+            off = off + unit**2 * most_v * most_k * turn
+            total += outer * n**0.5 * float(off.max())
+        return total
+
+    @property
+    def outer(self) -> list[float]:
+        """Bounds of the norm of what follows every head."""
+        return [1.0] * len(self.heads)
 
     def columns(self, slope: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
         """What a norm in front multiplies every column of blocks by: its slope, else ones."""
@@ -155,6 +220,13 @@ class HeadsAt(AtInput):
         super().__init__(heads, x)
         self.output = output
 
+    @property
+    def outer(self) -> list[float]:
+        """``‖W_h‖_F``, or ones."""
+        if self.output is None:
+            return super().outer
+        return [float(part.norm()) for part in self.output.chunk(len(self.heads), 1)]
+
     @cached_property
     def query(self) -> Float[Tensor, "h k d"]:
         """``Q`` of every head, scaled."""
@@ -187,11 +259,6 @@ class HeadAt(AtInput):
         """That of the only head."""
         (one,) = parts
         return one
-
-    @cached_property
-    def s(self) -> Float[Tensor, "n n"]:
-        """Logits, -inf where masked."""
-        return self.logits()
 
     @cached_property
     def allowed(self) -> Bool[Tensor, "n n"]:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,7 +146,7 @@ def evaluate(
         factor = _chain_rule(theorem, slope)
         wanted |= {"slope": slope} if theorem.by_token else {}
     try:
-        value = _value(theorem, layer, lambda subject: theorem.function(subject, **wanted))
+        value = _value(theorem, layer, lambda subject: _asked(theorem, subject, wanted))
         value *= factor
     except OverflowError:
         raise NotApplicableError(_TOO_LARGE) from None
@@ -156,6 +157,15 @@ def evaluate(
     if not math.isfinite(value):
         raise NotApplicableError(_TOO_LARGE)
     return value
+
+
+def _asked(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
+    """What a theorem says, plus what rounding at the input may hide from an upper bound."""
+    value = theorem.function(subject, **wanted)
+    if not isinstance(subject, AtInput) or theorem.kind == "lower":
+        return value
+    steepest = float(wanted["slope"].max()) if "slope" in wanted else 1.0
+    return value + subject.slack * steepest
 
 
 def _chain_rule(theorem: Theorem, slope: Tensor) -> float:

@@ -14,7 +14,9 @@ def spectral_norm(matrix: Float[Tensor, "r c"]) -> float:
 
 def spectral_norms(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     """Of many small matrices, from the smaller Gram matrix of each."""
-    return eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
+    size = m.abs().amax((-2, -1), keepdim=True)  # squares must not underflow
+    m = m / torch.where(size > 0, size, 1.0)
+    return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
 
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:

@@ -160,6 +160,7 @@ def _normed_question(
             f"`floor` should be at most the smallest token norm of `x`, {smallest:.6g}. "
             f"Found `floor = {floor:g}`."
         )
+    floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
     asked = AskedLayer(layer.absorbed, "attention", head, sphere)
     return _Question(asked, "normed", num_tokens, 1.0, slope, steepest, floor)
@@ -207,6 +208,7 @@ def _checked(
                 f"`radius` should be at least the largest token norm of `x`, {largest:.6g}. "
                 f"Found `radius = {radius:g}`."
             )
+        radius = max(radius, largest) if radius > 0 else radius  # outward: no token is left out
     if num_tokens is not None and num_tokens < 1:
         raise InputError(f"`num_tokens` should be at least 1. Found `num_tokens = {num_tokens}`.")
     zeros = x is not None and not bool(x.any())  # the one input whose radius is 0

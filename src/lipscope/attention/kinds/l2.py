@@ -83,6 +83,11 @@ class L2Attention(Attention):
         own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
         return s - 2 * own - 2 * other
 
+    def score_size(self, q: Tensor, k: Tensor) -> Tensor:
+        """``(|q_i| + max_j |k_j|)²``: of what the distance is a difference."""
+        q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
+        return (q + k.amax(-1, keepdim=True)).square()
+
     def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
         """``2 (gs k - rowsum(gs) q)`` and ``2 (gs^T q - colsum(gs) k)``."""
         gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q

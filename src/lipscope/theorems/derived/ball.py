@@ -64,8 +64,8 @@ class Ball:
     @cached_property
     def spread(self) -> Tensor:
         """``>= sqrt(lam_max(Cov_P'(e)))``: how far moves differ within a row, ``(n,)``."""
-        most = self.p.lower.amax(-1).clamp_min(0.5)  # Var <= 4 p (1 - p) eps^2 once p > 1/2
-        part = (4 * most * (1 - most)).sqrt()
+        apart = self.p.apart.amin(-1).clamp_max(0.5)  # Var <= 4 p (1 - p) eps^2 once p > 1/2
+        part = (4 * apart * (1 - apart)).sqrt()
         if self.ball == "frobenius":
             part = torch.minimum(part, self.p.upper.amax(-1).sqrt())
         return self.visible_eps * part

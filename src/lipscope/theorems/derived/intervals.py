@@ -24,11 +24,13 @@ class SoftmaxIntervals:
     Attributes:
         upper: ``U_ij >= P'_ij``.
         lower: ``L_ij <= P'_ij``.
+        apart: ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1.
         change: ``D_ij >= |P'_ij - P_ij|``.
     """
 
     upper: Tensor
     lower: Tensor
+    apart: Tensor
     change: Tensor
 
 
@@ -49,28 +51,40 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
     p, allowed, e = at.p, at.allowed, eps
     rho = at.rho + at.norm_a * e[:, None]  # of the moved query
     keyed = rho * e
-    eta = (at.mu * e[:, None] + keyed).masked_fill(~allowed, 0.0)
-    upper = torch.sigmoid(at.s + eta - _others(at.s - eta))
-    lower = torch.sigmoid(at.s - eta - _others(at.s + eta))
+    rounding = at.rounding[:, None]  # of the logits themselves
+    eta = (at.mu * e[:, None] + keyed + rounding).masked_fill(~allowed, 0.0)
+    above = at.s + eta - _others(at.s - eta)
+    below = at.s - eta - _others(at.s + eta)
+    # in the log domain: P may underflow where P exp(jensen) does not, and 1 - P where P is 1
+    odds = at.s - _others(at.s)
+    log_p, rest = torch.nn.functional.logsigmoid(odds), torch.sigmoid(-odds)  # rest = 1 - P
     if ball == "frobenius":
-        weights = p * rho
-        squares = weights.square()
-        rest = (squares.sum(-1, keepdim=True) - squares).clamp_min(0.0)
-        moved = ((rho * (1 - p)).square() + rest).sqrt() * e
+        moved = ((rho * rest).square() + _without((p * rho).square())).sqrt() * e
     else:
-        weights = p * keyed
-        moved = (weights.sum(-1, keepdim=True) - weights).clamp_min(0.0) + keyed * (1 - p)
-    jensen = at.mu * e[:, None] + moved
+        moved = _without(p * keyed) + keyed * rest
+    jensen = at.mu * e[:, None] + moved + 2 * rounding
     widest = eta.amax(-1, keepdim=True)
-    # in the log domain: P may underflow where P exp(jensen) does not
-    log_p = at.s - at.s.logsumexp(-1, keepdim=True)
-    upper = torch.maximum(torch.minimum(upper, (log_p + jensen).exp()), p)
-    lower = torch.maximum(lower, (log_p - jensen - widest.square() / 2).exp())
+    log_upper = (log_p + jensen).clamp_max(0.0)
+    upper = torch.maximum(torch.minimum(torch.sigmoid(above), log_upper.exp()), p)
+    log_lower = log_p - jensen - widest.square() / 2
+    lower = torch.maximum(torch.sigmoid(below), log_lower.exp())
     lower = torch.minimum(lower, p)
+    apart = torch.maximum(torch.minimum(torch.sigmoid(-below), -torch.expm1(log_lower)), rest)
+    least = torch.maximum(torch.sigmoid(-above), -torch.expm1(log_upper))
     change = torch.maximum(upper - p, p - lower)
-    return SoftmaxIntervals(
-        upper.masked_fill(~allowed, 0.0), lower, change.masked_fill(~allowed, 0.0)
+    change = torch.where(
+        p > 0.5, torch.maximum(apart - rest, (rest - least).clamp_min(0.0)), change
     )
+    return SoftmaxIntervals(
+        upper.masked_fill(~allowed, 0.0), lower, apart, change.masked_fill(~allowed, 0.0)
+    )
+
+
+def _without(w: Tensor) -> Tensor:
+    """``sum_{l != j} w_il`` of nonnegative numbers, without taking the largest from itself."""
+    best = w.argmax(-1, keepdim=True)
+    alone = w.scatter(-1, best, 0.0).sum(-1, keepdim=True)
+    return (w.sum(-1, keepdim=True) - w).clamp_min(0.0).scatter(-1, best, alone)
 
 
 def _others(t: Tensor) -> Tensor:

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lipscope.theorems.head import UNIT
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
+from lipscope.theorems.spectrum import eigenvalue
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
 _PROBES = 8  # directions of a row's output space that one round follows
 _CHUNK = 2**26  # bytes of Gram matrices at a time
-_FLOOR, _TINY = 1e-6, 1e-150  # smallest weight beside the largest one, and at all
+_FLOOR = 1e-6  # smallest weight beside the largest one
 _CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
 _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
@@ -70,18 +72,19 @@ def weighted_head(at: HeadAt, slope: Tensor | None = None) -> Weighted:
 
 def weighted_rows(rows: JacobianRows) -> Weighted:
     """The certificate with the best weights found."""
-    best, weights = math.inf, None
+    best, weights = math.inf, rows.support.to(torch.float64)
     probes = _random_probes(rows)
     seen = rows.seen(probes)  # squared: what the probes see of every block
     for round_ in range(_ROUNDS):
         candidate = rows.weights(seen)
         omega, probes, fresh = rows.probe(candidate, probes)
+        if not bool(omega.isfinite().all()):
+            break
         value = _bound(candidate, omega)
         if value < best:
             best, weights = value, candidate
         share = 2 / (round_ + 2)
         seen = (1 - share) * seen + share * fresh
-    assert weights is not None
     # The probes bound each eigenvalue from below; what is reported uses the exact ones.
     value = _bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
     return Weighted(value, rows, weights)
@@ -133,9 +136,13 @@ class JacobianRows:
     def weights(self, seen: Tensor) -> Tensor:
         """Weights that equalise the columns if blocks were numbers ``sqrt(seen)``."""
         size = seen.sqrt()
+        most = size.max()
+        if not 0 < most < math.inf:  # all blocks are zero, or overflow: any weights hold
+            return self.support.to(size)
+        size = size / most
         # A block that no probe saw still needs a positive weight, and one that no number
         # can tell from zero beside the others.
-        size = size.clamp_min(_FLOOR * float(size.max()) + _TINY).masked_fill(~self.support, 0.0)
+        size = size.clamp_min(_FLOOR).masked_fill(~self.support, 0.0)
         perron = torch.ones(len(size), dtype=size.dtype)
         for _ in range(100):
             perron = size.T @ (size @ perron)
@@ -158,16 +165,17 @@ class JacobianRows:
 
     def eigenvalues(self, weights: Tensor) -> Tensor:
         """``ω_i``, ``(n,)``."""
-        parts = [
-            torch.linalg.eigvalsh(self._grams(weights, rows))[:, -1] for rows in self._chunks()
-        ]
-        return torch.cat(parts).clamp_min(0)
+        parts = [eigenvalue(self._grams(weights, rows)) for rows in self._chunks()]
+        hidden = torch.stack([self._hidden(i, row) for i, row in enumerate(weights)])
+        return torch.cat(parts) + hidden
 
     def probe(self, weights: Tensor, probes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Lower values of ``ω_i``, the directions that carry them, and what these see."""
         omega, directions, seen = [], [], []
         for rows in self._chunks():
             grams, basis = self._grams(weights, rows), probes[rows]
+            if not bool(grams.isfinite().all()):
+                return weights.new_full((len(weights),), math.inf), probes, weights
             for _ in range(3):  # subspace iteration
                 basis = torch.linalg.qr(grams @ basis).Q
             values, turn = torch.linalg.eigh(basis.mT @ grams @ basis)
@@ -237,8 +245,7 @@ class JacobianRows:
     def _gram(self, i: int, weights: Tensor) -> Tensor:
         at = self.at
         heads, n, kv = at.v.shape
-        inverse = torch.where(self.support[i], at.columns(self.slope).square() / weights, 0.0)
-        c = at.p[:, i]
+        c, inverse = at.p[:, i], self._inverse(i, weights)
         scaled = c * inverse
         y = (c[:, :, None] * (at.v - at.o[:, i, None])).mT.reshape(self.concat, n)
         weighted = y * inverse
@@ -263,6 +270,23 @@ class JacobianRows:
         along = self._along(i).mT.reshape(self.concat, n)
         rounding = _CANCELLATION * gram.trace() * torch.eye(self.concat, dtype=gram.dtype)
         return gram - (along * (self.kappa * inverse)) @ along.T + rounding
+
+    def _inverse(self, i: int, weights: Tensor) -> Tensor:
+        return torch.where(self.support[i], self.at.columns(self.slope).square() / weights, 0.0)
+
+    def _hidden(self, i: int, weights: Tensor) -> Tensor:
+        """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
+        at, inverse = self.at, self._inverse(i, weights)
+        turned = 1.0 if at.rotary is None else at.heads[0].rotation_norm
+        query, key, value = (w.flatten(1).norm(dim=1) for w in (at.query, at.key, at.value))
+        apart = (at.v - at.o[:, i, None]).norm(dim=-1)  # (H, n)
+        blocks = at.p[:, i] * (
+            value[:, None] + apart * (turned * key * at.q[:, i].norm(dim=-1))[:, None]
+        )
+        blocks[:, i] += self._covariance(i).flatten(1).norm(dim=1) * query
+        outer = weights.new_tensor(at.outer).square()
+        gram = outer @ (blocks.square() @ inverse)
+        return UNIT * len(outer) * math.sqrt(self.concat + len(inverse)) * gram
 
     def _rotary_terms(
         self, pulled: Tensor, scaled: Tensor, y: Tensor, weighted: Tensor
