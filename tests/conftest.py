@@ -15,7 +15,10 @@ import hypothesis
 import pytest
 import torch
 
+import checked
 from command import TEXT, Command, Result
+
+checked.install()
 
 # A matrix product takes milliseconds cold and microseconds warm: no deadline per example.
 hypothesis.settings.register_profile("default", deadline=None)
