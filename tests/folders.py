@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipscope import Bound, Measurement, TokenShare
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Bound, Measurement, TokenShare, provenance, to_line
+from lipscope.records.rows import provenance, to_line
 from rows import row
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.records.rows import Measurement, TokenShare
+from lipscope import Measurement, TokenShare
 
 # As the first issue lists them, in its order; then what sweeps added.
 KEYS = [

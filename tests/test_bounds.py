@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single, value
+from lipscope import Operator, to_dense
 from lipscope.attention import DotProduct
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, to_dense
 from lipscope.theorems import (
     DERIVED,
     AskedLayer,

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from layers import draw
+from lipscope import to_dense
 from lipscope.attacks import ascend
-from lipscope.linalg.operator import to_dense
 from lipscope.theorems import AskedLayer, NotApplicableError, catalogue, evaluate
 
 REGIMES = ("medium", "sharp", "causal", "masked", "biased, causal", "heads", "rotary")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import checked
 import lipscope as ls
-from lipscope.linalg.operator import Operator
+from lipscope import Operator
 
 THREE, FOUR = torch.ones(3), torch.ones(4)
 REFUSED = (BeartypeCallHintViolation, jaxtyping.TypeCheckError)

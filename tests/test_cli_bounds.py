@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import BERT, TEXT
-from lipscope import capture, to_dense
-from lipscope.records.run import read_run
+from lipscope import capture, read_run, to_dense
 from lipscope.theorems import catalogue
 from tiny import TINY
 

@@ -11,11 +11,10 @@ from rich.console import Console
 
 import lipscope as ls
 from command import TEXT
+from lipscope import Bound, Measurement, read_run
 from lipscope.charts.marks import spread
 from lipscope.charts.sandwich import sandwich_chart
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
-from lipscope.records.rows import Bound, Measurement
-from lipscope.records.run import read_run
 from lipscope.theorems import bounds_at
 from rows import row
 from tiny import TINY, tiny

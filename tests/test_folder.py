@@ -16,9 +16,9 @@ from typing import Any
 import polars
 import pytest
 
+from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement
 from rows import SPEC, lines, row, tokens_of
 
 

@@ -11,9 +11,9 @@ import torch
 
 import lipscope as ls
 from command import BERT, TEXT
+from lipscope import Measurement
 from lipscope.pages.items import items_of
 from lipscope.pages.points import points_of
-from lipscope.records.rows import Measurement
 
 WINDOW: dict[str, Any] = {"lengths": [6], "samples": 1}
 IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
