@@ -87,6 +87,12 @@ def test_refuses_what_jaxtyping_refuses(case: str) -> None:
             guarded(*arguments)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_nothing_is_refused_where_the_check_is_off() -> None:
+    guarded = checked.jaxtyped(same_length, typechecker=beartype)
+    assert guarded(THREE, FOUR) == 7
+
+
 def test_the_package_is_checked() -> None:
     layer = ls.DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     with pytest.raises(BeartypeCallHintViolation):

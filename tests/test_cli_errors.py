@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,35 +75,17 @@ def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
     refused(lipscope(*arguments, *lengths, "--text", "text.txt"), *expected)
 
 
-def test_words_that_are_no_choice(tmp_path):
-    """In a process of its own: under pytest, types are checked before the command can."""
-    commands = {
-        "--metric": ("largest", "`metric` should be one of frobenius, token-relative"),
-        "--windows": ("random", "`windows` should be one of spread, consecutive"),
-        "--dtype": ("float16", "`dtype` should be one of float32, float64"),
-    }
-    code = (
-        "import sys; from lipscope import cli\n"
-        "given = sys.argv[1:]\n"
-        "for name, word in zip(given[::2], given[1::2]):\n"
-        "    sys.argv[1:] = ['measure', 'MODEL', '--lengths', '6', name, word]\n"
-        "    try: cli.main()\n"
-        "    except SystemExit as end: print(end.code)\n"
-    )
-    words = [word for name, (value, _) in commands.items() for word in (name, value)]
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("MODEL", BERT), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["2", "2", "2"]
-    said = done.stderr.splitlines()
-    assert len(said) == 3, done.stderr
-    for line, (value, expected) in zip(said, commands.values(), strict=True):
-        assert expected in line and value in line
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("name", "word", "expected"),
+    [
+        ("--metric", "largest", "`metric` should be one of frobenius, token-relative"),
+        ("--windows", "random", "`windows` should be one of spread, consecutive"),
+        ("--dtype", "float16", "`dtype` should be one of float32, float64"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")  # or the check of types would refuse them first
+def test_words_that_are_no_choice(lipscope, name, word, expected):
+    refused(lipscope(BERT, "--text", "text.txt", "--lengths", "6", name, word), expected, word)
 
 
 @pytest.mark.parametrize(

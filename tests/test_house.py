@@ -35,8 +35,8 @@ INSIDE = {
     "reproduce run sweep",
     "theorems": "bounds bounds_values certify inputs local normed zero_token",
 }
-# What they share: all that a layer says of what it does; run folders made by hand.
-SHARED = {"attention": "agreement", "records": "folders"}
+# What they share: all that a layer says of what it does; sweeps in this process; run folders.
+SHARED = {"attention": "agreement", "engine": "sweeps", "records": "folders"}
 
 
 def relative(path: Path) -> str:
