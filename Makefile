@@ -1,8 +1,10 @@
 # One environment for everything: .venv, made on first use and again when pyproject.toml changes.
 PYTHON ?= python3
 VENV ?= .venv
-# Workers for the tests.
+# Workers for the tests. Each begins with a stretch of whole files, so that what a file sets up
+# is set up once; one that has no more takes half of what another has left.
 JOBS ?= 2
+SHARE := --dist worksteal
 
 BIN := $(VENV)/bin
 # Python compiles what is imported, once: most of the modules of torch and transformers never are.
@@ -38,14 +40,14 @@ test: export OMP_NUM_THREADS = 1
 test: export HF_HUB_OFFLINE = 1
 test: chromium  ## every check: style, types, floors, tests, doctests, examples, pages
 	$(MAKE) -j$(JOBS) lint examples docs
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) $(SHARE)
 
 examples: $(VENV)/.dev  # one after another: lint runs beside them
 	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: $(VENV)/.dev  ## the tests that take minutes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m slow
+	$(BIN)/python -m pytest -n $(JOBS) $(SHARE) -m slow
 
 lint: $(VENV)/.dev  ## style, types and floors only
 	$(BIN)/ruff check

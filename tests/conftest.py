@@ -9,13 +9,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import io
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 
+import checked
 from command import TEXT, Command, Result
+
+checked.install()
 
 # A matrix product takes milliseconds cold and microseconds warm: no deadline per example.
 hypothesis.settings.register_profile("default", deadline=None)
@@ -24,6 +29,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Threads on matrices of 72 columns cost ten times what they compute.
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No types are checked meanwhile, as outside of the tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

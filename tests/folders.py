@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipscope import Bound, Measurement, TokenShare
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Bound, Measurement, TokenShare, provenance
+from lipscope.records.rows import provenance
 from rows import row, write_lines
 
 NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope import to_dense
 from lipscope.attention import (
     Attention,
     DotProduct,
@@ -15,7 +16,6 @@ from lipscope.attention import (
     ScaledCosineAttention,
     TokenNorm,
 )
-from lipscope.linalg.operator import to_dense
 from lipscope.theorems import catalogue, evaluate
 
 THEOREMS = {theorem.name: theorem for theorem in catalogue()}

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from lipscope.linalg.operator import to_dense
-from lipscope.linalg.singular import top_singular
+from lipscope import to_dense, top_singular
 from lipscope.models import LayerMap, attention_sites, build_map, prepared, trace
 
 WIDTH, HEADS, GROUPS, TOKENS = 16, 4, 2, 5

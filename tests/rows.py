@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lipscope import Measurement, TokenShare
 from lipscope.records.jsonl import sealed
-from lipscope.records.rows import Measurement, TokenShare
 
 # As the first issue lists them, in its order; then what sweeps added.
 KEYS = [

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope import attacks
+from lipscope import Operator, attacks
 from lipscope.attacks.ascent import clamp, sigma_gradient
-from lipscope.attention.rotary import Rotary
+from lipscope.attention import Rotary
 from lipscope.linalg import singular
-from lipscope.linalg.operator import Operator
 from small import drawn, sigma
 
 BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_extremal"]

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lipscope import linearise, to_dense, top_singular
 from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.errors import InputError
-from lipscope.linalg.operator import linearise, to_dense
-from lipscope.linalg.singular import top_singular
 
 
 def random_layer(

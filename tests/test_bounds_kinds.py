@@ -20,6 +20,7 @@ from lipscope.attention import (
     ScaledCosineAttention,
 )
 from lipscope.theorems import (
+    AskedLayer,
     Head,
     HeadAt,
     HeadsAt,
@@ -163,15 +164,16 @@ def test_every_variant_on_every_kind_of_input(variant: str) -> None:
                 "infinity": dense.abs().sum(-1).amax(-1),
             }
             radius = float(points.norm(dim=-1).max())
+            shared = [AskedLayer(layer, x=x) for x in points]
             for theorem in asked:
                 if theorem.metric not in truth:
                     continue  # not for rotary embeddings, nor for other variants
                 if theorem.slow and (index + KINDS.index(kind)) % 6:
                     continue
                 local = "x" in theorem.needs
-                for k, x in enumerate(points[:1] if theorem.slow or not local else points):
+                for k, each in enumerate(shared[:1] if theorem.slow or not local else shared):
                     try:
-                        bound = evaluate(theorem, layer, x=x, num_tokens=n, radius=radius)
+                        bound = evaluate(theorem, each, num_tokens=n, radius=radius)
                     except NotApplicableError:
                         break
                     sigma = truth[theorem.metric][k] if local else truth[theorem.metric].max()

@@ -13,8 +13,8 @@ from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from lipscope import to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     MAPS,
     LayerMap,
@@ -200,7 +200,7 @@ def test_a_custom_operator_is_not_zero():
         lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2,
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
     )
-    from lipscope.linalg.operator import linearise
+    from lipscope import linearise
 
     x = torch.tensor([1.0, 2.0])
     assert to_dense(linearise(cube, x)).equal(torch.diag(3 * x**2))
@@ -349,7 +349,7 @@ def test_minilm_against_an_independent_lanczos():
         return attention.output.dense(attention.self(u[None])[0])[0]
 
     truth = lanczos(f, hidden[3][0])
-    from lipscope.linalg.singular import top_singular
+    from lipscope import top_singular
 
     layer = captured(loaded, {"input_ids": window.ids}, "attention", layer=3)
     top = top_singular(layer.linearise(layer.x), tol=1e-6, tight=True)
@@ -382,7 +382,7 @@ def test_smollm2_against_an_independent_lanczos():
         return attention.o_proj((p @ v)[0].transpose(0, 1).flatten(1))
 
     truth = lanczos(f, u)
-    from lipscope.linalg.singular import top_singular
+    from lipscope import top_singular
 
     layer = captured(loaded, {"input_ids": window.ids}, "attention", layer=15)
     assert layer.attention is not None

@@ -7,10 +7,11 @@ import math
 import pytest
 import torch
 
+from lipscope import measure
 from lipscope.attacks import constant, two_cluster
 from lipscope.attention import DotProduct
 from lipscope.engine.capture import captures, layer_maps
-from lipscope.engine.measure import measure, measure_built
+from lipscope.engine.measure import measure_built
 from lipscope.errors import InputError
 from lipscope.experiments.castin2024.published import castin_scripts
 from lipscope.models import (

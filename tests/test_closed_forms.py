@@ -36,8 +36,8 @@ from layouts import (
     randomised,
     traced,
 )
+from lipscope import to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.models import LayerMap, attention_sites, families
 
 

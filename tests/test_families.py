@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from lipscope import to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     LayerMap,
     attention_sites,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import vl_convert
 
+from lipscope import TokenShare
 from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import save
 from lipscope.charts.marks import (
@@ -23,7 +24,6 @@ from lipscope.charts.marks import (
 from lipscope.charts.pieces import lay_out, readable
 from lipscope.charts.text import shaded_text
 from lipscope.errors import InputError
-from lipscope.records.rows import TokenShare
 from rows import curve, row, tokens_of
 
 NASTY = "</script><script>alert(1)</script><!--&\"'"

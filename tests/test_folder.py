@@ -17,9 +17,9 @@ from typing import Any
 import polars
 import pytest
 
+from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement
 from lipscope.records.jsonl import sealed
 from rows import SPEC, lines, row, tokens_of, write_lines
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.growth import Growth, groups, growth, paired_lack_of_fit, unpaired_lack_of_fit
-from lipscope.records.rows import Measurement
 from rows import curve, row
 
 LENGTHS = [16, 32, 64, 128, 256]

@@ -1,11 +1,13 @@
 """The house rules that no linter checks: names, sizes, docstrings, what the face imports."""
 
 import ast
+import importlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,26 @@ SOURCES = sorted((ROOT / "src" / "lipscope").rglob("*.py"))
 BIBLIOGRAPHY = ROOT / "docs" / "references.bib"
 CITATION = r"\[([a-z]+(?:19|20)\d\d[a-z]?)\]"
 MAX_LINES = 400
+TESTS = sorted((ROOT / "tests").glob("*.py"))
+# The files test_NAME.py on the inside of a room; all others import `lipscope` and `lipscope.ROOM`.
+INSIDE = {
+    "attacks": "ascent",
+    "attention": "blocks faults gradient weighting",
+    "certificates": "certify decision expansion",
+    "charts": "engine_bounds figure page",
+    "cli": "cli_habits",
+    "engine": "changed measure ranges sweep sweep_cluster sweep_spec",
+    "experiments": "changed perturb reproduce zero_token",
+    "linalg": "ascent interval operator singular",
+    "measures": "inputs perturb weighting",
+    "models": "capture dinov2 families settings sides",
+    "pages": "identity page",
+    "records": "changed cli_rows engine_bounds folder growth normed parquet perturb record report "
+    "reproduce run sweep",
+    "theorems": "bounds bounds_values certify inputs local normed zero_token",
+}
+# What they share: all that a layer says of what it does; sweeps in this process; run folders.
+SHARED = {"attention": "agreement", "engine": "sweeps", "records": "folders"}
 
 
 def relative(path: Path) -> str:
@@ -65,6 +87,35 @@ def test_module_is_short(path: Path) -> None:
 def test_module_name_says_something(path: Path) -> None:
     parts = {part.removesuffix(".py").strip("_") for part in path.relative_to(ROOT).parts}
     assert not parts & {"utils", "util", "helpers", "helper", "common", "misc", "config"}
+
+
+def test_tests_come_in_by_the_front_door() -> None:
+    """What a room exports may be asked anywhere, its inside in tests of that room alone."""
+    found = {
+        (parts[1], path.stem)
+        for path in TESTS
+        for module in _imported(path)
+        if len(parts := module.split(".")) > 2 and parts[0] == "lipscope"
+    }
+    inside = {(room, f"test_{name}") for room in INSIDE for name in INSIDE[room].split()}
+    assert found == inside | {*SHARED.items()}
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, also those it takes out of a room as a name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{one.name}" for one in node.names if _is_module(node, one))
+
+
+def _is_module(node: ast.ImportFrom, name: ast.alias) -> bool:
+    path = ROOT / "src" / f"{node.module}.{name.name}".replace(".", "/")
+    if not (path.is_dir() or path.with_suffix(".py").exists()):
+        return False
+    return name.name not in getattr(importlib.import_module(str(node.module)), "__all__", ())
 
 
 def test_every_dependency_bound_has_its_reason() -> None:

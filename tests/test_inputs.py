@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope import attacks
-from lipscope.attention.kinds.l2 import L2Attention
+from lipscope import L2Attention, attacks
 from lipscope.measures.atoms import repeated_tokens
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions, star_direction

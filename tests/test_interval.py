@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lipscope import linearise
 from lipscope.linalg.interval import Cycle, Evidence, closed_form_factor, start_threshold
 from lipscope.linalg.krylov import golub_kahan
-from lipscope.linalg.operator import linearise
 
 N, M, STEPS, STARTS = 60, 65, 5, 200
 SPECTRA = {

@@ -9,7 +9,7 @@ import torch
 
 from lipscope import DotProduct, to_dense
 from lipscope.attention import Rotary
-from lipscope.theorems import HeadAt, HeadsAt, NotApplicableError, heads_of
+from lipscope.theorems import AskedLayer, HeadAt, HeadsAt, NotApplicableError, heads_of
 from lipscope.theorems.derived.local_bounds import (
     local_blocks,
     local_norms,
@@ -17,7 +17,6 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows_scalar,
 )
 from lipscope.theorems.derived.row_gram import JacobianRows, row_gram, row_gram_joint
-from lipscope.theorems.several import AskedLayer
 
 
 def rotation(n, width, generator):

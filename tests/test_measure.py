@@ -203,22 +203,9 @@ def test_the_model_comes_back_as_it_went_in():
 @pytest.mark.parametrize(
     ("options", "found"),
     [
-        ({"tol": 0.0}, "tol"),
-        ({"tol": -1e-3}, "tol"),
-        ({"tol": 1e-9, "dtype": "float32"}, "tol"),
-        ({"tol": math.nan}, "tol"),
-        ({"delta": 0.0}, "delta"),
-        ({"delta": 1.0}, "delta"),
-        ({"delta": math.nan}, "delta"),
-        ({"map": "nonsense"}, "map"),
-        ({"layers": [2]}, "between 0 and 1"),
+        # What the command can be asked as well is in test_cli_errors.
         ({"layers": [-1]}, "whole numbers from 0"),
         ({"layers": []}, "layer"),
-        ({"map": "block", "per_head": True}, "per_head"),
-        ({"tight": True, "dtype": "float32"}, "float64"),
-        ({"device": "nowhere"}, "device"),
-        ({"memory": "lots"}, "memory"),
-        ({"move": "5:9"}, "move"),
         ({"read": "6"}, "read"),
         ({"move": "middle"}, "move"),
         ({"lengths": [4]}, "leave them out"),

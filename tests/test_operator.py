@@ -6,16 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lipscope import Operator, linearise, to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import (
-    Operator,
-    check_adjoint,
-    compose,
-    linearise,
-    plus_identity,
-    restrict,
-    to_dense,
-)
+from lipscope.linalg.operator import check_adjoint, compose, plus_identity, restrict
 
 
 def dense(matrix: torch.Tensor) -> Operator:

@@ -17,6 +17,7 @@ from scipy import stats
 import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, sandwiched, shares, trained, written
+from lipscope import read_run, report
 from lipscope.charts.look import save
 from lipscope.charts.pieces import spaced
 from lipscope.errors import InputError
@@ -25,10 +26,8 @@ from lipscope.pages.content import Content
 from lipscope.pages.files import training_charts
 from lipscope.pages.items import items_of
 from lipscope.pages.points import axes, points_of
-from lipscope.pages.report import report
 from lipscope.pages.training import training_of
 from lipscope.pages.words import bibliography, methods
-from lipscope.records.run import read_run
 from rows import row
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
 from folders import NASTY, grown, sandwiched, trained, written
-from lipscope.pages.report import report
+from lipscope import report
 
 CHARTS = [
     "focus",

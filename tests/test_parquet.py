@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lipscope as ls
+from lipscope import TokenShare
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import TokenShare
 from rows import KEYS, SPEC, TOKEN_KEYS, lines, row, tokens_of
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.records.rows import COLUMNS, TokenShare, stable_id
+from lipscope import TokenShare
+from lipscope.records.rows import COLUMNS, stable_id
 from rows import KEYS, TOKEN_KEYS, row
 
 

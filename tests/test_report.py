@@ -10,9 +10,9 @@ import polars as pl
 import pytest
 from rich.console import Console
 
+from lipscope import Measurement, Rows, TokenShare
 from lipscope.errors import InputError
-from lipscope.pages.rows import Rows
-from lipscope.records.rows import COLUMNS, Measurement, TokenShare
+from lipscope.records.rows import COLUMNS
 from rows import curve, row, tokens_of
 
 

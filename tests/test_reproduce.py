@@ -12,16 +12,14 @@ import pytest
 import torch
 
 from command import SIZES, TEXT
-from lipscope import cli
+from lipscope import Rows, cli, read_run
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
 from lipscope.models import load_model
-from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
-from lipscope.records.run import read_run
 from rows import row
 from small import drawn
 

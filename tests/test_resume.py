@@ -30,12 +30,14 @@ def uninterrupted() -> ls.Rows:
     return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True)
 
 
+ARGUMENTS = ["measure", MODEL, "--text", "text.txt", "--lengths", "16,32"]
+ARGUMENTS += ["--samples", str(SAMPLES), "--rest", "--out", "run"]
+
+
 def start(folder: Path) -> subprocess.Popen[str]:
     (folder / "text.txt").write_text(TEXT)
-    command = [sys.executable, "-m", "lipscope.cli", "measure", MODEL, "--text", "text.txt"]
-    command += ["--lengths", "16,32", "--samples", str(SAMPLES), "--rest"]
     return subprocess.Popen(
-        [*command, "--out", "run"],
+        [sys.executable, "-m", "lipscope.cli", *ARGUMENTS],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -64,7 +66,7 @@ def finish(folder: Path) -> ls.Rows:
     return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True, out=folder / "run")
 
 
-def test_a_killed_process_loses_no_row_that_it_had_finished(tmp_path, uninterrupted):
+def test_a_killed_process_loses_no_row_that_it_had_finished(command, tmp_path, uninterrupted):
     """SIGKILL in mid-run, then the same command: the rows of a run without interruption.
 
     While the first process lives, also if it stands still, a second one is refused.
@@ -73,10 +75,9 @@ def test_a_killed_process_loses_no_row_that_it_had_finished(tmp_path, uninterrup
     first.send_signal(signal.SIGSTOP)
     try:
         before = {f.name: f.read_bytes() for f in run.iterdir()}
-        second = start(tmp_path)
-        out, said = second.communicate(timeout=120)
-        assert (second.returncode, out) == (2, "")
-        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", said)
+        second = command(*ARGUMENTS)
+        assert (second.status, second.out) == (2, "")
+        assert re.fullmatch(r"lipscope: `--out run` is in use by another process; .+\n", second.err)
         assert {f.name: f.read_bytes() for f in run.iterdir()} == before
     finally:
         first.kill()  # no process can catch it: the lock is the system's to give back
@@ -84,9 +85,8 @@ def test_a_killed_process_loses_no_row_that_it_had_finished(tmp_path, uninterrup
     assert first.returncode == -signal.SIGKILL
     kept = (run / "rows.jsonl").read_text().split("\n")[:-1]
     assert 5 <= len(kept) < len(uninterrupted), "not in the middle"
-    again = start(tmp_path)
-    _, said = again.communicate(timeout=120)
-    assert again.returncode == 0, said
+    again = command(*ARGUMENTS)
+    assert again.status == 0, again.err
     after = (tmp_path / "run" / "rows.jsonl").read_text().splitlines()
     assert after[: len(kept)] == kept  # kept as they were, not measured again
     assert len(after) == len(uninterrupted) == len({json.loads(line)["id"] for line in after})

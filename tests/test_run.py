@@ -11,11 +11,10 @@ import pandas
 import polars
 import pytest
 
+from lipscope import Bound, Measurement, read_run
 from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Bound, Measurement
-from lipscope.records.run import read_run
 from lipscope.records.jsonl import sealed
 from rows import BOUND_KEYS, SPEC, lines, row, tokens_of, write_lines
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lipscope import to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.models import attention_sites, prepared
 from lipscope.models.tracing.prepare import exact_maths
 from test_families import COMMON, CPU, GROUPED, IDS, agrees, call_of, maps_of, model_of

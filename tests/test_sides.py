@@ -30,8 +30,8 @@ from layouts import (
     foreign,
     randomised,
 )
+from lipscope import to_dense
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.models import (
     Side,
     attention_sites,

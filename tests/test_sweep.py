@@ -19,11 +19,11 @@ import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweep import local, read_spec
+from lipscope.engine.sweep import driver, local, read_spec
 from lipscope.engine.sweep.batches import Batches
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from sweeps import FAILED, JOBS, SPEC, rows_of, same_run
+from sweeps import FAILED, JOBS, SPEC, in_this_process, rows_of, same_run
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,8 @@ SAME: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", SAME)
-def test_what_measure_can_be_asked_a_sweep_can_too(tmp_path, what):
+def test_what_measure_can_be_asked_a_sweep_can_too(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(driver, "local_results", in_this_process)
     model, options = SAME[what]
     measured = ls.measure(model, **options)
     spec = {"maps" if name == "map" else name: value for name, value in options.items()}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from agreement import agree, gaussian
+from lipscope import to_dense
 from lipscope.attention import (
     Attention,
     DotProduct,
@@ -25,7 +26,6 @@ from lipscope.attention import (
     variants,
 )
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 
 N = 6
 

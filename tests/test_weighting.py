@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from agreement import agree, gaussian
+from lipscope import to_dense
 from lipscope.attention import DotProduct, L2Attention, Softmax, Weighting
 from lipscope.attention.chunked import ChunkedCore
 from lipscope.attention.weighting import At
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
 from lipscope.measures.atoms import repeated_tokens
-from lipscope.theorems import catalogue, evaluate
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 
 class Sigmoid(Weighting):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lipscope import DotProduct
-from lipscope.attention.kinds.l2 import L2Attention
+from lipscope import DotProduct, L2Attention
 from lipscope.errors import InputError
 from lipscope.experiments.kim2021.infinity import ascend_infinity
 from lipscope.experiments.kim2021.zero_token import proof_steps
