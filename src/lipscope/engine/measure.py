@@ -76,13 +76,12 @@ def measure(
               before the layer lets through (``norm``), or a number.
             * ``rest=False``: also sigma with the most sensitive token held fixed;
               ``average=False``: also ``‖J‖_F`` by random probes.
-            * ``tol=1e-3``: relative tolerance of the stopping rule; ``delta=1e-6``: failure
-              probability of each interval; ``tight=False``: go on, in float64, until
-              ``upper <= (1 + tol) sigma``.
-            * ``dtype``: ``float32`` unless ``tight``; ``device="auto"`` takes a GPU where there is
-              one; ``seed=0``: of the random starts; ``memory="1GiB"``: budget for chunks,
-              stored probabilities and the solver's basis; ``modules``: regular expression for
-              the attention modules, searched in their paths.
+            * ``tol=1e-3``: how wide intervals may be, ``upper <= (1 + tol) sigma``;
+              ``delta=0.01``: failure probability of each; a small one may need float64.
+            * ``dtype="float32"``; ``device="auto"`` takes a GPU where there is one; ``seed=0``: of
+              the random starts; ``memory="1GiB"``: budget for chunks, stored probabilities and
+              the solver's basis; ``modules``: regular expression for the attention modules,
+              searched in their paths.
             * ``tokenizer`` of a module of your own that reads text; ``revision`` of a hub id;
               ``allow_pickle=False``: accept a checkpoint that exists only as a pickle.
 
