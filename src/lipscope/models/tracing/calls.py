@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.tracing.flow import Node, alike, bare
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights
 from lipscope.models.tracing.sums import Kept, NormCall, SeenSums, close
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -173,7 +173,7 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     for leaf in module.modules():
-        if leaf is not module and next(leaf.parameters(), None) is not None:
+        if leaf is not module and has_weights(leaf):
             stack.callback(leaf.register_forward_hook(remember).remove)
     stack.callback(module.register_forward_hook(finish).remove)
     for leaf in _around(record.model, name, module):
@@ -190,7 +190,7 @@ def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
             rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
-            found = [m for m in rest if next(m.parameters(), None) is not None]
+            found = [m for m in rest if has_weights(m)]
     return found
 
 
@@ -252,7 +252,7 @@ def take(
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
     call.arguments, call.hidden = arguments, _names_of(arguments, moved)
-    call.x = call.output = as_tokens(record.kept.keep(moved), call.token_axis)
+    call.x = as_tokens(record.kept.keep(moved), call.token_axis)
     call.context = None if still is None else as_tokens(record.kept.keep(still), call.token_axis)
     values = (arguments.get(k) for k in _VALUES)
     if any(isinstance(v, Tensor) and not alike(v, keys) for v in values):

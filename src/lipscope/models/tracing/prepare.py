@@ -130,8 +130,7 @@ def prepared(
         model.eval()
         for p in grads:
             p.requires_grad_(False)
-        # Compiled modules run as they were written, or no hook would see inside.
-        with torch.compiler.set_stance("force_eager"), _implementations(model, implementation):
+        with _uncompiled(model), _implementations(model, implementation):
             yield model, notes
     finally:
         for module, mode in modes.items():
@@ -181,6 +180,29 @@ def _copied(model: nn.Module) -> nn.Module:
             "measurement, or allow `copy.deepcopy`. Found that copying raised "
             f"{type(problem).__name__}: {text}"
         ) from problem
+
+
+@contextlib.contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Every module as it was written: no hook sees into a compiled one."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if hasattr(child, "_orig_mod")
+    ]
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+    try:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child._orig_mod  # pyright: ignore
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def _drops(module: nn.Module) -> bool:
