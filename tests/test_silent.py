@@ -504,3 +504,23 @@ def test_weights_without_values_and_in_eight_bits():
     wide = copy.deepcopy(model).double()
     row = only(ls.measure(Model(model), x, map="block", tol=1e-4))
     assert row.sigma == pytest.approx(truth(lambda u: wide(u[None])[0], x[0].double()), rel=1e-4)
+
+
+# --- windows
+
+
+def test_blocks_and_models_of_windows_are_maps_and_their_attention_is_refused():
+    from transformers import SwinConfig, SwinModel
+
+    sizes = {"depths": [2, 1], "num_heads": [2, 2], "image_size": 16, "patch_size": 2}
+    model: Any = SwinModel(SwinConfig(**sizes, embed_dim=8, window_size=4)).double().eval()
+    pixels = torch.randn(1, 3, 16, 16, dtype=torch.float64)
+    rows = ls.measure(model, {"pixel_values": pixels}, map="block", layers=[2], **EXACT)
+    with torch.no_grad():
+        x = model(pixels, output_hidden_states=True).hidden_states[1][0]
+    assert only(rows).module == "encoder.layers.1.blocks.0"
+    block = model.encoder.layers[1].blocks[0]
+    expected = truth(lambda u: block(u[None], (4, 4))[0][0], x)
+    assert only(rows).sigma == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(InputError, match=r"one sample, \(1, tokens, width\).*`block` or `model`"):
+        ls.measure(model, {"pixel_values": pixels})

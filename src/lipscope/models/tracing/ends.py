@@ -36,6 +36,9 @@ def settle(record: Trace, asked: str | None = None) -> None:
     """
     calls, record.calls = record.calls, []
     for call in calls:
+        if call.in_parts:
+            record.calls.append(call)
+            continue
         if not _belongs(record, call):
             record.others.append(call.name)
             continue

@@ -126,7 +126,7 @@ def hidden_keys(call: AttentionCall) -> Tensor | None:
     Returns:
         True where hidden; None where no argument is a mask of the keys.
     """
-    if call.side == "query":
+    if call.side == "query" or call.in_parts:
         return None
     count, hidden = call.num_keys, None
     for name, mask in call.arguments.items():

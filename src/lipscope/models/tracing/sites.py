@@ -54,6 +54,7 @@ class AttentionCall:
         implementation: Attention implementation under which the call was made.
         sums_before: Number of sums that the model had formed before.
         refusal: Why the call is no attention map of its input; empty if it is one.
+        in_parts: Whether it was made on windows of the tokens, or on tokens of other axes.
     """
 
     name: str
@@ -76,6 +77,7 @@ class AttentionCall:
     implementation: str | None = None
     sums_before: int = 0
     refusal: str = ""
+    in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
 
     @property

@@ -121,8 +121,9 @@ def _traced(
             stack.enter_context(followed())
         else:
             stack.enter_context(torch.no_grad())
-        output = first_tensor(_run_once(model, each_tensor(inputs, marked) if marks else inputs))
-        record.output = output.detach()
+        output = _run_once(model, each_tensor(inputs, marked) if marks else inputs)
+        record.output = first_tensor(output).detach()
+        record.hidden = getattr(output, "last_hidden_state", None) is not None
     return record
 
 
