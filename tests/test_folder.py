@@ -19,8 +19,8 @@ import pytest
 
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement
 from lipscope.records.jsonl import sealed
+from lipscope.records.rows import Measurement
 from rows import SPEC, lines, row, tokens_of, write_lines
 
 

@@ -14,9 +14,9 @@ import pytest
 from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import RunFolder
+from lipscope.records.jsonl import sealed
 from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import read_run
-from lipscope.records.jsonl import sealed
 from rows import BOUND_KEYS, SPEC, lines, row, tokens_of, write_lines
 
 
