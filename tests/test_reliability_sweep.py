@@ -1,4 +1,4 @@
-"""Workers that are stopped, killed and lost, interrupts, closed pipes: in processes really started."""
+"""Workers that are stopped, killed and lost, interrupts, closed pipes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ import pytest
 import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
+from lipscope.engine.session import Session
 from lipscope.engine.sweep import local, read_spec
 from lipscope.errors import InputError
 from sweeps import JOBS, SPEC, same_run
+
+AGAIN = ["measure", BERT, "--text", "text.txt", "--lengths", "6", "--samples", "2", "--jsonl"]
+AGAIN += ["--out", "run"]
 
 # A worker without torch: it says what a real one says, after a line of Python of the test's own.
 STUB = """
@@ -101,6 +105,7 @@ def test_an_interrupt_in_a_long_job_is_heard_within_three_seconds(monkeypatch):
     assert time.monotonic() - sent[0] < 3
 
 
+@pytest.mark.slow
 def test_a_sweep_names_what_every_worker_died_of_and_the_next_run_tries_again(
     monkeypatch, tmp_path, command, caplog
 ):
@@ -133,6 +138,35 @@ def test_a_sweep_names_what_every_worker_died_of_and_the_next_run_tries_again(
     assert ended.status == 0 and "tried again" not in ended.err
 
 
+def test_rows_that_wait_for_another_run_are_named_and_are_status_1(monkeypatch, tmp_path, command):
+    """Jobs done in this process; the second of them as if it had killed its workers."""
+    monkeypatch.chdir(tmp_path)
+    Path("spec.yaml").write_text(json.dumps({"models": [BERT], "lengths": [6], "samples": 1}))
+    fatal = [1]
+
+    def results(request: Any, shapes: Any, jobs: Any, workers: int) -> Any:
+        with Session(request.spec, request.sources) as session:
+            for job in jobs:
+                if job.layer in fatal:
+                    pool = local._Pool(request, shapes, local.Batches([job], workers), 1)
+                    yield [pool._lost(job, -9)]
+                else:
+                    yield [session.result(job, shapes[0])]
+
+    monkeypatch.setattr(sys.modules["lipscope.engine.sweep.driver"], "local_results", results)
+    ended = command("sweep", "spec.yaml")
+    assert ended.status == 1, ended.err
+    assert "2 rows (1 failed) in runs/spec." in ended.out
+    assert f"{BERT}, layer 1, attention, 6 tokens, sample 0: The worker process was k" in ended.out
+    assert "3 times in a row; the next run tries it again" in ended.out
+    fatal.clear()
+    ended = command("sweep", "spec.yaml")
+    assert ended.status == 0, ended.err
+    assert "1 row failed for want of a worker, memory or disk, and will be tried again" in ended.err
+    ended = command("sweep", "spec.yaml")
+    assert ended.status == 0 and "tried again" not in ended.err
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """The command in this process."""
@@ -151,13 +185,31 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_a_reader_that_goes_away_is_status_141(tmp_path):
+@pytest.mark.parametrize("arguments", [["rows", "run", "--to", "csv"], ["rows", "run"], AGAIN])
+def test_a_reader_that_goes_away_is_status_141(tmp_path, monkeypatch, arguments):
+    """As in a pipe to `head -1`, for lines, tables and exports."""
+    monkeypatch.chdir(tmp_path)
+    ls.measure(BERT, TEXT, lengths=[6], samples=2, out="run")
+    Path("text.txt").write_text(TEXT)
+    from lipscope import cli
+
+    reads, writes = os.pipe()
+    os.close(reads)
+    monkeypatch.setattr(sys, "argv", ["lipscope", *arguments])
+    with os.fdopen(writes, "w", encoding="utf-8") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    assert end.value.code == 141
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_status_141_in_processes(tmp_path):
     """As in a pipe to `head -1`, for lines, tables and exports."""
     folder = tmp_path / "run"
     ls.measure(BERT, TEXT, lengths=[6], samples=2, out=folder)
     (tmp_path / "text.txt").write_text(TEXT)
-    again = ["measure", BERT, "--text", "text.txt", "--lengths", "6", "--samples", "2"]
-    for arguments in ([*again, "--jsonl", "--out", "run"], ["rows", "run", "--to", "csv"],
+    for arguments in (AGAIN, ["rows", "run", "--to", "csv"],
                       ["rows", "run"]):  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, "-m", "lipscope.cli", *arguments],

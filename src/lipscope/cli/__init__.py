@@ -84,10 +84,19 @@ def main() -> NoReturn:
         _reader_gone()
     except SystemExit as end:
         # What writes tables and what parses commands turn a closed pipe into 1.
-        if isinstance(end.__context__, BrokenPipeError):
+        if isinstance(end.__context__, BrokenPipeError) or not _flushed():
             _reader_gone()
         raise
     raise SystemExit(0)
+
+
+def _flushed() -> bool:
+    """Whether standard output could take what it still held."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _reader_gone() -> NoReturn:
