@@ -39,7 +39,7 @@ def made(path: Path, wanted: list[Finished]) -> Path:
 
 
 T = TypeVar("T")
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def flips(positions: int) -> Iterator[tuple[str, Damage]]:

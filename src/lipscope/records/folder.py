@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import polars
 
 T = TypeVar("T")
+SURVEY = "survey"
+"""The part of the values that says what models were found to have."""
 
 
 class Finished(NamedTuple):
@@ -170,9 +172,8 @@ class RunFolder:
 
     def _is_bare(self) -> bool:
         """Whether nothing was found worth keeping."""
-        return not self.done and not any(
-            table.lines.exists() and table.lines.stat().st_size for table in self._tables
-        )
+        rows, *_, values = self._tables
+        return not any(rows.told()) and all(one.get("part") == SURVEY for one in values.told())
 
     # --- writing
 
