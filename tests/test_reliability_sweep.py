@@ -239,6 +239,25 @@ def test_rows_in_a_pipe_are_never_cut(tmp_path, command, monkeypatch):
     assert name + ",vocab_size=301" in shown and "…" not in shown
 
 
+def test_an_interrupt_while_modules_are_imported_is_no_traceback():
+    """Torch takes seconds; here it takes for ever."""
+    code = (
+        "import sys, runpy, time, types; sys.argv = ['-m']\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'torch': print('now', flush=True); time.sleep(60)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "import lipscope"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "now\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert (process.returncode, said) == (130, "")
+
+
 # --- campaigns
 
 
