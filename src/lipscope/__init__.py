@@ -1,5 +1,8 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
+import lipscope.interrupts  # noqa: F401  (first, before torch)
+
+# isort: split
 from lipscope.attention import (
     Attention,
     DotProduct,
