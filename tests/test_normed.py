@@ -13,8 +13,9 @@ from lipscope.attention import DotProduct
 from lipscope.linalg.operator import Operator, to_dense
 from lipscope.records.comparison import by_row, looseness
 from lipscope.theorems import HeadAt, Normed, bounds_at, catalogue, max_token_norm, norm_of
+from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
-from lipscope.theorems.derived.row_gram import JacobianRows, row_gram_joint
+from lipscope.theorems.derived.row_gram import row_gram_joint
 from lipscope.theorems.several import AskedLayer
 from tiny import TINY
 

@@ -20,7 +20,7 @@ from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import eigenvalue
+from lipscope.theorems.spectrum import eigenvalue, of_both_parts
 
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 _EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
@@ -205,8 +205,8 @@ class Ball:
 
     @cached_property
     def by_rows(self) -> float:
-        """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``."""
-        return float(_column(self.p.upper, self.row) + self.own.max())
+        """``F2(eps)``: `of_both_parts` of ``sum_i U_ij w'_i`` and ``‖V C'_i A‖``."""
+        return of_both_parts(self.row @ self.p.upper, self.own)
 
     @cached_property
     def by_blocks(self) -> float:
@@ -284,7 +284,7 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
 
 @theorem(cite=DERIVED, statement="ball certificate, rows", slow=True)
 def ball_rows(at: HeadAt, eps: float) -> float:
-    """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``.
+    """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
     Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
     """
