@@ -21,7 +21,6 @@ from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope.records.jsonl import sealed
-from lipscope.records.rows import Measurement
 from rows import SPEC, lines, row, tokens_of, write_lines
 
 

@@ -134,8 +134,8 @@ class ChunkedCore:
         """
         if not self.weighting.normalised:
             return None
-        found = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
-        return found if len(found[0]) else None
+        head, row = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
+        return (head, row) if len(row) else None
 
     def doubt(self) -> float:
         """How far rounding may shift a score against others of its row, where it matters.

@@ -66,7 +66,7 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
         names: Arguments that hold one tensor of tokens.
         there: Which tokens are changed, ``(n,)`` booleans.
     """
-    given = call.arguments[names[0]]
+    given: Tensor = call.arguments[names[0]]
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
     shape = [1, 1, 1]
     shape[call.token_axis] = -1

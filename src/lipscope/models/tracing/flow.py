@@ -18,7 +18,7 @@ Node = Any  # of autograd's graph
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
     """Record which tensors are made of which, without the values that a derivative needs."""
-    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
+    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
     with torch.enable_grad(), drop:
         yield
 
