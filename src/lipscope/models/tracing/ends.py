@@ -66,13 +66,14 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
         names: Arguments that hold one tensor of tokens.
         there: Which tokens are changed, ``(n,)`` booleans.
     """
-    given = call.arguments[names[0]]
+    given: Tensor = call.arguments[names[0]]
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
     shape = [1, 1, 1]
     shape[call.token_axis] = -1
     moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
     with torch.no_grad():
-        before, after = (called_again(call, dict.fromkeys(names, x)) for x in (given, moved))
+        at = [dict.fromkeys(names, given), dict.fromkeys(names, moved)]
+        before, after = (called_again(call, changed) for changed in at)
     changed = (after != before).flatten(1).any(1)
     return bool((changed if len(changed) != len(there) else changed & ~there).any())
 
