@@ -235,7 +235,7 @@ class Cached(Own):
         super().__init__()
         self.register_buffer("cache", torch.zeros(1, 32, WIDTH))
 
-    def forward(self, x: Tensor, /) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor, /) -> Tensor:  # pyright: ignore
         n, cache = x.shape[1], self.get_buffer("cache")
         cache[:, :n] = self.k(x)
         return self.o((self.q(x) @ cache[:, :n].mT).softmax(-1) @ self.v(x))

@@ -72,7 +72,8 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
     shape[call.token_axis] = -1
     moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
     with torch.no_grad():
-        before, after = (called_again(call, dict.fromkeys(names, x)) for x in (given, moved))
+        at = [dict.fromkeys(names, given), dict.fromkeys(names, moved)]
+        before, after = (called_again(call, changed) for changed in at)
     changed = (after != before).flatten(1).any(1)
     return bool((changed if len(changed) != len(there) else changed & ~there).any())
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, restrict
 from lipscope.models.tracing.calls import Trace
@@ -39,7 +40,9 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     """
     moves, reads = _parts(built, record)
     call = record.calls[built.layer or 0]
-    hidden = hidden_keys(call)
+    hidden = None
+    if record.side != "query":
+        hidden = _hidden_in(built.attention) if built.attention is not None else hidden_keys(call)
     moved = _real(record, moves, built.x.shape[0], hidden)
     read = _real(record, reads, built.output.shape[0], hidden if record.side == "self" else None)
     if moved is None and read is None:
@@ -116,6 +119,11 @@ def _real(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor |
     return None if bool(real.all()) else real.nonzero()[:, 0].to(record.calls[0].x.device)
 
 
+def _hidden_in(layer: Attention) -> Tensor | None:
+    """Which keys the mask of a layer in closed form hides from every query."""
+    return None if layer.mask is None else ~layer.mask.flatten(0, -2).any(0)
+
+
 def hidden_keys(call: AttentionCall) -> Tensor | None:
     """Which keys a mask among the arguments of a call hides from every query, ``(m,)``.
 
@@ -127,7 +135,7 @@ def hidden_keys(call: AttentionCall) -> Tensor | None:
     Returns:
         True where hidden; None where no argument is a mask of the keys.
     """
-    if call.side == "query" or call.in_parts:
+    if call.in_parts:
         return None
     count, hidden = call.num_keys, None
     for name, mask in call.arguments.items():
