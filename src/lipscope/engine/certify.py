@@ -87,7 +87,8 @@ def certify(
         raise InputError(
             f"`map` should be attention or heads, of which theorems speak. Found `{map}`."
         )
-    own_options = {"eps": eps, "ball": ball, "head": head, "steps": steps, "sharp": sharp}
+    radii = eps.tolist() if isinstance(eps, Tensor) else eps
+    own_options = {"eps": radii, "ball": ball, "head": head, "steps": steps, "sharp": sharp}
     with _run(model, data, layer, length, asked, out, own_options) as run:
         own, _ = run.session.layer(run.jobs[0])
         built, _, _ = run.session.place(run.jobs[0])

@@ -44,8 +44,8 @@ def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) 
     incomplete = _incomplete(told, sides, marks)
     said = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
     parts = [f"lines set aside in `.damaged` files: {', '.join(said)}"] * bool(said)
-    parts += [f"{back} records brought back from Parquet"] * bool(back)
-    parts += [f"{len(incomplete)} rows without all of their tokens or bounds"] * bool(incomplete)
+    parts += [f"brought back from Parquet: {back} of rows, tokens, bounds, values"] * bool(back)
+    parts += [f"rows without all of their tokens or bounds: {len(incomplete)}"] * bool(incomplete)
     if parts:
         remark(f"`{folder}`: {'; '.join(parts)}. What is missing is measured again.")
     return incomplete
