@@ -126,7 +126,7 @@ class Rows(Sequence[Measurement]):
 
         row = next((r for r in self._rows if r.id == row_id), None)
         if row_id is None and self._rows:
-            row = _remarkable(self._blocks()[0]).row
+            row = remarkable(self._blocks()[0]).row
         if row is None:
             raise InputError(
                 "`row_id` should be the `id` of one of these rows. Found "
@@ -164,7 +164,7 @@ class Rows(Sequence[Measurement]):
             return "There are no rows."
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
-        said = [f"{part[0].group.model}: " * several + _sentences(part) for part in parts]
+        said = [f"{part[0].group.model}: " * several + sentences(part) for part in parts]
         return "\n".join([*said, *filter(None, [self.confidence()])])
 
     def failure_probability(self) -> float:
@@ -239,9 +239,9 @@ SIZES = {
 }
 
 
-def _sentences(lines: Sequence[Line]) -> str:
-    """Two or three sentences on the line of largest sigma."""
-    line = _remarkable(lines)
+def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
+    """Two or three sentences on a line beside others, by default the one of largest sigma."""
+    line = line or remarkable(lines)
     if line.row is None:
         status = ", ".join(sorted({row.status for each in lines for row in each.last}))
         reasons = [row.error or row.note for each in lines for row in each.last]
@@ -251,7 +251,7 @@ def _sentences(lines: Sequence[Line]) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _remarkable(lines: Sequence[Line]) -> Line:
+def remarkable(lines: Sequence[Line]) -> Line:
     """The line of largest sigma among those of one setting."""
     return max(lines, key=lambda line: -1.0 if line.row is None else line.row.sigma or 0.0)
 

@@ -148,7 +148,12 @@ class Growth:
         return [*places, "faster than n^(1/2)"][passed]
 
 
-_group_of = attrgetter(*Group._fields)
+_fields_of = attrgetter(*Group._fields)
+
+
+def group_of(row: Measurement) -> Group:
+    """The growth curve that a row belongs to."""
+    return Group(*_fields_of(row))
 
 
 def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
@@ -162,7 +167,7 @@ def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
     """
     found: dict[Group, list[Measurement]] = {}
     for row in rows:
-        found.setdefault(Group(*_group_of(row)), []).append(row)
+        found.setdefault(group_of(row), []).append(row)
     return found
 
 
