@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from lipscope.charts.pieces import readable
+from lipscope.charts.pieces import printable, readable
 from lipscope.errors import InputError
 from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
 from lipscope.records.growth import Group, Growth, groups, growth, usable
@@ -165,7 +165,7 @@ class Rows(Sequence[Measurement]):
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
         said = [f"{part[0].group.model}: " * several + sentences(part) for part in parts]
-        return "\n".join([*said, *filter(None, [self.confidence()])])
+        return printable("\n".join([*said, *filter(None, [self.confidence()])]))
 
     def failure_probability(self) -> float:
         """Sum of the failure probabilities of all intervals: at most so likely is one wrong.

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import readable
+from lipscope.charts.pieces import printable, readable
 from lipscope.records.growth import LACK_OF_FIT, NEAR, Group, Growth, groups
 from lipscope.records.rows import Measurement, TokenShare
 
@@ -240,7 +240,7 @@ def _table(lines: Sequence[Line], narrow: int = 0) -> Table:
         table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
     for line in lines:
         cells = (column.cell(line) for column in _columns(lines, narrow))
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     if table.columns and (lack := 76 - _width(table)) > 0:
         # Room for the sentences under a table of few columns.
         table.columns[-1].min_width = len("growth") + lack
@@ -257,7 +257,7 @@ def _title(lines: Sequence[Line]) -> Text:
         first.model if name == "model" else f"{name} {getattr(first, name)}" for name in shared
     ]
     lengths = sorted({line.num_tokens for line in lines})
-    return Text(", ".join([*words, f"{' or '.join(map(str, lengths))} tokens"]))
+    return Text(printable(", ".join([*words, f"{' or '.join(map(str, lengths))} tokens"])))
 
 
 def _width(table: Table) -> int:
