@@ -10,7 +10,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
 from folders import NASTY, WORDS, grown, sandwiched, trained, written
-from lipscope import report
+from lipscope import Rows, report
+from lipscope.charts.look import save
 from rows import row
 
 CHARTS = [
@@ -332,3 +333,23 @@ def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) ->
     assert svg.startswith("<svg") and "var(" not in svg and "#0072b2" in svg
     # The download is a blob of the page's own making, no request.
     opened.requests[:] = [r for r in opened.requests if not r.startswith("blob:")]
+
+
+def test_the_chart_of_a_run_fits_a_telephone(browser: Browser, tmp_path: Path) -> None:
+    """Panels under each other, at nine tenths of their size or more: words stay legible."""
+    path = save(Rows(grown(12)).plot(), tmp_path / "growth.html")
+    page = browser.new_page(viewport={"width": 420, "height": 800})
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.goto(path.as_uri())
+    page.wait_for_selector("#chart svg .role-axis-title")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    drawn, meant = page.eval_on_selector(
+        "#chart svg", "svg => [svg.getBoundingClientRect().width, svg.viewBox.baseVal.width]"
+    )
+    assert 0.9 * meant <= drawn <= 420
+    labelled = page.locator("#chart svg .role-axis-label").filter(has=page.locator("text"))
+    assert labelled.count() == 4  # both axes of both panels
+    assert "Growth of sigma" in page.inner_text("body")
+    assert problems == []
+    page.close()
