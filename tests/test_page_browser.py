@@ -11,7 +11,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from browser import ARGUMENTS, find
 from folders import NASTY, WORDS, grown, sandwiched, trained, written
 from lipscope import Rows, report
-from lipscope.charts.look import save
 from rows import row
 
 CHARTS = [
@@ -337,7 +336,7 @@ def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) ->
 
 def test_the_chart_of_a_run_fits_a_telephone(browser: Browser, tmp_path: Path) -> None:
     """Panels under each other, at nine tenths of their size or more: words stay legible."""
-    path = save(Rows(grown(12)).plot(), tmp_path / "growth.html")
+    (path,) = (p for p in Rows(grown(12)).save(tmp_path) if p.suffix == ".html")
     page = browser.new_page(viewport={"width": 420, "height": 800})
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text))
