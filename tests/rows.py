@@ -72,7 +72,7 @@ VALUES: dict[str, Any] = {
     "input": "text",
     "num_tokens": 16,
     "sample": 0,
-    "start": 0,
+    "start": None,
     "sigma": 2.0,
     "delta": 1e-6,
     "status": "converged",

@@ -11,7 +11,7 @@ import duckdb
 import polars
 import pytest
 
-from lipscope import cli
+from lipscope import Rows, cli
 from lipscope.records.folder import RunFolder
 from rows import KEYS, SPEC, row, tokens_of
 from test_run import bound_of
@@ -117,3 +117,34 @@ def test_mistakes_are_one_line(folder, called, words, expected):
 def test_what_is_no_run_folder(called, tmp_path):
     status, _, err = called(tmp_path)
     assert status == 2 and "should be a run folder" in err
+
+
+def test_a_condition_reads_no_other_file(folder, called, tmp_path):
+    other = tmp_path / "other.csv"
+    other.write_text("id\n", encoding="utf-8")
+    for name in ("read_csv", "READ_CSV/**/", '"read_parquet"'):
+        where = f"id in (select id from {name}('{other}'))"
+        status, out, err = called(folder, "--where", where)
+        assert (status, out) == (2, b"") and "which reads other files" in err
+    status, out, _ = called(folder, "--where", "model != 'read_csv'", "--to", "json")
+    assert status == 0 and len(json.loads(out)) == 4
+
+
+def test_no_cell_is_a_formula_and_no_name_an_order_to_the_terminal(tmp_path, called):
+    names = ["=1+2", "+x", "-x", "@x", "random:llama:", "\x1b[31mred", "plain=1"]
+    with RunFolder(tmp_path / "run", SPEC) as run:
+        for name in names:
+            run.append(row(model=name), [], [])
+    _, out, _ = called(tmp_path / "run", "--to", "csv")
+    found = polars.read_csv(io.BytesIO(out))["model"].to_list()
+    assert found == ["'=1+2", "'+x", "'-x", "'@x", *names[4:]]
+    _, out, _ = called(tmp_path / "run")
+    assert "random:llama:" in out.decode() and "␛[31mred" in out.decode()
+    assert "\x1b" not in out.decode()
+
+
+@pytest.mark.parametrize("name", ["random:llama:", "\x1b[31mred"])
+def test_names_are_printed_as_they_are(name, called):
+    status, _, err = called(name)
+    assert status == 2 and f"`{name}`".replace("\x1b", "␛") in err
+    assert name.replace("\x1b", "␛") in Rows([row(model=name)]).text()

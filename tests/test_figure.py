@@ -42,7 +42,7 @@ def words(path: Path) -> str:
 
 
 def spec_of(page: str) -> dict[str, Any]:
-    start = page.index('vegaEmbed("#chart", ') + len('vegaEmbed("#chart", ')
+    start = page.index("const spec = ") + len("const spec = ")
     return json.JSONDecoder().raw_decode(page[start:])[0]
 
 

@@ -1,6 +1,8 @@
 """The exponent, its interval and its test, against closed forms and simulated rows."""
 
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from scipy import stats
 
 from lipscope import Measurement
 from lipscope.errors import InputError
-from lipscope.records.growth import Growth, groups, growth, paired_lack_of_fit, unpaired_lack_of_fit
+from lipscope.records.growth import Growth, groups, growth
+from lipscope.records.sampling import paired_lack_of_fit, unpaired_lack_of_fit
 from rows import curve, row
 
 LENGTHS = [16, 32, 64, 128, 256]
@@ -121,8 +124,8 @@ def test_a_curve_is_reported_with_its_local_slopes_instead_of_an_exponent():
     rows = rows_of(0.1 * (X - X[0]) ** 2 + noise)
     fit = of(rows)
     assert fit.fits is False
-    assert fit.verdict.startswith("no power law (p < 0.001): 0.0")
-    assert fit.verdict.count(",") == 3
+    assert re.match(r"no power law \(off by \d+ %, p < 0.001\): 0\.0", fit.verdict)
+    assert fit.verdict.count(",") == 4
     assert list(fit.local) == sorted(fit.local)
 
 
@@ -162,7 +165,67 @@ def test_one_sample_has_a_slope_and_no_interval():
 def test_few_samples_say_how_far_their_interval_reaches():
     fit = of(curve(lambda n, s: n ** (0.2 + 0.1 * s), samples=2))
     assert (fit.low, fit.high) == (pytest.approx(0.2), pytest.approx(0.3))
-    assert fit.note == "2 samples: the interval reaches about 50 % only"
+    assert (fit.level, fit.note) == (0.5, None)
+    assert fit.interval == "range of 2 samples, a 50 % interval of the median"
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5])
+def test_the_range_of_few_samples_holds_the_median_as_often_as_it_says(samples: int):
+    """Slopes of a skewed distribution, whose median is exp(-1) and not its mean."""
+    random = np.random.default_rng(samples)
+    hit, runs, level = 0, 600, 1 - 2.0 ** (1 - samples)
+    for _ in range(runs):
+        slopes = np.exp(random.normal(size=(samples, 1)) - 1)
+        fit = of(rows_of(slopes * X[:3], LENGTHS[:3]))
+        assert fit.low is not None and fit.high is not None and fit.level == level
+        hit += fit.low <= math.exp(-1) <= fit.high
+    # Four standard deviations of a share of 600.
+    assert hit / runs == pytest.approx(level, abs=4 * math.sqrt(0.25 / runs))
+
+
+def test_six_samples_have_a_95_percent_interval():
+    fit = of(curve(lambda n, s: n ** (0.2 + 0.1 * s), samples=6))
+    assert (fit.level, fit.interval) == (0.95, "95 % interval")
+
+
+def test_the_interval_of_unpaired_samples_is_that_of_students_t():
+    """Against the textbook line through all rows, with the spread within lengths for its error."""
+    random = np.random.default_rng(7)
+    table = 0.3 * X + random.normal(size=(2, 5))
+    fit = of(rows_of(table), paired=False)
+    spread = math.sqrt(table.var(axis=0, ddof=1).mean())
+    error = spread / math.sqrt(2 * float(((X - X.mean()) ** 2).sum()))
+    slope = stats.linregress(np.tile(X, 2), table.ravel()).slope
+    expected = stats.t.interval(0.95, 5, loc=slope, scale=error)
+    assert (fit.low, fit.high) == pytest.approx(expected)
+
+
+def test_the_largest_deviation_of_the_means_is_told_beside_p():
+    """Geometric means off the line n^0.25 by a sine that is orthogonal to lines."""
+    bend = np.array([-1.0, 2.0, 0.0, -2.0, 1.0]) * 0.02  # third-order contrast: sum and slope 0
+    noise = 1e-4 * np.random.default_rng(8).normal(size=(5, 5))
+    fit = of(rows_of(0.25 * X + bend + noise - noise.mean(axis=0)))
+    assert fit.slope == pytest.approx(0.25)
+    assert fit.off == pytest.approx(math.exp(0.04) - 1)
+    assert fit.fits and fit.nearly  # certain, and small
+    assert fit.verdict == "0.25 [0.25, 0.25] (off by 4.1 %, p < 0.001)"
+    far = of(rows_of(0.25 * X + 4 * bend + noise))
+    assert far.fits is False and far.law == "no power law"
+    assert far.verdict.startswith("no power law (off by 17 %, p < 0.001): ")
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_windows_that_share_text_have_no_interval_and_no_test(paired: bool):
+    rows = rows_of(0.3 * X + np.random.default_rng(9).normal(size=(5, 5)))
+    # As "consecutive" cuts them: sample s of n tokens from s n on, so lengths share text.
+    shared = [replace(r, start=r.sample * (200 if paired else r.num_tokens)) for r in rows]
+    fit = of(shared, paired=paired)
+    assert (fit.low, fit.high, fit.level, fit.lack_of_fit_p, fit.fits) == (None,) * 5
+    assert fit.note is not None and fit.note.startswith("windows share text")
+    # 1,000 tokens for every sample, and 10,000 for every length where lengths have their own.
+    gap = 0 if paired else 10_000
+    apart = [replace(r, start=1000 * r.sample + gap * r.num_tokens) for r in rows]
+    assert of(apart, paired=paired).fits is not None
 
 
 def test_a_sample_that_lacks_a_length_is_dropped_whole_and_counted():

@@ -17,11 +17,12 @@ from scipy import stats
 import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, sandwiched, shares, trained, written
-from lipscope import read_run, report
+from lipscope import Measurement, read_run, report
 from lipscope.charts.look import save
 from lipscope.charts.pieces import spaced
 from lipscope.errors import InputError
 from lipscope.pages import points
+from lipscope.pages.cards import headlines
 from lipscope.pages.content import Content
 from lipscope.pages.files import training_charts
 from lipscope.pages.items import items_of
@@ -266,7 +267,7 @@ def test_checkpoints_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
         assert steps["low"][k] == pytest.approx(level * math.exp(mean - half), rel=1e-4)
         assert steps["high"][k] == pytest.approx(1.02 * level * math.exp(mean + half), rel=1e-4)
     ((name, chart),) = training_charts(content)
-    assert name == "training-org-lm-step--attention-frobenius"
+    assert name.startswith("training-org-lm-step--attention-frobenius-")
     said = words(save(chart, tmp_path / "training.svg")).split("\n")
     assert {"training step", "sigma", "layer", "10", "1,000"} <= set(said)
 
@@ -289,6 +290,105 @@ def test_folders_without_a_sigma_are_refused(tmp_path: Path, rows) -> None:
     run = written(tmp_path / "run", rows)
     with pytest.raises(InputError, match=r"`DIR` should hold a row with a finite, positive sigma"):
         report([run])
+
+
+# --- what stands apart -----------------------------------------------------------------------
+
+
+def scaled(rows: list[Measurement], factor: float, **values: Any) -> list[Measurement]:
+    """The same rows, that much larger, with ids of their own."""
+    return [
+        row(**(vars(r) | {"id": f"{r.id}/{factor}/{values}", "sigma": factor * (r.sigma or 0)}))
+        for r in [row(**(vars(r) | values)) for r in rows]
+    ]
+
+
+def test_texts_inputs_and_folders_are_never_in_one_curve(tmp_path: Path) -> None:
+    """Curves of exponent 1/4 at levels of their own: pooled, no mean would be at its level."""
+    texts = {"one": "a" * 64, "two": "b" * 64}
+    one, two = (scaled(grown(1), f, text=name) for name, f in (("one", 1.0), ("two", 100.0)))
+    built = [
+        r
+        for name, f in (("unbalanced", 5.0), ("quadratic", 50.0))
+        for r in scaled(grown(1), f, text="one", input=name)
+    ]
+    again = scaled(grown(1), 1000.0, text="one")
+    runs = [
+        written(tmp_path / "first", one + two + built, texts=texts),
+        written(tmp_path / "second", again, texts=texts),
+    ]
+    data = Content([read_run(run) for run in runs]).as_plain()
+    assert [s["text"] for s in data["settings"]] == ["one", "two"]
+    assert [s["sources"] for s in data["settings"]] == [["first", "second"], []]
+    level = (1.0 * 1.1 * 1.2) ** (1 / 3)
+    names = ("s", "source", "kind", "n", "sigma", "count")
+    found = zip(*(data["means"][name] for name in names), strict=True)
+    at_16 = {key: (v, count) for *key, n, v, count in found for key in [tuple(key)] if n == 16}
+    assert at_16 == {
+        key: (pytest.approx(f * level * 16**0.25, rel=1e-4), 3)
+        for key, f in {
+            (0, "first", "real"): 1.0,
+            (0, "second", "real"): 1000.0,
+            (0, None, "unbalanced"): 5.0,
+            (0, None, "quadratic"): 50.0,
+            (1, None, "real"): 100.0,
+        }.items()
+    }
+    assert {fit["samples"] for fit in data["fits"]} == {3}
+    assert all(fit["slope"] in (0.25, 0.5) and fit["low"] is not None for fit in data["fits"])
+
+
+def test_inputs_built_at_several_radii_stand_apart(tmp_path: Path) -> None:
+    rows = [
+        r for f in (1.0, 10.0) for r in scaled(grown(1), f, input="unbalanced", radius_max=3 * f)
+    ]
+    found = points_of(items_of([read_run(written(tmp_path / "run", [*grown(1), *rows]))]))
+    assert found.settings[0]["kinds"] == ["real", "unbalanced, radius 3", "unbalanced, radius 30"]
+    assert all(m["count"] == 3 for m in found.means)
+
+
+def test_a_card_and_its_words_say_the_same_numbers(tmp_path: Path) -> None:
+    """The middle of three windows, 1.1 times its level, of the layer of largest sigma."""
+    content = Content([read_run(written(tmp_path / "run", grown()))])
+    cards = content.as_plain()["cards"]
+    (best,) = (card for card in cards if card["first"])
+    assert (best["layer"], best["n"], best["sample"]) == ("2", 64, 1)
+    assert best["sigma"] == pytest.approx(3 * 1.1 * 64**0.25, rel=1e-4)
+    assert headlines(content.cards) == [best["said"]]
+    for card in cards:
+        assert f"Layer {card['layer']}: sigma {card['sigma']:.3g}" in card["said"]
+        assert f"{card['share']:.0%}".replace("%", " %") in card["said"]
+        assert "the first token, '[CLS]'" in card["said"] and card["word"] == "[CLS]"
+        (fit,) = (
+            f
+            for f in content.as_plain()["fits"]
+            if (f["layer"], f["kind"]) == (card["layer"], "real")
+        )
+        assert f"n^{fit['slope']:.2f}" in card["said"] and fit["interval"] in card["said"]
+
+
+def test_names_of_files_do_not_collide(tmp_path: Path) -> None:
+    names = ["a/b", "a-b", "модель", "模型", "x" * 300]
+    runs = [written(tmp_path / str(k), grown(1, model=m)) for k, m in enumerate(names)]
+    made = report(runs, tmp_path / "page.html", svg=tmp_path / "svg")
+    assert len(set(made)) == len(made) == 1 + 5 * len(KINDS)
+    assert max(len(path.name) for path in made) < 200
+    assert (tmp_path / "svg" / "sigma-a-b-attention-frobenius.svg").exists()
+
+
+def test_control_characters_leave_drawings_whole(tmp_path: Path) -> None:
+    bad = "a\x00b\x1b[31mc\x07d\x85e\ufffff"
+    rows = [r for m in (bad, "other") for r in grown(1, model=m)]
+    run = written(tmp_path / "run", rows, ["[CLS]", bad, "\x08", "end"])
+    made = report([run], tmp_path / "page.html", svg=tmp_path / "svg", png=tmp_path / "png")
+    for path in made:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)  # an XML parser takes no control character
+    page = made[0].read_text(encoding="utf-8")
+    own = page.replace(page[page.index("<script>(() => {") : page.index('"use strict";')], "")
+    assert not re.search(r"[\x00-\x08\x0e-\x1f]|\\u00[01]", own) and "␛[31m" in own
+    save(ls.Rows(rows).plot(), tmp_path / "growth.svg")
+    ElementTree.parse(tmp_path / "growth.svg")
 
 
 # --- the command ----------------------------------------------------------------------------

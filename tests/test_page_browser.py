@@ -9,8 +9,9 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
-from folders import NASTY, grown, sandwiched, trained, written
-from lipscope import report
+from folders import NASTY, WORDS, grown, sandwiched, trained, written
+from lipscope import Rows, report
+from rows import row
 
 CHARTS = [
     "focus",
@@ -116,7 +117,8 @@ def test_the_opening_view_says_the_numbers(opened: Opened) -> None:
     assert opened.page.inner_text("#figures sup") == "0.25"
     table = opened.page.inner_text("#fits")
     assert table.count("0.25 [0.25, 0.25]") == 3 and table.count("0.50 [0.50, 0.50]") == 3
-    assert "minilm" in opened.page.inner_text("#headline")
+    said = opened.page.inner_text("#said")
+    assert said.startswith("minilm") and f"sigma {3 * 1.1 * 64**0.25:.3g} means" in said
 
 
 def test_controls_change_the_charts(opened: Opened) -> None:
@@ -165,6 +167,61 @@ def test_a_point_under_the_mouse_and_a_click_tell_its_window(opened: Opened) -> 
     assert "layer 0, all heads, 16 tokens, window 0" in opened.page.inner_text(
         "#sensitivity .about-window"
     )
+
+
+def test_a_tip_goes_when_the_chart_does(opened: Opened) -> None:
+    """Drawn anew, scrolled away, left: none of them tells Vega that the mouse has gone."""
+    shown = "getComputedStyle(document.getElementById('tip')).display"
+    for leave in (
+        lambda: opened.choose("Layer", "layer 0"),
+        lambda: opened.page.mouse.wheel(0, 300),
+        lambda: opened.page.locator("h1").hover(),
+    ):
+        point = opened.page.locator(POINT.format("focus")).first
+        opened.page.mouse.move(0, 0)
+        point.scroll_into_view_if_needed()
+        opened.page.wait_for_timeout(300)  # the page scrolls smoothly, and that hides a tip as well
+        point.hover()
+        assert opened.page.evaluate(shown) == "block"
+        leave()
+        opened.page.wait_for_function(f"{shown} === 'none'", timeout=5_000)
+
+
+def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: Path) -> None:
+    texts = {"one": "a" * 64, "two": "b" * 64}
+    rows = grown(1, text="one")
+    for factor, text, kind in ((10, "two", "text"), (3, "one", "unbalanced"), (5, "one", "ascent")):
+        rows += [
+            row(**(vars(r) | {"id": f"{r.id}{text}{kind}", "sigma": factor * (r.sigma or 0)}))
+            for r in grown(1, text=text, input=kind)
+        ]
+    again = [
+        row(**(vars(r) | {"id": f"again{r.id}", "sigma": 100 * (r.sigma or 0)}))
+        for r in grown(1, text="one", samples=1, lengths=(16,))
+    ]
+    long = [*WORDS[:1], *(f"w{k}" for k in range(20))]
+    runs = [
+        written(tmp_path / "first", rows, long, texts=texts),
+        written(tmp_path / "second", again, texts=texts),
+    ]
+    opened = Opened(browser.new_page(), report(runs, tmp_path / "page.html")[0])
+    windows = opened.page.get_by_label("Window", exact=True)
+    listed = windows.locator("option").all_inner_texts()
+    assert len(listed) == len(set(listed)) == 9
+    assert opened.page.locator("#tokens tbody tr").count() == 8
+    assert opened.count("adversarial", "symbol") == 9 and opened.count("real", "symbol") == 9
+    assert "unbalanced" in opened.page.inner_text("#adversarial-title")
+    before = opened.svg("adversarial")
+    opened.choose("Built input", "ascent")
+    assert opened.svg("adversarial") != before
+    opened.choose("Folder", "second")
+    assert f"{100 * 16**0.25:.3g}" in opened.page.inner_text("#figures")
+    assert windows.count() == 0  # one window is no choice
+    opened.choose("Text", "two")
+    assert f"{11 * 64**0.25:.3g}" in opened.page.inner_text("#figures")
+    assert opened.page.get_by_label("Folder", exact=True).count() == 0
+    opened.sane()
+    opened.page.close()
 
 
 def test_tokens_are_shaded_by_their_shares(opened: Opened) -> None:
@@ -275,3 +332,23 @@ def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) ->
     assert svg.startswith("<svg") and "var(" not in svg and "#0072b2" in svg
     # The download is a blob of the page's own making, no request.
     opened.requests[:] = [r for r in opened.requests if not r.startswith("blob:")]
+
+
+def test_the_chart_of_a_run_fits_a_telephone(browser: Browser, tmp_path: Path) -> None:
+    """Panels under each other, at nine tenths of their size or more: words stay legible."""
+    (path,) = (p for p in Rows(grown(12)).save(tmp_path) if p.suffix == ".html")
+    page = browser.new_page(viewport={"width": 420, "height": 800})
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.goto(path.as_uri())
+    page.wait_for_selector("#chart svg .role-axis-title")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 420
+    drawn, meant = page.eval_on_selector(
+        "#chart svg", "svg => [svg.getBoundingClientRect().width, svg.viewBox.baseVal.width]"
+    )
+    assert 0.9 * meant <= drawn <= 420
+    labelled = page.locator("#chart svg .role-axis-label").filter(has=page.locator("text"))
+    assert labelled.count() == 4  # both axes of both panels
+    assert "Growth of sigma" in page.inner_text("body")
+    assert problems == []
+    page.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import altair as alt
@@ -11,33 +12,35 @@ from lipscope.charts.look import QUIET
 
 PURPLE = "#8a4f9e"
 SERIES = {"real": ("all tokens move", BLUE), "rest": ("top token fixed", ORANGE)}
-OTHER = ("adversarial", PURPLE)
 _ROW = 34  # pixels of a layer
 
 
-def exponents_chart(fits: Data | None, layers: Sequence[str], frame: Frame) -> alt.LayerChart:
+def exponents_chart(
+    fits: Data | None, layers: Sequence[str], frame: Frame, built: str = "built inputs"
+) -> alt.LayerChart:
     """The exponent s of sigma ~ n^s of every layer, with its interval.
 
-    Hollow points: no power law fits (F test, p < 0.01). Dashed: 1/4 and 1/2.
+    Hollow points: no power law fits (F test, and means far from the line). Dashed: 1/4 and 1/2.
 
     Args:
         fits: Records with ``layer, head, kind, slope, low, high, fits``, or None where a page
             puts them in.
         layers: All layers in their order.
         frame: The head and the width.
+        built: Name of the kind of built inputs that the records hold.
 
     Returns:
         The chart.
     """
-    names = [name for name, _ in (*SERIES.values(), OTHER)]
-    colours = [colour for _, colour in (*SERIES.values(), OTHER)]
+    names = [*(name for name, _ in SERIES.values()), built]
+    colours = [*(colour for _, colour in SERIES.values()), PURPLE]
     real, rest = (SERIES[key][0] for key in ("real", "rest"))
     base = (
         alt.Chart(data("fits", fits))
         .transform_filter("datum.head === head")
         .transform_calculate(
             series=f"datum.kind === 'real' ? '{real}' : "
-            f"datum.kind === 'rest' ? '{rest}' : '{OTHER[0]}'"
+            f"datum.kind === 'rest' ? '{rest}' : {json.dumps(built)}"
         )
     )
     y = alt.Y(

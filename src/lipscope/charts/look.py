@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import altair as alt
+import vl_convert
 
 from lipscope.charts import marks
+from lipscope.charts.pieces import printable
 from lipscope.charts.standalone import chart_page
 from lipscope.errors import InputError
 from lipscope.records.files import replaced
@@ -41,20 +42,18 @@ def save(chart: Chart, path: str | Path) -> Path:
         InputError: If the ending is another one.
     """
     path = Path(path)
+    # Text of a row may hold what ends a drawing: everything that is drawn passes here.
+    spec = printable(chart.to_dict())
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     if path.suffix == ".html":
-        spec = chart.to_dict()
         remark = marks.HINT if "params" in spec else ""
-        version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
         page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
         replaced(path, page.encode())
     elif path.suffix == ".svg":
-        drawn = io.StringIO()
-        chart.save(drawn, format="svg")
-        replaced(path, _slim(drawn.getvalue()).encode())
+        svg = vl_convert.vegalite_to_svg(spec, vl_version=version)
+        replaced(path, _slim(svg).encode())
     elif path.suffix == ".png":
-        picture = io.BytesIO()
-        chart.save(picture, format="png", scale_factor=2)
-        replaced(path, picture.getvalue())
+        replaced(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
     else:
         raise InputError(
             f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."

@@ -19,6 +19,7 @@ PAGE = """<!DOCTYPE html>
 <title>{title}</title>
 <style>
 body {{ margin: 1rem; background: #fff; color: #444; font: 13px Helvetica, Arial, sans-serif; }}
+#chart svg {{ max-width: 100%; height: auto; }}
 </style>
 </head>
 <body>
@@ -27,7 +28,25 @@ body {{ margin: 1rem; background: #fff; color: #444; font: 13px Helvetica, Arial
 <noscript>This chart needs JavaScript.</noscript>
 <script>{scripts}</script>
 <script>
-vegaEmbed("#chart", {spec},
+// On a telephone: panels under each other, as wide as it is, with words and legend around them.
+function narrow(node, room) {{
+  for (const [name, value] of Object.entries(node)) {{
+    if (name === "legend" && value?.columns) Object.assign(value, {{orient: "bottom", columns: 5}});
+    else if (name === "axis" && value?.labels === false) value.labels = value.ticks = true;
+    else if (name === "width" && value > room) node.width = room;
+    else if (value && typeof value === "object" && name !== "datasets") narrow(value, room);
+  }}
+  if (node.hconcat) {{ node.vconcat = node.hconcat; delete node.hconcat; }}
+}}
+const spec = {spec};
+if (innerWidth < 700 && (spec.hconcat || spec.vconcat)) {{
+  narrow(spec, innerWidth - 110);
+  const words = [spec.title.text, ...[spec.title.subtitle ?? []].flat()];
+  document.querySelector("#chart").before(...words.map((text) =>
+    Object.assign(document.createElement("p"), {{textContent: text}})));
+  delete spec.title;
+}}
+vegaEmbed("#chart", spec,
   {{mode: "vega-lite", renderer: "svg",
     actions: {{export: true, source: false, compiled: false, editor: false}}}});
 </script>

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, asked, with_options
-from lipscope.cli.terminal import Force, errors, resumable
+from lipscope.cli.terminal import Force, Screen, errors, resumable
 from lipscope.errors import InputError
 from lipscope.pages.table import number
 from lipscope.records.place import Place
@@ -124,7 +124,7 @@ def _show(attacked: Attacked) -> None:
     made.add_section()
     radius = f"radius {attacked.given_radius:.4g}"
     made.add_row("real text", radius, "", "", number(real.sigma), number(real.upper), "1")
-    console = Console(highlight=False, width=max(100, Console().width))
+    console = Screen(width=max(100, Console().width))
     console.print(made)
     console.print(
         "Of each construction the head with the largest sigma of the whole layer. The first is "

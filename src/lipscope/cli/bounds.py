@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, errors, resumable
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.comparison import ADVERSARIAL, MEASURED, by_row, given, looseness
 from lipscope.records.place import Place
@@ -89,7 +89,7 @@ def bounds(
         _write(found)
     else:
         # At least as wide as the table needs: a pipe counts as 80 columns.
-        console = Console(highlight=False, width=max(_WIDTH, Console().width))
+        console = Screen(width=max(_WIDTH, Console().width))
         console.print(found.bounds_table())
     if out is not None:
         found.save(out)

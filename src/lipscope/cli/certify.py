@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.console import Console
 
 from lipscope.cli import decision
 from lipscope.cli.options import INPUT, SOLVER, asked, with_options
-from lipscope.cli.terminal import Force, errors
+from lipscope.cli.terminal import Force, Screen, errors
 from lipscope.errors import InputError
 from lipscope.records.files import replaced
 from lipscope.records.place import Place
@@ -205,7 +204,7 @@ def _save(folder: Path, points: dict[str, Any]) -> None:
 
 
 def _show(row: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = Screen()
     head = "" if row["head"] is None else f", head {row['head']}"
     kind = "every token moves" if row["ball"] == "token" else "all tokens together move"
     lines = [

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from lipscope.certificates.read_out import Pool
+from lipscope.cli.terminal import Screen
 from lipscope.errors import InputError
 from lipscope.pages.table import number
 from lipscope.theorems import BallName
@@ -158,7 +157,7 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The decision, then each ball."""
-    console = Console(highlight=False)
+    console = Screen()
     first = rows[0]
     pooled = "mean over" if first["pool"] == "mean" else "first of"
     lines = [

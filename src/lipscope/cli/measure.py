@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from lipscope.cli.options import INPUT, QUESTION, SOLVER, THEOREMS, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, errors, resumable
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.place import Place
 
@@ -68,7 +67,7 @@ def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
     if jsonl:
         for row in rows:
             sys.stdout.write(row.to_json() + "\n")
-    console = errors if jsonl else Console(highlight=False)
+    console = errors if jsonl else Screen()
     console.print(rows.table(), crop=False)
     console.print()
     console.print(rows.summary(), markup=False, soft_wrap=True)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.terminal import Force, errors
+from lipscope.cli.terminal import Force, Screen, errors
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -96,7 +95,7 @@ def _list() -> None:
         table.add_column(column, no_wrap=column == "name")
     for entry in experiments():
         table.add_row(entry.name, entry.title, ", ".join(entry.models) or "–")
-    Console(highlight=False).print(table)
+    Screen().print(table)
 
 
 def _show(findings: Findings) -> None:
@@ -105,7 +104,7 @@ def _show(findings: Findings) -> None:
         table.add_column(column)
     for claim in findings.claims:
         table.add_row(Text(claim.about), Text(claim.said), Text(claim.found))
-    console = Console(highlight=False)
+    console = Screen()
     console.print(table)
     for remark in findings.remarks:
         console.print(f"- {remark}", markup=False, soft_wrap=True)

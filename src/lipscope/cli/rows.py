@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.charts.pieces import printable
+from lipscope.cli.terminal import Screen
 from lipscope.errors import InputError
 from lipscope.pages.table import number
 
@@ -26,6 +29,9 @@ _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "statu
 _WHERE_VARIED = (
     "model", "step", "text", "input", "head", "map", "metric", "move", "read", "dtype", "seed",
 )  # fmt: skip
+_TEXT = re.compile(r"'(?:[^']|'')*'")  # text in SQL, which may say anything
+_READS = re.compile(r"\b(?:read|scan)_\w+", re.IGNORECASE)
+_FORMULA = r"^[=+\-@\t\r]"
 Form = Literal["csv", "parquet", "json", "latex"]
 
 
@@ -81,6 +87,11 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
 
     if where is None:
         return run.rows
+    if other := _READS.search(_TEXT.sub("", where)):
+        raise InputError(
+            f"`--where` should be an SQL condition on this run. Found `{other[0]}`, which reads "
+            "other files; its tables are rows, tokens and bounds."
+        )
     tables = {"rows": run.rows}
     for name in ("tokens", "bounds"):
         if name in where:
@@ -97,8 +108,8 @@ def exported(frame: polars.DataFrame, form: Form) -> bytes:
 
     Args:
         frame: Rows.
-        form: ``csv``, ``parquet``, ``json`` (a list of objects) or ``latex`` (a tabular with
-            the columns that vary).
+        form: ``csv`` (``'`` before text that a spreadsheet would compute), ``parquet``,
+            ``json`` (a list of objects) or ``latex`` (a tabular with the columns that vary).
 
     Returns:
         The content.
@@ -106,10 +117,21 @@ def exported(frame: polars.DataFrame, form: Form) -> bytes:
     if form == "latex":
         return latex(shown(frame)).encode()
     if form == "csv":
-        return frame.write_csv().encode()
+        return _plain(frame).write_csv().encode()
     content = io.BytesIO()
     frame.write_parquet(content) if form == "parquet" else frame.write_json(content)
     return content.getvalue() + b"\n" * (form == "json")
+
+
+def _plain(frame: polars.DataFrame) -> polars.DataFrame:
+    """Text that begins like a formula with ``'`` before it, as spreadsheets mark plain text."""
+    import polars as pl
+
+    text = pl.col(pl.String)
+    marked = "'" + text
+    return frame.with_columns(
+        pl.when(text.str.contains(_FORMULA)).then(marked).otherwise(text).name.keep()
+    )
 
 
 def shown(frame: polars.DataFrame) -> polars.DataFrame:
@@ -165,9 +187,9 @@ def _print(frame: polars.DataFrame) -> None:
     for name, kind in chosen.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
     for row in chosen.iter_rows():
-        table.add_row(*(Text(_cell(value)) for value in row))
+        table.add_row(*(Text(printable(_cell(value))) for value in row))
     # A pipe counts as 80 columns, and a table is never measured as wider than that.
     needed = Console(width=10**6).measure(table).maximum
-    console = Console(highlight=False, width=max(Console().width, needed))
+    console = Screen(width=max(Console().width, needed))
     console.print(table)
     console.print(f"{len(frame):,} rows")

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from lipscope.cli.terminal import Bar, Force, errors, resumable
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def sweep(
 
 
 def _tell(found: Estimate) -> None:
-    console = Console(highlight=False)
+    console = Screen()
     console.print(
         f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go.",
         markup=False,
@@ -93,7 +92,7 @@ def _job(row: Measurement) -> str:
 
 def _publish(rows: Rows, folder: Path) -> None:
     """What there is now, why some failed, and where to go on."""
-    console = Console(highlight=False)
+    console = Screen()
     lost = [row for row in rows if row.passing]
     reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
     failed = f" ({sum(reasons.values()) + len(lost):,} failed)" if reasons or lost else ""

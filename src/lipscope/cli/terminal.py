@@ -19,12 +19,25 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from lipscope.charts.pieces import printable
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
     from lipscope.records.rows import Measurement
 
-errors = Console(stderr=True, highlight=False)
+
+class Screen(Console):
+    """A console that shows text as it is: no ``:llama:`` as a picture, no escape code obeyed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, emoji=False, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print; control characters in text as their pictures."""
+        super().print(*map(printable, objects), **options)
+
+
+errors = Screen(stderr=True)
 
 
 def read_text(path: str | None) -> str | None:

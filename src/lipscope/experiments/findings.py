@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lipscope.records.growth import Growth
+from lipscope.records.sampling import CONFIDENCE
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,17 @@ def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def exponent(fit: Growth | None) -> str:
-    """An exponent with its interval; ``✗`` where a power law does not fit.
+    """An exponent with its interval, and how far the means leave the line where that is no chance.
 
-    The interval speaks of the sampling of text, see `lipscope.records.growth.growth`.
+    ``✗``: further than a power law allows. An interval at another level than 95 % names it. The
+    interval speaks of the sampling of text, see `lipscope.records.growth.growth`.
     """
     if fit is None:
         return "–"
-    ends = "" if fit.low is None else f" [{fit.low:.2f}, {fit.high:.2f}]"
-    return f"{fit.slope:.2f}{ends}" + " ✗" * (fit.fits is False)
+    ends = "" if fit.level is None else f" [{fit.low:.2f}, {fit.high:.2f}]"
+    few = "" if fit.level in (None, CONFIDENCE) else f" ({100 * fit.level:.0f} %)"
+    off = f", {fit.deviation}" if fit.nearly or fit.fits is False else ""
+    return f"{fit.slope:.2f}{ends}{few}{off}" + " ✗" * (fit.fits is False)
 
 
 def counted(words: Iterable[str]) -> str:

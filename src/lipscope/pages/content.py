@@ -9,12 +9,14 @@ from typing import Any
 
 from lipscope.errors import InputError
 from lipscope.pages.bounded import bounded
-from lipscope.pages.items import Item, items_of
+from lipscope.pages.cards import Card, cards_of
+from lipscope.pages.items import Item, by_setting, items_of
 from lipscope.pages.points import Points, as_columns, points_of
+from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, windows_for
 from lipscope.records.comparison import comparisons
-from lipscope.records.rows import Bound
+from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import Run
 
 
@@ -58,12 +60,33 @@ class Content:
     @cached_property
     def windows(self) -> Windows:
         """Texts that are shown."""
-        return windows_for(self.runs, self.points.items)
+        rows = [item.row for item in self.points.items]
+        rows += [line.row for _, line in self.points.lines if line.row is not None]
+        return windows_for(self.runs, self.points.items, rows)
+
+    @cached_property
+    def cards(self) -> list[Card]:
+        """What is said of every curve on real inputs."""
+        return cards_of(self.points, self.windows.tops)
 
     @cached_property
     def bounded(self) -> list[dict[str, Any]]:
-        """Bounds by layer and metric."""
-        return bounded(comparisons((item.row for item in self.items), self.bounds))
+        """Bounds by setting, folder, layer and metric."""
+        settings = {item.row.id: item.setting for item in self.items}
+        index = {setting: s for s, setting in enumerate(by_setting(self.items))}
+        names, found = folder_names(self.runs), []
+        for run in {str(run.path): run for run in self.runs}.values():
+            bounds = list(run.bound_values())
+            parts: dict[tuple[str, ...], list[Measurement]] = {}
+            for row in run.measurements() if bounds else ():
+                parts.setdefault(settings[row.id], []).append(row)
+            place = names[str(run.path)]
+            found += [
+                {"s": index[setting], "folder": place} | record
+                for setting, rows in parts.items()
+                for record in bounded(comparisons(rows, bounds))
+            ]
+        return found
 
     @cached_property
     def training(self) -> Training:
@@ -102,7 +125,8 @@ class Content:
             "windows": windows.windows,
             "excerpts": windows.excerpts,
             "begins": windows.begins,
-            "tops": windows.tops,
+            "tops": [windows.tops.get(item.row.id) for item in points.items],
+            "cards": [one.as_plain() for one in self.cards],
             "scale": SCALE,
             "bounds": self.bounded,
             "remarks": remarks,

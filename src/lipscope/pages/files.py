@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,11 @@ from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.text import shaded_text
 from lipscope.charts.training import training_chart
 from lipscope.pages.content import Content
-from lipscope.pages.shown import SHOWN, View
+from lipscope.pages.shown import SHOWN, View, built_chart
 from lipscope.pages.windows import SCALE
 from lipscope.records.rows import TokenShare
+
+_LONGEST = 120  # letters of a file's name, of the 255 that file systems take
 
 
 def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -> list[Path]:
@@ -30,41 +33,64 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
         The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    charts = [*_of_settings(content), *training_charts(content), *_of_bounds(content)]
+    return [save(chart, folder / f"{name}.{kind}") for name, chart in charts]
+
+
+def _of_settings(content: Content) -> Iterator[tuple[str, Chart]]:
+    """The charts of every setting and folder."""
     settings = content.points.settings
-    for k, setting in enumerate(settings):
-        name = f"-{_plain_name(setting)}" if len(settings) > 1 else ""
-        for what, chart in _charts(content, k):
-            written.append(save(chart, folder / f"{what}{name}.{kind}"))
-    written += [save(chart, folder / f"{n}.{kind}") for n, chart in training_charts(content)]
-    for record in content.bounded:
-        if record["lines"]:
-            words = ("model", "map", "metric", "layer") + ("head",) * (record["head"] is not None)
-            name = "-".join(str(record[w]) for w in words)
-            frame = Frame(record["axes"], height=340)
-            chart = bounds_chart(record["lines"], record["names"], frame)
-            written.append(save(chart, folder / f"bounds-{_safe(name)}.{kind}"))
-    return written
+    views = [View(content, k, f) for k, s in enumerate(settings) for f in s["sources"] or [None]]
+    for view in views:
+        name = _plain_name(view.setting, view.source) if len(views) > 1 else ""
+        for what, chart in _charts(view):
+            yield f"{what}-{name}" if name else what, chart
 
 
-def _plain_name(setting: dict[str, Any]) -> str:
+def _of_bounds(content: Content) -> Iterator[tuple[str, Chart]]:
+    """Every layer between its bounds."""
+    drawn = [record for record in content.bounded if record["lines"]]
+    texts = {content.points.settings[record["s"]]["text"] for record in drawn}
+    folders = {record["folder"] for record in drawn}
+    for record in drawn:
+        words = [record[w] for w in ("model", "map", "metric", "layer")]
+        words += [record["head"]] if record["head"] is not None else []
+        words += [content.points.settings[record["s"]]["text"]] if len(texts) > 1 else []
+        words += [record["folder"]] if len(folders) > 1 else []
+        chart = bounds_chart(record["lines"], record["names"], Frame(record["axes"], height=340))
+        yield f"bounds-{_safe('-'.join(map(str, words)))}", chart
+
+
+def _plain_name(setting: dict[str, Any], source: str | None = None) -> str:
     words = [setting["model"], setting["map"], setting["metric"]]
     if (setting["move"], setting["read"]) != ("all", "all"):
         words += [setting["move"], setting["read"]]
+    words += [word for word in (setting["text"], source) if word]
     return _safe("-".join(words))
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "setting"
+    """A name of a file; with a digest where letters were replaced or cut, so that none is taken.
+
+    >>> _safe("a-b"), _safe("a/b")
+    ('a-b', 'a-b-c14cddc0')
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST]
+    if plain == name:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{plain}-{digest}" if plain else digest
 
 
-def _charts(content: Content, s: int) -> Iterator[tuple[str, Chart]]:
+def _charts(view: View) -> Iterator[tuple[str, Chart]]:
     """The charts of one setting, as the page shows them first."""
-    view = View(content, s)
     for one in SHOWN:
         if one.records is not None and one.draw is not None and (records := one.records(view)):
             yield one.name, one.draw(view, records)
-    if tokens := _tokens(content, s):
+    for kind in view.built:
+        name = "growth-adversarial" if kind == "adversarial" else f"growth-{_safe(kind)}"
+        yield name, built_chart(view, kind)
+    if tokens := _tokens(view):
         yield "text", shaded_text(tokens)
 
 
@@ -90,10 +116,10 @@ def training_charts(content: Content) -> Iterator[tuple[str, Chart]]:
         yield f"training-{name}", chart
 
 
-def _tokens(content: Content, s: int) -> list[TokenShare]:
+def _tokens(view: View) -> list[TokenShare]:
     """The window of largest sigma of a setting."""
-    points, windows = content.points.points, content.windows
-    held = [k for k in windows.windows if points[k]["s"] == s and points[k]["head"] is None]
+    points, windows = view.content.points.points, view.content.windows
+    held = [k for k in windows.windows if view.here(points[k]) and points[k]["head"] is None]
     if not held:
         return []
     k = max(held, key=lambda k: points[k]["sigma"] or 0.0)

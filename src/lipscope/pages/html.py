@@ -12,9 +12,11 @@ import vl_convert
 
 from lipscope.charts.inpage import in_the_page
 from lipscope.charts.marks import palette
+from lipscope.charts.pieces import printable
+from lipscope.pages.cards import headlines
 from lipscope.pages.content import Content
 from lipscope.pages.shown import SHOWN
-from lipscope.pages.words import failures, headline, methods, provenance, references
+from lipscope.pages.words import failures, methods, provenance, references
 from lipscope.records.rows import version
 
 # Ends of the range of layers on a dark page: bright enough for it, in even steps as well.
@@ -42,16 +44,19 @@ def page(content: Content) -> str:
     """
     charts = {one.spec: one.page(content) for one in SHOWN if one.spec and one.page}
     specs, inks = in_the_page(charts, len(content.layers))
-    data = content.as_plain() | {"specs": specs, "inks": inks}
+    data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    words = {
+        "title": html.escape(content.title),
+        "counts": html.escape(_counts(content)),
+        "headline": "\n".join(f"<p>{html.escape(s)}</p>" for s in headlines(content.cards)),
+        "methods": _methods(content),
+        "provenance": _provenance(content),
+        "references": _references(content),
+    }
     return _asset("page.html").format(
-        title=html.escape(content.title),
-        counts=html.escape(_counts(content)),
+        **printable(words),
         css=_asset("page.css") + _layer_colours(len(content.layers)),
-        headline="\n".join(f"<p>{html.escape(s)}</p>" for s in headline(content.items)),
-        methods=_methods(content),
-        provenance=_provenance(content),
-        references=_references(content),
         data=text.replace("<", "\\u003c"),
         vega=_vega(),
         scripts="\n".join(map(_asset, _SCRIPTS)),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from lipscope.charts.marks import layer_labels, positive, tick_values
 from lipscope.errors import InputError
-from lipscope.pages.items import REAL, Item, by_setting
+from lipscope.pages.items import REAL, SETTING, Item, by_setting
 from lipscope.pages.runs import paired
-from lipscope.pages.table import SETTING, stable_rank
-from lipscope.records.growth import Growth, Of, growth
+from lipscope.pages.table import Line, middle, stable_rank
+from lipscope.records.growth import Growth, Of, group_of, growth
 from lipscope.records.rows import Measurement
 
 MAX_POINTS = 10_000
@@ -35,6 +35,7 @@ class Points:
         points: One record each.
         means: Geometric means of every curve at each length.
         fits: Exponents of every curve, of sigma and of sigma without the top token.
+        lines: For each curve on real inputs, what tables, cards and sentences say of it.
         remarks: What was left out, in words.
     """
 
@@ -43,6 +44,7 @@ class Points:
     points: list[dict[str, Any]]
     means: list[dict[str, Any]]
     fits: list[dict[str, Any]]
+    lines: list[tuple[Item, Line]]
     remarks: list[str] = field(default_factory=list)
 
 
@@ -75,6 +77,7 @@ def points_of(items: Sequence[Item]) -> Points:
     index = {s: k for k, s in enumerate(settings)}
     samples = sorted({item.row.sample for item in items})
     order = {s: round((k + 0.5) / len(samples) - 0.5, 4) for k, s in enumerate(samples)}
+    grown = {key: _grown(curves[key]) for key in kept}
     return Points(
         settings=[_setting(s, some) for s, some in settings.items()],
         items=carried,
@@ -83,7 +86,8 @@ def points_of(items: Sequence[Item]) -> Points:
             for item in carried
         ],
         means=[m for key in kept for m in _means(curves[key], index[key[0]])],
-        fits=[f for key in kept for f in _fits(curves[key], index[key[0]])],
+        fits=[_fit(curves[key][0], index[key[0]], *one) for key in kept for one in grown[key]],
+        lines=_lines(curves, grown),
         remarks=remarks,
     )
 
@@ -123,6 +127,7 @@ def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
         "heads": sorted(heads),
         "together": any(item.row.head is None for item in items),
         "kinds": list(dict.fromkeys(item.kind for item in items)),
+        "sources": list(dict.fromkeys(i.source for i in items if i.source is not None)),
         "rows": len(items),
         "deltas": sorted({item.row.delta for item in items}),
         "axes": {
@@ -216,6 +221,7 @@ def _point(item: Item, setting: int) -> dict[str, Any]:
     return {
         "s": setting,
         "kind": item.kind,
+        "source": item.source,
         "layer": label(row.layer),
         "head": row.head,
         "n": row.num_tokens,
@@ -245,6 +251,7 @@ def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
         {
             "s": setting,
             "kind": first.kind,
+            "source": first.source,
             "layer": label(first.row.layer),
             "head": first.row.head,
             "n": n,
@@ -272,34 +279,64 @@ def _average(values: Sequence[float]) -> float | None:
 # --- exponents ------------------------------------------------------------------------------
 
 
-def _fits(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
-    """Exponents of one curve: of sigma, and of sigma with the top token held fixed."""
+def _grown(items: Sequence[Item]) -> list[tuple[str, Growth]]:
+    """The growth of one curve: of sigma, and of sigma with the top token held fixed."""
     first = items[0]
-    rows, alike = [item.row for item in items], all(paired(item.run) for item in items)
-    found = [(first.kind, _growth(rows, paired=alike))]
+    rows = [item.row for item in items]
+    found = [(first.kind, _growth(rows, paired=paired(first.run)))]
     if first.kind == REAL and any(row.sigma_rest for row in rows):
-        found.append(("rest", _growth(rows, paired=alike, of="sigma_rest")))
-    where = {"s": setting, "layer": label(first.row.layer), "head": first.row.head}
-    return [where | {"kind": kind} | _fit(fit) for kind, fit in found if fit is not None]
+        found.append(("rest", _growth(rows, paired=paired(first.run), of="sigma_rest")))
+    return [(kind, fit) for kind, fit in found if fit is not None]
 
 
 def _growth(rows: Sequence[Measurement], *, paired: bool, of: Of = "sigma") -> Growth | None:
     try:
         return growth(rows, paired=paired, of=of)
-    except InputError:  # the same sample twice, from several runs: other passages
-        alone = [replace(row, sample=k, input=rows[0].input) for k, row in enumerate(rows)]
-        return growth(alone, paired=False, of=of)
+    except InputError:  # one window twice in a folder, measured otherwise: no curve
+        return None
 
 
-def _fit(fit: Growth) -> dict[str, Any]:
+def _fit(first: Item, setting: int, kind: str, fit: Growth) -> dict[str, Any]:
     return {
+        "s": setting,
+        "source": first.source,
+        "layer": label(first.row.layer),
+        "head": first.row.head,
+        "kind": kind,
         "slope": short(fit.slope),
         "low": short(fit.low),
         "high": short(fit.high),
-        "p": short(fit.lack_of_fit_p),
+        "interval": fit.interval,
+        "deviation": fit.deviation,
+        "nearly": fit.nearly,
         "fits": fit.fits,
         "lengths": list(fit.lengths),
         "local": [short(s) for s in fit.local],
         "samples": fit.num_samples,
         "note": fit.note,
     }
+
+
+def _lines(
+    curves: Mapping[tuple[Any, ...], list[Item]],
+    grown: Mapping[tuple[Any, ...], list[tuple[str, Growth]]],
+) -> list[tuple[Item, Line]]:
+    """Curves on real inputs at the largest length of those they are compared with."""
+    largest: dict[tuple[Any, ...], int] = {}
+    for key, items in curves.items():
+        most = max(item.row.num_tokens for item in items)
+        largest[compared(key)] = max(most, largest.get(compared(key), 0))
+    found = []
+    for key in grown:
+        first, num_tokens = curves[key][0], largest[compared(key)]
+        if first.kind == REAL:
+            last = [i.row for i in curves[key] if i.row.num_tokens == num_tokens]
+            fit = dict(grown[key]).get(REAL)
+            line = Line(group_of(first.row), middle(last), last, None, fit, num_tokens)
+            found.append((first, line))
+    return found
+
+
+def compared(curve: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What the curves have in common that stand beside each other: all but layer and head."""
+    return (*curve[:3], curve[-1] is None)

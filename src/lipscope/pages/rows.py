@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from lipscope.charts.pieces import readable
+from lipscope.charts.pieces import printable, readable
 from lipscope.errors import InputError
 from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
 from lipscope.records.growth import Group, Growth, groups, growth, usable
@@ -126,7 +126,7 @@ class Rows(Sequence[Measurement]):
 
         row = next((r for r in self._rows if r.id == row_id), None)
         if row_id is None and self._rows:
-            row = _remarkable(self._blocks()[0]).row
+            row = remarkable(self._blocks()[0]).row
         if row is None:
             raise InputError(
                 "`row_id` should be the `id` of one of these rows. Found "
@@ -164,8 +164,8 @@ class Rows(Sequence[Measurement]):
             return "There are no rows."
         parts = self._blocks()
         several = len({row.model for row in self._rows}) > 1
-        said = [f"{part[0].group.model}: " * several + _sentences(part) for part in parts]
-        return "\n".join([*said, *filter(None, [self.confidence()])])
+        said = [f"{part[0].group.model}: " * several + sentences(part) for part in parts]
+        return printable("\n".join([*said, *filter(None, [self.confidence()])]))
 
     def failure_probability(self) -> float:
         """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
@@ -241,9 +241,9 @@ SIZES = {
 }
 
 
-def _sentences(lines: Sequence[Line]) -> str:
-    """Two or three sentences on the line of largest sigma."""
-    line = _remarkable(lines)
+def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
+    """Two or three sentences on a line beside others, by default the one of largest sigma."""
+    line = line or remarkable(lines)
     if line.row is None:
         status = ", ".join(sorted({row.status for each in lines for row in each.last}))
         reasons = [row.error or row.note for each in lines for row in each.last]
@@ -253,7 +253,7 @@ def _sentences(lines: Sequence[Line]) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _remarkable(lines: Sequence[Line]) -> Line:
+def remarkable(lines: Sequence[Line]) -> Line:
     """The line of largest sigma among those of one setting."""
     return max(lines, key=lambda line: -1.0 if line.row is None else line.row.sigma or 0.0)
 
@@ -338,13 +338,14 @@ def _course(line: Line) -> str:
     verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
     if float(slope) == 0:
         verb = "hardly changes"
+    near = f" nearly, and not only by chance ({fit.deviation})" if fit.nearly else ""
     if fit.low is None or fit.high is None:
-        return f"{span} it {verb}, with no interval: {fit.note}."
-    ends = f"{_exponent(fit.low)} to {_exponent(fit.high)}"
-    interval = f"95 % interval {ends} for the sampling of text"
+        return f"{span} it {verb}{near}, with no interval: {fit.note}."
+    interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
+    interval += " for the sampling of text"
     if fit.low <= 0 <= fit.high:
-        return f"{span} no growth can be told from none (exponent {slope}, {interval})."
-    return f"{span} it {verb} ({interval})."
+        return f"{span} no growth can be told from none (exponent {slope}; {interval})."
+    return f"{span} it {verb}{near} ({interval})."
 
 
 def _exponent(value: float) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from lipscope.records.rows import TokenShare, records_of
 from lipscope.records.run import Run
+
+_NAMED = 40  # letters of a text that stand for it in a control
 
 
 def paired(run: Run) -> bool:
@@ -31,6 +34,39 @@ def text_of(run: Run, name: str | None) -> str:
         return ""
     said = "Python's language manual" if begins == "default" else f"the text “{begins}”"
     return f"{said} (SHA-256 {sha256[:12]})"
+
+
+def labels(texts: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Short names of texts, none for two of them.
+
+    Args:
+        texts: Pairs of a folder and what `text_of` says; a text without digest is its folder's own.
+
+    Returns:
+        For each pair its name, "" where nothing is known.
+    """
+    names: dict[tuple[str, str], str] = {}
+    by_name: dict[str, set[str]] = {}
+    for pair in texts:
+        said, _, digest = pair[1].partition(" (SHA-256 ")
+        said = said.removeprefix("the text ").strip("“”")
+        names[pair] = said if len(said) <= _NAMED else f"{said[: _NAMED - 1]}…"
+        by_name.setdefault(names[pair], set()).add(digest)
+    return {
+        pair: f"{name} ({pair[1][-13:-1]})" if len(by_name[name]) > 1 else name
+        for pair, name in names.items()
+    }
+
+
+def folder_names(runs: Iterable[Run]) -> dict[str, str]:
+    """The last part of each folder's path that tells it from the others, by path."""
+    paths = list(dict.fromkeys(str(run.path) for run in runs))
+    parts = {path: Path(path).parts for path in paths}
+    for count in range(1, max((len(p) for p in parts.values()), default=0) + 1):
+        names = {path: "/".join(part[-count:]) for path, part in parts.items()}
+        if len(set(names.values())) == len(paths):
+            return names
+    return {path: path for path in paths}
 
 
 def windows_of(

@@ -30,10 +30,12 @@ class View:
     Attributes:
         content: What the report is about.
         s: Index of the setting.
+        source: Folder, where several have rows of one curve.
     """
 
     content: Content
     s: int
+    source: str | None = None
 
     @cached_property
     def setting(self) -> dict[str, Any]:
@@ -55,20 +57,39 @@ class View:
         axes = self.setting["axes"]["all" if self.head is None else "heads"]
         return Frame(axes[kind] if kind else None, layer, self.head, legend=True)
 
-    def mine(self, records: Records, *, real: bool | None = None) -> Records:
-        """Records of this setting and head; only those on real inputs, or on others."""
-        some = [r for r in records if r["s"] == self.s and r["head"] == self.head]
-        return [r for r in some if real is None or (r["kind"] == REAL) == real]
+    def here(self, record: dict[str, Any]) -> bool:
+        """Whether a record is of this setting and folder."""
+        return record["s"] == self.s and record["source"] in (None, self.source)
+
+    def mine(self, records: Records, kind: str | None = None) -> Records:
+        """Records of this setting, folder and head; only those of one kind of input."""
+        some = [r for r in records if self.here(r) and r["head"] == self.head]
+        return [r for r in some if kind is None or r["kind"] == kind]
+
+    @property
+    def built(self) -> list[str]:
+        """Kinds of inputs that were built and have something to draw."""
+        return list(
+            dict.fromkeys(
+                m["kind"] for m in self.mine(self.content.points.means) if m["kind"] != REAL
+            )
+        )
+
+    @property
+    def fits(self) -> Records:
+        """Exponents on real inputs, and on the first kind that was built."""
+        kinds = (REAL, "rest", *self.built[:1])
+        return [f for f in self.mine(self.content.points.fits) if f["kind"] in kinds]
 
     @cached_property
     def points(self) -> Records:
         """Points on real inputs."""
-        return self.mine(self.content.points.points, real=True)
+        return self.mine(self.content.points.points, REAL)
 
     @cached_property
     def means(self) -> Records:
         """Means over real inputs."""
-        return self.mine(self.content.points.means, real=True)
+        return self.mine(self.content.points.means, REAL)
 
     @property
     def slopes(self) -> Records:
@@ -83,8 +104,7 @@ class View:
     def cells(self) -> Records:
         """Means of single heads at the largest length."""
         means = self.content.points.means
-        some = [m for m in means if m["s"] == self.s and m["head"] is not None]
-        some = [m for m in some if m["kind"] == REAL]
+        some = [m for m in means if self.here(m) and m["kind"] == REAL and m["head"] is not None]
         return [m for m in some if m["n"] == max(c["n"] for c in some)]
 
 
@@ -116,9 +136,14 @@ def _focus(view: View, means: Records) -> Chart:
     return focus_chart(points, means, view.frame(REAL, worst))
 
 
-def _growth(view: View, means: Records, *, real: bool = True) -> Chart:
-    points = view.mine(view.content.points.points, real=real)
+def _growth(view: View, means: Records, kind: str = REAL) -> Chart:
+    points = view.mine(view.content.points.points, kind)
     return layers_chart(points, means, view.layers, view.frame("every"))
+
+
+def built_chart(view: View, kind: str) -> Chart:
+    """Growth on the inputs of one kind that was built."""
+    return _growth(view, view.mine(view.content.points.means, kind), kind)
 
 
 def _heads(quantity: Quantity) -> Shown:
@@ -158,16 +183,11 @@ SHOWN: tuple[Shown, ...] = (
         _growth,
     ),
     Shown(
-        "growth-adversarial",
-        records=lambda v: v.mine(v.content.points.means, real=False),
-        draw=lambda v, means: _growth(v, means, real=False),
-    ),
-    Shown(
         "exponents",
         "exponents",
         lambda c: exponents_chart(None, c.layers, FILL),
-        lambda v: v.mine(v.content.points.fits),
-        lambda v, fits: exponents_chart(fits, v.layers, v.frame()),
+        lambda v: v.fits,
+        lambda v, fits: exponents_chart(fits, v.layers, v.frame(), *v.built[:1]),
     ),
     Shown(
         "slopes",

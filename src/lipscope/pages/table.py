@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import readable
-from lipscope.records.growth import Group, Growth, groups
+from lipscope.charts.pieces import printable, readable
+from lipscope.records.growth import LACK_OF_FIT, NEAR, Group, Growth, groups
 from lipscope.records.rows import Measurement, TokenShare
 
 MAX_WIDTH = 100
 SETTING = ("model", "map", "metric", "move", "read")
+_TEST = f"F test, p < {LACK_OF_FIT:g}"
 IN_SWEEPS = ("text", "input", "dtype", "seed")  # told only where they differ
 
 
@@ -149,8 +150,9 @@ def _growth_cell(line: Line, narrow: int) -> str:
     if line.growth is None:
         return "–"
     head, _, rest = line.growth.verdict.partition(": ")
+    head = head.replace(" (", "\n(")
     if narrow:
-        head = head.replace(" (", "\n(")
+        head = head.replace(", p ", ",\np ")
     if narrow > 1:
         head = head.replace(" [", "\n[")
     slopes, few = rest.split(", ") if rest else [], 4 - narrow
@@ -238,7 +240,7 @@ def _table(lines: Sequence[Line], narrow: int = 0) -> Table:
         table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
     for line in lines:
         cells = (column.cell(line) for column in _columns(lines, narrow))
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     if table.columns and (lack := 76 - _width(table)) > 0:
         # Room for the sentences under a table of few columns.
         table.columns[-1].min_width = len("growth") + lack
@@ -255,7 +257,7 @@ def _title(lines: Sequence[Line]) -> Text:
         first.model if name == "model" else f"{name} {getattr(first, name)}" for name in shared
     ]
     lengths = sorted({line.num_tokens for line in lines})
-    return Text(", ".join([*words, f"{' or '.join(map(str, lengths))} tokens"]))
+    return Text(printable(", ".join([*words, f"{' or '.join(map(str, lengths))} tokens"])))
 
 
 def _width(table: Table) -> int:
@@ -307,10 +309,12 @@ def _on_growth(lines: Sequence[Line]) -> str:
         return "growth: needs three lengths with a finite, positive sigma."
     low, high = min(f.lengths[0] for f in fits), max(f.lengths[-1] for f in fits)
     text = f"growth: exponent s of sigma ~ n^s for n from {low} to {high}"
-    if any(fit.low is not None for fit in fits):
-        text += ", with a 95 % interval for the sampling of text (not the solver's error)"
+    if named := dict.fromkeys(fit.interval for fit in fits if fit.level is not None):
+        text += f", with the {' or '.join(named)} for the sampling of text (not the solver's error)"
+    if any(fit.fits is False or fit.nearly for fit in fits):
+        text += f"; off by: largest deviation of a mean from the line, not chance ({_TEST})"
     if any(fit.fits is False for fit in fits):
-        text += "; where a line does not fit (F test, p < 0.01), slopes between lengths"
+        text += f"; where it is above {NEAR:.0%}, slopes between lengths".replace("%", " %")
     notes = dict.fromkeys(fit.note for fit in fits if fit.note)
     return "; ".join([text, *notes]) + "."
 

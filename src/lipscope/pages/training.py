@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lipscope.charts.marks import positive
-from lipscope.pages.items import REAL, Item
-from lipscope.pages.points import SETTING, axes, label, layers_first, short
+from lipscope.pages.items import REAL, SETTING, Item
+from lipscope.pages.points import axes, label, layers_first, short
 from lipscope.records.rows import Measurement
 from lipscope.records.sampling import mean_interval
 
@@ -60,7 +60,7 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     for item in items:
         row, at = item.row, place.get(index[item.setting])
         if at is not None and item.kind == REAL and positive(row.sigma):
-            key = (at[0], row.num_tokens, row.layer, row.head)
+            key = (at[0], item.source, row.num_tokens, row.layer, row.head)
             curves.setdefault(key, {}).setdefault(at[1], []).append(row)
     turn = _turn([step for _, step in place.values()])
     for g, group in enumerate(groups):
@@ -88,13 +88,14 @@ def _groups(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _mean(key: tuple[Any, ...], step: int, rows: Sequence[Measurement]) -> dict[str, Any]:
     """The geometric mean over the windows of one length, with its interval."""
-    group, num_tokens, layer, head = key
+    group, source, num_tokens, layer, head = key
     lower = [math.log(row.sigma or 1.0) for row in rows]
     upper = [math.log(max(row.upper or 0.0, row.sigma or 1.0)) for row in rows]
     mean, low, _ = mean_interval(lower)
     top, _, high = mean_interval(upper)
     return {
         "g": group,
+        "source": source,
         "layer": label(layer),
         "head": head,
         "n": num_tokens,
@@ -122,7 +123,7 @@ def _axes(
     """Axes for all heads together and for single ones, by length."""
     found: dict[str, dict[str, Any]] = {"all": {}, "heads": {}}
     parts: dict[tuple[str, int], list[Measurement]] = {}
-    for (g, n, _, head), by_step in curves.items():
+    for (g, _, n, _, head), by_step in curves.items():
         if g == group:
             kind = "all" if head is None else "heads"
             some = parts.setdefault((kind, n), [])

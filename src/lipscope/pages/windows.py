@@ -10,7 +10,7 @@ from lipscope.charts.pieces import spaced
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import short
 from lipscope.pages.runs import windows_of
-from lipscope.records.rows import TokenShare, records_of
+from lipscope.records.rows import Measurement, TokenShare, records_of
 from lipscope.records.run import Run
 
 MAX_TOKENS = 50_000
@@ -32,7 +32,7 @@ class Windows:
         windows: By place among the carried items: text, shares and norms.
         excerpts: Beginnings of windows.
         begins: By place among the carried items: its excerpt, or None.
-        tops: By place among the carried items: the text of its top token, or None.
+        tops: By row: the text of its top token, where it is known.
         remark: What was left out, or None.
     """
 
@@ -40,16 +40,17 @@ class Windows:
     windows: dict[int, dict[str, Any]]
     excerpts: list[str]
     begins: list[int | None]
-    tops: list[str | None]
+    tops: dict[str, str]
     remark: str | None
 
 
-def windows_for(runs: Sequence[Run], items: Sequence[Item]) -> Windows:
+def windows_for(runs: Sequence[Run], items: Sequence[Item], rows: Sequence[Measurement]) -> Windows:
     """Windows of the worst rows first, until the page is full.
 
     Args:
         runs: The folders.
         items: The measurements that the page carries one by one.
+        rows: Those, and others whose top token is named.
 
     Returns:
         What is shown of their texts.
@@ -72,7 +73,7 @@ def windows_for(runs: Sequence[Run], items: Sequence[Item]) -> Windows:
         windows,
         excerpts,
         begins,
-        _tops(runs, items),
+        _tops(runs, rows),
         remark,
     )
 
@@ -125,16 +126,15 @@ def _excerpts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[list[str], li
     return list(texts), [by_digest.get(item.row.tokens_sha256) for item in items]
 
 
-def _tops(runs: Sequence[Run], items: Sequence[Item]) -> list[str | None]:
-    """Text of the top token of every item."""
+def _tops(runs: Sequence[Run], rows: Sequence[Measurement]) -> dict[str, str]:
+    """Text of the top token of every row."""
     import polars as pl
 
-    held = [(i.row.id, i.row.top_token) for i in items if i.row.top_token is not None]
+    held = [(row.id, row.top_token) for row in rows if row.top_token is not None]
     wanted = pl.LazyFrame(held, schema={"id": pl.String, "index": pl.Int64}, orient="row")
     names: dict[str, TokenShare] = {}
     for run in runs:
         found = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()
         for token in records_of(TokenShare, found):
             names.setdefault(token.id, token)
-    shown = {row_id: spaced([token])[0] for row_id, token in names.items()}
-    return [shown.get(item.row.id) for item in items]
+    return {row_id: spaced([token])[0] for row_id, token in names.items()}

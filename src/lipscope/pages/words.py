@@ -1,19 +1,19 @@
-"""What a page says in words: the headline, how it was measured, where it comes from."""
+"""What a page says in words: how it was measured, where it comes from."""
 
 from __future__ import annotations
 
 import importlib.resources
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lipscope.pages.bounded import cited
 from lipscope.pages.items import REAL, Item, by_setting
 from lipscope.pages.rows import Rows
-from lipscope.pages.runs import paired, text_of
-from lipscope.records.rows import Bound, Measurement
+from lipscope.pages.runs import text_of
+from lipscope.records.rows import Bound
 from lipscope.records.run import Run
 
 METRICS = {
@@ -25,47 +25,6 @@ METRICS = {
 KINDS = {"text": ("window", "text"), "image": ("picture", ""), "batch": ("input", "")}
 _LISTED = 12  # lengths, and settings, that are named one by one
 ALWAYS = "castin2024"  # where the local Lipschitz constant of attention is defined
-
-
-def headline(items: Sequence[Item]) -> list[str]:
-    """Sentences on the most remarkable layer of every setting, at most four of them.
-
-    Args:
-        items: All measurements.
-
-    Returns:
-        A paragraph for each setting.
-    """
-    settings = by_setting(item for item in items if item.kind == REAL)
-    said = []
-    for setting, some in list(settings.items())[:4]:
-        whole = [item for item in some if item.row.head is None] or some
-        last = max(item.row.num_tokens for item in whole)
-        at = [i for i in whole if i.row.num_tokens == last and i.row.sigma is not None]
-        if not at:
-            continue
-        layer = _worst(at)
-        # The course of the worst layer only: exponents of all take long in large reports.
-        kept = [i for i in whole if i.row.num_tokens == last or i.curve == layer]
-        windows = "spread" if paired(kept[0].run) else "consecutive"
-        rows = Rows(_distinct(i.row for i in kept), windows=windows)
-        name = f"{setting[0]}, map {setting[1]}: " if len(settings) > 1 else ""
-        said.append(name + rows.summary().split("\n")[0])
-    return said
-
-
-def _worst(items: Sequence[Item]) -> tuple[Any, ...]:
-    """The curve with the largest middle sigma."""
-    curves: dict[tuple[Any, ...], list[float]] = {}
-    for item in items:
-        curves.setdefault(item.curve, []).append(item.row.sigma or 0.0)
-    return max(curves, key=lambda key: sorted(curves[key])[(len(curves[key]) - 1) // 2])
-
-
-def _distinct(rows: Iterable[Measurement]) -> list[Measurement]:
-    """One row for each place; several runs may hold the same one."""
-    found = {(r.layer, r.head, r.num_tokens, r.sample): r for r in rows}
-    return list(found.values())
 
 
 def methods(items: Sequence[Item]) -> list[str]:
@@ -80,12 +39,12 @@ def methods(items: Sequence[Item]) -> list[str]:
     settings = by_setting(item for item in items if item.kind == REAL)
     said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
     if (more := len(settings) - len(said)) > 0:
-        said.append(f"Measured likewise: {more} more (model, map, metric, tokens).")
+        said.append(f"Measured likewise: {more} more (model, map, metric, tokens, text).")
     return said
 
 
 def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
-    model, map_name, metric, move, read = setting
+    model, map_name, metric, move, read, _ = setting
     rows = [item.row for item in items]
     lengths = sorted({row.num_tokens for row in rows})
     samples = len({row.sample for row in rows})

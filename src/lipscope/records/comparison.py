@@ -76,7 +76,10 @@ class Comparison:
         """
         lines = [
             _curve("sigma, real text", MEASURED, map(_measured, self.real)),
-            _curve("sigma, adversarial", ADVERSARIAL, map(_measured, self.built)),
+            *(
+                _curve(f"sigma, {kind}", ADVERSARIAL, map(_measured, rows))
+                for kind, rows in self._kinds().items()
+            ),
             _curve("local certificate, real text", CERTIFICATE, self._certificates()),
         ]
         top = max((value for line in lines for _, value, _ in line.points), default=1.0)
@@ -87,6 +90,13 @@ class Comparison:
         every = [_curve(name, "bound", points) for name, points in wide.items()]
         kept, left_out = _on_scale([line for line in every if line.points], _OFF_SCALE * top)
         return [line for line in [*lines, *_merged(kept)] if line.points], left_out
+
+    def _kinds(self) -> dict[str, list[Measurement]]:
+        """Rows at built inputs by what built them, which are not averaged."""
+        found: dict[str, list[Measurement]] = {}
+        for row in self.built:
+            found.setdefault(row.input, []).append(row)
+        return found
 
     def _certificates(self) -> list[_Point]:
         """The best local bound of every given input."""

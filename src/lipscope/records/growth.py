@@ -1,7 +1,8 @@
 """Growth of sigma with the number of tokens: exponent, interval, and whether one fits.
 
 A power law ``sigma ~ n^s`` is a line of log sigma on log n: fitted, with an interval for its
-slope when other passages are drawn, and a test of whether a line describes the data at all.
+slope when other passages are drawn, a test of whether a line describes the data at all, and how
+far the means leave it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from scipy import special
 
 from lipscope.errors import InputError
 from lipscope.records.rows import Measurement
-from lipscope.records.sampling import CONFIDENCE, resampled
+from lipscope.records.sampling import (
+    CONFIDENCE,
+    paired_lack_of_fit,
+    pure_error,
+    resampled,
+    unpaired_lack_of_fit,
+)
 
-"""Nominal coverage of the growth interval."""
 LACK_OF_FIT = 0.01
-"""A lack-of-fit p-value below this withdraws the power law."""
+"""A lack-of-fit p-value below this says that the means leave the line."""
+NEAR = 0.1
+"""Means that leave the line by more than this part, and not by chance, withdraw the power law."""
 
 Of = Literal["sigma", "sigma_rest"]
 
@@ -51,9 +59,11 @@ class Growth:
         slope: Exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms.
         low: Lower end of its interval over the sampling of text; null if there is none.
         high: Upper end.
+        level: Confidence level of the interval; null if there is none.
         lengths: Numbers of tokens that were compared, increasing.
         local: Slopes between neighbouring lengths, from the mean of log sigma per length.
         lack_of_fit_p: p-value of the lack-of-fit test; null where it cannot be made.
+        off: Largest deviation of the geometric means from the fitted line, as a part of it.
         num_samples: Samples (paired), or the smallest number of rows at a length.
         num_rows: Rows that entered.
         num_excluded: Rows without a finite, positive sigma.
@@ -65,9 +75,11 @@ class Growth:
     slope: float
     low: float | None
     high: float | None
+    level: float | None
     lengths: tuple[int, ...]
     local: tuple[float, ...]
     lack_of_fit_p: float | None
+    off: float
     num_samples: int
     num_rows: int
     num_excluded: int
@@ -82,18 +94,43 @@ class Growth:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a power law is compatible with the rows; null if that was not tested."""
-        return None if self.lack_of_fit_p is None else self.lack_of_fit_p >= LACK_OF_FIT
+        """Whether a power law describes the means; null if that was not tested.
+
+        It does where the test finds no deviation, and where it finds one of at most `NEAR`.
+        """
+        if self.lack_of_fit_p is None:
+            return None
+        return self.lack_of_fit_p >= LACK_OF_FIT or self.off <= NEAR
+
+    @property
+    def nearly(self) -> bool:
+        """Whether the means leave the line by little, and not by chance."""
+        return bool(self.fits) and (self.lack_of_fit_p or 0.0) < LACK_OF_FIT
+
+    @property
+    def deviation(self) -> str:
+        """How far the means leave the line, and whether by chance: "off by 3.2 %, p = 0.002"."""
+        p = "not tested" if self.lack_of_fit_p is None else format_p(self.lack_of_fit_p)
+        return f"off by {100 * self.off:.2g} %, {p}"
+
+    @property
+    def interval(self) -> str:
+        """What the interval is: "95 % interval", or the range of few samples with its level."""
+        if self.level is None:
+            return "no interval"
+        if self.level >= CONFIDENCE:
+            return f"{CONFIDENCE:.0%} interval".replace("%", " %")
+        samples = f"range of {self.num_samples} samples"
+        return f"{samples}, a {100 * self.level:.0f} % interval of the median"
 
     @property
     def verdict(self) -> str:
         """The exponent with its interval, or "no power law" with the local slopes."""
-        if self.lack_of_fit_p is not None and not self.fits:
+        if self.fits is False:
             local = ", ".join(f"{slope:.2f}" for slope in self.local)
-            return f"no power law ({format_p(self.lack_of_fit_p)}): {local}"
-        if self.low is None or self.high is None:
-            return f"{self.slope:.2f}"
-        return f"{self.slope:.2f} [{self.low:.2f}, {self.high:.2f}]"
+            return f"no power law ({self.deviation}): {local}"
+        ends = f" [{self.low:.2f}, {self.high:.2f}]" if self.level is not None else ""
+        return f"{self.slope:.2f}{ends}" + f" ({self.deviation})" * self.nearly
 
     @property
     def law(self) -> str:
@@ -111,7 +148,12 @@ class Growth:
         return [*places, "faster than n^(1/2)"][passed]
 
 
-_group_of = attrgetter(*Group._fields)
+_fields_of = attrgetter(*Group._fields)
+
+
+def group_of(row: Measurement) -> Group:
+    """The growth curve that a row belongs to."""
+    return Group(*_fields_of(row))
 
 
 def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
@@ -125,7 +167,7 @@ def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
     """
     found: dict[Group, list[Measurement]] = {}
     for row in rows:
-        found.setdefault(Group(*_group_of(row)), []).append(row)
+        found.setdefault(group_of(row), []).append(row)
     return found
 
 
@@ -139,23 +181,26 @@ def growth(
 ) -> Growth | None:
     """The exponent of sigma in the number of tokens, with its interval and its test.
 
-    The slope is the least-squares slope of ``log sigma`` on ``log n`` over all rows. The
-    interval comes from a percentile bootstrap over samples: whole passages at once when
-    they are paired across lengths, rows within each length when they are not. The
-    percentiles are widened to the Student quantile, since plain ones are too narrow for
-    few samples (Hesterberg 2015, "expanded percentile interval"). It speaks of the
-    sampling of text; the solver's error is the row's own interval. The lack-of-fit test
-    is an F test, see `paired_lack_of_fit` and `unpaired_lack_of_fit`.
+    The slope is the least-squares slope of ``log sigma`` on ``log n`` over all rows. Its interval
+    speaks of the sampling of text; the solver's error is the row's own interval.
 
-    Holds for samples that are drawn independently of each other. Below five samples a
-    bootstrap cannot reach 95 %, and `note` says what it reaches. A paired sample that
-    lacks one of the lengths is dropped whole, and counted.
+    Paired samples have slopes of their own. From six samples on, the interval is a 95 %
+    percentile bootstrap of their mean, with percentiles widened to the Student quantile (Hesterberg
+    2015, "expanded percentile interval"). The range of ``k`` fewer ones holds the median slope with
+    probability ``1 - 2^(1 - k)``, whatever their distribution, and `level` says so. Samples that
+    are not paired have the 95 % Student interval ``slope ± t s sqrt(sum_n c_n² / k_n)``, with ``s``
+    the spread within the lengths and ``slope = sum_n c_n mean_n``: it holds for nearly normal
+    log sigma of equal variance. The lack-of-fit test is an F test, see `paired_lack_of_fit` and
+    `unpaired_lack_of_fit`.
+
+    Interval and test hold for independent samples. Where two of them share text, neither is given,
+    and `note` says so. A paired sample that lacks one of the lengths is dropped whole, and counted.
 
     Args:
         rows: Rows of one group; see `groups`.
         paired: Whether one sample index is the same passage at every length (windows
             "spread"), rather than a fresh one (windows "consecutive").
-        seed: Seed of the bootstrap.
+        seed: Seed of the bootstrap of paired samples.
         of: What grows: sigma, or sigma with the top token held fixed.
 
     Returns:
@@ -175,25 +220,36 @@ def growth(
         return None
     complete = _complete(logs, lengths) if paired else logs
     kept = complete or logs
-    columns = _columns(kept, lengths)
+    shared = _share_text([row for row in rows if (row.num_tokens, row.sample) in kept], paired)
+    columns, x = _columns(kept, lengths), np.log(lengths)
     means = np.array([column.mean() for column in columns])
-    low = high = p = None
-    if complete:
-        low, high = _interval(columns, lengths, paired=paired, seed=seed)
-        p = _lack_of_fit(columns, lengths, paired=paired)
+    weights = _weights(columns, lengths)
+    sizes = np.array([len(column) for column in columns])
+    slope = float(weights @ means)
+    line = sizes @ means / sizes.sum() + slope * (x - sizes @ x / sizes.sum())
+    low = high = level = p = None
+    if complete and not shared:
+        low, high, level = _interval(columns, weights, paired=paired, seed=seed)
+        p = (
+            paired_lack_of_fit(np.column_stack(columns), lengths)
+            if paired
+            else unpaired_lack_of_fit(columns, lengths)
+        )
     return Growth(
-        slope=float(_weights(columns, lengths) @ means),
+        slope=slope,
         low=low,
         high=high,
+        level=level,
         lengths=tuple(lengths),
-        local=tuple(float(s) for s in np.diff(means) / np.diff(np.log(lengths))),
+        local=tuple(float(s) for s in np.diff(means) / np.diff(x)),
         lack_of_fit_p=p,
+        off=float(np.abs(np.expm1(means - line)).max()),
         num_samples=min(len(column) for column in columns),
         num_rows=len(kept),
         num_excluded=len(rows) - len(logs),
         num_dropped=len(logs) - len(kept),
         paired=paired,
-        note=_note(columns, len(logs) - len(kept), complete=bool(complete), paired=paired),
+        note=_note(columns, len(logs) - len(kept), bool(complete), shared=shared, paired=paired),
     )
 
 
@@ -222,60 +278,6 @@ def slope_of(points: Iterable[tuple[float | int, float]]) -> float:
     if len(held) < 2 or not np.ptp(x) > 0:
         return math.nan
     return float((x - x.mean()) @ y / ((x - x.mean()) @ x))
-
-
-def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:
-    """Lack of fit of a line when every sample is seen at every length.
-
-    Every sample has a line of its own; what the samples deviate from their lines *in
-    common*, length by length, is set against how they differ in it:
-    ``F = (SS_common / (L - 2)) / (SS_differ / ((S - 1)(L - 2)))``. Holds for samples
-    with any level and slope and independent residuals of equal variance.
-
-    Args:
-        table: Values of log sigma, samples by lengths, shape ``(S, L)``.
-        lengths: Numbers of tokens, ``L`` of them.
-
-    Returns:
-        The p-value, or None for one sample or fewer than three lengths.
-
-    >>> line = np.log([16, 64, 256])
-    >>> paired_lack_of_fit(np.array([1 + line, 2 + line]), [16, 64, 256])
-    1.0
-    """
-    samples, count = table.shape
-    if samples < 2 or count < 3:
-        return None
-    x = np.log(lengths)
-    x -= x.mean()
-    deviation = table - table.mean(axis=1, keepdims=True) - np.outer(table @ x / (x @ x), x)
-    common = deviation.mean(axis=0)
-    lof = samples * float(common @ common)
-    differ = float(((deviation - common) ** 2).sum())
-    return _f_test(lof, count - 2, differ, (samples - 1) * (count - 2), table)
-
-
-def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
-    """Lack of fit of a line against pure error, when every length has its own samples.
-
-    ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
-    within the lengths. Holds for independent rows of equal variance.
-
-    Args:
-        columns: Values of log sigma at each length.
-        lengths: Numbers of tokens, one for each column.
-
-    Returns:
-        The p-value, or None without repeated lengths or with fewer than three of them.
-    """
-    sizes = np.array([len(column) for column in columns])
-    free = int(sizes.sum()) - len(columns)
-    if free < 1 or len(columns) < 3:
-        return None
-    means = np.array([column.mean() for column in columns])
-    pure = sum(float(((column - column.mean()) ** 2).sum()) for column in columns)
-    lof = float(sizes.mean()) * _off_line(means, sizes, lengths)
-    return _f_test(lof, len(columns) - 2, pure, free, np.concatenate(columns))
 
 
 def format_p(p: float) -> str:
@@ -330,67 +332,54 @@ def _weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarra
     return sizes * x / (sizes @ x**2)
 
 
+def _share_text(rows: Sequence[Measurement], paired: bool) -> bool:
+    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common."""
+    longest: dict[int, Measurement] = {}
+    for row in rows:  # the windows of a paired sample are parts of its longest one
+        if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:
+            longest[row.sample] = row
+    windows = longest.values() if paired else rows
+    held = sorted((r.start, r.start + r.num_tokens) for r in windows if r.start is not None)
+    return any(one[1] > other[0] for one, other in pairwise(held))
+
+
 def _interval(
-    columns: list[np.ndarray], lengths: list[int], *, paired: bool, seed: int
-) -> tuple[float | None, float | None]:
-    """Percentile bootstrap of the slope; nothing where a length has a single sample."""
-    smallest = min(len(column) for column in columns)
-    if smallest < 2:
-        return None, None
-    weights = _weights(columns, lengths)
-    if paired:
-        # The slope of resampled means is the mean of the samples' own slopes.
-        own, (parts,) = np.column_stack(columns) @ weights, resampled(seed, (smallest,))
-        slopes = parts @ own
-        free = smallest - 1
-    else:
-        parts = resampled(seed, tuple(len(column) for column in columns))
-        slopes = np.column_stack([p @ c for p, c in zip(parts, columns, strict=True)]) @ weights
-        free = sum(len(column) for column in columns) - len(columns)
+    columns: list[np.ndarray], weights: np.ndarray, *, paired: bool, seed: int
+) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Ends and level of the slope's interval; nothing where a length has a single sample."""
+    sizes = np.array([len(column) for column in columns])
+    count = int(sizes.min())
+    if count < 2:
+        return None, None, None
+    if not paired:
+        slope = float(weights @ [column.mean() for column in columns])
+        free = int(sizes.sum()) - len(columns)
+        scale = math.sqrt(pure_error(columns) / free * float((weights**2 / sizes).sum()))
+        half = float(special.stdtrit(free, (1 + CONFIDENCE) / 2)) * scale
+        return slope - half, slope + half, CONFIDENCE
+    # The slope of resampled means is the mean of the samples' own slopes.
+    own = np.column_stack(columns) @ weights
+    if (level := 1 - 2.0 ** (1 - count)) < CONFIDENCE:
+        return float(own.min()), float(own.max()), level
     # A resampled mean varies by sqrt((k - 1) / k) too little, and the normal quantile is
     # too small for k samples: the tail is chosen so as to make up for both.
-    student = special.stdtrit(free, (1 + CONFIDENCE) / 2)
-    tail = float(special.ndtr(-student * math.sqrt(smallest / (smallest - 1))))
-    low, high = np.quantile(slopes, [tail, 1 - tail])
-    return float(low), float(high)
+    student = special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)
+    tail = float(special.ndtr(-student * math.sqrt(count / (count - 1))))
+    low, high = np.quantile(resampled(seed, count) @ own, [tail, 1 - tail])
+    return float(low), float(high), CONFIDENCE
 
 
-def _lack_of_fit(columns: list[np.ndarray], lengths: list[int], *, paired: bool) -> float | None:
-    if paired:
-        return paired_lack_of_fit(np.column_stack(columns), lengths)
-    return unpaired_lack_of_fit(columns, lengths)
-
-
-def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> float:
-    """Squared distance of the means from their weighted line, weights of mean one."""
-    line = np.polynomial.Polynomial.fit(np.log(lengths), means, 1, w=np.sqrt(sizes))
-    return float(sizes @ (means - line(np.log(lengths))) ** 2) / float(sizes.mean())
-
-
-def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarray) -> float:
-    """p-value of ``(lof / lof_free) / (rest / free)``, also when the rest vanishes."""
-    # Below this, a sum of squares is rounding of the logarithms and not a deviation.
-    rounding = values.size * (1e-13 * max(1.0, float(np.abs(values).max()))) ** 2
-    if lof <= rounding:
-        return 1.0
-    if rest <= rounding:
-        return 0.0
-    return float(special.fdtrc(lof_free, free, (lof / lof_free) / (rest / free)))
-
-
-def _note(columns: list[np.ndarray], dropped: int, *, complete: bool, paired: bool) -> str | None:
+def _note(
+    columns: list[np.ndarray], dropped: int, complete: bool, *, shared: bool, paired: bool
+) -> str | None:
     """What the reader of an exponent should know about the samples behind it."""
-    smallest = min(len(column) for column in columns)
     remarks = []
     if not complete:
         remarks.append("no sample has every length: exponent of all rows, without interval")
-    elif smallest < 2:
+    elif shared:
+        remarks.append("windows share text, so they are not independent: no interval and no test")
+    elif min(len(column) for column in columns) < 2:
         remarks.append("one sample: no interval" + (" and no test" if paired else ""))
-    elif paired and smallest < 5:
-        # The interval cannot exceed the range of the k slopes, which misses the true
-        # mean when all k lie on one side of it: probability 2^(1 - k) if symmetric.
-        reach = 100 * (1 - 2.0 ** (1 - smallest))
-        remarks.append(f"{smallest} samples: the interval reaches about {reach:.0f} % only")
     if dropped:
         remarks.append(f"{dropped} rows of samples that lack a length were dropped")
     return "; ".join(remarks) or None

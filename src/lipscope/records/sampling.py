@@ -1,4 +1,4 @@
-"""What a few samples say about a mean or a share."""
+"""What a few samples say about a mean, a share, or a line."""
 
 from __future__ import annotations
 
@@ -58,21 +58,93 @@ def share_interval(hits: int, total: int) -> tuple[float, float]:
 
 
 @functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
-def resampled(seed: int, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """The part that each value has in the means of resamples: a bootstrap as matrices.
+def resampled(seed: int, size: int) -> np.ndarray:
+    """The part that each value has in the means of resamples: a bootstrap as a matrix.
 
     Args:
         seed: Of the draws.
-        sizes: Numbers of values, drawn from independently.
+        size: Number of values.
 
     Returns:
-        For each size a matrix of shape ``(RESAMPLES, size)``, whose rows sum to 1; not to be
-        written to.
+        A matrix of shape ``(RESAMPLES, size)``, whose rows sum to 1; not to be written to.
     """
-    random = np.random.default_rng(seed)
-    found = []
-    for size in sizes:
-        drawn = random.integers(size, size=(RESAMPLES, size)) + size * np.arange(RESAMPLES)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=RESAMPLES * size)
-        found.append(counts.reshape(RESAMPLES, size) / size)
-    return found
+    drawn = np.random.default_rng(seed).integers(size, size=(RESAMPLES, size))
+    counts = np.bincount(
+        (drawn + size * np.arange(RESAMPLES)[:, None]).ravel(), minlength=RESAMPLES * size
+    )
+    return counts.reshape(RESAMPLES, size) / size
+
+
+def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:
+    """Lack of fit of a line when every sample is seen at every length.
+
+    Every sample has a line of its own; what the samples deviate from their lines *in
+    common*, length by length, is set against how they differ in it:
+    ``F = (SS_common / (L - 2)) / (SS_differ / ((S - 1)(L - 2)))``. Holds for samples
+    with any level and slope and independent residuals of equal variance.
+
+    Args:
+        table: Values of log sigma, samples by lengths, shape ``(S, L)``.
+        lengths: Numbers of tokens, ``L`` of them.
+
+    Returns:
+        The p-value, or None for one sample or fewer than three lengths.
+
+    >>> line = np.log([16, 64, 256])
+    >>> paired_lack_of_fit(np.array([1 + line, 2 + line]), [16, 64, 256])
+    1.0
+    """
+    samples, count = table.shape
+    if samples < 2 or count < 3:
+        return None
+    x = np.log(lengths)
+    x -= x.mean()
+    deviation = table - table.mean(axis=1, keepdims=True) - np.outer(table @ x / (x @ x), x)
+    common = deviation.mean(axis=0)
+    lof = samples * float(common @ common)
+    differ = float(((deviation - common) ** 2).sum())
+    return _f_test(lof, count - 2, differ, (samples - 1) * (count - 2), table)
+
+
+def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
+    """Lack of fit of a line against pure error, when every length has its own samples.
+
+    ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
+    within the lengths. Holds for independent rows of equal variance.
+
+    Args:
+        columns: Values of log sigma at each length.
+        lengths: Numbers of tokens, one for each column.
+
+    Returns:
+        The p-value, or None without repeated lengths or with fewer than three of them.
+    """
+    sizes = np.array([len(column) for column in columns])
+    free = int(sizes.sum()) - len(columns)
+    if free < 1 or len(columns) < 3:
+        return None
+    means = np.array([column.mean() for column in columns])
+    lof = float(sizes.mean()) * _off_line(means, sizes, lengths)
+    return _f_test(lof, len(columns) - 2, pure_error(columns), free, np.concatenate(columns))
+
+
+def pure_error(columns: Sequence[np.ndarray]) -> float:
+    """Sum of squared deviations from the mean of each column."""
+    return sum(float(((column - column.mean()) ** 2).sum()) for column in columns)
+
+
+def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> float:
+    """Squared distance of the means from their weighted line, weights of mean one."""
+    line = np.polynomial.Polynomial.fit(np.log(lengths), means, 1, w=np.sqrt(sizes))
+    return float(sizes @ (means - line(np.log(lengths))) ** 2) / float(sizes.mean())
+
+
+def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarray) -> float:
+    """p-value of ``(lof / lof_free) / (rest / free)``, also when the rest vanishes."""
+    # Below this, a sum of squares is rounding of the logarithms and not a deviation.
+    rounding = values.size * (1e-13 * max(1.0, float(np.abs(values).max()))) ** 2
+    if lof <= rounding:
+        return 1.0
+    if rest <= rounding:
+        return 0.0
+    return float(special.fdtrc(lof_free, free, (lof / lof_free) / (rest / free)))

@@ -315,7 +315,10 @@ def _exponents(
         "top token fixed",
         "as in the scripts",
     )
-    title = "Exponents of sigma in n (95 % interval over the sampling of text; ✗: no power law)"
+    title = (
+        "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
+        "largest deviation of a mean from the line, where that is no chance; ✗: no power law)"
+    )
     return Table(title, columns, tuple(lines))
 
 

@@ -6,7 +6,7 @@ const thin = (rows) => (rows.length <= MANY ? rows
   : rows.filter((_, k) => Math.floor(k * MANY / rows.length)
     !== Math.floor((k - 1) * MANY / rows.length)));
 const real = (p) => here(p) && p.kind === "real";
-const other = (p) => here(p) && p.kind !== "real";
+const other = (p) => here(p) && p.kind === state.built;
 const axes = (kind) => setting().axes[state.head === null ? "all" : "heads"][kind];
 const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; the other layers `
   + "faintly behind. A click on a point chooses its window.";
@@ -23,13 +23,13 @@ const CHARTS = {
   real: { spec: "layers", say: () => "Growth of sigma by layer on real text",
     data: () => ({ points: thin(points.filter(real)), means: means.filter(real) }),
     signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }) },
-  adversarial: { spec: "layers", say: () => "Growth of sigma by layer on adversarial inputs",
+  adversarial: { spec: "layers", say: () => `Growth of sigma by layer on inputs of the kind ${state.built}`,
     data: () => ({ points: thin(points.filter(other)), means: means.filter(other) }),
     signals: () => ({ axes: axes("every"), layer: state.front, head: state.head }),
-    empty: "No adversarial inputs in this selection. They come from lipscope bounds … --attack "
+    empty: "No adversarial inputs in this selection, nor other ones that were built. They come from lipscope bounds … --attack "
       + "--out DIR, or from a sweep over inputs." },
   exponents: { spec: "exponents", say: () => "Fitted exponents by layer with intervals",
-    data: () => ({ fits: fits.filter(here) }), signals: () => ({ head: state.head }),
+    data: () => ({ fits: fits.filter((f) => real(f) || other(f) || (here(f) && f.kind === "rest")) }), signals: () => ({ head: state.head }),
     empty: "An exponent takes three lengths." },
   slopes: { spec: "slopes", say: () => "Slopes between neighbouring lengths by layer",
     data: () => ({ slopes: fits.filter(real).flatMap(localSlopes) }),
@@ -71,32 +71,38 @@ function localSlopes(fit) {
 
 // Checkpoints of the chosen model at one length: the largest one unless another is chosen.
 const group = () => D.groups[setting().group];
+const stepHere = (t) => t.g === setting().group && t.head === state.head
+  && (t.source === null || t.source === state.source);
 function stepsHere() {
-  const mine = steps.filter((t) => t.g === setting().group && t.head === state.head);
+  const mine = steps.filter((t) => stepHere(t));
   const lengths = distinct(mine.map((t) => t.n));
   if (!lengths.includes(state.trained)) state.trained = Math.max(...lengths);
   return mine.filter((t) => t.n === state.trained);
 }
 const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) && p.kind === "real"
-  && p.head === state.head && p.layer === state.front && p.n === state.trained && p.sigma > 0)
+  && (p.source === null || p.source === state.source) && p.head === state.head && p.layer === state.front && p.n === state.trained && p.sigma > 0)
   .map((p) => ({ ...p, step: D.settings[p.s].step }));
 
-const headMeans = () => means.filter((m) => m.s === state.s && m.head !== null && m.kind === "real");
+const headMeans = () => means.filter((m) => ours(m) && m.head !== null && m.kind === "real");
 function cells() {
   const lengths = distinct(headMeans().map((m) => m.n));
   if (!lengths.includes(state.length)) state.length = Math.max(...lengths);
   return headMeans().filter((m) => m.n === state.length);
 }
 
-// The record of bounds that is shown: this model, the chosen metric, the nearest layer and head.
-const boundsHere = () => D.bounds.filter((b) => b.model === setting().name);
-const placeOf = (b) => `${b.layer}/${b.head}/${b.map}`;
+// The record of bounds that is shown: this model and text, the chosen metric, the nearest layer and head.
+const boundsHere = () => D.bounds.filter((b) => {
+  const of = D.settings[b.s];
+  return of.model === setting().model && of.text === setting().text;
+});
+const placeOf = (b) => `${b.layer}/${b.head}/${b.map}/${b.folder}`;
 function sandwich() {
   const all = boundsHere();
   const metrics = distinct(all.map((b) => b.metric));
   const metric = metrics.includes(state.metric) ? state.metric : metrics[0];
   const some = all.filter((b) => b.metric === metric);
   return some.find((b) => placeOf(b) === state.place)
+    ?? some.find((b) => b.layer === state.layer && b.head === state.head && b.folder === state.source)
     ?? some.find((b) => b.layer === state.layer && b.head === state.head) ?? some[0];
 }
 
@@ -173,6 +179,12 @@ async function save(id) {
 
 // --- under the mouse ---------------------------------------------------------------------
 
+const hideTip = () => { $("tip").style.display = "none"; };
+for (const kind of ["scroll", "pointerdown", "keydown", "pointercancel"]) {
+  document.addEventListener(kind, hideTip, { capture: true, passive: true });
+}
+document.addEventListener("pointerover", (e) => { if (!e.target.closest?.(".chart")) hideTip(); });
+
 function hover(_, event, item, value) {
   const tip = $("tip");
   const told = value === null || value === undefined || value === "" ? [] : explain(item.datum, value);
@@ -227,8 +239,9 @@ const KINDS = { real: "all tokens move", rest: "top token fixed" };
 function explainFit(f) {
   return [make("b", {}, `${layerName(f.layer)}, ${KINDS[f.kind] ?? f.kind}`),
     line(`exponent ${f.slope.toFixed(2)}${interval(f)}`),
+    f.low === null ? "" : line(f.interval),
     line(`local slopes ${f.local.map((s) => s.toFixed(2)).join(", ")}`),
-    line(f.p === null ? "lack of fit: not tested" : `lack of fit: p = ${number(f.p, 2)}`),
+    line(`means from the line: ${f.deviation}`),
     f.note ? line(f.note) : ""];
 }
 const interval = (f) => (f.low === null ? "" : ` [${f.low.toFixed(2)}, ${f.high.toFixed(2)}]`);

@@ -1,5 +1,4 @@
 // Everything that is no chart: key figures, shaded text, tables, notes.
-const few = (s) => `${s} sample${s === 1 ? "" : "s"}`;
 const cell = (text, kind) => make("td", kind ? { class: kind } : {}, text);
 const heading = (...names) => make("thead", {}, make("tr", {}, ...names.map((n) => {
   const [text, kind] = Array.isArray(n) ? n : [n];
@@ -9,23 +8,20 @@ const heading = (...names) => make("thead", {}, make("tr", {}, ...names.map((n) 
 // --- overview ------------------------------------------------------------------------------
 
 function drawFigures() {
-  const some = points.filter((p) => real(p) && p.layer === state.layer && p.sigma !== null);
-  const last = Math.max(...some.map((p) => p.n));
-  const at = some.filter((p) => p.n === last).sort((a, b) => a.sigma - b.sigma);
-  const p = at[Math.floor((at.length - 1) / 2)];
-  if (!p) return fill("figures");
+  const c = card();
+  $("said").textContent = c ? c.said ?? "Too many curves for a sentence on each." : "";
+  if (!c || c.sigma === undefined) return fill("figures");
   const fit = fits.find((f) => real(f) && f.layer === state.layer);
-  const word = D.tops[p.i];
   const parts = [
-    ["sigma", number(p.sigma, 3), `in ${ends(p)}, at ${p.n} tokens`],
-    ["relative", number(p.relative, 3), "per cent out for one per cent in"],
-    ["top token", percent(p.share), word ? `on “${word.trim()}” (${p.token})` : `token ${p.token}`],
-    p.rest === null ? null : ["without it", number(p.rest, 3), "sigma with that token fixed"],
-    fit ? ["growth", fit.fits === false ? "no power law" : make("span", {}, "n",
+    ["sigma", number(c.sigma, 3), `in ${ends(c)}, at ${c.n} tokens`],
+    ["relative", number(c.relative, 3), "relative change out for one in, to first order"],
+    ["top token", percent(c.share), c.word ? `on “${c.word.trim()}” (${c.token})` : `token ${c.token}`],
+    c.rest === null ? null : ["without it", number(c.rest, 3), "sigma with that token fixed"],
+    fit ? ["growth", fit.fits === false ? "no power law" : make("span", {}, fit.nearly ? "≈ n" : "n",
       make("sup", {}, fit.slope.toFixed(2))),
-      fit.fits === false ? `slopes ${fit.local.map((s) => s.toFixed(2)).join(", ")}`
-        : `${interval(fit).trim() || "no interval"}, ${few(fit.samples)}`] : null,
-    p.rank === null ? null : ["stable rank", number(p.rank, 3), "directions as bad as the worst"],
+      fit.fits === false ? `${fit.deviation}; slopes ${fit.local.map((s) => s.toFixed(2)).join(", ")}`
+        : `${interval(fit).trim()} ${fit.interval}${fit.nearly ? `; ${fit.deviation}` : ""}`.trim()] : null,
+    c.rank === null ? null : ["stable rank", number(c.rank, 3), "directions as bad as the worst"],
   ];
   return fill("figures", ...parts.filter(Boolean).map(([name, value, about]) => make("div", {},
     make("dt", {}, name), make("dd", {}, value, make("small", {}, about)))));
@@ -66,15 +62,16 @@ function spans(words, shares, norms) {
 function drawTokens(w) {
   if (!w) return fill("tokens");
   const words = D.texts[w.text];
-  const order = words.map((_, k) => k)
-    .sort((a, b) => Math.max(w.in[b] ?? 0, w.out[b] ?? 0) - Math.max(w.in[a] ?? 0, w.out[a] ?? 0));
+  const order = words.map((_, k) => k).sort((a, b) => (w.in[b] ?? 0) - (w.in[a] ?? 0)).slice(0, 8);
   const rest = w.in.reduce((sum, v) => sum + (v ?? 0), 0)
-    - order.slice(0, 8).reduce((sum, k) => sum + (w.in[k] ?? 0), 0);
-  $("sensitivity-note").textContent = "The eight tokens with the largest shares; all others together "
-    + `have ${percent(Math.max(rest, 0) / D.scale)} of the right singular vector.`;
+    - order.reduce((sum, k) => sum + (w.in[k] ?? 0), 0);
+  $("sensitivity-note").textContent = words.length > 8
+    ? "The eight tokens with the largest shares of the right singular vector (share in); all others "
+      + `together have ${percent(Math.max(rest, 0) / D.scale)} of it.`
+    : "All tokens, by their share of the right singular vector (share in).";
   return fill("tokens", heading(["token", "number"], "text", ["share in", "number"],
     ["share out", "number"], ["norm", "number"]),
-  make("tbody", {}, ...order.slice(0, 8).map((k) => make("tr", {}, cell(k, "number"),
+  make("tbody", {}, ...order.map((k) => make("tr", {}, cell(k, "number"),
     cell(words[k].trim()), cell(percent((w.in[k] ?? 0) / D.scale), "number"),
     cell(w.out[k] === null || w.out[k] === undefined ? "–" : percent(w.out[k] / D.scale), "number"),
     cell(number(w.norm[k]), "number")))));
@@ -104,21 +101,19 @@ function swatch(layer) {
 
 function drawFits() {
   const rows = setting().layers.map((layer) => {
-    const of = (kind) => fits.find((f) => f.s === state.s && f.head === state.head
-      && f.layer === layer && kind(f.kind));
-    return [layer, of((k) => k === "real"), of((k) => k === "rest"),
-      of((k) => k !== "real" && k !== "rest")];
+    const of = (kind) => fits.find((f) => here(f) && f.layer === layer && f.kind === kind);
+    return [layer, of("real"), of("rest"), of(state.built)];
   }).filter(([, ...found]) => found.some(Boolean));
   const exponent = (f) => (!f ? "–" : f.slope.toFixed(2) + interval(f));
-  const lack = (f) => (!f || f.p === null ? "–" : f.p < 0.001 ? "p < 0.001" : `p = ${f.p.toFixed(3)}`);
   if (!rows.length) return fill("fits");
-  return fill("fits", heading(["layer", "number"], "exponent [95 %]", "top token fixed", "adversarial",
-    "local slopes", "lack of fit", "samples", ""),
+  return fill("fits", heading(["layer", "number"], "exponent", "top token fixed", state.built ?? "adversarial",
+    "interval", "means from the line", "local slopes", ["samples", "number"], ""),
   make("tbody", {}, ...rows.map(([layer, f, rest, worst]) => make("tr",
     { class: layer === state.layer ? "front" : null }, cell(layer, "number"),
-    cell(exponent(f) + (f?.fits === false ? " (no power law)" : "")), cell(exponent(rest)),
-    cell(exponent(worst)), cell(f ? f.local.map((s) => s.toFixed(2)).join("  ") : "–"),
-    cell(lack(f)), cell(f ? f.samples : "–"), cell(f?.note ?? "", "text")))));
+    cell(exponent(f) + (f?.fits === false ? " (no power law)" : ""), "whole"), cell(exponent(rest), "whole"),
+    cell(exponent(worst), "whole"), cell(f?.interval ?? "–"), cell(f?.deviation ?? "–"),
+    cell(f ? f.local.map((s) => s.toFixed(2)).join("  ") : "–"),
+    cell(f ? f.samples : "–", "number"), cell(f?.note ?? "", "text")))));
 }
 
 function drawGrowthNotes() {
@@ -131,23 +126,32 @@ function drawGrowthNotes() {
       : " Sigma without the top token was not measured: add --rest.");
   $("real-note").textContent = all > MANY ? `${MANY.toLocaleString("en")} of ${all.toLocaleString("en")} `
     + "points are drawn, evenly chosen; lines are of all." : "";
-  const adversarial = points.some(other);
-  $("adversarial-note").textContent = adversarial ? "The worst inputs found, on the same axes. A lower "
-    + "value of the worst case, no proof that nothing is worse." : "";
-  $("exponents-note").textContent = "Dashed: 1/4 and 1/2. The interval says how the exponent moves when "
-    + "other passages are drawn, not how exact a single sigma is.";
+  $("adversarial-title").textContent = !state.built || state.built === "adversarial"
+    ? "Adversarial inputs" : `Built inputs: ${state.built}`;
+  $("built-key").textContent = state.built ?? "adversarial";
+  const kinds = kindsBuilt();
+  fill("growth-controls", kinds.length < 2 ? null
+    : select("Built input", state.built, kinds.map((k) => [k, k]), (built) => choose({ built })));
+  $("adversarial-note").textContent = !points.some(other) ? "" : state.built === "adversarial"
+    ? "The worst inputs found, on the same axes. A lower value of the worst case, no proof that nothing is "
+      + "worse." : "On the same axes; inputs of other kinds are not in these curves.";
+  const levels = distinct(fits.filter(here).map((f) => f.interval)).join("; ");
+  $("exponents-note").textContent = `Dashed: 1/4 and 1/2. Bars: ${levels}, for the sampling of text: how the `
+    + "exponent moves when other passages are drawn, independent of each other, not how exact a single "
+    + "sigma is.";
 }
 
 // --- training ------------------------------------------------------------------------------
 
 function drawTraining() {
-  const lengths = distinct(steps.filter((t) => t.g === setting().group && t.head === state.head)
+  const lengths = distinct(steps.filter(stepHere)
     .map((t) => t.n)).sort((a, b) => a - b);
   const one = group();
   $("training-about").textContent = one ? `${one.name}, map ${setting().map}, ${headName(state.head)}, `
     + `${state.trained} tokens` : "";
   $("training-note").textContent = one ? "Lines: geometric means over windows. Bars: up to the upper end "
-    + "of the solver's interval and, from two windows on, 95 % for the sampling of text. Small points: "
+    + "of the solver's interval and, from two windows on, 95 % for the sampling of text (Student, for nearly "
+    + "normal log sigma of independent windows). Small points: "
     + "single windows of the layer in front." : "";
   if (!lengths.length) return fill("training-controls");
   return fill("training-controls", select("Length at each step", state.trained,
@@ -180,7 +184,8 @@ function drawBounds() {
   }
   const metrics = distinct(all.map((x) => x.metric)).map((m) => [m, m]);
   const places = all.filter((x) => x.metric === b.metric).map((x) => [placeOf(x),
-    `layer ${x.layer}, ${headName(x.head)}, map ${x.map}`]);
+    `layer ${x.layer}, ${headName(x.head)}, map ${x.map}`
+      + (distinct(all.map((y) => y.folder)).length > 1 ? `, folder ${x.folder}` : "")]);
   fill("sandwich-controls",
     select("Metric of the bounds", b.metric, metrics, (metric) => choose({ metric })),
     select("Layer of the bounds", placeOf(b), places, (place) => choose({ place })));
@@ -205,7 +210,7 @@ function drawWorst() {
   const value = (p) => (state.sort === "loose" ? (p.upper ?? Infinity) / p.sigma : p[state.sort]) ?? -1;
   const kinds = setting().kinds.map((k) => [k, k === "real" ? "real" : k]);
   if (!setting().kinds.includes(state.kind)) state.kind = kinds[0][0];
-  const some = points.filter((p) => p.s === state.s && p.kind === state.kind && p.sigma !== null);
+  const some = points.filter((p) => ours(p) && p.kind === state.kind && p.sigma !== null);
   const worst = [...some].sort((a, b) => value(b) - value(a)).slice(0, MOST);
   fill("worst-controls", select("Sorted by", state.sort, SORTS, (sort) => choose({ sort })),
     select("Inputs", state.kind, kinds, (kind) => choose({ kind })));
@@ -232,6 +237,7 @@ let turn = 0;
 async function drawAll() {
   const mine = ++turn;
   document.documentElement.dataset.drawn = "";
+  hideTip();  // what is drawn anew under the mouse does not say that it has gone
   drawFigures();
   drawText();
   drawLegend();

@@ -14,13 +14,15 @@ const steps = records(D.steps).map((t, k) => ({ ...t, t: k }));
 const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
-const state = { s: 0, layer: null, head: null, front: null, picked: -1,
+const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
   quantity: "sigma", length: null, trained: null, metric: null, place: null, sort: "sigma", kind: "real" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"
   ? "all move, all read" : `move ${s.move}, read ${s.read}`);
-const here = (p) => p.s === state.s && p.head === state.head;
+const ours = (p) => p.s === state.s && (p.source === null || p.source === state.source);
+const here = (p) => ours(p) && p.head === state.head;
+const card = () => D.cards.find((c) => here(c) && c.layer === state.layer);
 const number = (v, digits = 4) => {
   if (v === null || v === undefined) return "–";
   if (v !== 0 && (Math.abs(v) < 1e-4 || Math.abs(v) >= 1e6)) return v.toExponential(digits - 1);
@@ -55,26 +57,30 @@ const fill = (id, ...children) => $(id).replaceChildren(...children.filter((c) =
 const windowsHere = () => points.filter((p) => here(p) && p.layer === state.layer
   && p.kind === "real" && D.windows[p.i]);
 
-// The middle row by sigma at the largest length whose window is carried.
+// The window of the key figures, or the middle one by sigma among those that are carried.
 function remarkable() {
   const some = windowsHere();
+  const own = some.find((p) => p.n === card()?.n && p.sample === card()?.sample);
+  if (own) return own.i;
   const last = Math.max(...some.map((p) => p.n));
   const at = some.filter((p) => p.n === last).sort((a, b) => a.sigma - b.sigma);
   return at.length ? at[Math.floor((at.length - 1) / 2)].i : -1;
 }
 
 function largestLayer() {
-  const some = means.filter((m) => here(m) && m.kind === "real");
-  const last = Math.max(...some.map((m) => m.n));
-  const at = some.filter((m) => m.n === last).sort((a, b) => b.sigma - a.sigma);
-  return at.length ? at[0].layer : setting().layers[0];
+  const some = D.cards.filter((c) => here(c) && c.sigma > 0).sort((a, b) => b.sigma - a.sigma);
+  return some.length ? some[0].layer : setting().layers[0];
 }
+
+const kindsBuilt = () => setting().kinds.filter((kind) => kind !== "real");
 
 function choose(change) {
   const before = { ...state };
   Object.assign(state, change);
   const s = setting();
   if (state.s !== before.s) state.length = null;
+  if (!s.sources.includes(state.source)) state.source = s.sources[0] ?? null;
+  if (!kindsBuilt().includes(state.built)) state.built = kindsBuilt()[0] ?? null;
   if (state.head === null ? !s.together : !s.heads.includes(state.head)) {
     state.head = s.together ? null : s.heads[0];
   }
@@ -91,7 +97,7 @@ function choose(change) {
 function pick(i) {
   const p = points[i];
   const front = state.front === null ? null : p.layer;
-  choose({ s: p.s, layer: p.layer, head: p.head, front, picked: i });
+  choose({ s: p.s, source: p.source ?? state.source, layer: p.layer, head: p.head, front, picked: i });
 }
 
 // --- controls ----------------------------------------------------------------------------
@@ -109,7 +115,8 @@ function select(label, value, options, change) {
 
 const distinct = (values) => [...new Set(values)];
 const FIELDS = [["Model", (s) => s.model], ["Map", (s) => s.map], ["Metric", (s) => s.metric],
-  ["Tokens", tokensOf]];
+  ["Tokens", tokensOf], ["Text", (s) => s.text || "not named"]];
+const ALONE = { Tokens: "all move, all read", Text: null };  // said only where others are there
 
 // The setting with this value that shares most with the present one.
 function nearest(index, value) {
@@ -126,21 +133,25 @@ function controls() {
   const parts = FIELDS.map(([name, of], k) => {
     const open = D.settings.filter((t) => FIELDS.slice(0, k).every(([, f]) => f(t) === f(s)));
     const values = distinct((k ? open : D.settings).map(of));
-    return name === "Tokens" && values.length < 2 && values[0] === "all move, all read" ? null
+    const alone = values.length < 2 && name in ALONE;
+    return alone && (ALONE[name] === null || values[0] === ALONE[name]) ? null
       : select(name, of(s), values.map((v) => [v, v]), (v) => choose({ s: nearest(k, v) }));
   });
   const heads = [...(s.together ? [null] : []), ...s.heads];
   const windows = windowsHere().sort((a, b) => b.n - a.n || a.sample - b.sample);
   parts.push(
+    s.sources.length > 1 ? select("Folder", state.source, s.sources.map((f) => [f, f]),
+      (source) => choose({ source })) : null,
     select("Layer", state.layer, s.layers.map((l) => [l, layerName(l)]),
       (layer) => choose({ layer, front: layer })),
     select("Head", state.head, heads.map((h) => [h, headName(h)]), (head) => choose({ head })),
-    select("Window", state.picked, windows.map((p) => [p.i,
+    windows.length > 1 ? select("Window", state.picked, windows.map((p) => [p.i,
       `${p.n} tokens, window ${p.sample}: sigma ${number(p.sigma, 3)}`]),
-    (picked) => choose({ picked })),
+    (picked) => choose({ picked })) : null,
   );
   fill("controls", ...parts);
-  $("chosen").textContent = `Shown: ${s.model}, map ${s.map}, metric ${s.metric}, ${tokensOf(s)}; `
+  $("chosen").textContent = `Shown: ${s.model}, map ${s.map}, metric ${s.metric}, ${tokensOf(s)}`
+    + `${s.text ? `, text ${s.text}` : ""}${state.source ? `, folder ${state.source}` : ""}; `
     + `${layerName(state.layer)}, ${headName(state.head)}.`;
   if (focused) {  // the controls were made anew: give the keyboard back to the one in use
     const label = [...document.querySelectorAll("form label")]
