@@ -35,12 +35,17 @@ STATUS = (
     "output went away. Anything else is a fault of lipscope: please report it."
 )
 
+_PLURAL = {"layer": "layers", "length": "lengths"}
 app = typer.Typer(
     epilog=STATUS,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"max_content_width": 100},
+    context_settings={
+        "max_content_width": 100,
+        # `--layer` and `--layers`, `--length` and `--lengths` alike, whichever a command has.
+        "token_normalize_func": lambda word: _PLURAL.get(word, word),
+    },
 )
 
 

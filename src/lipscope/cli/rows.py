@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.errors import InputError
-from lipscope.pages.table import number
 
 if TYPE_CHECKING:
     import polars
@@ -128,6 +127,8 @@ def latex(frame: polars.DataFrame) -> str:
 
 
 def _cell(value: object) -> str:
+    from lipscope.pages.table import number
+
     if isinstance(value, float):
         return number(value)
     return "–" if value is None else str(value)

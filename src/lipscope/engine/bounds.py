@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
+from lipscope.engine.checks import argument, flag
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
@@ -65,6 +66,7 @@ def bounds(
     >>> rows[0].sigma <= value["local_rows"] <= value["castin_thm_3_3"]
     True
     """
+    attack = argument(flag, "attack", attack)
     wanted: dict[str, Any] = {"sharp": False, "radius": "inputs", **_given(options)}
     if attack and (wanted.get("per_head") or wanted.get("map", "attention") != "attention"):
         per_head = ", per head" * bool(wanted.get("per_head"))
@@ -80,7 +82,7 @@ def bounds(
     if attack:
         more["inputs"] = (REAL, ADVERSARIAL)
     if is_text(data, wanted):
-        lengths, samples = 64 if lengths is None else lengths, samples or 1
+        lengths, samples = 64 if lengths is None else lengths, 1 if samples is None else samples
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
     with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more, out=out) as run:
         if run.left():

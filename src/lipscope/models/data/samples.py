@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.windows import Window, WindowKind, default_text, digest, windows_of_text
+from lipscope.models.data.windows import (
+    Window,
+    WindowKind,
+    default_text,
+    digest,
+    read_text,
+    windows_of_text,
+)
 from lipscope.models.loading import LoadedModel
 
 _WINDOWS = ("spread", "consecutive")
@@ -31,6 +40,78 @@ class Sample:
     num_tokens: int | None
     sha256: str
     tokens: tuple[str, ...] | None
+
+
+def given(data: Any) -> Any:
+    """What was given to be read, checked as far as no model is needed; a path is read as text.
+
+    Args:
+        data: Text, the path of a text file, a tensor, a mapping of arguments, or None.
+
+    Returns:
+        The same, a text in place of a path.
+
+    Raises:
+        InputError: If it is nothing of the kind, or the name of a file where a text should be.
+    """
+    if isinstance(data, Path):
+        return read_text(data, "`data`")
+    if isinstance(data, str):
+        if len(data) < 1000 and os.path.isfile(data):
+            raise InputError(
+                f"`data` should be the text itself. Found `{data}`, the path of a file; did you "
+                f'mean the file? Pass `Path("{data}")`.'
+            )
+        return data
+    if isinstance(data, Mapping):
+        if not all(isinstance(key, str) for key in data):
+            raise InputError("`data` should have names of arguments as keys. Found another key.")
+        for value in data.values():
+            _check_tensor(value)
+    elif isinstance(data, Tensor):
+        _check_tensor(data)
+    elif not (data is None or _are_samples(data)):
+        raise InputError(
+            "`data` should be text, a `Path`, a tensor or a mapping of tensors. "
+            f"Found `{type(data).__name__}`."
+        )
+    return data
+
+
+def _are_samples(data: Any) -> bool:
+    return isinstance(data, list) and bool(data) and all(isinstance(one, Sample) for one in data)
+
+
+def _check_tensor(value: Any) -> None:
+    if isinstance(value, Tensor) and (
+        not value.ndim
+        or value.is_complex()
+        or value.is_meta
+        or value.layout != torch.strided
+        or value.is_quantized
+    ):
+        raise InputError(
+            "`data` should hold real, dense tensors with axes. Found "
+            f"{str(value.dtype)[6:]} of shape {tuple(value.shape)} on `{value.device}`, "
+            f"{str(value.layout)[6:]}."
+        )
+
+
+def _check_mask(name: str, mask: Any, first: Tensor) -> None:
+    """A mask of tokens says of every token of every entry whether it is real."""
+    if mask is None:
+        return
+    fits = isinstance(mask, Tensor) and mask.ndim in (2, 4) and mask.shape[0] == first.shape[0]
+    if fits and mask.ndim == 2:
+        fits = bool(((mask == 0) | (mask == 1)).all())
+        fits &= name != "attention_mask" or first.ndim > 3 or mask.shape[1] == first.shape[1]
+    if not fits:
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"`{name}` should hold a 1 for every token that is read and a 0 for every other, in "
+            f"the shape {tuple(first.shape[:2])}. Found {found}"
+            + ("." if found[:5] != "shape" else f" with values from {mask.min()} to {mask.max()}.")
+        )
 
 
 def samples_of(
@@ -146,6 +227,10 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
         raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
+    tokens = (arguments[name] for name in ("input_ids", "inputs_embeds") if name in arguments)
+    for name, value in arguments.items():
+        if name.endswith("attention_mask"):
+            _check_mask(name, value, next(tokens, tensors[0]))
     axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
     count = tensors[0].shape[axis]
     inputs = []
