@@ -39,9 +39,7 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
 def bounds(
     model: Model = "minilm",
     layers: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
-    lengths: Annotated[
-        str, typer.Option(help="Tokens in the window; several, such as 16,64,128, for the figure.")
-    ] = "64",
+    lengths: Annotated[str, typer.Option(help="Tokens, or 16,64,128.")] = "64",
     samples: Annotated[int, typer.Option(help="Windows per length.")] = 1,
     attack: Annotated[
         bool, typer.Option("--attack", help="Also the worst input within the radius.")

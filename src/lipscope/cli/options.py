@@ -27,8 +27,8 @@ _RARE = ("modules",)  # in no help, for want of room: documented
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="[MODEL[@REVISION]]",
-        help="minilm, smollm2, dinov2, a folder, a hub id, or random:FAMILY[:key=value,…].",
+        metavar="[MODEL]",
+        help="minilm, a folder, a hub id, random:FAMILY…",
         autocompletion=models,
     ),
 ]

@@ -91,7 +91,7 @@ def read_source(spec: str | Path | Mapping[str, Any]) -> Source:
     import yaml
 
     path = Path(spec)
-    text = read_text(path, "The specification")
+    text = read_text(path, "The specification", "a readable YAML file")
     try:
         node = yaml.compose(text, Loader=_loader()) if len(text) <= _MOST else None
         if not isinstance(node, yaml.MappingNode) or _size(node, {}) > _MOST:

@@ -90,8 +90,8 @@ class Rows(Sequence[Measurement]):
             import pandas
         except ImportError:
             raise InputError(
-                "`to_pandas` needs pandas, which is not installed; run `pip install pandas`, or use "
-                "`to_polars`."
+                "`to_pandas` needs pandas, which is not installed; run `pip install pandas`, or "
+                "use `to_polars`."
             ) from None
         return pandas.DataFrame(self.to_polars().to_dict(as_series=False))
 

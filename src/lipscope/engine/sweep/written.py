@@ -77,7 +77,11 @@ def _texts(source: Source) -> dict[str, str]:
                 f"`texts` should have names of their own. Found `{name}` twice.", "texts", i
             )
         try:
-            texts[name] = default_text() if entry == DEFAULT else read_text(entry, "`texts`")
+            texts[name] = (
+                default_text()
+                if entry == DEFAULT
+                else read_text(entry, "`texts`", "readable text files")
+            )
         except InputError as problem:
             source.fail(str(problem), "texts", i)
         if not texts[name].strip():
@@ -107,7 +111,7 @@ def _named(source: Source, entry: Any, i: int) -> Iterator[tuple[str, int | None
         return
     if not isinstance(entry, dict) or set(entry) != {"name", "checkpoints"}:
         source.fail(
-            f"`models` should be names, or `name` with `checkpoints`. Found `{entry}`.",
+            f"`models` should be names, or `name` with `checkpoints`. Found `{shown(entry)}`.",
             "models",
             i,
         )

@@ -47,12 +47,13 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def read_text(path: str | Path, option: str) -> str:
+def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:
     """The text of a file.
 
     Args:
         path: The file.
         option: What named it, as the subject of the message.
+        kind: What that should be.
 
     Returns:
         The text, without a byte order mark.
@@ -68,7 +69,7 @@ def read_text(path: str | Path, option: str) -> str:
         content = file.read_bytes()
     except (OSError, ValueError) as problem:
         why = getattr(problem, "strerror", None) or "it is no path"
-        raise InputError(f"{option} should be a readable file. Found `{path}`: {why}.") from None
+        raise InputError(f"{option} should be {kind}. Found `{path}`: {why}.") from None
     return decoded(content, option, f"`{path}`")
 
 
