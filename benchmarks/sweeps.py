@@ -84,7 +84,7 @@ def overhead(samples: int, *, tokens: bool) -> float:
     asked: dict[str, Any] = {"models": [TINY], "lengths": [16], "samples": samples}
     asked["tokens"] = tokens
     request = read_spec(asked)
-    surveys = surveys_of(request)
+    surveys = surveys_of(request, {})
     shape, jobs = surveys[0].shape, plan(request.spec, surveys)
     times: list[tuple[int, float]] = []
     before = os.sched_getaffinity(0)

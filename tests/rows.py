@@ -54,6 +54,7 @@ KEYS = [
     "module",
     "argument",
     "projection",
+    "derivative_error",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
 BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "value"]

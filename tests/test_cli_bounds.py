@@ -109,7 +109,7 @@ def test_attack_keeps_the_worst_input(command):
 
 
 def test_the_worst_input_can_be_measured_tightly(command):
-    options = ["--text", "text.txt", "--length", "6", "--steps", "2", "--out", "out", "--tight"]
+    options = ["--text", "text.txt", "--length", "6", "--steps", "2", "--out", "out"]
     result = command("attack", BERT, *options, "--jsonl")
     assert result.status == 0, result.err
     worst = result.rows[0]

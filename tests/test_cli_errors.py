@@ -58,7 +58,6 @@ def test_a_folder_without_a_config(lipscope):
         ([OLMO, "--lengths", "1024", "--memory", "1MiB"], ["generic path", "--memory"]),
         ([OLMO, "--lengths", "6,1024", "--memory", "2MiB"], ["at 1024 tokens", "shorter lengths"]),
         ([BERT, "--map", "model", "--lengths", "512", "--memory", "1MiB"], ["--memory"]),
-        ([BERT, "--tight", "--dtype", "float32"], ["float64"]),
         (["random:brt"], ["random:brt", "bert"]),
         (["random:"], ["model type"]),
         (["random:bert:hiden_size=12"], ["hiden_size", "hidden_size"]),

@@ -10,13 +10,15 @@ import torch
 from lipscope import DotProduct, to_dense
 from lipscope.attention import Rotary
 from lipscope.theorems import AskedLayer, HeadAt, HeadsAt, NotApplicableError, heads_of
+from lipscope.theorems.derived.column_gram import JacobianColumns
+from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import (
     local_blocks,
     local_norms,
     local_rows,
     local_rows_scalar,
 )
-from lipscope.theorems.derived.row_gram import JacobianRows, row_gram, row_gram_joint
+from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint, weighted_rows
 
 
 def rotation(n, width, generator):
@@ -104,6 +106,46 @@ def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
         probes_out = probes
     seen = torch.einsum("iajb,iam->ijbm", jacobian, probes_out).square().sum((2, 3))
     assert torch.allclose(rows.seen(probes), seen, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize(("seed", "d"), [(0, 8), (1, 8), (3, 40), (5, 8), (8, 40)])
+def test_column_grams_are_those_of_the_dense_blocks(seed, d, rotary, slopes):
+    """In narrow tokens, in wide ones of which weights read a part, and through a norm."""
+    layer, x = draw(seed, heads=3, rotary=rotary, d=d)
+    n = len(x)
+    slope = None
+    if slopes:
+        x = x / x.norm(dim=1, keepdim=True) * (1 - 0.1 * torch.arange(n).double()[:, None])
+        slope = 1 + torch.arange(n).double()
+    jacobian = to_dense(layer.linearise(x)).view(n, -1, n, d)
+    if slope is not None:
+        bent = torch.eye(d).double() - x[:, :, None] * x[:, None]
+        jacobian = torch.einsum("iajb,jbc->iajc", jacobian, bent * slope[:, None, None])
+    weights = torch.rand(n, n, generator=torch.Generator().manual_seed(seed)).double() + 0.1
+    dense = torch.einsum("kajb,kajc,jk->jbc", jacobian, jacobian, 1 / weights)
+    columns = JacobianColumns(all_heads(layer, x), slope)
+    expected = torch.linalg.eigvalsh(dense)[:, -1]
+    assert torch.allclose(columns.eigenvalues(weights), expected, rtol=1e-9)
+    probes = torch.randn(n, columns.width, 3, generator=torch.Generator().manual_seed(1)).double()
+    grams = columns._grams(weights, slice(0, n))
+    seen = columns.seen(probes) / weights  # their weighted sum is the form of the Gram matrix
+    total = torch.einsum("jam,jab,jbm->j", probes, grams, probes)
+    assert torch.allclose(seen.sum(1), total, rtol=1e-9)
+
+
+def test_columns_are_often_the_sharper_side():
+    gains = []
+    for seed in range(12):
+        layer, x = draw(seed)
+        rows, columns = (
+            weighted_rows(side(all_heads(layer, x))).value
+            for side in (JacobianRows, JacobianColumns)
+        )
+        assert min(rows, columns) >= truth(layer, x) * (1 - 1e-12)
+        gains.append(columns < rows)
+    assert sum(gains) > 6
 
 
 def test_f2_is_exact_for_one_hot_attention():

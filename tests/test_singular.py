@@ -59,12 +59,12 @@ def test_prescribed_spectra(name, dtype, memory):
 
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("memory", [2**30, 1], ids=["whole basis", "restarted"])
-def test_tight_intervals_are_tight_and_hold(name, memory):
+def test_intervals_are_as_narrow_as_asked_and_hold(name, memory):
     values = SPECTRA[name]
     truth = float(values.max())
     op = with_spectrum(values)
-    top = top_singular(op, tight=True, tol=1e-4, memory=memory, generator=seeded(3))
-    assert top.status == "tight"
+    top = top_singular(op, tol=1e-4, delta=1e-6, memory=memory, generator=seeded(3))
+    assert top.status == "converged"
     assert top.sigma <= truth * (1 + 1e-12)
     assert truth <= top.upper <= (1 + 1e-4) * top.sigma
 
@@ -79,11 +79,10 @@ def test_the_triplet_belongs_together():
     assert math.isclose(residual, top.solver_residual * math.sqrt(2) * top.sigma, rel_tol=1e-6)
 
 
-def test_in_float32_an_exhausted_space_is_not_called_tight():
+def test_in_float32_an_exhausted_space_is_not_called_converged():
     """A subspace that is invariant to rounding only cannot certify an interval."""
-    top = top_singular(
-        with_spectrum(np.ones(80), dtype=torch.float32), tight=True, generator=seeded(0)
-    )
+    op = with_spectrum(np.ones(80), dtype=torch.float32)
+    top = top_singular(op, delta=1e-6, generator=seeded(0))
     assert top.status == "max_steps"
     assert top.note is not None and "float64" in top.note
     assert top.upper >= 1.0

@@ -165,7 +165,7 @@ def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, m
 @pytest.mark.slow
 def test_a_driver_that_is_killed_and_started_again(tmp_path, uninterrupted):
     (tmp_path / "spec.yaml").write_text(json.dumps(SPEC))  # JSON is YAML
-    command = [sys.executable, "-m", "lipscope", "sweep", "spec.yaml", "--workers", "1"]
+    command = [sys.executable, "-m", "lipscope.cli", "sweep", "spec.yaml", "--workers", "1"]
     driver = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.DEVNULL)
     folder = tmp_path / "runs" / "spec"
     lines, limit = folder / "rows.jsonl", time.monotonic() + 240

@@ -81,7 +81,6 @@ WRONG = {
     "a radius": ("radii: [-1]", 4, "`radii` should be positive numbers, or text"),
     "radii of nothing": ("radii: [3]", 4, "`radii` are those of built inputs"),
     "tokens beyond": ("move: 3:300", 4, "`move 3:300` should name tokens"),
-    "float32 and tight": ("tight: true", 4, r"`tight` intervals need `dtypes: \[float64\]`"),
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` that are built.*`ascent` with `block`"
     ),

@@ -44,7 +44,7 @@ class WorstInput:
         cite: Key of the bibliography, or "derived here".
         head: Head that placed the tokens, or None.
         sigma: Lower end of the interval; None if not available or not finite.
-        upper: Upper end, valid with probability ``1 - 1e-6``.
+        upper: Upper end, valid with probability ``0.99``.
         radius_max: Largest token norm.
         predicted: As in `Construction`: about the head's contribution, or the whole layer.
         x: The input, or None.
@@ -76,7 +76,6 @@ def worst(
     steps: int = 60,
     start: Sequence[Tensor] = (),
     tol: float = 1e-3,
-    tight: bool = False,
     generator: torch.Generator | None = None,
 ) -> list[WorstInput]:
     """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
@@ -96,8 +95,6 @@ def worst(
         steps: Its iterations.
         start: Inputs ``(n, d)`` from which the ascent starts besides, such as real text.
         tol: Tolerance of the measurements.
-        tight: Measure the worst input until ``upper`` is at most ``(1 + tol) sigma``; for layers
-            in float64.
         generator: Source of random starts; torch's global one if None.
 
     Returns:
@@ -105,14 +102,9 @@ def worst(
         from a start that its choice has not seen: the largest of many intervals misses more often.
 
     Raises:
-        InputError: For sizes or heads out of range, or ``tight`` without float64.
+        InputError: For sizes or heads out of range.
     """
     check_size(num_tokens, radius)
-    if tight and layer.query.dtype != torch.float64:
-        raise InputError(
-            "`tight` intervals need float64. Found a layer with weights in "
-            f"`{str(layer.query.dtype).removeprefix('torch.')}`."
-        )
     chosen = range(layer.num_heads) if heads is None else heads
     for head in chosen:
         if not 0 <= head < layer.num_heads:
@@ -137,7 +129,7 @@ def worst(
         )
         rows.append(_row(("ascent", "gradient ascent", DERIVED, None), found.x, found.top, None))
     rows.sort(key=_order)
-    return [_again(layer, rows[0], tol, tight, generator), *rows[1:]]
+    return [_again(layer, rows[0], tol, generator), *rows[1:]]
 
 
 def _all(
@@ -185,12 +177,12 @@ def _measured(
 
 
 def _again(
-    layer: Attention, row: WorstInput, tol: float, tight: bool, generator: torch.Generator | None
+    layer: Attention, row: WorstInput, tol: float, generator: torch.Generator | None
 ) -> WorstInput:
     """A row with the interval of a start that its choice has not seen."""
     if row.x is None or row.sigma is None:
         return row
-    top = top_singular(layer.linearise(row.x), tol=tol, tight=tight, generator=generator)
+    top = top_singular(layer.linearise(row.x), tol=tol, generator=generator)
     about = (row.name, row.statement, row.cite, row.head)
     return _row(about, row.x, top, row.predicted)
 

@@ -82,7 +82,7 @@ class ChunkedCore:
         # in common is taken away, and cannot round.
         self.middle = self.v.mean(-2, keepdim=True) if self.weighting.normalised else None
         # Rows whose weights do not move at all: head and row of each, by block.
-        self.settled: list[tuple[Tensor, Tensor] | None] = []
+        self.settled: list[tuple[Tensor, ...] | None] = []
         empty = layer.empty_rows(self.k)
         self.empty = None if empty is None else empty[..., None]
         # Either the weights are kept, or a number for each row to rebuild them from.
@@ -126,7 +126,7 @@ class ChunkedCore:
                 found.append(_Block(part, chunk, layer.reach(chunk, m), len(found)))
         return found
 
-    def _settled(self, p: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _settled(self, p: Tensor) -> tuple[Tensor, ...] | None:
         """Rows in which one token has all weight, to rounding: no score moves any of it.
 
         Left to the products, the two halves of ``w_j (v_j - o)`` would leave their rounding, as
@@ -134,8 +134,8 @@ class ChunkedCore:
         """
         if not self.weighting.normalised:
             return None
-        found = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
-        return found if len(found[0]) else None
+        head, row = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
+        return (head, row) if len(row) else None
 
     def doubt(self) -> float:
         """How far rounding may shift a score against others of its row, where it matters.

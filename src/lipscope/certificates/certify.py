@@ -55,7 +55,7 @@ class BallCertificate:
         form: Where the value comes from. Means over radii: ``one head``, or how heads were put
             together, ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a
             bound of the second order, all heads in one matrix.
-        sigma: Sigma at X, from below; ``upper``: from above, with probability 1 - 1e-6.
+        sigma: Sigma at X, from below; ``upper``: from above, with probability ``1 - delta``.
         ratio: ``value / sigma``.
         note: What to know, or None.
     """

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from lipscope import interrupts
 from lipscope.cli import (
     attack,
     bounds,
@@ -77,6 +78,7 @@ for _command in COMMANDS:
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
     logging.getLogger("lipscope").handlers = [_Remarks()]
+    interrupts.as_usual()
     try:
         app(prog_name="lipscope")
     except InputError as problem:
@@ -89,10 +91,19 @@ def main() -> NoReturn:
         _reader_gone()
     except SystemExit as end:
         # What writes tables and what parses commands turn a closed pipe into 1.
-        if isinstance(end.__context__, BrokenPipeError):
+        if isinstance(end.__context__, BrokenPipeError) or not _flushed():
             _reader_gone()
         raise
     raise SystemExit(0)
+
+
+def _flushed() -> bool:
+    """Whether standard output could take what it still held."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _reader_gone() -> NoReturn:

@@ -33,7 +33,7 @@ _FORMS = {
 _BALLS = ("token", "frobenius")
 _OF_INPUT = ("windows", "special_tokens", "position_offset", "images", "resolutions")
 _OF_INPUT += ("seed", "modules", "allow_pickle")
-_HIDDEN = ("windows", "position_offset", "device", "dtype", "tight", "delta", "tol")
+_HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
 @with_options(*INPUT, "map", *SOLVER, hidden=(*_HIDDEN, "images", "memory"), map="or heads.")

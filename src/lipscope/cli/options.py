@@ -18,7 +18,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _SWITCHES = {"special_tokens": True}  # with a --no-… of their own
 # What determines which input is read, how a question is answered, and what is asked besides.
 INPUT = ("text", "windows", "special_tokens", "position_offset", "images")
-SOLVER = ("tol", "delta", "tight", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
+SOLVER = ("tol", "delta", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
 QUESTION = ("map", "per_head", "metric", "move", "read", "side", "rest", "average")
 THEOREMS = ("inputs", "ascent_steps", "theorems", "sharp", "radius")
 _RARE = ("modules",)  # in no help, for want of room: documented
@@ -51,9 +51,8 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "theorems": (str | None, None, "Names, or all that are quick."),
     "sharp": (bool | None, None, "Also the bounds that take seconds a head."),
     "radius": (str | None, None, "Largest token norm of bounds: a number, norm, inputs, row."),
-    "tol": (float, 1e-3, "Relative tolerance."),
-    "delta": (float, 1e-6, "Failure probability."),
-    "tight": (bool, False, "Interval within tol, in float64."),
+    "tol": (float, 1e-3, "How wide intervals may be."),
+    "delta": (float, 0.01, "Their failure probability."),
     "dtype": (str | None, None, "float32 or float64."),
     "device": (str, "auto", "auto, cpu, cuda, …"),
     "seed": (int, 0, "Seed of the random starts."),

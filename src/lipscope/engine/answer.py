@@ -24,7 +24,6 @@ from lipscope.models import LayerMap
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
-_WIDE = 1.5  # upper / sigma from which on a row says so
 
 
 def answer(
@@ -216,10 +215,8 @@ class _Solve:
         average: tuple[float, str] | None,
         on_derivative: str | None,
     ) -> list[str]:
-        wide = top.status == "converged" and top.upper > _WIDE * top.sigma
         words = [
             top.note,
-            "the interval is wide: use `--tight`" if wide else None,
             "the map's input is zero, so that no token moves in this metric"
             if self.still
             else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ from lipscope.theorems import bounds_at, catalogue
 
 
 def bounds(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = 0,
     lengths: Sequence[int] | int | str | None = None,

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,12 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
     name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
-    size = {"num_tokens": len(built.x), "radius": radius, "generator": start_named(name)}
-    climb = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
+    size: dict[str, Any] = {
+        "num_tokens": len(built.x),
+        "radius": radius,
+        "generator": start_named(name),
+    }
+    climb: dict[str, Any] = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
     if job.input == ASCENT:
         found = ascend(layer, **size, **climb, start=built.x)
         return BuiltInput(found.x, f"radius {radius:.6g}")

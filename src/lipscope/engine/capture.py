@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -66,8 +67,8 @@ class Captured:
 
 
 def capture(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layer: int,
     length: int | None = None,

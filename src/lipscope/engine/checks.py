@@ -111,7 +111,7 @@ def _integers(source: Source, key: str, value: Any, *, least: int, most: int) ->
 def radii(source: Source, key: str, value: Any) -> tuple[float | str, ...]:
     """Positive numbers, or ``text`` for the largest token norm of the text."""
     for i, item in enumerate(items(value)):
-        fits = item == OF_TEXT if isinstance(item, str) else is_number(item) and item > 0
+        fits = item == OF_TEXT if isinstance(item, str) else is_number(item) and float(item) > 0
         if not fits:
             source.fail(
                 f"`{key}` should be positive numbers, or text. Found `{shown(item)}`.", key, i

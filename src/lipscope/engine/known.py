@@ -12,10 +12,9 @@ from lipscope.engine.plan import InputKey, Shape, Survey
 from lipscope.engine.spec import Spec
 from lipscope.errors import remark
 from lipscope.models.stamp import stamp, stamp_of_folder
-from lipscope.records.folder import RunFolder
+from lipscope.records.folder import SURVEY, RunFolder
 from lipscope.records.rows import stable_id, version
 
-SURVEY = "survey"
 Held = Mapping[str, Mapping[str, Any]]
 
 
@@ -40,7 +39,7 @@ def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
     pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
     seen = stamp_of_folder(pictures) if pictures is not None and os.path.isdir(pictures) else ""
     asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
-    return stable_id(asked | more | {"is_now": is_now, "version": version()})
+    return stable_id({**asked, **more, "is_now": is_now, "version": version()})
 
 
 def surveyed(
@@ -57,7 +56,7 @@ def surveyed(
     Returns:
         The survey, and whether it was in the folder.
     """
-    if key in held:
+    if key is not None and key in held:
         return _survey(held[key]), True
     found = look()
     if folder is not None and key is not None:

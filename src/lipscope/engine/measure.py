@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from lipscope.records.rows import Measurement
 
 
 def measure(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = "all",
     lengths: Sequence[int] | int | str | None = None,
@@ -40,9 +41,9 @@ def measure(
     Args:
         model: A name for `load_model`, a loaded model, a torch module, or an `Attention` layer,
             whose ``data`` is its own input, ``(n, d)`` or ``(b, n, d)``.
-        data: Text, or a batch for a module: input ids (integers), input embeddings
-            (3 axes) or pixel values (4 axes), or a mapping of keyword arguments. The default
-            text if None.
+        data: Text, the ``Path`` of a text file, or a batch for a module: input ids (integers),
+            input embeddings (3 axes) or pixel values (4 axes), or a mapping of arguments. The
+            default text if None.
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.
@@ -76,13 +77,12 @@ def measure(
               before the layer lets through (``norm``), or a number.
             * ``rest=False``: also sigma with the most sensitive token held fixed;
               ``average=False``: also ``‖J‖_F`` by random probes.
-            * ``tol=1e-3``: relative tolerance of the stopping rule; ``delta=1e-6``: failure
-              probability of each interval; ``tight=False``: go on, in float64, until
-              ``upper <= (1 + tol) sigma``.
-            * ``dtype``: ``float32`` unless ``tight``; ``device="auto"`` takes a GPU where there is
-              one; ``seed=0``: of the random starts; ``memory="1GiB"``: budget for chunks,
-              stored probabilities and the solver's basis; ``modules``: regular expression for
-              the attention modules, searched in their paths.
+            * ``tol=1e-3``: how wide intervals may be, ``upper <= (1 + tol) sigma``;
+              ``delta=0.01``: failure probability of each; a small one may need float64.
+            * ``dtype="float32"``; ``device="auto"`` takes a GPU where there is one; ``seed=0``: of
+              the random starts; ``memory="1GiB"``: budget for chunks, stored probabilities and
+              the solver's basis; ``modules``: regular expression for the attention modules,
+              searched in their paths.
             * ``tokenizer`` of a module of your own that reads text; ``revision`` of a hub id;
               ``allow_pickle=False``: accept a checkpoint that exists only as a pickle.
 

@@ -15,7 +15,7 @@ from lipscope.engine.layer import layer_inputs, map_of_layer
 from lipscope.engine.plan import FUSED, Job
 from lipscope.engine.ranges import parse_bytes
 from lipscope.engine.spec import Spec
-from lipscope.errors import memory_for
+from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     LayerMap,
     LoadedModel,
@@ -66,6 +66,7 @@ class Places:
         self.probed: dict[tuple[Any, ...], LayerMap] = {}
         self._needs_norms = norms
         self._held: dict[str, tuple[Any, Any]] = {}
+        self._layers: dict[int, list[str]] = {}
         self._stack = ExitStack()
 
     def close(self) -> None:
@@ -197,7 +198,15 @@ class Places:
                 blocks=bool({"block", "model"} & maps),
                 dtype=dtype,
                 side=self.spec.side,
+                asked=self.spec.modules,
             )
+            names = [call.name for call in record.calls]
+            if self._layers.setdefault(job.model, names) != names:
+                raise InputError(
+                    "The model should call the same attention modules on every input. Found "
+                    f"{len(names)} calls, and {len(self._layers[job.model])} or others on an input "
+                    "before."
+                )
             own = self.loaded(job.model, job.weights).model
             record.remarks = overflows(own, item, self.spec.modules, self.spec.side)
             return record

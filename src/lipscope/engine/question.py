@@ -79,6 +79,8 @@ class Answer:
 
     def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
         """One record per token of the window, under the row that it belongs to."""
+        if texts is not None and len(texts) != self.num_tokens:
+            texts = None  # several streams, or patches: these are no tokens of the text
         return [
             TokenShare(
                 id=row_id,

@@ -29,8 +29,8 @@ from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
-AnyModel = str | nn.Module | LoadedModel
-AnyData = str | Tensor | Mapping[str, Any] | Sequence[Sample] | None
+AnyModel = str | Path | nn.Module | LoadedModel
+AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
 
 

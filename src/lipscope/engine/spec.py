@@ -42,7 +42,6 @@ class SolverOptions(TypedDict, total=False):
 
     tol: float
     delta: float
-    tight: bool
 
 
 SOLVER = tuple(get_type_hints(SolverOptions))
@@ -158,8 +157,7 @@ class Spec:
     rest: bool = False
     average: bool = False
     tol: float = 1e-3
-    delta: float = 1e-6
-    tight: bool = False
+    delta: float = 0.01
     memory: str = "1GiB"
     device: str = "auto"
     modules: str | None = None
@@ -202,7 +200,6 @@ CHECKS: dict[str, Check] = {
     "average": checks.flag,
     "tol": checks.number,
     "delta": checks.number,
-    "tight": checks.flag,
     "memory": checks.memory,
     "device": checks.word,
     "modules": checks.word,
@@ -249,10 +246,7 @@ def single_spec(
     for name, value in source.values.items():
         key = AXES.get(name, name)
         values[key] = CHECKS[key](source, name, value)
-    tight = bool(values.get("tight"))
-    if tight and values.get("dtypes") == ("float32",):
-        raise InputError("`tight` intervals need float64. Found `dtype = float32`; leave it out.")
-    values.setdefault("dtypes", ("float64" if tight else dtype,))
+    values.setdefault("dtypes", (dtype,))
     made = Spec(models=(Model(model),), texts=sources, **values)
     check_together(source, made)
     return made
@@ -309,8 +303,6 @@ def check_together(source: Source, spec: Spec) -> None:
         )
     if not pictures and spec.resolutions is not None:
         source.fail("`resolutions` are those of `images`. Found no images.", "resolutions")
-    if spec.tight and "float32" in spec.dtypes:
-        source.fail("`tight` intervals need `dtypes: [float64]`. Found `float32`.", "tight")
     for option in ("move", "read"):
         try:
             for n in spec.lengths or ():

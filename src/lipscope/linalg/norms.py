@@ -54,7 +54,7 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
     Args:
         op: The operator.
         metric: Name of the metric.
-        tol: Relative width up to which the interval counts as ``tight``.
+        tol: Relative width up to which the interval counts as ``converged``.
         delta: For the record.
         seed: Of the starts.
 
@@ -64,7 +64,7 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
     upper = math.inf if found.upper is None else found.upper
-    tight = "tight" if upper <= (1 + tol) * found.lower else "max_steps"
+    status = "converged" if upper <= (1 + tol) * found.lower else "max_steps"
     return TopSingular(
         sigma=found.lower,
         upper=upper,
@@ -73,7 +73,7 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
         v=torch.full(op.in_shape, math.nan),
         solver_residual=math.nan,
         products=0,
-        status=tight if math.isfinite(found.lower) else "non_finite",
+        status=status if math.isfinite(found.lower) else "non_finite",
         note=None if found.upper is not None else f"too large for an upper end in {metric}",
     )
 

@@ -93,7 +93,8 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         Operator with ``in_shape = x.shape`` and ``out_shape = f(x).shape``.
 
     Raises:
-        InputError: If two evaluations of ``f(x)`` differ, or ``f(x)`` is no tensor.
+        InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is no tensor, or gradients
+            are cut inside.
 
     >>> import torch
     >>> op = linearise(lambda x: x * x, torch.tensor([1.0, 3.0]))
@@ -110,6 +111,7 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
     tape = Tape(f, x)
     _check_deterministic(f, tape.point, tape.y)
     if tape.constant:
+        _check_uncut(f, tape)
         return _zero(x, tape.y)
     y = tape.y
     op = Operator(
@@ -121,7 +123,27 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
         y.device,
     )
     check_adjoint(op)
+    if not op.matvec(_direction(x)).any():
+        _check_uncut(f, tape)
     return op
+
+
+def _direction(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
+def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
+    """Refuse a function that changes with its input although its derivative is said to be zero."""
+    x, y = tape.point.detach(), tape.y.detach()
+    step = 1e-3 * x.square().mean().sqrt().clamp_min(1e-3)
+    with torch.no_grad():
+        change = (f(x + step * _direction(x)) - y).abs().max()
+    if change > 1e3 * torch.finfo(y.dtype).eps * y.abs().max():
+        raise InputError(
+            "`f` should be differentiable. Found that its output changes with its input while "
+            "automatic differentiation gives zero: `no_grad`, `inference_mode`, `detach` or a "
+            "custom backward inside cuts the gradient."
+        )
 
 
 class Tape:

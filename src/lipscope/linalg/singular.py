@@ -20,21 +20,18 @@ from lipscope.linalg.interval import Cycle, Evidence, start_threshold
 from lipscope.linalg.krylov import Bidiagonal, golub_kahan
 from lipscope.linalg.operator import Operator
 
-SolverStatus = Literal["converged", "tight", "max_steps", "non_finite"]
+SolverStatus = Literal["converged", "max_steps", "non_finite"]
 
 DEFAULT_MEMORY = 2**30  # bytes
 # Rounding allowance of the upper end: once converged the exact bound collapses onto sigma
 # and would fail by rounding alone (measured: 2.3e-7 in float32, 6e-16 in float64).
 SLACK = {torch.float32: 1e-5, torch.float64: 1e-12}
-# Residuals below this are rounding, so a smaller tolerance could never be met.
-SMALLEST_TOL = {torch.float32: 1e-5, torch.float64: 1e-12}
+# The allowance takes half of it, so a smaller tolerance could not be met.
+SMALLEST_TOL = {torch.float32: 2e-5, torch.float64: 2e-12}
 _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
 # Runs are rarely longer. Where so many left vectors do not fit, none is kept: the room is worth
 # more to the right ones, and the one left vector that is wanted costs one more product.
 _USUAL_STEPS = 64
-# A small residual alone stopped on the second singular value in 1 of 1,000 real cases. So a
-# larger one must be excluded too; at a probability lower than that of `upper`, to stop sooner.
-_STOP_DELTA = 1e-2
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,8 @@ class TopSingular:
         solver_residual: ``r / (sqrt(2) sigma)``: some singular value lies within this
             relative distance of ``sigma``.
         products: Products with the operator or its transpose.
-        status: ``converged`` (within the tolerance at 99 %), ``tight`` (the interval is),
-            ``max_steps`` (neither; the interval is still valid), ``non_finite``.
+        status: ``converged`` (``upper`` is at most ``(1 + tol) sigma``), ``max_steps`` (it is
+            not, and still valid), ``non_finite``.
         note: Advice in words, or None.
     """
 
@@ -70,8 +67,7 @@ def top_singular(
     op: Operator,
     *,
     tol: float = 1e-3,
-    delta: float = 1e-6,
-    tight: bool = False,
+    delta: float = 0.01,
     max_steps: int = 300,
     memory: int = DEFAULT_MEMORY,
     generator: torch.Generator | None = None,
@@ -79,9 +75,10 @@ def top_singular(
     """Largest singular value of ``op`` by Golub–Kahan from one random start.
 
     ``sigma = max ‖J e‖ / ‖e‖`` over the Krylov space. The run stops when
-    ``r / √2 ≤ tol · sigma``, where ``r`` is the one-sided residual, and the upper end that
-    holds with probability 99 % is at most ``(1 + tol) · sigma``; with ``tight=True`` when
-    ``upper``, the one of probability ``1 - delta``, is.
+    ``r / √2 ≤ tol · sigma``, where ``r`` is the one-sided residual, and ``upper`` is at most
+    ``(1 + tol) · sigma``: so the tolerance is met with probability ``1 - delta``. A larger
+    ``delta`` stops sooner; 1e-6 takes half as many products again as 0.01, and often more than
+    float32 can tell.
 
     Holds for any real operator. That the residual is small proves that *some* singular
     value is near ``sigma``; only the upper ends speak of the largest one.
@@ -90,7 +87,6 @@ def top_singular(
         op: Operator, of shape ``in_shape -> out_shape``.
         tol: Relative tolerance; at least 1e-5 in float32 and 1e-12 in float64.
         delta: Failure probability of ``upper``, in (0, 1).
-        tight: Go on until the interval, not only the residual, meets ``tol``.
         max_steps: Most steps (two products each).
         memory: Bytes for the basis; a longer run restarts from its best vector.
         generator: Source of the random start; torch's global one if None.
@@ -117,7 +113,6 @@ def top_singular(
         generators,
         tol=tol,
         delta=delta,
-        tight=tight,
         max_steps=max_steps,
         memory=memory,
     )[0]
@@ -128,8 +123,7 @@ def top_singular_batch(
     generators: Sequence[torch.Generator | None],
     *,
     tol: float = 1e-3,
-    delta: float = 1e-6,
-    tight: bool = False,
+    delta: float = 0.01,
     max_steps: int = 300,
     memory: int = DEFAULT_MEMORY,
 ) -> list[TopSingular]:
@@ -144,7 +138,6 @@ def top_singular_batch(
         generators: One source of the random start per entry; its length is ``b``.
         tol: As in `top_singular`.
         delta: As in `top_singular`, for each entry.
-        tight: As in `top_singular`.
         max_steps: As in `top_singular`.
         memory: As in `top_singular`, for the whole batch.
 
@@ -155,7 +148,7 @@ def top_singular_batch(
         InputError: As in `top_singular`.
     """
     _check(op, tol, delta, max_steps)
-    stop = _Stop(tol, delta, tight, op)
+    stop = _Stop(tol, delta, op)
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
     for run, last in _restarted(op, _starts(op, generators), max_steps, memory, stop):
@@ -239,11 +232,9 @@ def _restarted(
 class _Stop:
     """Reads a decomposition: Ritz value, residual, interval, and whether to stop."""
 
-    def __init__(self, tol: float, delta: float, tight: bool, op: Operator) -> None:
-        self.tol, self.delta, self.tight, self.op = tol, delta, tight, op
+    def __init__(self, tol: float, delta: float, op: Operator) -> None:
+        self.tol, self.delta, self.op = tol, delta, op
         self.threshold = start_threshold(op.in_size, delta)
-        wanted = delta if tight else max(delta, _STOP_DELTA)
-        self.stop_threshold = start_threshold(op.in_size, wanted)
 
     def judge(self, run: _Run, i: int, *, last: bool) -> TopSingular | None:
         """The answer for entry ``i``, or None to go on."""
@@ -282,9 +273,7 @@ class _Stop:
     def _status(
         self, *, small: bool, within: bool, exhausted: bool
     ) -> tuple[SolverStatus, str | None]:
-        if self.tight and within:
-            return "tight", None
-        if not self.tight and small and within:
+        if small and within:
             return "converged", None
         if exhausted:
             return (
@@ -302,9 +291,8 @@ class _Stop:
         """Whether a singular value above ``(1 + tol) theta`` is unlikely enough to stop."""
         if self._complete(run, i, theta):
             return True
-        slack = 1 + SLACK[self.op.dtype] if self.tight else 1.0
-        factor = (1 + self.tol) / slack
-        return factor > 1 and self._evidence(run, i, theta).excludes(factor, self.stop_threshold)
+        factor = (1 + self.tol) / (1 + SLACK[self.op.dtype])
+        return self._evidence(run, i, theta).excludes(factor, self.threshold)
 
     def _upper(self, run: _Run, i: int, theta: float) -> float:
         slack = 1 + SLACK[self.op.dtype]

@@ -180,6 +180,7 @@ def load_model(
 
 def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
     """Take the user's own module as it is, with the tokenizer of where it was loaded from."""
+    model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     check_finite(model)
     if tokenizer is None:
         source = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -201,12 +202,25 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Refuse weights with NaN or Inf, and name the tensor."""
+    """Refuse weights with NaN or Inf, or without values, and name the tensor."""
     for name, tensor in model.named_parameters():
-        if bool(tensor.sum().isfinite()):
+        if tensor.is_meta:
+            raise InputError(
+                f"The weights should have values. Found `{name}` on the device `meta`; load them."
+            )
+        if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if any("scale" in other for other in owner.state_dict()):
+                raise InputError(
+                    f"Weights in float8 should have no scales of their own. Found `{name}` with "
+                    "them; dequantise the model."
+                )
+        # There is no sum of eight bits.
+        values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+        if bool(values.sum().isfinite()):
             continue  # one fast pass; an overflowing sum is looked at again
-        if not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
+        if not bool(torch.isfinite(values).all()):
+            bad = int((~torch.isfinite(values)).sum())
             raise InputError(
                 f"The weights should be finite. Found {bad} NaN or Inf in `{name}`; the "
                 "checkpoint is damaged or training diverged."

@@ -195,12 +195,14 @@ class Rows(Sequence[Measurement]):
         )
 
     def confidence(self) -> str:
-        """The failure probability of all intervals as a sentence; "" if there are none."""
+        """How often intervals fail, as a sentence; "" if there are none."""
         count = sum(row.upper is not None for row in self._rows)
         if not count:
             return ""
+        total = rounded_up(self.failure_probability(), 2)
+        if total >= 1:
+            return f"Of {count} intervals, at most {total:.2g} are expected to miss."
         kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
-        total = rounded_up(min(self.failure_probability(), 1.0), 2)
         return f"{kind} with probability at least 1 - {total:.2g}."
 
     def save(self, folder: str | Path) -> list[Path]:

@@ -8,14 +8,14 @@ import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any
 
 from lipscope.errors import InputError
 
 PART = ".part"
 
 
-def opened(path: Path, mode: str = "rb") -> BinaryIO:
+def opened(path: Path, mode: str = "rb") -> IO[Any]:
     """A file of a run folder, which is neither a link nor a pipe or device that would hang.
 
     Args:

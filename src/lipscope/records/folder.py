@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import weakref
@@ -11,17 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lipscope.errors import InputError, remark
-from lipscope.records.files import PART, refuse_links
-from lipscope.records.lock import LOCK, OWNER, take
-from lipscope.records.manifest import (
-    MANIFEST,
-    check_same,
-    empty,
-    holds_rows,
-    load_manifest,
-    plain,
-    write_manifest,
-)
+from lipscope.records.claim import Claim
+from lipscope.records.manifest import MANIFEST, empty, holds_rows, write_manifest
 from lipscope.records.place import Place
 from lipscope.records.repair import repaired
 from lipscope.records.rows import (
@@ -38,6 +28,8 @@ if TYPE_CHECKING:
     import polars
 
 T = TypeVar("T")
+SURVEY = "survey"
+"""The part of the values that says what models were found to have."""
 
 
 class Finished(NamedTuple):
@@ -87,23 +79,15 @@ class RunFolder:
         growing: bool = False,
     ) -> None:
         place = path if isinstance(path, Place) else Place(Path(path))
-        self.path = place.of(spec, growing=growing)
-        self.spec = plain(spec)
-        self._growing, self._replaces = growing, place.replaces
+        self._claim = Claim(place, spec, growing=growing)
+        self.path, self.spec = self._claim.path, self._claim.spec
         self._tables = tables(self.path)
         self._marks: dict[str, Mark] = {}
         self._manifest = empty(self.spec, origin or {})
-        self._made: list[Path] = []
-        self._holds_this_run()  # a folder that is refused stays as it is
-        self._release = self._take()
+        self._release = weakref.finalize(self, self._claim.taken())
         try:
-            if self._replaces:
-                place.clear()
-                self._replaces = False
-            self.done: dict[str, Measurement] = self._open()
-        except OSError as problem:
-            self._release()
-            raise self._unwritable(problem) from problem
+            with self._claim.writing():
+                self.done: dict[str, Measurement] = self._open()
         except InputError:
             self._release()
             raise
@@ -114,7 +98,8 @@ class RunFolder:
     def __exit__(self, kind: object = None, *error: object) -> None:
         try:
             if kind is not None and self._is_bare():
-                self._take_away()
+                self._release()
+                self._claim.take_away()
             else:
                 self.compact()
         finally:
@@ -122,67 +107,10 @@ class RunFolder:
 
     # --- opening
 
-    def _holds_this_run(self) -> bool:
-        """Whether there is a run of this specification; anything else in there is refused."""
-        try:
-            self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
-            if self.path.is_dir():
-                self._refuse_links()
-            held = load_manifest(self.path / MANIFEST)
-            if held is not None and not self._replaces:
-                self.spec = check_same(self.path, held["spec"], self.spec, growing=self._growing)
-            if held is not None or holds_rows(self.path):
-                if not os.access(self.path, os.W_OK):
-                    raise InputError(
-                        f"`--out {self.path}` cannot be written; choose another folder."
-                    )
-                return held is not None
-            free = not self.path.exists() or (
-                self.path.is_dir() and all(map(_may_be_left, self.path.iterdir()))
-            )
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-        if not free:
-            raise InputError(
-                f"`--out` should be a new folder or one of an earlier run. Found "
-                f"`{self.path}`, which holds something else; choose another `--out`."
-            )
-        return False
-
-    def _refuse_links(self) -> None:
-        for table in self._tables:
-            for path in (table.lines, table.parquet, table.damaged):
-                refuse_links(path)
-        for name in (MANIFEST, LOCK, OWNER):
-            refuse_links(self.path / name)
-
-    def _unwritable(self, problem: OSError) -> InputError:
-        return InputError(
-            f"`--out {self.path}` cannot be written ({problem.strerror}); choose another folder."
-        )
-
-    def _take(self) -> weakref.finalize[Any, Any]:
-        """Lock the folder for this process."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            release = take(self.path)
-        except BlockingIOError:
-            raise InputError(
-                f"`--out {self.path}` is in use by another process; wait until that one has "
-                "ended, or choose another folder."
-            ) from None
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-        return weakref.finalize(self, release)
-
     def _open(self) -> dict[str, Measurement]:
         """The finished rows, after every file was put in order."""
-        for left in self.path.glob(f".*{PART}"):
-            left.unlink()
-        made = self._made
-        if self._holds_this_run():
-            held = load_manifest(self.path / MANIFEST)
-            assert held is not None
+        held = self._claim.manifest()
+        if held is not None:
             self._manifest |= held
             self._marks = marks_of(held["files"])
         else:
@@ -191,7 +119,6 @@ class RunFolder:
             if holds_rows(self.path):
                 remark(f"The manifest of `{self.path}` was lost, and is made anew from its rows.")
             self._write_manifest()
-        self._made = made  # before the folder was taken
         incomplete = repaired(self.path, self._tables, self._marks)
         frame = self._compact(own=False)
         rows = {one.id: one for one in records_of(Measurement, frame)}
@@ -221,7 +148,7 @@ class RunFolder:
         frame = rows.read(self._marks.get(rows.name), own=True)
         unknown = {one.id: one for one in records_of(Measurement, frame) if one.id not in wanted}
         if grown and unknown:
-            with self._writing():
+            with self._claim.writing():
                 count = rows.set_aside(
                     lambda line: json.loads(line)["id"] in unknown, self.path / "rows.earlier"
                 )
@@ -245,34 +172,15 @@ class RunFolder:
 
     def _is_bare(self) -> bool:
         """Whether nothing was found worth keeping."""
-        return not self.done and not any(
-            table.lines.exists() and table.lines.stat().st_size for table in self._tables
-        )
-
-    def _take_away(self) -> None:
-        """Remove what opening made, and the folders that were not there before."""
-        self._release()
-        names = [MANIFEST, LOCK, OWNER]
-        names += [f"{table.name}.{kind}" for table in self._tables for kind in ("jsonl", "parquet")]
-        with contextlib.suppress(OSError):
-            for name in names:
-                (self.path / name).unlink(missing_ok=True)
-            for path in self._made:
-                path.rmdir()
+        rows, *_, values = self._tables
+        return not any(rows.told()) and all(one.get("part") == SURVEY for one in values.told())
 
     # --- writing
-
-    @contextlib.contextmanager
-    def _writing(self) -> Any:
-        try:
-            yield
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
 
     def _write_manifest(self) -> None:
         files = {name: vars(mark) for name, mark in self._marks.items()}
         self._manifest |= {"files": files}
-        with self._writing():
+        with self._claim.writing():
             write_manifest(self.path, self._manifest)
 
     @property
@@ -354,7 +262,7 @@ class RunFolder:
         return json.loads(text)
 
     def _add(self, table: Stored, lines: list[str]) -> None:
-        with self._writing():
+        with self._claim.writing():
             table.append(lines)
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
@@ -423,7 +331,7 @@ class RunFolder:
                 rows = table.name == "rows"
                 return frame if rows else belonging(table.read(held, own=own), frame)
 
-            with self._writing():
+            with self._claim.writing():
                 marks[table.name] = table.compacted(held, content)
         if marks != self._marks:
             self._marks = marks
@@ -444,13 +352,3 @@ def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
 
     some = records_of(Value, frame.filter(pl.col("part") == part))
     return {one.key: json.loads(one.content) for one in some}
-
-
-def _may_be_left(path: Path) -> bool:
-    """Whether a kill before the first row can have left this file."""
-    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
-    ours = {
-        f"{table.name}.{kind}" for table in tables(path.parent) for kind in ("jsonl", "parquet")
-    }
-    empty = path.name in ours and path.is_file() and not path.stat().st_size
-    return path.suffix == PART or path.name in names or empty

@@ -67,6 +67,7 @@ def load_manifest(path: Path) -> dict[str, Any] | None:
         InputError: If it cannot be read and there are no rows to make it from, or if it is of
             another schema.
     """
+    content = b"?"
     try:
         with opened(path) as file:
             content = file.read()

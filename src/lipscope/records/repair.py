@@ -31,12 +31,11 @@ def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) 
     rows, *sides = tables[:3]
     try:
         aside = {one.lines.name: one.repair(marks.get(one.name)) for one in tables}
-        sound = all(one.name not in marks or one.begins_with(marks[one.name]) for one in tables)
-        told = [*rows.told(marks.get("rows") if sound else None)]
-        aside[rows.lines.name] += _contradictions(rows, told)
-        back = 0 if sound else _brought_back(tables, marks)
-        if back:
-            told = [*rows.told(None)]
+        if all(one.as_marked(marks.get(one.name)) for one in tables):
+            return set()
+        aside[rows.lines.name] += _contradictions(rows, [*rows.told()])
+        back = _brought_back(tables, marks)
+        told = [*rows.told()]
     except OSError as problem:
         raise InputError(
             f"`{folder}` should hold files that can be read and written. Found: {problem}; "
@@ -45,8 +44,8 @@ def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) 
     incomplete = _incomplete(told, sides, marks)
     said = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
     parts = [f"lines set aside in `.damaged` files: {', '.join(said)}"] * bool(said)
-    parts += [f"{back} records brought back from Parquet"] * bool(back)
-    parts += [f"{len(incomplete)} rows without all of their tokens or bounds"] * bool(incomplete)
+    parts += [f"brought back from Parquet: {back} of rows, tokens, bounds, values"] * bool(back)
+    parts += [f"rows without all of their tokens or bounds: {len(incomplete)}"] * bool(incomplete)
     if parts:
         remark(f"`{folder}`: {'; '.join(parts)}. What is missing is measured again.")
     return incomplete

@@ -32,7 +32,7 @@ AGAIN = "the next run tries it again"
 """How the error of a row ends that failed for a reason outside its question."""
 
 Record = TypeVar("Record")
-Status = Literal["converged", "tight", "max_steps", "non_finite", "failed"]
+Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,6 @@ class Measurement:
         top_share: That share (squared norm, between 0 and 1).
         sigma_rest: Sigma with the top token held fixed; null unless asked for.
         frobenius: Estimate of ``||J||_F``; null unless asked for.
-        derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
-            along the direction found; null but for the first sample of a length.
         radius_max: Largest token norm of the map's input.
         radius_rms: Root mean square token norm of the map's input.
         input_norm: ``||X||_F``.
@@ -90,6 +88,8 @@ class Measurement:
         argument: What moves: names of the module's arguments, or those of the norm before it.
         projection: Whether the output projection is part of the map: true, false (``heads``, or the
             model applies none), or null where none was seen as a module of its own.
+        derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
+            along the direction found; null but for the first sample of a length.
     """
 
     id: str
@@ -117,7 +117,6 @@ class Measurement:
     top_share: float | None
     sigma_rest: float | None = None
     frobenius: float | None = None
-    derivative_error: float | None = None
     radius_max: float | None
     radius_rms: float | None
     input_norm: float | None
@@ -137,6 +136,7 @@ class Measurement:
     module: str | None = None
     argument: str | None = None
     projection: bool | None = None
+    derivative_error: float | None = None
 
     @property
     def passing(self) -> bool:

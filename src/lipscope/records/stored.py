@@ -218,10 +218,14 @@ class Stored:
                 break
         return not left and digest.hexdigest() == mark.sha256
 
-    def told(self, mark: Mark | None) -> Iterator[dict[str, Any]]:
-        """The entries of every line behind a mark, also of those that a later one replaces."""
-        start = mark.bytes if mark is not None and self.begins_with(mark) else 0
-        for data in _parts(self.lines, start):
+    def as_marked(self, mark: Mark | None) -> bool:
+        """Whether the lines are just those that were copied, so that there is nothing new."""
+        size = self.lines.stat().st_size if self.lines.exists() else 0
+        return mark is not None and mark.bytes == size and self.begins_with(mark)
+
+    def told(self) -> Iterator[dict[str, Any]]:
+        """The entries of every line, also of those that a later one replaces."""
+        for data in _parts(self.lines):
             yield from (values for _, values in objects(data))
 
     def _behind(self, mark: Mark | None, *, own: bool) -> Iterator[polars.DataFrame]:

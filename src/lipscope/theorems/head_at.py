@@ -27,6 +27,7 @@ from lipscope.theorems.spectrum import spectral_norm, spectral_norms
 
 _CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
 _SETTLED = 750.0  # a logit so far below another one has the weight 0 in float64
+_UNDERFLOW = 1e-140  # a norm below the root of the smallest number may be lost in squares
 _KNOWN = 0.01  # largest rounding of logits whose weights still mean something
 
 
@@ -132,7 +133,7 @@ class AtInput:
         Relative to what cancels in it: differences of values and keys, and heads. Also in the
         largest token norm. Derived here (``docs/theory/local-certificates.md``).
         """
-        n, total = len(self.x), 0.0
+        n, total = len(self.x), _UNDERFLOW if self.alive else 0.0
         kept = (self.p, self.q, self.k, self.v, self.o, self.mean_key, self.rounding)
         unit = UNIT * n**0.5
         for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
@@ -152,6 +153,11 @@ class AtInput:
             off = off + unit**2 * most_v * most_k * turn
             total += outer * n**0.5 * float(off.max())
         return total
+
+    @property
+    def alive(self) -> bool:
+        """Whether any weight lets a value through: the Jacobian is not zero by construction."""
+        return any(bool(head.value.any()) for head in self.heads)
 
     @property
     def outer(self) -> list[float]:
@@ -219,6 +225,11 @@ class HeadsAt(AtInput):
     ) -> None:
         super().__init__(heads, x)
         self.output = output
+
+    @property
+    def alive(self) -> bool:
+        """Whether any weight lets a value through."""
+        return super().alive and (self.output is None or bool(self.output.any()))
 
     @property
     def outer(self) -> list[float]:

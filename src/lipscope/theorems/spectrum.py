@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,6 +19,33 @@ def spectral_norms(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     size = m.abs().amax((-2, -1), keepdim=True)  # squares must not underflow
     m = m / torch.where(size > 0, size, 1.0)
     return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
+
+
+def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> float:
+    """``min_θ sqrt(max_j (1 + θ) c_j + (1 + 1/θ) t_j²)`` over ``θ > 0``.
+
+    Bounds ``‖T + D‖`` for ``‖T E‖² ≤ Σ_j c_j |e_j|²`` and ``D`` block diagonal with norms ``t_j``;
+    never above ``max_j √c_j + max_j t_j``, which is one ``θ``. Any ``θ`` gives a bound, so
+    that the search need not be exact.
+
+    Source: derived here (``docs/theory/local-certificates.md``, F2).
+
+    >>> of_both_parts(torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0]))  # one column each
+    3.0
+    """
+    size = max(float(columns.max().sqrt()), float(own.max()))
+    if not 0 < size < torch.inf:
+        return size
+    columns, squares = columns.double() / size**2, (own.double() / size).square()
+    first = float((squares.max() / columns.max().clamp_min(1e-300)).sqrt())
+    middle = columns.new_tensor([max(first, 1e-150)])
+    best, width = math.inf, 20.0  # in powers of two; each round narrows the grid sixteenfold
+    for _ in range(6):
+        theta = middle * 2.0 ** torch.linspace(-width, width, 65).double()
+        values = ((1 + theta) * columns[:, None] + (1 + 1 / theta) * squares[:, None]).amax(0)
+        at = int(values.argmin())
+        best, middle, width = min(best, float(values[at])), theta[at], width / 16
+    return size * math.sqrt(best)
 
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:

@@ -201,7 +201,8 @@ def _checked(
                 f"`num_tokens` should be that of `x`, {len(x)}. Found `num_tokens = {num_tokens}`."
             )
         num_tokens = len(x)
-        largest = float(x.norm(dim=1).max())
+        size = x.abs().max()  # squares of tiny tokens must not underflow
+        largest = float(size * (x / torch.where(size > 0, size, 1.0)).norm(dim=1).max())
         radius = largest if radius is None else radius
         if 0 < radius < (1 - _ROUNDING) * largest:
             raise InputError(

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lipscope.engine.known import SURVEY, Held
+from lipscope.engine.known import Held
 from lipscope.engine.plan import Job, Shape, plan
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request, spec_of
@@ -18,6 +18,7 @@ from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
 from lipscope.engine.sweep.local import start_time
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
+from lipscope.records.folder import SURVEY
 from lipscope.records.manifest import MANIFEST, check_same
 from lipscope.records.place import Place
 from lipscope.records.rows import Measurement

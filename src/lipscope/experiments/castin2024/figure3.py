@@ -67,7 +67,7 @@ def _job(n: int, radius: float) -> ValueJob:
         layer = DotProduct(one, one, one)
         x = quadratic(layer, num_tokens=n, radius=radius).x
         start = torch.Generator().manual_seed(0)
-        top = top_singular(layer.linearise(x), tol=1e-8, tight=True, generator=start)
+        top = top_singular(layer.linearise(x), tol=1e-8, generator=start)
         return {"sigma": top.sigma, "upper": top.upper, "share": top.sigma / radius**2}
 
     return {"n": n, "radius": radius}, compute

@@ -88,7 +88,7 @@ def _job(radius: float) -> ValueJob:
         layer = _head(0)
         built = quadratic(layer, num_tokens=_TOKENS, radius=radius)
         start = torch.Generator().manual_seed(1)
-        top = top_singular(layer.linearise(built.x), tol=1e-6, tight=True, generator=start)
+        top = top_singular(layer.linearise(built.x), tol=1e-6, generator=start)
         return {"sigma": top.sigma, "upper": top.upper, "closed": built.predicted}
 
     return {"radius": radius, "n": _TOKENS}, compute

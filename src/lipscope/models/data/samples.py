@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -97,23 +97,6 @@ def _check_tensor(value: Any) -> None:
         )
 
 
-def _check_mask(name: str, mask: Any, first: Tensor) -> None:
-    """A mask of tokens says of every token of every entry whether it is real."""
-    if mask is None:
-        return
-    fits = isinstance(mask, Tensor) and mask.ndim in (2, 4) and mask.shape[0] == first.shape[0]
-    if fits and mask.ndim == 2:
-        fits = bool(((mask == 0) | (mask == 1)).all())
-        fits &= name != "attention_mask" or first.ndim > 3 or mask.shape[1] == first.shape[1]
-    if not fits:
-        found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(
-            f"`{name}` should hold a 1 for every token that is read and a 0 for every other, in "
-            f"the shape {tuple(first.shape[:2])}. Found {found}"
-            + ("." if found[:5] != "shape" else f" with values from {mask.min()} to {mask.max()}.")
-        )
-
-
 def samples_of(
     loaded: LoadedModel,
     data: Any,
@@ -169,12 +152,13 @@ def _text_inputs(
         special_tokens=special_tokens,
     )
     start = _decoder_start(loaded)
-    return [_window_input(w, start) for w in cut]
+    named = "input_ids" in inspect.signature(loaded.model.forward).parameters
+    return [_window_input(w, start, named=named) for w in cut]
 
 
-def _window_input(w: Window, decoder_start: int | None) -> Sample:
+def _window_input(w: Window, decoder_start: int | None, *, named: bool) -> Sample:
     """A window; an encoder-decoder reads it twice, its decoder one token later."""
-    arguments = {"input_ids": w.ids}
+    arguments: Any = {"input_ids": w.ids} if named else (w.ids,)
     if decoder_start is not None:
         first = torch.full_like(w.ids[:, :1], decoder_start)
         arguments["decoder_input_ids"] = torch.cat([first, w.ids[:, :-1]], dim=1)
@@ -214,9 +198,9 @@ def _check_windows(
 
 def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
     if isinstance(data, Tensor):
-        name = _argument_name(data)
-        named = loaded.config is not None or isinstance(loaded.model, _hugging_face_base())
-        arguments: dict[str, Any] = {name: data} if named else {"": data}
+        takes = inspect.signature(loaded.model.forward).parameters
+        name = _argument_name(data, takes)
+        arguments: dict[str, Any] = {name: data}
     elif isinstance(data, Mapping):
         arguments = dict(data)
     else:
@@ -227,26 +211,106 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
         raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
-    tokens = (arguments[name] for name in ("input_ids", "inputs_embeds") if name in arguments)
-    for name, value in arguments.items():
-        if name.endswith("attention_mask"):
-            _check_mask(name, value, next(tokens, tensors[0]))
-    axis = 1 if _tokens_first(loaded.model) and "" in arguments and tensors[0].ndim == 3 else 0
-    count = tensors[0].shape[axis]
+    _check_masks(arguments)
+    axis = _batch_axis(loaded.model, arguments)
+    count = next((v for v in tensors if _is_stream(v)), tensors[0]).shape[axis]
     inputs = []
     for s in range(count):
-        one = {
-            k: v.narrow(axis, s, 1) if isinstance(v, Tensor) and _is_batch(v, axis, count) else v
-            for k, v in arguments.items()
-        }
+        one = {k: _entry(k, v, axis, count, s) for k, v in arguments.items()}
         sha = _digest_of(one)
         call = (one[""],) if "" in one else one
         inputs.append(Sample("batch", call, s, None, None, sha, None))
     return inputs
 
 
-def _is_batch(value: Tensor, axis: int, count: int) -> bool:
-    return value.ndim > axis and value.shape[axis] == count
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
+
+
+def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
+    """What one sample of a batch is given for an argument: its own entry, or what all share."""
+    at = axis if _is_stream(value) else 0
+    if not isinstance(value, Tensor) or value.ndim <= at or value.shape[at] != count:
+        return value
+    if name in _PAIRS and value.ndim == 2 and value.shape[0] == value.shape[1] and count > 1:
+        raise InputError(
+            f"`{name}` should tell samples from tokens. Found {count} of each; pass the samples "
+            "one by one."
+        )
+    return value if name in _PAIRS and value.ndim == 2 else value.narrow(at, sample, 1)
+
+
+# Masks of pairs of tokens, the same for all samples (torch's names).
+_PAIRS = ("attn_mask", "mask", "memory_mask", "src_mask", "tgt_mask")
+
+
+def _check_masks(arguments: Mapping[str, Any]) -> None:
+    """Refuse a mask of tokens that does not fit the tokens beside it."""
+    for mask, tokens in _MASKED.items():
+        given = next((arguments[k] for k in tokens if isinstance(arguments.get(k), Tensor)), None)
+        told = arguments.get(mask)
+        if given is None or told is None or (isinstance(told, Tensor) and told.ndim == 4):
+            continue
+        if not isinstance(told, Tensor):
+            raise InputError(f"`{mask}` should be a tensor. Found `{type(told).__name__}`.")
+        if told.shape != given.shape[:2]:
+            raise InputError(
+                f"`{mask}` should have one entry per token, {tuple(given.shape[:2])}. Found "
+                f"{tuple(told.shape)}."
+            )
+        if not bool(((told == 0) | (told == 1)).all()):
+            raise InputError(f"`{mask}` should be 0 or 1 for every token. Found other values.")
+
+
+_MASKED = {
+    "attention_mask": ("input_ids", "inputs_embeds"),
+    "decoder_attention_mask": ("decoder_input_ids", "decoder_inputs_embeds"),
+    "encoder_attention_mask": ("encoder_hidden_states",),
+}
+
+
+def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
+    """Which axis of the tokens counts samples: what torch's own attention inside is called with.
+
+    Where that takes tokens first, so does the model, unless it turns its input itself.
+    """
+    sites = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    sites = [m for m in sites if not m.batch_first]
+    streams = [v for v in arguments.values() if _is_stream(v)]
+    if not sites or not streams:
+        return 0
+    first, second = streams[0].shape[:2]
+    if first != second:
+        return 0 if _batch_inside(model, arguments, sites) == first else 1
+    one = {k: v.narrow(0, 0, 1) if _is_stream(v) else v for k, v in arguments.items()}
+    return 0 if _batch_inside(model, one, sites) == 1 else 1
+
+
+def _batch_inside(
+    model: nn.Module, arguments: Mapping[str, Any], sites: Sequence[nn.Module]
+) -> int | None:
+    """How many samples the attention sees; None if the model does not run."""
+    seen: list[int] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args[0] if args else kwargs["query"]).shape[1])
+
+    modes = {m: m.training for m in model.modules()}
+    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in sites]
+    first = next(model.parameters())
+    given = moved(arguments, first.device, first.dtype)
+    assert isinstance(given, Mapping)
+    try:
+        with torch.no_grad():
+            model.eval()(given[""]) if "" in given else model.eval()(**given)
+    except Exception:  # the forward pass that counts will say what is wrong
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes.items():
+            module.training = mode
+    return seen[0] if seen else None
 
 
 def _digest_of(arguments: Mapping[str, Any]) -> str:
@@ -258,27 +322,17 @@ def _digest_of(arguments: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
 
 
-def _argument_name(data: Tensor) -> str:
+def _argument_name(data: Tensor, takes: Collection[str]) -> str:
+    """Under which name a model takes a tensor; "" for its first argument, whatever its name."""
     if not data.is_floating_point():
-        return "input_ids"
-    names = {3: "inputs_embeds", 4: "pixel_values"}
-    if data.ndim not in names:
+        return "input_ids" if "input_ids" in takes else ""
+    name = {3: "inputs_embeds", 4: "pixel_values"}.get(data.ndim, "")
+    if not name and "input_ids" in takes:
         raise InputError(
             "`data` should be input ids (integers), embeddings (batch, tokens, width) or pixels "
             f"(batch, channels, height, width). Found floats of shape {tuple(data.shape)}."
         )
-    return names[data.ndim]
-
-
-def _hugging_face_base() -> type:
-    from transformers import PreTrainedModel
-
-    return PreTrainedModel
-
-
-def _tokens_first(model: nn.Module) -> bool:
-    """Whether torch's own attention inside puts tokens before the batch."""
-    return any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in model.modules())
+    return name if name in takes else ""
 
 
 def moved(

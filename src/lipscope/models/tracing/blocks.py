@@ -77,6 +77,11 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
     found = [one for one in block.streams if depends(one.node, origin.node)]
     found = found or block.streams[:1]
+    several = next((one.x for one in found if one.x.ndim == 3 and 1 not in one.x.shape[:2]), None)
+    if several is not None:
+        raise InputError(
+            f"`{block.name}` should see one sample at a time. Found {tuple(several.shape)}."
+        )
     if record.side != "self":
         found = found[:1]  # the decoder's own
     if len({one.x.shape[-1] for one in found}) > 1 or (len(found) > 1 and block.returned > 1):
@@ -102,13 +107,14 @@ def model_parts(record: Trace) -> Whole:
             state, or, on the key side, its layers read different tokens.
     """
     name, first, start = _first_block(record)
-    if record.output is None or record.output.shape[-1] != start.x.shape[-1]:
+    ends = record.output
+    if ends is None or not (record.hidden or ends.shape[-1] == start.x.shape[-1]):
         raise InputError(
             "The map `model` goes from the first block to a last hidden state of the same width. "
             "Found another output; leave out the head, or take one part of a composite model."
         )
     axis = record.calls[0].token_axis
-    output = as_tokens(record.output, axis)
+    output = as_tokens(ends, axis)
     if record.side == "key":
         return _model_of_states(record, output)
     moved = Streams([start], axis)

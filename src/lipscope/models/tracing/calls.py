@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.tracing.flow import Node, alike, bare
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights
 from lipscope.models.tracing.sums import Kept, NormCall, SeenSums, close
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
@@ -81,6 +81,7 @@ class Trace:
         firsts: By path: the first block of a list of blocks, and the stream that enters it, in
             the order in which they were called; for the map ``model``.
         output: The model's output tensor (``last_hidden_state`` where it has one).
+        hidden: Whether the model says itself that this is its last hidden state.
         remarks: What rows of a layer should say about this input, by layer.
     """
 
@@ -95,6 +96,7 @@ class Trace:
     blocks: list[BlockCall] = field(default_factory=list)
     firsts: dict[str, tuple[nn.Module, Stream]] = field(default_factory=dict)
     output: Tensor | None = None
+    hidden: bool = False
     remarks: dict[int, str] = field(default_factory=dict)
 
 
@@ -173,7 +175,7 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     for leaf in module.modules():
-        if leaf is not module and next(leaf.parameters(), None) is not None:
+        if leaf is not module and has_weights(leaf):
             stack.callback(leaf.register_forward_hook(remember).remove)
     stack.callback(module.register_forward_hook(finish).remove)
     for leaf in _around(record.model, name, module):
@@ -190,7 +192,7 @@ def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
             rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
-            found = [m for m in rest if next(m.parameters(), None) is not None]
+            found = [m for m in rest if has_weights(m)]
     return found
 
 
@@ -204,11 +206,15 @@ def _begin(
     first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
     first = first or next(iter(arguments), None)
     x = arguments[first] if first is not None else None
-    if not isinstance(x, Tensor) or x.ndim != 3:
-        raise InputError(
-            f"`{name}` should take a (batch, tokens, width) tensor first. Found "
-            f"{tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}."
-        )
+    given = {k: bare(v) for k, v in arguments.items()}
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"`{name}` should take a tensor of tokens first. Found {found}.")
+    axis = _token_axis(module, x)
+    if x.ndim != 3 or x.shape[1 - axis] != 1:
+        if record.side == "self":
+            record.calls.append(_in_parts(name, module, given, x.detach()))
+        return None
     others = {k: v for k, v in tokens.items() if not alike(v, x) and k not in _VALUES}
     source = next((others[k] for k in _SOURCES if k in others), None)
     unsure: tuple[str, ...] = ()
@@ -219,18 +225,24 @@ def _begin(
     if (source is None) != (record.side == "self") and not unsure:
         record.others.append(name)
         return None
-    axis = _token_axis(module, x)
-    if x.shape[1 - axis] != 1:
-        raise InputError(
-            f"`{name}` should see one sample at a time. Found batch {x.shape[1 - axis]}."
-        )
     call = AttentionCall(name, module, {}, (), axis, x, x, record.side, unsure=unsure)
-    given = {k: bare(v) for k, v in arguments.items()}
     take(call, given, x.detach(), None if source is None else source.detach(), record)
     call.implementation = _implementation(record.model, name)
     call.sums_before = len(record.seen.sums)
     call.turn = sum(one.name == name for one in record.calls) + record.others.count(name)
     record.calls.append(call)
+    return call
+
+
+def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor) -> AttentionCall:
+    """A call on windows of the tokens, or on tokens of other axes: only its block is a map."""
+    refusal = (
+        f"`{name}` should take one sample, (1, tokens, width). Found {tuple(x.shape)}: windows, "
+        "several samples or another layout; use the map `block` or `model`."
+    )
+    flat = x.reshape(-1, x.shape[-1])
+    call = AttentionCall(name, module, arguments, (), 1, flat, flat, refusal=refusal, in_parts=True)
+    call.kept = [x, x]
     return call
 
 
@@ -253,7 +265,7 @@ def take(
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
     call.arguments, call.hidden = arguments, _names_of(arguments, moved)
-    call.x = call.output = as_tokens(record.kept.keep(moved), call.token_axis)
+    call.x = as_tokens(record.kept.keep(moved), call.token_axis)
     call.context = None if still is None else as_tokens(record.kept.keep(still), call.token_axis)
     values = (arguments.get(k) for k in _VALUES)
     if any(isinstance(v, Tensor) and not alike(v, keys) for v in values):
@@ -296,6 +308,8 @@ def _sum_to_one(x: Tensor) -> bool:
 
 def _token_axis(module: nn.Module, x: Tensor) -> int:
     """1 where the batch comes first. A sample is a batch of one, so its length tells."""
+    if x.ndim != 3:
+        return 1
     if isinstance(module, nn.MultiheadAttention):
         return 1 if module.batch_first else 0
     return 0 if x.shape[1] == 1 and x.shape[0] != 1 else 1

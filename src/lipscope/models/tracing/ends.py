@@ -5,6 +5,8 @@ Decided when the forward pass is over, by running single modules once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,7 @@ from lipscope.models.tracing.replay import called_again
 from lipscope.models.tracing.sites import (
     Applied,
     AttentionCall,
+    has_weights,
     is_attention,
     is_norm,
     is_plain,
@@ -33,6 +36,9 @@ def settle(record: Trace, asked: str | None = None) -> None:
     """
     calls, record.calls = record.calls, []
     for call in calls:
+        if call.in_parts:
+            record.calls.append(call)
+            continue
         if not _belongs(record, call):
             record.others.append(call.name)
             continue
@@ -46,32 +52,41 @@ def _belongs(record: Trace, call: AttentionCall) -> bool:
     """Whether a call is one of the layers, now that the source of its keys is known."""
     if not call.unsure:
         return True
-    source = next((name for name in call.unsure if _reaches_others(call, name)), None)
+    source = next((name for name in call.unsure if _mixes(call, [name])), None)
     if source is not None and record.side != "self":
         take(call, call.arguments, call.kept[0], call.arguments[source], record)
     return (source is None) == (record.side == "self")
 
 
-def _reaches_others(call: AttentionCall, *names: str) -> bool:
-    """Whether a token of these arguments changes the output of another one."""
-    given = call.arguments[names[0]]
+def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> bool:
+    """Whether some tokens of these arguments change the output of other ones.
+
+    Args:
+        call: A call of attention.
+        names: Arguments that hold one tensor of tokens.
+        there: Which tokens are changed, ``(n,)`` booleans.
+    """
+    given: Tensor = call.arguments[names[0]]
     noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+    shape = [1, 1, 1]
+    shape[call.token_axis] = -1
+    moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
     with torch.no_grad():
-        before = called_again(call, dict.fromkeys(names, given))
-        for token in sorted({0, call.num_tokens // 2, given.shape[call.token_axis] - 1}):
-            there = torch.zeros_like(given)
-            there.select(call.token_axis, token).fill_(1.0)
-            moved = given + there * noise * given.abs().max()
-            changed = called_again(call, dict.fromkeys(names, moved)) != before
-            rows = changed.flatten(1).any(1)
-            rows[token : token + 1] = False
-            if bool(rows.any()):
-                return True
-    return False
+        at = [dict.fromkeys(names, given), dict.fromkeys(names, moved)]
+        before, after = (called_again(call, changed) for changed in at)
+    changed = (after != before).flatten(1).any(1)
+    return bool((changed if len(changed) != len(there) else changed & ~there).any())
+
+
+def _mixes(call: AttentionCall, names: Sequence[str]) -> bool:
+    """Whether any of three tokens changes the output of another one."""
+    count = call.arguments[names[0]].shape[call.token_axis]
+    each = torch.arange(count, device=call.x.device)
+    return any(reaches_others(call, names, each == t) for t in {0, count // 2, count - 1})
 
 
 def _check_mixes(call: AttentionCall) -> None:
-    if not _reaches_others(call, *call.hidden):
+    if not _mixes(call, call.hidden):
         raise InputError(
             f"`modules` should match attention. Found `{call.name}`, a "
             f"`{type(call.module).__name__}` in which no token reads another; give its whole path "
@@ -119,7 +134,7 @@ def _is_affine(one: Applied) -> bool:
     """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
     if is_plain(one.module):
         return True
-    if not any(p.ndim > 1 for p in one.module.parameters()) or one.x.shape[-1] < 2:
+    if not has_weights(one.module, 2):
         return False
     noise = torch.randn(one.x.shape, generator=torch.Generator().manual_seed(0)).to(one.x)
     try:

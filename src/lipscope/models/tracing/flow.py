@@ -15,10 +15,14 @@ from torch import Tensor, nn
 Node = Any  # of autograd's graph
 
 
+def _gone(_: None) -> Tensor:
+    raise AssertionError("no value was kept for a backward pass")
+
+
 @contextlib.contextmanager
 def followed() -> Iterator[None]:
     """Record which tensors are made of which, without the values that a derivative needs."""
-    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None)
+    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _gone)
     with torch.enable_grad(), drop:
         yield
 

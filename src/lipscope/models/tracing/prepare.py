@@ -124,22 +124,21 @@ def prepared(
         model = _converted(_copied(model), dtype, device)
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
-    # Compiled modules run as they were written, or no hook would see inside.
-    eager = torch.compiler.set_stance("force_eager")
-    with at_rest(model), eager, _implementations(model, implementation):
+    with at_rest(model), _implementations(model, implementation):
         yield model, notes
 
 
 @contextlib.contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """A model in eval mode, its weights without gradients; put back on exit."""
+    """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
     modes = {m: m.training for m in model.modules()}
     grads = {p: p.requires_grad for p in model.parameters()}
     try:
         model.eval()
         for p in grads:
             p.requires_grad_(False)
-        yield
+        with _uncompiled(model):
+            yield
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -188,6 +187,29 @@ def _copied(model: nn.Module) -> nn.Module:
             "measurement, or allow `copy.deepcopy`. Found that copying raised "
             f"{type(problem).__name__}: {text}"
         ) from problem
+
+
+@contextlib.contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """Every module as it was written: no hook sees into a compiled one."""
+    wrapped = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if hasattr(child, "_orig_mod")
+    ]
+    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+    try:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child._orig_mod  # pyright: ignore
+        for module in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for parent, name, child in wrapped:
+            parent._modules[name] = child
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
 
 
 def _drops(module: nn.Module) -> bool:

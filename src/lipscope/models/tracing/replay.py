@@ -21,8 +21,11 @@ Kind = inspect._ParameterKind
 
 
 def count_heads(module: nn.Module) -> int | None:
-    """Number of query heads of an attention module, as models spell it."""
+    """Number of query heads of an attention module, as models spell it; None if unknown."""
     config = getattr(module, "config", None)
+    sides = {getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")}
+    if len(sides) > 1:  # the configuration does not say which of them is meant
+        config = None
     for owner in (module, config):
         for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
             count = getattr(owner, name, None)

@@ -58,6 +58,7 @@ class AttentionCall:
         sums_before: Number of sums that the model had formed before.
         turn: Which of the calls of its module it is, from 0.
         refusal: Why the call is no attention map of its input; empty if it is one.
+        in_parts: Whether it was made on windows of the tokens, or on tokens of other axes.
     """
 
     name: str
@@ -81,6 +82,7 @@ class AttentionCall:
     sums_before: int = 0
     turn: int = 0
     refusal: str = ""
+    in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -208,16 +210,20 @@ def attention_sites(
 
     Args:
         model: Any module.
-        modules: Regular expression searched in the dotted paths instead.
+        modules: Regular expression searched in the dotted paths instead, or one whole path; what
+            lies inside a match is no match.
         side: ``self``, or a side of cross-attention.
 
     Returns:
         Path to module.
 
     Raises:
-        InputError: If nothing matches, or the expression is malformed.
+        InputError: If nothing matches, a match only holds attention, or the expression is
+            malformed.
     """
     named = {name: m for name, m in model.named_modules() if name}
+    if modules is not None and modules in named:
+        return {modules: named[modules]}
     if modules is not None:
         try:
             pattern = regex.compile(modules)
@@ -236,7 +242,19 @@ def attention_sites(
                 f"`modules` should match at least one module. Found none for `{modules}` among "
                 f"{_some(named)}."
             )
-        return found
+        outer = {
+            name: m
+            for name, m in found.items()
+            if not any(name.startswith(other + ".") for other in found)
+        }
+        for name, module in outer.items():
+            held = next((n for n, m in module.named_modules() if n and is_attention(m)), None)
+            if held is not None and not is_attention(module):
+                raise InputError(
+                    f"`modules` should match attention. Found `{name}`, which holds it in "
+                    f"`{name}.{held}`; match that, or give the whole path of one module."
+                )
+        return outer
     found = {name: m for name, m in named.items() if is_attention(m)}
     inner = {
         name: m
@@ -270,6 +288,11 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is `is_linear` and its weights are all it computes with."""
     return is_linear(module) and type(module).__module__.startswith(_PLAIN)
+
+
+def has_weights(module: nn.Module, axes: int = 1) -> bool:
+    """Whether a module has weights of so many axes; packed ones are buffers."""
+    return any(t.ndim >= axes for t in (*module.parameters(), *module.buffers()))
 
 
 def is_norm(module: nn.Module) -> bool:

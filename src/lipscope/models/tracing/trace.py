@@ -42,6 +42,7 @@ def trace(
     blocks: bool = False,
     dtype: torch.dtype = torch.float32,
     side: Side = "self",
+    asked: str | None = None,
 ) -> Trace:
     """Run ``model`` on one input and record its attention calls.
 
@@ -53,12 +54,13 @@ def trace(
         blocks: Also record the Transformer blocks around the sites.
         dtype: Floating type of the run.
         side: ``self``, or through which side the calls of cross-attention are layers.
+        asked: Path of a module that is a layer because it was asked for by its own name.
 
     Returns:
         The trace; its ``calls`` are the layers.
 
     Raises:
-        InputError: If no attention module was called.
+        InputError: If no attention module was called, or one that is none.
     """
     options = (model, inputs, sites, norms, blocks, dtype, side)
     marks = True
@@ -69,7 +71,7 @@ def trace(
         record = _traced(*options, Kept(), marks)
     if record.kept.overwritten():
         record = _traced(*options, Kept(copies=True), marks)
-    settle(record)
+    settle(record, asked)
     if not record.calls:
         _complain(record, list(sites))
     return record
@@ -119,8 +121,9 @@ def _traced(
             stack.enter_context(followed())
         else:
             stack.enter_context(torch.no_grad())
-        output = first_tensor(_run_once(model, each_tensor(inputs, marked) if marks else inputs))
-        record.output = output.detach()
+        output = _run_once(model, each_tensor(inputs, marked) if marks else inputs)
+        record.output = first_tensor(output).detach()
+        record.hidden = getattr(output, "last_hidden_state", None) is not None
     return record
 
 

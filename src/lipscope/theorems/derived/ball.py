@@ -20,7 +20,7 @@ from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import eigenvalue
+from lipscope.theorems.spectrum import eigenvalue, of_both_parts
 
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 _EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
@@ -86,20 +86,22 @@ class Ball:
     def sums(self) -> dict[str, Tensor]:
         """Weighted Gram matrices of ``Vy`` and ``A^T y``, one pass over the rows.
 
-        ``upper`` is weighted with ``U``, ``change`` with ``D``; ``_y`` is a Gram matrix of
-        ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` the top eigenvalues of ``Vy`` and ``A^T y``.
+        ``upper`` holds for any weights ``P'``, ``change`` is weighted with ``D``; ``_y`` is
+        a Gram matrix of ``Vy``, ``(n, k_v, k_v)``, ``_v`` and ``_a`` top eigenvalues of ``Vy`` and
+        ``A^T y``.
         """
         c, p = self.c, self.p
         parts: dict[str, list[Tensor]] = {}
         for rows in c.chunks():
             y, z = c.y(rows), c.z(rows)
-            upper, change = (w[rows, :, None].sqrt() for w in (p.upper, p.change))
-            gram, moved = _gram(upper * y), _gram(change * y)
+            change = p.change[rows, :, None].sqrt()
+            gram, top = self._moment(rows, y, c.nu)
+            moved = _gram(change * y)
             found = {
                 "upper_y": gram,
                 "change_y": moved,
-                "upper_v": eigenvalue(gram),
-                "upper_a": eigenvalue(_gram(upper * z)),
+                "upper_v": top,
+                "upper_a": self._moment(rows, z, c.mu)[1],
                 "change_v": eigenvalue(moved),
                 "change_a": eigenvalue(_gram(change * z)),
             }
@@ -108,6 +110,19 @@ class Ball:
             for name, value in found.items():
                 parts.setdefault(name, []).append(value)
         return {name: torch.cat(part) for name, part in parts.items()}
+
+    def _moment(self, rows: slice, y: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """``>= sum_j P'_ij y_ij y_ij^T``, and its top eigenvalue; ``size`` holds ``|y_ij|``.
+
+        With ``U``; or with ``L``, the rest of the weight put where it counts most.
+        """
+        upper, lower = (_gram(w[rows, :, None].sqrt() * y) for w in (self.p.upper, self.p.lower))
+        most = size[rows].masked_fill(~self.c.allowed[rows], 0.0).amax(-1)
+        free = self.p.free[rows] * most.square()
+        lower = lower + torch.diag_embed(free[:, None].expand(-1, y.shape[-1]))
+        tops = eigenvalue(upper), eigenvalue(lower)
+        less = tops[1] < tops[0]
+        return torch.where(less[:, None, None], lower, upper), torch.minimum(*tops)
 
     @cached_property
     def mean_moved(self) -> Tensor:
@@ -205,8 +220,8 @@ class Ball:
 
     @cached_property
     def by_rows(self) -> float:
-        """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``."""
-        return float(_column(self.p.upper, self.row) + self.own.max())
+        """``F2(eps)``: `of_both_parts` of ``sum_i U_ij w'_i`` and ``‖V C'_i A‖``."""
+        return of_both_parts(self.row @ self.p.upper, self.own)
 
     @cached_property
     def by_blocks(self) -> float:
@@ -284,7 +299,7 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
 
 @theorem(cite=DERIVED, statement="ball certificate, rows", slow=True)
 def ball_rows(at: HeadAt, eps: float) -> float:
-    """``F2(eps) = sqrt(max_j sum_i U_ij w'_i) + max_i ‖V C'_i A‖``.
+    """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
     Holds as `ball_certificate` does. Source: derived here (``docs/theory``).
     """

@@ -26,12 +26,14 @@ class SoftmaxIntervals:
         lower: ``L_ij <= P'_ij``.
         apart: ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1.
         change: ``D_ij >= |P'_ij - P_ij|``.
+        free: ``>= 1 - sum_j L_ij``, the weight that may be anywhere, ``(n,)``.
     """
 
     upper: Tensor
     lower: Tensor
     apart: Tensor
     change: Tensor
+    free: Tensor
 
 
 def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> SoftmaxIntervals:
@@ -71,12 +73,15 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
     lower = torch.minimum(lower, p)
     apart = torch.maximum(torch.minimum(torch.sigmoid(-below), -torch.expm1(log_lower)), rest)
     least = torch.maximum(torch.sigmoid(-above), -torch.expm1(log_upper))
-    change = torch.maximum(upper - p, p - lower)
-    change = torch.where(
-        p > 0.5, torch.maximum(apart - rest, (rest - least).clamp_min(0.0)), change
-    )
+    # P - P' = (1 - P') - (1 - P), which keeps its digits where P is near 1
+    fall = torch.where(p > 0.5, apart - rest, p - lower).clamp_min(0.0)
+    rise = torch.where(p > 0.5, rest - least, upper - p).clamp_min(0.0)
     return SoftmaxIntervals(
-        upper.masked_fill(~allowed, 0.0), lower, apart, change.masked_fill(~allowed, 0.0)
+        upper.masked_fill(~allowed, 0.0),
+        lower,
+        apart,
+        torch.maximum(fall, rise).masked_fill(~allowed, 0.0),
+        fall.masked_fill(~allowed, 0.0).sum(-1),
     )
 
 

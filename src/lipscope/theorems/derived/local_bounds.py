@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, theorem
-from lipscope.theorems.spectrum import eigenvalue, spectral_norm
+from lipscope.theorems.spectrum import eigenvalue, of_both_parts, spectral_norm
 
 
 @theorem(cite=DERIVED, statement="F1: three norms")
@@ -34,31 +34,31 @@ def local_norms(at: HeadAt, slope: Tensor | None = None) -> float:
 def local_rows(at: HeadAt, slope: Tensor | None = None) -> float:
     """Rows by Cauchy–Schwarz under the attention weights.
 
-    ``sqrt(max_j s_j^2 sum_i P_ij w_i) + max_i ‖V C_i A‖ s_i`` with ``w_i`` the top eigenvalue of
-    ``V (sum_j P_ij B_ij B_ij^T) V^T``, which is ``V (I + |a_i|^2 C_i) V^T`` without rotary
-    embedding.
+    ``min_θ sqrt(max_j s_j^2 ((1 + θ) sum_i P_ij w_i + (1 + 1/θ) ‖V C_j A‖^2))`` over ``θ > 0``,
+    with ``w_i`` the top eigenvalue of ``V (sum_j P_ij B_ij B_ij^T) V^T``, which is
+    ``V (I + |a_i|^2 C_i) V^T`` without rotary embedding.
 
     Holds for any mask, bias and rotary embedding, at ``x``; exact as attention becomes
     one-hot, and for equal tokens.
     """
     s, w = at.columns(slope), _row_norms(at)
-    rows = ((at.p.T @ w).sqrt() * s).max()
-    return float(rows + (at.drift * s).max())
+    return of_both_parts((at.p.T @ w) * s.square(), at.drift * s)
 
 
 @theorem(cite=DERIVED, statement="F2s: scalars only")
 def local_rows_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
     """`local_rows` with every matrix replaced by its trace: ``O(n^2 d)``, no eigenvalues.
 
-    ``‖V‖ (sqrt(max_j s_j^2 sum_i P_ij (1 + |a_i|^2 tr C_i)) + ‖A‖ max_i s_i tr C_i)``.
+    ``‖V‖ min_θ sqrt(max_j s_j^2 ((1 + θ) c_j + (1 + 1/θ) ‖A‖^2 (tr C_j)^2))`` with
+    ``c_j = sum_i P_ij (1 + |a_i|^2 tr C_i)``.
 
     Holds for any mask and bias, at ``x``; not for rotary embeddings.
     """
     at.head.without_rotary()
     head, s, trace = at.head, at.columns(slope), _trace(at.p, at.x)
     weights = 1 + at.rho[:, 0] ** 2 * trace
-    rows = ((at.p.T @ weights).sqrt() * s).max()
-    return head.norm_v * float(rows + head.norm_a * (trace * s).max())
+    columns = (at.p.T @ weights) * s.square()
+    return head.norm_v * of_both_parts(columns, head.norm_a * trace * s)
 
 
 @theorem(cite=DERIVED, statement="F3c: norms of blocks")

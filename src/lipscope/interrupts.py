@@ -1,0 +1,31 @@
+"""Ctrl-C while the command imports torch, which takes seconds: it ends without a traceback.
+
+Only where Python is starting the command (`lipscope`, or `python -m lipscope.…`); a program that
+imports lipscope keeps its own ways.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def _starting() -> bool:
+    name = sys.argv[0] if sys.argv else ""
+    return name == "-m" or Path(name).stem == "lipscope"
+
+
+def as_usual() -> None:
+    """Make Ctrl-C an exception again, for the command that handles it."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> None:
+    os._exit(130)
+
+
+if _starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _leave)

@@ -1,0 +1,117 @@
+"""The columns of the Jacobian of several heads, for the row-Gram certificate of its transpose.
+
+``‖J‖ = ‖J^T‖``, so that ``‖J‖^2 <= max_i sum_j p_ij λ_max(sum_k J_kj^T J_kj / p_kj)`` for any
+positive weights. Proof: ``docs/theory/local-certificates.md``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import Rotary
+from lipscope.theorems.derived.gram_rows import JacobianRows
+from lipscope.theorems.head_at import HeadsAt
+
+
+class JacobianColumns(JacobianRows):
+    """Its transpose, row by row: block ``ji`` is ``J_ij^T``.
+
+    With ``B`` the weights of values and keys below each other, ``J_kj = R_kj B`` where ``R_kj`` is
+    ``W [P_kj I, P_kj y_kj q_kj^T]``, head by head; the diagonal block has its covariance besides.
+    All is seen in an orthonormal basis of what the weights read, if that is smaller than a token.
+
+    Args:
+        at: The heads at X; on the unit sphere if there is a norm in front.
+        slope: Of that norm, ``s``, ``(n,)``, or None.
+    """
+
+    def __init__(self, at: HeadsAt, slope: Tensor | None = None) -> None:
+        super().__init__(at, slope)
+        read = torch.cat([w.flatten(0, 1) for w in (at.value, at.key, at.query)])
+        basis = None if len(read) >= read.shape[1] else torch.linalg.qr(read.T).Q
+        self.value, self.key, self.query = (
+            w if basis is None else w @ basis for w in (at.value, at.key, at.query)
+        )
+        self.tokens = at.x if basis is None else at.x @ basis
+        self.width = self.tokens.shape[1]
+        heads, _, kv = at.v.shape
+        outer = torch.eye(self.concat, dtype=at.x.dtype) if self.factor is None else self.factor
+        self.outer = outer.view(-1, heads, kv).transpose(0, 1)  # (H, width out, k_v)
+        self.outer_gram = outer.T @ outer
+        self.support = self.support.T
+
+    def _bent(self, j: int, m: Tensor) -> Tensor:
+        """``s_j (I - x_j x_j^T) m`` in the basis, up to a rotation; ``m`` without a norm."""
+        if self.slope is None:
+            return m
+        x = self.tokens[j]
+        square = x @ x
+        # the root of the basis's part of (I - x x^T)^2 = I - κ x x^T
+        root = 1 - (1 - self.kappa[j] * square).clamp_min(0).sqrt()
+        along = torch.outer(x, x @ m) * (root / square.clamp_min(1e-300))
+        return self.slope[j] * (m - along)
+
+    def _readers(self, j: int) -> Tensor:
+        """``R_j^T R_k q_k`` for every row ``k``, ``(H, n, k)``."""
+        rotary = self.at.rotary
+        if rotary is None:
+            return self.at.q
+        return Rotary(rotary.cos[j : j + 1], rotary.sin[j : j + 1]).transpose(self.at.q)
+
+    def _seen_row(self, i: int, probes: Tensor) -> Tensor:
+        """Sizes of ``J_ki z``, ``(n,)``."""
+        at, z = self.at, self._bent(i, probes)
+        c, y = at.p[:, :, i], at.v[:, None, i] - at.o
+        along = self._readers(i) @ (self.key @ z)  # (H, n, m)
+        parts = (self.value @ z)[:, None] + y[..., None] * along[:, :, None]
+        parts = c[..., None, None] * parts
+        parts[:, i] += self._covariance(i) @ (self.query @ z)
+        return torch.einsum("how,hkwm->kom", self.outer, parts).square().sum((1, 2))
+
+    def _grams(self, weights: Tensor, rows: slice) -> Tensor:
+        """``sum_k J_kj^T J_kj / p_kj`` for some columns, ``(r, width, width)``."""
+        return torch.stack([self._gram(j, weights[j]) for j in range(rows.start, rows.stop)])
+
+    def _inverse(self, i: int, weights: Tensor) -> Tensor:
+        return torch.where(self.support[i], 1 / weights, 0.0)
+
+    def _gram(self, i: int, weights: Tensor) -> Tensor:
+        at, inverse = self.at, self._inverse(i, weights)
+        heads, n, kv = at.v.shape
+        k = at.q.shape[-1]
+        c, q = at.p[:, :, i], self._readers(i)
+        y = c[..., None] * (at.v[:, None, i] - at.o)  # (H, n, k_v)
+        scaled = c * inverse
+        blocks = self.outer_gram.view(heads, kv, heads, kv)
+        values, keys = self.value.flatten(0, 1), self.key.flatten(0, 1)
+        # values with values
+        scalars = (scaled @ c.T)[:, None, :, None]
+        gram = values.T @ (scalars * blocks).reshape(self.concat, -1) @ values
+        # values with keys: sum_k c_hk / p_k (W_h^T W_g y_gk) q_gk^T
+        left = scaled[:, None, :, None] * y  # (h, g, k, k_v)
+        mixed = torch.einsum("hvgw,hgwq->hvgq", blocks, left.mT @ q)
+        mixed = values.T @ mixed.reshape(self.concat, -1) @ keys
+        gram = gram + mixed + mixed.T
+        # keys with keys: sum_k <W_h y_hk, W_g y_gk> / p_k q_hk q_gk^T
+        written = torch.einsum("how,hkw->kho", self.outer, y)
+        inner = (written @ written.mT) * inverse[:, None, None]
+        right = inner[..., None] * q.transpose(0, 1)[:, None]  # (n, h, g, k)
+        crossed = q.mT @ right.permute(1, 0, 2, 3).reshape(heads, n, heads * k)
+        gram = gram + keys.T @ crossed.reshape(heads * k, -1) @ keys
+        # the covariance of the diagonal block
+        own = (self.outer @ self._covariance(i) @ self.query).sum(0)
+        parts = c[:, i, None, None] * self.value + y[:, i, :, None] * (q[:, i, None] @ self.key)
+        rest = (self.outer @ parts).sum(0).T @ own
+        gram = gram + (rest + rest.T + own.T @ own) * inverse[i]
+        bent = self._bent(i, self._bent(i, (gram + gram.T) / 2).T)
+        return (bent + bent.T) / 2
+
+    def _sizes(self, i: int) -> Tensor:
+        """Of the parts of every block, head by head, before they cancel, ``(H, n)``."""
+        at = self.at
+        slope = 1.0 if self.slope is None else self.slope[i]
+        apart = (at.v[:, None, i] - at.o).norm(dim=-1)
+        sizes = at.p[:, :, i] * (self.value_size + apart * self.key_size * at.q.norm(dim=-1))
+        sizes[:, i] += self._covariance(i).flatten(1).norm(dim=1) * self.query_size[:, 0]
+        return slope * sizes

@@ -1,0 +1,57 @@
+"""Model types of transformers: exact, or refused in one line; none wrong, none a traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo import MAPS, TYPES, outcomes
+
+# Thirty layouts: encoders, decoders, two parts, pictures, sound; adapters, experts, windows.
+SAMPLE = (
+    "albert",
+    "bart",
+    "bert",
+    "bloom",
+    "clip_vision_model",
+    "deberta-v2",
+    "distilbert",
+    "funnel",
+    "gemma3_text",
+    "gpt2",
+    "gptj",
+    "granite",
+    "hubert",
+    "layoutlm",
+    "llama",
+    "luke",
+    "mixtral",
+    "mobilebert",
+    "modernbert",
+    "mpnet",
+    "mpt",
+    "nomic_bert",
+    "olmo2",
+    "phi3",
+    "qwen3",
+    "reformer",
+    "swinv2",
+    "t5",
+    "vit_mae",
+    "xlm",
+)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_sample_is_exact_or_refused(kind):
+    found = outcomes(kind, ("attention", "block"))
+    assert not [one for one in found if one.verdict == "wrong"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_model_type_is_exact_or_refused(kind):
+    """About two seconds each; what cannot be built small, or takes too long, is skipped."""
+    found = outcomes(kind, MAPS)
+    assert not [one for one in found if one.verdict == "wrong"]
+    if all(one.verdict == "skipped" for one in found):
+        pytest.skip(found[0].why)
