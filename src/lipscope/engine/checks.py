@@ -123,7 +123,7 @@ def radius(source: Source, key: str, value: Any) -> float | str:
     """A positive number, or a word for how it is found."""
     if isinstance(value, str) and value in ("row", "inputs", "norm"):
         return value
-    if not (is_number(value) and value > 0):
+    if not (is_number(value) and float(value) > 0):
         source.fail(
             f"`{key}` should be a positive number, row, inputs or norm. "
             f"Found `{key} = {shown(value)}`.",
