@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 import torch
 import typer
 
+import lipscope as ls
+from command import BERT
 from lipscope.cli import COMMANDS, app, doctor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,3 +117,95 @@ def test_doctor_tells_a_device_that_is_missing(monkeypatch) -> None:
 def test_python_outside_the_range_is_named(monkeypatch) -> None:
     monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.9.1")
     assert "install Python" in doctor._python().remedy
+
+
+# --- defaults, names and completion ---------------------------------------------------------
+
+
+# What a call leaves to the text (lengths, samples), to the verb, or to what else is asked.
+OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
+OTHER_NAMES = {"force", "jsonl", "out", "like_text", "text", "model", "random", "ascents"}
+OTHER_NAMES |= {
+    "read_out",
+    "between",
+    "pool",
+    "ball",
+    "eps",
+    "steps",
+}  # of a decision too
+
+
+@pytest.mark.parametrize("name", ["measure", "bounds", "attack", "certify"])
+def test_the_command_has_the_defaults_of_the_verb(name: str) -> None:
+    from dataclasses import MISSING, fields
+
+    from lipscope.engine.spec import AXES, Spec
+
+    own = inspect.signature(getattr(ls, name)).parameters
+    spec = {
+        one.name: one.default[0] if isinstance(one.default, tuple) and one.default else one.default
+        for one in fields(Spec)
+        if one.default is not MISSING
+    }
+    for param in typer.main.get_command(app).commands[name].params:
+        option, default = param.name, param.default
+        if option in OTHER_NAMES or option == "help" or default is None:
+            continue
+        verb = own[option].default if option in own else spec[AXES.get(option, option)]
+        if option in OPEN and verb is None:
+            assert default in OPEN[option]
+        elif option == "layers":
+            assert str(verb) == default
+        else:
+            assert verb == default, (option, verb, default)
+
+
+@pytest.mark.parametrize("name", ["measure", "bounds", "attack", "certify"])
+def test_layer_and_layers_length_and_lengths_are_one(command, name: str) -> None:
+    for option in ("--layer", "--layers"):
+        result = command(name, BERT, option, "none", "--text", "text.txt")
+        assert result.status == 2 and "No such option" not in result.err
+    for option in ("--length", "--lengths"):
+        result = command(name, BERT, option, "0", "--text", "text.txt")
+        assert result.status == 2 and "`lengths`" in result.err
+
+
+def test_what_is_completed_is_what_there_is() -> None:
+    from lipscope.cli import completion
+    from lipscope.experiments import experiments
+    from lipscope.models import MAPS, load_model
+
+    assert sorted(completion.maps("")) == sorted(MAPS)
+    names = {one.name for one in ls.catalogue()}
+    assert set(completion.theorems("")) == names | {"all"}
+    assert completion.theorems("all,local_row") == [
+        f"all,{name}" for name in sorted(names) if name.startswith("local_row")
+    ]
+    assert set(completion.experiments("")) == {one.name for one in experiments()}
+    for name in completion.models("random:"):
+        with pytest.raises(ls.InputError, match="no_such_entry"):
+            load_model(f"{name}:no_such_entry=1")
+
+
+@pytest.mark.slow
+def test_completion_needs_no_torch() -> None:
+    code = """if True:
+        import sys, time
+        from lipscope.cli import main
+        try:
+            main()
+        except SystemExit:
+            heavy = {"torch", "numpy", "polars", "transformers"} & set(sys.modules)
+            print(heavy, time.process_time(), file=sys.stderr)
+    """
+    asked = {"_LIPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": "lipscope measure min"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | asked | {"COMP_CWORD": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    heavy, _, seconds = done.stderr.rpartition(" ")
+    assert done.stdout.split() == ["minilm"] and heavy == "set()"
+    assert float(seconds) < 1.5  # half of one where byte code is kept

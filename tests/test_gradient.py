@@ -211,3 +211,36 @@ def test_chunks_are_as_many_as_the_memory_asks_for(monkeypatch: pytest.MonkeyPat
     n = len(x)
     value(layer, x, memory=2 * 24 * n * 8).backward()
     assert seen == [2] * (n // 2) + [1] * (n % 2)
+
+
+def test_dropout_is_off_for_the_call_and_comes_back():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True).double()
+    layer.linear1.eval()  # what was off stays off
+    x = torch.randn(1, 5, 8, generator=seeded(), dtype=torch.float64, requires_grad=True)
+    modes = [part.training for part in layer.modules()]
+    found = value(layer, x)
+    found.backward()
+    assert [part.training for part in layer.modules()] == modes
+    layer.eval()
+    assert float(found.detach()) == pytest.approx(dense(layer, x), rel=1e-9)
+    gradient = x.grad
+    assert gradient is not None
+    e = torch.randn(x.shape, generator=seeded(1), dtype=torch.float64)
+
+    def sigma() -> float:
+        return dense(layer, x)
+
+    slope = (moved(x, STEP * e, sigma) - moved(x, -STEP * e, sigma)) / (2 * STEP)
+    assert float((gradient * e).sum()) == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8)])
+def test_torch_s_own_attention_is_self_attention(shape):
+    layer = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True).double()
+    x = torch.randn(shape, generator=seeded(), dtype=torch.float64)
+    found = value(layer, x)
+    found.backward()
+    assert layer.in_proj_weight.grad is not None
+    layer.eval()
+    truth = dense(lambda z: layer(z, z, z)[0], x)
+    assert float(found.detach()) == pytest.approx(truth, rel=1e-9)

@@ -25,7 +25,7 @@ INSIDE = {
     "certificates": "certify decision expansion hostile",
     "charts": "engine_bounds figure page",
     "cli": "cli_habits",
-    "engine": "changed measure ranges reliability_sweep sweep sweep_cluster sweep_spec",
+    "engine": "changed cli_habits measure ranges reliability_sweep sweep sweep_cluster sweep_spec",
     "experiments": "changed perturb reproduce zero_token",
     "linalg": "ascent derivative interval operator singular",
     "measures": "inputs perturb weighting",
@@ -38,7 +38,7 @@ INSIDE = {
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.
 SHARED = {
     "attention": "agreement",
-    "engine": "sweeps",
+    "engine": "abuse sweeps",
     "models": "zoo",
     "records": "damage folders rows",
 }

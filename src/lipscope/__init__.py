@@ -1,61 +1,33 @@
 """lipscope: how much can the output of attention move when its input moves?"""
 
+from __future__ import annotations
+
 import lipscope.interrupts  # noqa: F401  (first, before torch)
 
 # isort: split
-from lipscope.attention import (
-    Attention,
-    DotProduct,
-    L2Attention,
-    LipschitzNormAttention,
-    ScaledCosineAttention,
-    variants,
-)
-from lipscope.engine.attack import attack
-from lipscope.engine.bounds import bounds
-from lipscope.engine.capture import capture
-from lipscope.engine.certify import certify
-from lipscope.engine.measure import measure
-from lipscope.engine.sweep import sweep
-from lipscope.errors import InputError
-from lipscope.linalg.gradient import sigma
-from lipscope.linalg.operator import Operator, linearise, to_dense
-from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.models import load_model
-from lipscope.pages.report import report
-from lipscope.pages.rows import Rows
-from lipscope.records.rows import Bound, Measurement, TokenShare
-from lipscope.records.run import Run, read_run
-from lipscope.theorems import catalogue
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Attention",
-    "Bound",
-    "DotProduct",
-    "InputError",
-    "L2Attention",
-    "LipschitzNormAttention",
-    "Measurement",
-    "Operator",
-    "Rows",
-    "Run",
-    "ScaledCosineAttention",
-    "TokenShare",
-    "TopSingular",
-    "attack",
-    "bounds",
-    "capture",
-    "catalogue",
-    "certify",
-    "linearise",
-    "load_model",
-    "measure",
-    "read_run",
-    "report",
-    "sigma",
-    "sweep",
-    "to_dense",
-    "top_singular",
-]
-# Variants by being registered, as in `lipscope.attention`.
-globals().update({one.__name__: one for one in variants()})
+if TYPE_CHECKING:
+    from lipscope.face import *  # noqa: F403
+
+    __version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """A name of the face, which is made, torch with it, when the first one is asked for."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("lipscope")
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    face = import_module("lipscope.face")
+    # A room is there once the face is: nothing but its name was missing.
+    found = globals()[name] if name in globals() else getattr(face, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]

@@ -8,13 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator
 
-import torch
+_SHOWN = 160  # characters of a value
 
 
 class InputError(ValueError):
-    """A request that cannot be answered as asked; the message says what to change."""
+    r"""A request that cannot be answered as asked; the message says what to change.
+
+    Whatever was found, it is one line that a terminal can print: what is quoted is cut where it is
+    long, and characters that print as nothing, or steer a terminal, are replaced.
+
+    >>> str(InputError("`name` should be a word. Found `two\nlines \x1b[31m`."))
+    '`name` should be a word. Found `two lines �[31m`.'
+    """
+
+    def __init__(self, message: str) -> None:
+        words = " ".join(message.split())
+        words = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
+        super().__init__(re.sub(r"`([^`]*)`", lambda found: f"`{_cut(found[1])}`", words))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def shown(value: object) -> str:
+    """A value in words for a message, whatever it is.
+
+    >>> shown(3.0), shown(10**5000)
+    ('3.0', 'int')
+    """
+    try:
+        return str(value)
+    except Exception:  # a number of thousands of digits, or a type that cannot say what it is
+        return type(value).__name__
 
 
 def remark(text: str) -> None:
@@ -28,6 +57,8 @@ def out_of_memory(problem: BaseException) -> bool:
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     True
     """
+    import torch  # not above: a name can be completed without it
+
     words = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(problem, MemoryError | torch.OutOfMemoryError) or any(
         text in str(problem) for text in words

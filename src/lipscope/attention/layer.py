@@ -113,6 +113,18 @@ class Layer(nn.Module, ABC):
             self.rotary = Rotary(fn(self.rotary.cos), fn(self.rotary.sin))
         return super()._apply(fn, recurse)
 
+    def extra_repr(self) -> str:
+        """Sizes, and what decides on the scores besides queries and keys."""
+        out = self.num_heads * self.value_width if self.output is None else len(self.output)
+        sizes = {"width": self.query.shape[1], "output width": out, "heads": self.num_heads}
+        if self.num_groups != self.num_heads:
+            sizes["groups"] = self.num_groups
+        parts = [f"{name} {size}" for name, size in sizes.items()]
+        parts += ["causal"] * self.causal + [f"window {self.window}"] * (self.window is not None)
+        optional = {"mask": self.mask, "score bias": self.score_bias, "rotary": self.rotary}
+        optional |= {"soft cap": self.softcap, "norms": self.query_norm, "biases": self.query_bias}
+        return ", ".join([*parts, *(name for name, held in optional.items() if held is not None)])
+
     # --- copies
 
     def fields(self) -> dict[str, Any]:

@@ -36,6 +36,9 @@ STATUS = (
     "output went away. Anything else is a fault of lipscope: please report it."
 )
 
+# `--layer` and `--layers`, `--length` and `--lengths` alike, whichever a command has.
+_PLURAL = {"layer": "layers", "length": "lengths"}
+_ALIKE = {"token_normalize_func": lambda word: _PLURAL.get(word, word)}
 app = typer.Typer(
     epilog=STATUS,
     no_args_is_help=True,
@@ -67,7 +70,7 @@ def _commands(
 COMMANDS = (measure, bounds, attack, certify, theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]
-    app.command(epilog=_command.EXAMPLE)(getattr(_command, _name))
+    app.command(epilog=_command.EXAMPLE, context_settings=_ALIKE)(getattr(_command, _name))
 
 
 def main() -> NoReturn:

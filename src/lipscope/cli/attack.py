@@ -12,10 +12,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lipscope.cli.options import INPUT, SOLVER, asked, with_options
+from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
 from lipscope.cli.terminal import Force, Screen, errors, resumable
 from lipscope.errors import InputError
-from lipscope.pages.table import number
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
@@ -32,12 +31,7 @@ EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --s
     radius="A number, or norm.",
 )
 def attack(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="[MODEL]", help="minilm, smollm2, a folder, a hub id, or random:FAMILY…"
-        ),
-    ] = "minilm",
+    model: Model = "minilm",
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     length: Annotated[int, typer.Option(help="Number of tokens.")] = 64,
     like_text: Annotated[
@@ -101,6 +95,7 @@ def _lines(attacked: Attacked) -> Iterator[str]:
 def _show(attacked: Attacked) -> None:
     """Of each construction the best head, next to what was given."""
     from lipscope.pages.bounds_table import empty_table
+    from lipscope.pages.table import number
 
     real, worst = attacked.rows[0], attacked.rows[1]
     made = empty_table(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lipscope.cli.options import INPUT, SOLVER, asked, indices, with_options
+from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
 from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.comparison import ADVERSARIAL, MEASURED, by_row, given, looseness
@@ -37,17 +37,9 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
     theorems="Only these.",
 )
 def bounds(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="[MODEL]", help="minilm, smollm2, a folder, a hub id, or random:FAMILY…"
-        ),
-    ] = "minilm",
-    layer: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
-    length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
-    lengths: Annotated[
-        str | None, typer.Option(help="Several, such as 16,64,128, for the figure.")
-    ] = None,
+    model: Model = "minilm",
+    layers: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
+    lengths: Annotated[str, typer.Option(help="Tokens, or 16,64,128.")] = "64",
     samples: Annotated[int, typer.Option(help="Windows per length.")] = 1,
     attack: Annotated[
         bool, typer.Option("--attack", help="Also the worst input within the radius.")
@@ -70,15 +62,14 @@ def bounds(
     place = None if out is None else Place(out, force=force)
     content, wanted = asked(options)
     pictures = "images" in wanted
-    asked_lengths = [length] if lengths is None else parse_integers(lengths, "lengths")
     from lipscope.engine.bounds import bounds as run
 
     with resumable(), Bar() as bar:
         found = run(
             model,
             content,
-            layers=indices(layer, "layer"),
-            lengths=None if pictures else asked_lengths,
+            layers=indices(layers, "layers"),
+            lengths=None if pictures else parse_integers(lengths, "lengths"),
             samples=samples,
             attack=attack,
             out=place,

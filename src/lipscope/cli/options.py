@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from lipscope.cli.completion import COMPLETED, models
 from lipscope.cli.terminal import read_text
 from lipscope.engine.ranges import parse_integers
 from lipscope.errors import InputError
@@ -23,6 +24,14 @@ THEOREMS = ("inputs", "ascent_steps", "theorems", "sharp", "radius")
 _RARE = ("modules",)  # in no help, for want of room: documented
 
 # Type, default, and one line of help.
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="minilm, a folder, a hub id, random:FAMILY…",
+        autocompletion=models,
+    ),
+]
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "text": (str | None, None, "Text file, or -.  [default: Python's manual]"),
     "windows": (str, "spread", "or consecutive."),
@@ -88,7 +97,13 @@ def _parameter(name: str, words: str | None, hidden: bool) -> inspect.Parameter:
     if name in _SWITCHES:
         names = [f"{flag}/--no-{flag[2:]}"]
     shown = default not in (None, "all", "self", True, "attention")
-    option = typer.Option(*names, help=words or usual, hidden=hidden, show_default=shown)
+    option = typer.Option(
+        *names,
+        help=words or usual,
+        hidden=hidden,
+        show_default=shown,
+        autocompletion=COMPLETED.get(name),
+    )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -107,6 +122,8 @@ def asked(options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
         The text, or None, and keyword arguments.
     """
     found = {name: value for name, value in options.items() if value is not None}
+    if "images" in found and "text" in found:
+        raise InputError("`--images` take the place of a text. Found `--text` too; leave one out.")
     content = read_text(found.pop("text", None)) if "images" not in found else None
     if "images" in found:
         found["images"], found["resolutions"] = _images(found["images"])

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.cli.completion import experiments
 from lipscope.cli.terminal import Force, Screen, errors
 from lipscope.errors import InputError
 from lipscope.records.place import Place
@@ -21,7 +22,10 @@ EXAMPLE = "Example: lipscope reproduce castin2024/figure1 --quick --out runs/fig
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="See --list.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="See --list.", autocompletion=experiments),
+    ] = None,
     list_all: Annotated[bool, typer.Option("--list", help="Names and titles.")] = False,
     models: Annotated[
         str | None,
@@ -79,7 +83,7 @@ def reproduce(
 def _names(text: str) -> list[str]:
     """Names between commas; those of ``random:FAMILY:key=value,key=value`` stay together."""
     found: list[str] = []
-    for word in filter(None, text.split(",")):
+    for word in text.split(","):
         if "=" in word and ":" not in word and found and found[-1].startswith("random:"):
             found[-1] += "," + word
         else:

@@ -17,7 +17,6 @@ from rich.text import Text
 from lipscope.charts.pieces import printable
 from lipscope.cli.terminal import Screen
 from lipscope.errors import InputError
-from lipscope.pages.table import number
 
 if TYPE_CHECKING:
     import polars
@@ -150,6 +149,8 @@ def latex(frame: polars.DataFrame) -> str:
 
 
 def _cell(value: object) -> str:
+    from lipscope.pages.table import number
+
     if isinstance(value, float):
         return number(value)
     return "–" if value is None else str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +19,6 @@ from rich.progress import (
 )
 
 from lipscope.charts.pieces import printable
-from lipscope.errors import InputError
 
 if TYPE_CHECKING:
     from lipscope.records.rows import Measurement
@@ -44,20 +42,11 @@ def read_text(path: str | None) -> str | None:
     """The text of a file or of standard input, which must be UTF-8."""
     if path is None:
         return None
-    where = "standard input" if path == "-" else f"`{path}`"
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as problem:
-        raise InputError(
-            f"`--text` should be a readable file. Found {where}: {problem.strerror}."
-        ) from None
-    try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        content = "\0"
-    if "\0" in content:
-        raise InputError(f"`--text` should be UTF-8 text. Found {where}, which is not.")
-    return content
+    from lipscope.models.data import windows
+
+    if path == "-":
+        return windows.decoded(sys.stdin.buffer.read(), "`--text`", "standard input")
+    return windows.read_text(path, "`--text`")
 
 
 Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]

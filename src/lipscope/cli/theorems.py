@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.errors import InputError
-from lipscope.pages.bounds_table import empty_table
 
 if TYPE_CHECKING:
     from lipscope.theorems import Theorem
@@ -44,6 +43,7 @@ def theorems(
     ):
         if value is not None and value not in choices:
             raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
+    from lipscope.pages.bounds_table import empty_table
     from lipscope.theorems import catalogue
 
     if families:

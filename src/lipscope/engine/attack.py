@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attacks import WorstInput
+from lipscope.engine.checks import argument, is_number, whole
 from lipscope.engine.runs import LocalRun, Progress, of_one_window
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.files import replaced
@@ -42,8 +42,8 @@ class Attacked:
 
 
 def attack(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layer: int = 0,
     length: int | None = None,
@@ -85,8 +85,7 @@ def attack(
         InputError: For every request that cannot be answered as asked, or if no input is
             available for this layer.
     """
-    if steps < 0:
-        raise InputError(f"`steps` should not be negative. Found `steps = {steps}`.")
+    steps = argument(whole(0, 100_000), "steps", steps)
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
     more = {"inputs": (REAL, ADVERSARIAL), "radius": _radius(radius), "ascent_steps": steps}
     with LocalRun(
@@ -112,11 +111,11 @@ def attack(
 
 
 def _radius(radius: float | str | None) -> float | str:
-    if radius is None or radius == "norm":
+    if radius is None or (isinstance(radius, str) and radius == "norm"):
         return radius or "row"
-    if isinstance(radius, str) or not (radius > 0 and math.isfinite(radius)):
+    if not (is_number(radius) and float(radius) > 0):
         raise InputError(
-            f"`radius` should be a positive number, or norm. Found `radius = {radius}`."
+            f"`radius` should be a positive number, or norm. Found `radius = {shown(radius)}`."
         )
     return float(radius)
 

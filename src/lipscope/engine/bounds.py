@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
+from lipscope.engine.checks import argument, flag
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
@@ -16,8 +18,8 @@ from lipscope.theorems import bounds_at, catalogue
 
 
 def bounds(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = 0,
     lengths: Sequence[int] | int | str | None = None,
@@ -65,6 +67,7 @@ def bounds(
     >>> rows[0].sigma <= value["local_rows"] <= value["castin_thm_3_3"]
     True
     """
+    attack = argument(flag, "attack", attack)
     wanted: dict[str, Any] = {"sharp": False, "radius": "inputs", **_given(options)}
     if attack and (wanted.get("per_head") or wanted.get("map", "attention") != "attention"):
         per_head = ", per head" * bool(wanted.get("per_head"))
@@ -80,7 +83,7 @@ def bounds(
     if attack:
         more["inputs"] = (REAL, ADVERSARIAL)
     if is_text(data, wanted):
-        lengths, samples = 64 if lengths is None else lengths, samples or 1
+        lengths, samples = 64 if lengths is None else lengths, 1 if samples is None else samples
     asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
     with LocalRun(model, data, asked, verb="bounds", dtype="float64", more=more, out=out) as run:
         if run.left():

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -13,11 +14,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.engine.checks import argument, whole
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import AnyData, AnyModel, LocalRun, is_text
 from lipscope.engine.spec import SOLVER, Options
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import LayerMap, LoadedModel, Sample
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.theorems import Normed
@@ -65,8 +67,8 @@ class Captured:
 
 
 def capture(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layer: int,
     length: int | None = None,
@@ -99,6 +101,7 @@ def capture(
         InputError: If the layer or the map does not exist, or its weights are not read in
             closed form.
     """
+    sample = argument(whole(0, 100_000), "sample", sample)
     from_text = is_text(data, options)
     if not from_text and (length is not None or samples is not None):
         raise InputError(
@@ -110,7 +113,7 @@ def capture(
         data,
         layers=[layer],
         lengths=[64 if length is None else length] if from_text else None,
-        samples=samples or (max(10, sample + 1) if from_text else None),
+        samples=max(10, sample + 1) if samples is None and from_text else samples,
         chosen=[sample],
         **options,
     )
@@ -147,8 +150,8 @@ def captures(
         InputError: As `capture` does.
     """
     map = options.get("map", "attention")
-    if map not in ("attention", "normed"):
-        raise InputError(f"`map` should be attention or normed. Found `{map}`.")
+    if not isinstance(map, str) or map not in ("attention", "normed"):
+        raise InputError(f"`map` should be attention or normed. Found `{shown(map)}`.")
     asked = {"layers": layers, "lengths": lengths, "samples": samples, **options}
     for run, job in _places(model, data, asked, chosen, dtype="float64"):
         layer, norm = run.session.layer(job)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.certificates.certify import BallCertificate, certify_ball
+from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
 from lipscope.engine.runs import AnyData, AnyModel, LocalRun, of_one_window
 from lipscope.engine.spec import Options
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished
@@ -28,8 +28,8 @@ _WITHOUT += ("sharp", "radius", "rest", "average")
 
 
 def certify(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     eps: float | Tensor = 0.01,
     layer: int = 0,
@@ -77,15 +77,23 @@ def certify(
     >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), eps=1e-9).value, 6)
     1.0
     """
-    if not bool((torch.as_tensor(eps) > 0).any()):
+    if isinstance(eps, Tensor):
+        fits = not (eps.is_complex() or eps.is_meta) and bool((eps > 0).any())
+    else:
+        fits = is_number(eps) and eps > 0
+    if not fits:
         raise InputError(
-            f"`eps` should be positive: a ball of radius 0 holds one input. Found `eps = {eps}`."
+            "`eps` should be positive: a ball of radius 0 holds one input. Found "
+            f"`eps = {shown(eps)}`."
         )
+    steps, sharp = argument(whole(1, 1000), "steps", steps), argument(flag, "sharp", sharp)
+    ball = argument(one_of("token", "frobenius"), "ball", ball)
+    head = None if head is None else argument(whole(0, 10_000), "head", head)
     asked = dict(options) | {"per_head": head is not None}
-    map = options.get("map", "attention")
+    map = argument(word, "map", options.get("map", "attention"))
     if map not in ("attention", "heads"):
         raise InputError(
-            f"`map` should be attention or heads, of which theorems speak. Found `{map}`."
+            f"`map` should be attention or heads, of which theorems speak. Found `{shown(map)}`."
         )
     with _run(model, data, layer, length, asked, out) as run:
         own, _ = run.session.layer(run.jobs[0])

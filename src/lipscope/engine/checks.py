@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from lipscope.engine.ranges import parse_bytes, parse_integers
 from lipscope.engine.source import Source, nearest
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 
 Check = Callable[[Source, str, Any], Any]
 ALL, NONE = "all", "none"
 OF_TEXT = "text"
 
 
+def argument(check: Check, name: str, value: Any) -> Any:
+    """The value of one argument of a verb, checked."""
+    return check(Source("", {}), name, value)
+
+
 def items(value: Any) -> list[Any]:
     """A list as it is, anything else as a list of one."""
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple | range) else [value]
 
 
 def words(choices: Sequence[str]) -> Check:
@@ -26,10 +32,10 @@ def words(choices: Sequence[str]) -> Check:
 
     def check(source: Source, key: str, value: Any) -> tuple[str, ...]:
         for i, word in enumerate(items(value)):
-            if word not in choices:
+            if not isinstance(word, str) or word not in choices:
                 source.fail(
-                    f"`{key}` should be one of {', '.join(choices)}. Found `{word}`."
-                    f"{nearest(str(word), choices)}",
+                    f"`{key}` should be one of {', '.join(choices)}. Found `{shown(word)}`."
+                    f"{nearest(shown(word), choices)}",
                     key,
                     i,
                 )
@@ -43,11 +49,13 @@ def theorems(names: Sequence[str], quick: Sequence[str]) -> Check:
 
     def check(source: Source, key: str, value: Any) -> tuple[str, ...]:
         found: list[str] = []
-        for i, word in enumerate([] if value in (NONE, None) else items(value)):
-            if word != ALL and word not in names:
-                hint = nearest(str(word), names) or " `lipscope theorems` lists them."
+        for i, word in enumerate([] if _says(value, NONE) else items(value)):
+            if not isinstance(word, str) or word not in (ALL, *names):
+                hint = nearest(shown(word), names) or " `lipscope theorems` lists them."
                 source.fail(
-                    f"`{key}` should be names of theorems, or all. Found `{word}`.{hint}", key, i
+                    f"`{key}` should be names of theorems, or all. Found `{shown(word)}`.{hint}",
+                    key,
+                    i,
                 )
             found += quick if word == ALL else [word]
         return tuple(dict.fromkeys(found))
@@ -57,60 +65,68 @@ def theorems(names: Sequence[str], quick: Sequence[str]) -> Check:
 
 def layers(source: Source, key: str, value: Any) -> tuple[int, ...] | None:
     """``all``, indices, or ranges such as ``0:5``."""
-    return None if value in (ALL, None) else _integers(source, key, value, least=0)
+    return None if _says(value, ALL) else _integers(source, key, value, least=0, most=100_000)
 
 
 def lengths(source: Source, key: str, value: Any) -> tuple[int, ...]:
     """Numbers of tokens, or ranges such as ``2:512:10``, in increasing order."""
-    return tuple(sorted(_integers(source, key, value, least=1)))
+    return tuple(sorted(_integers(source, key, value, least=1, most=10**7)))
+
+
+def sides(source: Source, key: str, value: Any) -> tuple[int, ...]:
+    """Sides of pictures in pixels, in increasing order."""
+    return tuple(sorted(_integers(source, key, value, least=1, most=4096)))
 
 
 def seeds(source: Source, key: str, value: Any) -> tuple[int, ...]:
     """Whole numbers below 2^63, or ranges such as ``0:9``."""
-    found = _integers(source, key, value, least=0)
-    if found and max(found) >= 2**63:
-        source.fail(f"`{key}` should be below 2^63. Found {max(found):.3g}.", key)
-    return found
+    return _integers(source, key, value, least=0, most=2**63 - 1)
 
 
-def _integers(source: Source, key: str, value: Any, *, least: int) -> tuple[int, ...]:
+def _integers(source: Source, key: str, value: Any, *, least: int, most: int) -> tuple[int, ...]:
     found: list[int] = []
     for i, item in enumerate(items(value)):
         if isinstance(item, str):
             try:
                 found += parse_integers(item, key)
-                continue
-            except InputError:
-                pass
-        elif type(item) is int and item >= least:
-            found.append(item)
-            continue
-        source.fail(
-            f"`{key}` should be whole numbers from {least}, or ranges such as 2:512:10. "
-            f"Found `{item}`.",
-            key,
-            i,
-        )
+            except InputError as problem:
+                source.fail(str(problem).replace("`--", "`"), key, i)
+        elif is_whole(item) and item >= least:
+            found.append(int(item))
+        else:
+            source.fail(
+                f"`{key}` should be whole numbers from {least}, or ranges such as 2:512:10. "
+                f"Found `{shown(item)}`.",
+                key,
+                i,
+            )
     if found and min(found) < least:
-        source.fail(f"`{key}` should be at least {least}. Found {min(found)}.", key)
+        source.fail(f"`{key}` should be at least {least}. Found `{shown(min(found))}`.", key)
+    if found and max(found) > most:
+        bound = "below 2^63" if most == 2**63 - 1 else f"at most {most:,}"
+        source.fail(f"`{key}` should be {bound}. Found `{shown(max(found))}`.", key)
     return _once(source, key, found)
 
 
 def radii(source: Source, key: str, value: Any) -> tuple[float | str, ...]:
     """Positive numbers, or ``text`` for the largest token norm of the text."""
     for i, item in enumerate(items(value)):
-        if item != OF_TEXT and not (_is_number(item) and item > 0 and math.isfinite(item)):
-            source.fail(f"`{key}` should be positive numbers, or text. Found `{item}`.", key, i)
-    return _once(source, key, [v if v == OF_TEXT else float(v) for v in items(value)])
+        fits = item == OF_TEXT if isinstance(item, str) else is_number(item) and float(item) > 0
+        if not fits:
+            source.fail(
+                f"`{key}` should be positive numbers, or text. Found `{shown(item)}`.", key, i
+            )
+    return _once(source, key, [v if isinstance(v, str) else float(v) for v in items(value)])
 
 
 def radius(source: Source, key: str, value: Any) -> float | str:
     """A positive number, or a word for how it is found."""
-    if value in ("row", "inputs", "norm"):
+    if isinstance(value, str) and value in ("row", "inputs", "norm"):
         return value
-    if not (_is_number(value) and value > 0 and math.isfinite(value)):
+    if not (is_number(value) and float(value) > 0):
         source.fail(
-            f"`{key}` should be a positive number, row, inputs or norm. Found `{key} = {value}`.",
+            f"`{key}` should be a positive number, row, inputs or norm. "
+            f"Found `{key} = {shown(value)}`.",
             key,
         )
     return float(value)
@@ -118,51 +134,56 @@ def radius(source: Source, key: str, value: Any) -> float | str:
 
 def path(source: Source, key: str, value: Any) -> str:
     """A path."""
-    if not isinstance(value, str | Path) or value == "":
-        source.fail(f"`{key}` should be a folder. Found `{value}`.", key)
+    name = str(value) if isinstance(value, str | Path) else ""
+    if not name.strip() or not name.isprintable():
+        source.fail(f"`{key}` should be a folder. Found `{shown(value)}`.", key)
     return str(value)
 
 
 def flag(source: Source, key: str, value: Any) -> bool:
     """``true`` or ``false``."""
     if not isinstance(value, bool):
-        source.fail(f"`{key}` should be true or false. Found `{value}`.", key)
+        source.fail(f"`{key}` should be true or false. Found `{shown(value)}`.", key)
     return value
 
 
 def number(source: Source, key: str, value: Any) -> float:
     """A number between 0 and 1."""
-    if not (_is_number(value) and 0 < value < 1):
-        source.fail(f"`{key}` should be between 0 and 1. Found `{value}`.", key)
+    if not (is_number(value) and 0 < value < 1):
+        source.fail(f"`{key}` should be between 0 and 1. Found `{shown(value)}`.", key)
     return float(value)
 
 
-def whole(least: int) -> Check:
-    """A whole number, not below the least one."""
+def whole(least: int, most: int) -> Check:
+    """A whole number between these, both included."""
 
     def check(source: Source, key: str, value: Any) -> int:
-        if type(value) is not int or value < least:
+        if not is_whole(value) or not least <= value <= most:
+            bound = f"at most {most:,}" if is_whole(value) and value > most else f"at least {least}"
             source.fail(
-                f"`{key}` should be a whole number of at least {least}. Found `{value}`.", key
+                f"`{key}` should be a whole number of {bound}. Found `{shown(value)}`.", key
             )
-        return value
+        return int(value)
 
     return check
 
 
 def word(source: Source, key: str, value: Any) -> str:
     """A word; an index of a token may be a number."""
-    if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-        source.fail(f"`{key}` should be a word. Found `{value}`.", key)
-    return str(value)
+    text = shown(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    if not text.strip() or not text.isprintable():
+        source.fail(f"`{key}` should be a word. Found `{shown(value)}`.", key)
+    return text
 
 
 def one_of(*choices: str) -> Check:
     """One of these words."""
 
     def check(source: Source, key: str, value: Any) -> str:
-        if value not in choices:
-            source.fail(f"`{key}` should be one of {', '.join(choices)}. Found `{value}`.", key)
+        if not isinstance(value, str) or value not in choices:
+            source.fail(
+                f"`{key}` should be one of {', '.join(choices)}. Found `{shown(value)}`.", key
+            )
         return value
 
     return check
@@ -177,8 +198,25 @@ def memory(source: Source, key: str, value: Any) -> str:
     return str(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """A finite real number that fits a float.
+
+    >>> is_number(2), is_number(True), is_number(float("inf")), is_number(10**400)
+    (True, False, False, False)
+    """
+    try:
+        return isinstance(value, Real) and type(value) is not bool and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number, numpy's included; no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _says(value: Any, word: str) -> bool:
+    return value is None or (isinstance(value, str) and value == word)
 
 
 def _once(source: Source, key: str, found: Sequence[Any]) -> tuple[Any, ...]:

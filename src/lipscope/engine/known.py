@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,8 +36,8 @@ def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
     is_now = stamp(f"{one.name}@{revision}" if revision else one.name)
     if is_now is None:
         return None
-    pictures = Path(spec.images).expanduser() if spec.images is not None else None
-    seen = stamp_of_folder(pictures) if pictures is not None and pictures.is_dir() else ""
+    pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
+    seen = stamp_of_folder(pictures) if pictures is not None and os.path.isdir(pictures) else ""
     asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
     return stable_id({**asked, **more, "is_now": is_now, "version": version()})
 

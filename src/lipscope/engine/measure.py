@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from lipscope.records.rows import Measurement
 
 
 def measure(
-    model: str | nn.Module | LoadedModel = "minilm",
-    data: str | Tensor | Mapping[str, Any] | None = None,
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = "all",
     lengths: Sequence[int] | int | str | None = None,
@@ -40,9 +41,9 @@ def measure(
     Args:
         model: A name for `load_model`, a loaded model, a torch module, or an `Attention` layer,
             whose ``data`` is its own input, ``(n, d)`` or ``(b, n, d)``.
-        data: Text, or a batch for a module: input ids (integers), input embeddings
-            (3 axes) or pixel values (4 axes), or a mapping of keyword arguments. The default
-            text if None.
+        data: Text, the ``Path`` of a text file, or a batch for a module: input ids (integers),
+            input embeddings (3 axes) or pixel values (4 axes), or a mapping of arguments. The
+            default text if None.
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import re
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 
+# What a request may hold: a list that is longer, or a number of more digits, is a slip of the hand.
+_MOST = 100_000
+_DIGITS = r"(\d{1,18})"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -21,13 +24,17 @@ def parse_integers(text: str, option: str) -> list[int]:
     """
     values: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?::(\d+)(?::(\d+))?)?\s*", part)
-        if match is None or match[3] == "0":
+        match = re.fullmatch(rf"\s*{_DIGITS}(?::{_DIGITS}(?::{_DIGITS})?)?\s*", part)
+        if match is None or (match[3] and not int(match[3])):
             raise InputError(
                 f"`--{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
             )
         start, stop, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         _check_upwards(start, stop, text, option)
+        if len(values) + (stop - start) // step >= _MOST:
+            raise InputError(
+                f"`--{option}` should name at most {_MOST:,} numbers. Found more: `{text}`."
+            )
         values.extend(range(start, stop + 1, step))
     return list(dict.fromkeys(values))
 
@@ -47,7 +54,7 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     if text in named:
         chosen = named[text]
     else:
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?", text)
         if match is None:
             raise InputError(
                 f"`--{option}` should be all, first, last, not-first or a:b. Found `{text}`."
@@ -77,12 +84,12 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("1GiB")
     1073741824
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", shown(text))
     size = 0
     if match is not None and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 2**20:
         raise InputError(
-            f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{text}`."
+            f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{shown(text)}`."
         )
     return size

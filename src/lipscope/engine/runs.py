@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.engine.checks import argument, path
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
 from lipscope.engine.question import explained
@@ -20,17 +21,16 @@ from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, single_spec
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, Sample, adopt_model, device_of, load_model
+from lipscope.models import LoadedModel, Sample, adopt_model, device_of, given, load_model, parted
 from lipscope.models.data.windows import digest
-from lipscope.models.stamp import parted
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
 Progress = Callable[[int, int, Measurement | None], None]
-AnyModel = str | nn.Module | LoadedModel
-AnyData = str | Tensor | Mapping[str, Any] | Sequence[Sample] | None
+AnyModel = str | Path | nn.Module | LoadedModel
+AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
 
 
@@ -68,8 +68,8 @@ class LocalRun:
         asked: Mapping[str, Any] | None = None,
     ) -> None:
         options = dict(options)
+        data, model = given(data), str(model) if isinstance(model, Path) else model
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
-        pickled = bool(options.get("allow_pickle"))
         if isinstance(model, str):
             name, _ = parted(model)
         else:
@@ -89,7 +89,9 @@ class LocalRun:
         # A name, which is loaded when a job needs it.
         self._named = isinstance(model, str) and loading["tokenizer"] is None
         self._load = functools.cache(
-            lambda: loaded_model(model, seed=self.spec.seeds[0], allow_pickle=pickled, **loading)
+            lambda: loaded_model(
+                model, seed=self.spec.seeds[0], allow_pickle=self.spec.allow_pickle, **loading
+            )
         )
         self._more = {"norms": norms, "revision": _revision(model, loading["revision"])}
         self._norms, self._out, self._asked = norms, out, asked
@@ -125,7 +127,7 @@ class LocalRun:
         origin = provenance(
             device=str(device_of(self.spec.device)), **source_of(self.data, self.spec.images)
         )
-        place = self._out if isinstance(self._out, Place) else Path(self._out)
+        place = folder_of(self._out)
         folder = RunFolder(place, self._as_written(), origin, growing=self._asked is None)
         stack.enter_context(folder)
         grown = {name: folder.spec[name] for name in ("layers", "lengths", "samples")}
@@ -162,7 +164,7 @@ class LocalRun:
         Returns:
             The rows with their side tables.
         """
-        tell = progress or (lambda *_: None)
+        tell = told(progress)
         ids, folder = [one for job in self.jobs for one in self._ids(job)], self.folder
         if folder is not None and folder is not self._out and keep:
             folder.planned(ids)
@@ -232,6 +234,16 @@ class LocalRun:
         return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
+def told(progress: Progress | None) -> Progress:
+    """What is told how far a run is; nobody if None."""
+    if progress is not None and not callable(progress):
+        raise InputError(
+            "`progress` should be a function of `done`, `total` and the row. Found "
+            f"`{type(progress).__name__}`."
+        )
+    return progress or (lambda *_: None)
+
+
 def _with_more(one: Finished, held: Measurement | None) -> Finished:
     """An answer with what an earlier one to the same question says besides."""
     if held is None:
@@ -246,6 +258,11 @@ def _key(bound: Bound) -> tuple[str, str, float | None]:
     return bound.id, bound.theorem, bound.eps
 
 
+def folder_of(out: str | Path | Place) -> Place:
+    """Where a run goes, by its name."""
+    return out if isinstance(out, Place) else Place(Path(argument(path, "out", out)))
+
+
 def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
     """Lengths and samples of a verb that looks at one input: a window of 64 tokens, of a text."""
     if is_text(data, options):
@@ -257,7 +274,7 @@ def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None)
 
 def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
     """Whether a text is read, and not a batch or pictures."""
-    return (data is None or isinstance(data, str)) and options.get("images") is None
+    return (data is None or isinstance(data, str | Path)) and options.get("images") is None
 
 
 def loaded_model(
@@ -275,9 +292,21 @@ def loaded_model(
         loaded = replace(adopt_model(model), name="layer")
     elif isinstance(model, nn.Module):
         loaded = adopt_model(model)
+    elif not isinstance(model, str):
+        raise InputError(
+            "`model` should be a name, a `Path`, a torch module or a loaded model. Found "
+            f"`{type(model).__name__}`."
+        )
     else:
         loaded = load_model(model, revision=revision, seed=seed, allow_pickle=allow_pickle)
-    return loaded if tokenizer is None else replace(loaded, tokenizer=tokenizer)
+    if tokenizer is None:
+        return loaded
+    if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
+        raise InputError(
+            "`tokenizer` should be one of transformers, or like it. Found "
+            f"`{type(tokenizer).__name__}`."
+        )
+    return replace(loaded, tokenizer=tokenizer)
 
 
 def _revision(model: AnyModel, revision: str | None) -> str | None:
@@ -290,6 +319,8 @@ def _digest(data: Any) -> str:
         return digest(data)
     if isinstance(data, Mapping):
         return stable_id({str(key): _digest(value) for key, value in data.items()})
-    if isinstance(data, list):
+    if isinstance(data, list) and all(isinstance(one, Sample) for one in data):
         data = [one.sha256 for one in data]
+    elif not isinstance(data, str | int | float | None):
+        data = type(data).__name__
     return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()

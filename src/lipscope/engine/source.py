@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lipscope.errors import InputError
+from lipscope.models import read_text
 
 # The scalars of YAML 1.2. PyYAML knows those of 1.1, where `2:50:4` is a number in base 60,
 # `1e-3` is a word and `no` is false.
@@ -19,6 +21,9 @@ _SCALARS = {
     "int": r"^[-+]?[0-9]+$",
     "float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$",
 }
+
+
+_MOST = 100_000  # characters, and values, of a specification
 
 
 @dataclass(frozen=True)
@@ -78,20 +83,39 @@ def read_source(spec: str | Path | Mapping[str, Any]) -> Source:
     """
     if isinstance(spec, Mapping):
         return Source("", dict(spec))
+    if not isinstance(spec, str | Path):
+        raise InputError(
+            "The specification should be the path of a YAML file, or a mapping of entries. Found "
+            f"`{type(spec).__name__}`."
+        )
     import yaml
 
     path = Path(spec)
+    text = read_text(path, "The specification", "a readable YAML file")
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_loader())
-    except OSError as problem:
-        raise InputError(
-            f"The specification should be a readable YAML file. Found `{path}`: {problem.strerror}."
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as problem:
+        node = yaml.compose(text, Loader=_loader()) if len(text) <= _MOST else None
+        if not isinstance(node, yaml.MappingNode) or _size(node, {}) > _MOST:
+            raise InputError(
+                f"`{path}` should hold entries such as `models: [minilm]`, and at most {_MOST:,} "
+                "characters and values. Found none, or more."
+            )
+        return _source(str(path), node)
+    # Whatever makes a date of "x" raises what it likes.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError) as problem:
+        if isinstance(problem, InputError):
+            raise
         raise InputError(f"`{path}` should be YAML. Found {_in_one_line(problem)}.") from None
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError(f"`{path}` should hold entries such as `models: [minilm]`. Found none.")
-    return _source(str(path), node)
+
+
+def _size(node: Any, known: dict[Any, float]) -> float:
+    """How many values a node stands for: aliases of aliases multiply, and may hold themselves."""
+    if node not in known:
+        known[node] = math.inf
+        parts = node.value if isinstance(node.value, list) else []
+        known[node] = 1.0 + sum(
+            _size(one, known) for part in parts for one in (part if type(part) is tuple else [part])
+        )
+    return known[node]
 
 
 def _source(name: str, node: Any) -> Source:
@@ -125,6 +149,8 @@ def _loader() -> Any:
 
 
 def _in_one_line(problem: Exception) -> str:
+    if isinstance(problem, RecursionError):
+        return "lists in lists in lists, too deep to be read"
     mark = getattr(problem, "problem_mark", None)
     what = getattr(problem, "problem", None) or " ".join(str(problem).split())
     return what if mark is None else f"{what} on line {mark.line + 1}"

@@ -14,6 +14,7 @@ from lipscope.charts.panels import Panel
 from lipscope.engine.bounds import bounds
 from lipscope.engine.measure import measure, measure_built
 from lipscope.engine.runs import Progress as RowProgress
+from lipscope.engine.runs import folder_of
 from lipscope.errors import InputError
 from lipscope.experiments.findings import Findings, page
 from lipscope.experiments.texts import Text, texts_of
@@ -217,6 +218,9 @@ def reproduce(
     if entry is None:
         known = ", ".join(_REGISTER)
         raise InputError(f"`NAME` should be one of {known}. Found `{name}`.")
+    models = [models] if isinstance(models, str) else models
+    if models is not None and not all([*models, models]):
+        raise InputError(f"`--models` should name models. Found `{','.join(models)}`.")
     if models is not None and not entry.models:
         raise InputError(f"`--models` goes with experiments on models. Found it with `{name}`.")
     if texts and not entry.reads_text:
@@ -230,7 +234,7 @@ def reproduce(
     if images is not None:
         spec["images"] = str(images)
     origin = provenance()
-    with RunFolder(out if isinstance(out, Place) else Path(out), spec, origin) as folder:
+    with RunFolder(folder_of(out), spec, origin) as folder:
         study = Study(folder, chosen, held, quick, progress, images or "random")
         findings = entry.function(study)
         text = page(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lipscope.errors import InputError
-from lipscope.models import default_text
+from lipscope.models import default_text, read_text
 
 AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"
@@ -52,14 +52,7 @@ def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
 
 
 def _file(name: str) -> Text:
-    try:
-        content = Path(name).read_bytes().decode("utf-8-sig")
-    except OSError as problem:
-        raise InputError(
-            f"`--text` should be a readable file or {AG_NEWS}. Found `{name}`: {problem.strerror}."
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(f"`--text` should be UTF-8 text. Found `{name}`, which is not.") from None
+    content = read_text(name, "`--text`")
     if not content.strip():
         raise InputError(f"`--text` should hold words. Found none in `{name}`.")
     return Text(Path(name).name, content)

@@ -7,7 +7,8 @@ backward pass and never holds more than a chunk of attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -45,9 +46,13 @@ def sigma(
     is no interval: a penalty chooses inputs by their sigma, which voids one. Measure again with
     `top_singular` what is to be reported.
 
+    A module in training mode is measured as it is in evaluation: its dropout is switched off for
+    this call and for its backward pass, and stays as it was for everything else.
+
     Args:
         layer: An attention layer (in chunks, so that long inputs fit), any module, or a function
-            without weights that need gradients.
+            without weights that need gradients. ``nn.MultiheadAttention`` is taken as
+            self-attention: query, key and value are ``x``.
         x: One input: ``(n, d)`` for an attention layer.
         tol: Relative tolerance of the solver; the error of the gradient is of the order of
             ``tol · sigma_1 / (sigma_1 - sigma_2)``.
@@ -99,8 +104,8 @@ class _Stretch(nn.Module):
     def forward(self, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
         if isinstance(self.layer, Stretchable):
             return self.layer.stretch(x, g, e, memory=self.memory)
-        with sdpa_kernel(SDPBackend.MATH):
-            return stretch(self.layer(x), x, g, e)
+        with sdpa_kernel(SDPBackend.MATH), _still(self.layer):
+            return stretch(_value(self.layer, x), x, g, e)
 
 
 class _Inputs:
@@ -232,7 +237,28 @@ def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: 
     x = x.detach()
     if isinstance(layer, Stretchable):
         return layer.linearise(x, memory=memory)
-    return linearise(layer, x)
+    with _still(layer):
+        return linearise(lambda z: _value(layer, z), x)
+
+
+@contextlib.contextmanager
+def _still(layer: nn.Module | Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Evaluation mode meanwhile, module by module."""
+    parts = layer.modules() if isinstance(layer, nn.Module) else ()
+    live = [part for part in parts if part.training]
+    try:
+        for part in live:
+            part.training = False
+        yield
+    finally:
+        for part in live:
+            part.training = True
+
+
+def _value(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer(x, x, x, need_weights=False)[0]
+    return layer(x)
 
 
 def _refuse_hidden(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> None:

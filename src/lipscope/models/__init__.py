@@ -1,12 +1,20 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
 import lipscope.models.families  # noqa: F401  (its files enter what they read)
+from lipscope.models.asked import parted
 from lipscope.models.changed import as_decoder, quantised, reinitialised
 from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.models.data.inputs import inputs_of, remarks_on
 from lipscope.models.data.positions import later_positions
-from lipscope.models.data.samples import Sample, moved, samples_of
-from lipscope.models.data.windows import Window, default_text, whole_text, windows_of_text
+from lipscope.models.data.samples import Sample, given, moved, samples_of
+from lipscope.models.data.windows import (
+    Window,
+    decoded,
+    default_text,
+    read_text,
+    whole_text,
+    windows_of_text,
+)
 from lipscope.models.loading import LoadedModel, adopt_model, load_model
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.maps import MAPS, LayerMap, build_map, check_request
@@ -30,18 +38,22 @@ __all__ = [
     "attention_sites",
     "build_map",
     "check_request",
+    "decoded",
     "default_text",
     "device_of",
     "families",
+    "given",
     "implementation_for",
     "inputs_of",
     "later_positions",
     "load_model",
     "moved",
     "overflows",
+    "parted",
     "prepared",
     "quantised",
     "random_tokens",
+    "read_text",
     "reader_of",
     "reinitialised",
     "remarks_on",

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
+from lipscope.models.asked import check_counts, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
@@ -158,13 +159,18 @@ def load_model(
     Raises:
         InputError: If there is no such model, or its weights cannot be used.
     """
-    plain, _, at = (name, "", "") if Path(name).expanduser().exists() else name.partition("@")
-    revision = revision or at or None
+    plain, revision = parted(name, revision)
+    if not isinstance(allow_pickle, bool):
+        raise InputError(f"`allow_pickle` should be true or false. Found `{shown(allow_pickle)}`.")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(
+            f"`seed` should be a whole number from 0, below 2^63. Found `{shown(seed)}`."
+        )
     if plain.startswith("random:"):
         loaded = _random_model(plain, seed)
     elif plain in _PACKAGES:
         loaded = _package_model(plain, _PACKAGES[plain])
-    elif Path(plain).exists() or plain.startswith((".", "/", "~")):
+    elif os.path.exists(plain) or plain.startswith((".", "/", "~")):
         loaded = _folder_model(plain, allow_pickle)
     else:
         loaded = _hub_model(plain, revision, allow_pickle)
@@ -245,8 +251,8 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
 
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
+    folder = Path(os.path.expanduser(name))
+    if not os.path.isfile(folder / "config.json"):
         raise InputError(
             f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."
         )
@@ -257,6 +263,7 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
                 "safetensors, or pass `--allow-pickle` (weights-only loading)."
             )
         raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found none.")
+    check_counts(name, entries_of(folder / "config.json"))
     model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
     return LoadedModel(name, model, tokenizer, revision, _stored_dtype(model))
@@ -289,7 +296,7 @@ def _random_model(name: str, seed: int) -> LoadedModel:
             try:
                 model = AutoModel.from_config(config)
             except Exception as problem:
-                raise InputError(f"`{name}` could not be built: {problem}") from problem
+                raise InputError(f"`{name}` could not be built: {problem}") from None
     size = getattr(config, "vocab_size", None)
     tokenizer = None if size is None else Bytes(size)
     return LoadedModel(name, model.eval(), tokenizer, None, f"random, seed {seed}")
@@ -319,6 +326,7 @@ def _random_config(family: str, text: str) -> Any:
                 + (f"; the nearest are {', '.join(close)}." if close else ".")
             )
         entries[key] = _value(value)
+    check_counts(f"random:{family}", entries)
     try:
         return kind(**entries)
     except Exception as problem:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -118,7 +118,7 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
 def _explained(source: str, problem: Exception, known: Collection[str]) -> InputError:
     """One line for the many ways in which loading fails."""
     text = " ".join(str(problem).split())
-    folder = Path(source).expanduser().exists()
+    folder = os.path.exists(os.path.expanduser(source))
     if "trust_remote_code" in text or "custom code" in text:
         return InputError(
             f"`{source}` needs code from its repository, which is never run; use a model whose "

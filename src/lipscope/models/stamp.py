@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lipscope.models.asked import parted
 from lipscope.models.loading import _PACKAGES
-
-
-def parted(name: str, revision: str | None = None) -> tuple[str, str | None]:
-    """A model's name without its revision, and that.
-
-    >>> parted("org/model@main"), parted("minilm")
-    (('org/model', 'main'), ('minilm', None))
-    """
-    plain, _, at = (name, "", "") if Path(name).expanduser().exists() else name.partition("@")
-    return plain, revision or at or None
 
 
 def stamp(name: str, revision: str | None = None) -> str | None:
@@ -30,13 +22,13 @@ def stamp(name: str, revision: str | None = None) -> str | None:
         revision: Likewise.
     """
     plain, at = parted(name, revision)
-    folder = Path(plain).expanduser()
+    folder = Path(os.path.expanduser(plain))
     try:
         if plain.startswith("random:"):
             return f"transformers {importlib.metadata.version('transformers')}"
         if plain in _PACKAGES:
             return importlib.metadata.version(_PACKAGES[plain].distribution)
-        if folder.exists():
+        if os.path.exists(folder):
             return stamp_of_folder(folder)
         from huggingface_hub import try_to_load_from_cache
 

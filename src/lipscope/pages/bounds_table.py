@@ -48,6 +48,7 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
         key = (row.model, row.map, row.layer, row.num_tokens, row.sample)
         inputs.setdefault(key, []).append(row)
     shown: list[Table | Text] = []
+    told: list[Measurement] = []
     for some in inputs.values():
         mine = [(row, bound) for row in some for bound in of.get(row.id, [])]
         if not mine:
@@ -55,7 +56,11 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
         if any(row.head is not None for row in some):
             shown.append(_heads(some, of))
         else:
-            shown += [_theorems(some, mine), *map(Text, _remarks(some, mine)), Text()]
+            shown.append(_theorems(some, mine))
+            told += some
+    if told:  # once, however many tables there are
+        pairs = [(row, bound) for row in told for bound in of.get(row.id, [])]
+        shown += map(Text, dict.fromkeys(_remarks(told, pairs)))
     if any(row.head is not None for some in inputs.values() for row in some):
         shown.append(Text("Every theorem for every head: the same command with --jsonl."))
     return Group(*shown)
@@ -146,7 +151,9 @@ def _remarks(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
             reasons.setdefault(bound.reason, []).append(bound.theorem)
     if reasons:
         yield "Not applicable:"
-    yield from (f"  {', '.join(names)}: {reason}." for reason, names in reasons.items())
+    yield from (
+        f"  {', '.join(dict.fromkeys(names))}: {reason}." for reason, names in reasons.items()
+    )
 
 
 def _heads(rows: Sequence[Measurement], of: Mapping[str, list[Bound]]) -> Table:

@@ -40,7 +40,8 @@ def report(
     from lipscope.records.files import replaced
     from lipscope.records.run import read_run
 
-    if not folders:
+    folders = [folders] if isinstance(folders, str | Path) else folders
+    if not isinstance(folders, Sequence) or not folders:
         raise InputError("`DIR` should name at least one run folder. Found none.")
     content = Content([read_run(folder) for folder in folders])
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"

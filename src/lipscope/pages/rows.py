@@ -22,6 +22,7 @@ from lipscope.records.growth import Group, Growth, groups, growth, usable
 from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:
+    import pandas
     import polars
 
     from lipscope.charts.look import Chart
@@ -78,6 +79,21 @@ class Rows(Sequence[Measurement]):
     def to_polars(self) -> polars.DataFrame:
         """One line for each measurement; types do not depend on the values."""
         return typed_frame(Measurement, (vars(row) for row in self._rows))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The same for pandas.
+
+        Raises:
+            InputError: If pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise InputError(
+                "`to_pandas` needs pandas, which is not installed; run `pip install pandas`, or "
+                "use `to_polars`."
+            ) from None
+        return pandas.DataFrame(self.to_polars().to_dict(as_series=False))
 
     def tokens_to_polars(self) -> polars.DataFrame:
         """One line for each token; `id` says which measurement it belongs to."""

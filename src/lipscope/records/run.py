@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.errors import InputError, shown
 from lipscope.records.folder import belonging, values_of
 from lipscope.records.manifest import read_manifest
 from lipscope.records.rows import Bound, Measurement, TokenShare, records_of
@@ -89,6 +91,8 @@ def read_run(path: str | Path) -> Run:
     Raises:
         InputError: If it is no run folder, cannot be read, or is of another schema.
     """
+    if not isinstance(path, str | Path) or not os.path.isdir(path):
+        raise InputError(f"`{shown(path)}` should be a run folder. Found no such folder.")
     return Run(Path(path), read_manifest(Path(path)))
 
 

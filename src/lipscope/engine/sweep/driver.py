@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lipscope.engine.checks import argument, whole
 from lipscope.engine.known import surveys_in
 from lipscope.engine.plan import Job, Shape, plan, row_ids
-from lipscope.engine.runs import Progress
+from lipscope.engine.runs import Progress, folder_of, told
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.local import cores, local_results
@@ -82,17 +83,15 @@ def number_of_workers(workers: int | None, cluster: str | None) -> int:
         raise InputError("`workers` and `cluster` exclude each other. Found both.")
     if workers is None:
         return min(2, cores())
-    if workers < 1:
-        raise InputError(f"`workers` should be at least 1. Found `workers = {workers}`.")
-    return workers
+    return argument(whole(1, 1024), "workers", workers)
 
 
 def place_of(request: Request, out: str | Path | Place | None) -> Place:
     """Where a sweep goes: the same place for the same request, so that it goes on."""
-    if isinstance(out, Place):
-        return out
+    if out is not None:
+        return folder_of(out)
     name = request.name or f"sweep-{stable_id(request.spec.as_dict())}"
-    return Place(None if out is None else Path(out), name, dated=False)
+    return Place(None, name, dated=False)
 
 
 def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Mapping[str, Any]) -> list[Job]:
@@ -125,7 +124,7 @@ def _write(
     progress: Progress | None,
     ids: Sequence[str],
 ) -> None:
-    tell, total = progress or (lambda *_: None), len(ids)
+    tell, total = told(progress), len(ids)
     done = sum(one in folder.done for one in ids)
     tell(done, total, None)
     for some in results:

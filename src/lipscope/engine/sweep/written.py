@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -20,7 +21,8 @@ from lipscope.engine.spec import (
     check_together,
     digests,
 )
-from lipscope.models import default_text
+from lipscope.errors import InputError, shown
+from lipscope.models import default_text, read_text
 
 DEFAULT, IMAGES = "default", "images"
 
@@ -67,21 +69,21 @@ def _texts(source: Source) -> dict[str, str]:
     """The content of every text by its name: that of its file without folder and ending."""
     texts: dict[str, str] = {}
     for i, entry in enumerate(items(source.values.get("texts", DEFAULT))):
-        path = Path(str(entry))
-        name = DEFAULT if entry == DEFAULT else path.stem
+        if not isinstance(entry, str | Path):
+            source.fail(f"`texts` should be names of files. Found `{shown(entry)}`.", "texts", i)
+        name = DEFAULT if entry == DEFAULT else Path(entry).stem
         if name in texts:
             source.fail(
                 f"`texts` should have names of their own. Found `{name}` twice.", "texts", i
             )
         try:
             texts[name] = (
-                default_text() if name == DEFAULT else path.read_text(encoding="utf-8-sig")
+                default_text()
+                if entry == DEFAULT
+                else read_text(entry, "`texts`", "readable text files")
             )
-        except (OSError, UnicodeDecodeError) as problem:
-            why = getattr(problem, "strerror", None) or "not UTF-8"
-            source.fail(
-                f"`texts` should be readable text files. Found `{entry}`: {why}.", "texts", i
-            )
+        except InputError as problem:
+            source.fail(str(problem), "texts", i)
         if not texts[name].strip():
             source.fail(f"`texts` should not be empty. Found no words in `{entry}`.", "texts", i)
     return texts
@@ -109,13 +111,13 @@ def _named(source: Source, entry: Any, i: int) -> Iterator[tuple[str, int | None
         return
     if not isinstance(entry, dict) or set(entry) != {"name", "checkpoints"}:
         source.fail(
-            f"`models` should be names, or `name` with `checkpoints`. Found `{entry}`.",
+            f"`models` should be names, or `name` with `checkpoints`. Found `{shown(entry)}`.",
             "models",
             i,
         )
-    root, folder = str(entry["name"]), Path(str(entry["name"])).expanduser()
+    root, folder = str(entry["name"]), Path(os.path.expanduser(str(entry["name"])))
     found = [str(one) for one in items(entry["checkpoints"])]
-    if folder.is_dir():
+    if os.path.isdir(folder):
         matches = [sorted(folder.glob(one), key=lambda p: _step(p.name) or 0) for one in found]
         for pattern, paths in zip(found, matches, strict=True):
             if not paths:

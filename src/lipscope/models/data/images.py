@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def _pictures(
             torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(s))
             for s in range(samples or _DEFAULT_SAMPLES)
         ]
-    files = _files(Path(images).expanduser())
+    files = _files(Path(os.path.expanduser(images)))
     if samples is not None and samples > len(files):
         raise InputError(
             f"`samples` should be at most {len(files)}, the pictures in `{images}`. "
@@ -113,7 +114,7 @@ def _pictures(
 
 
 def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"`images` should be a folder of pictures, or random. Found `{folder}`.")
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in _SUFFIXES)
     if not files:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.windows import Window, WindowKind, default_text, digest, windows_of_text
+from lipscope.models.data.windows import (
+    Window,
+    WindowKind,
+    default_text,
+    digest,
+    read_text,
+    windows_of_text,
+)
 from lipscope.models.loading import LoadedModel
 
 _WINDOWS = ("spread", "consecutive")
@@ -31,6 +40,61 @@ class Sample:
     num_tokens: int | None
     sha256: str
     tokens: tuple[str, ...] | None
+
+
+def given(data: Any) -> Any:
+    """What was given to be read, checked as far as no model is needed; a path is read as text.
+
+    Args:
+        data: Text, the path of a text file, a tensor, a mapping of arguments, or None.
+
+    Returns:
+        The same, a text in place of a path.
+
+    Raises:
+        InputError: If it is nothing of the kind, or the name of a file where a text should be.
+    """
+    if isinstance(data, Path):
+        return read_text(data, "`data`")
+    if isinstance(data, str):
+        if len(data) < 1000 and os.path.isfile(data):
+            raise InputError(
+                f"`data` should be the text itself. Found `{data}`, the path of a file; did you "
+                f'mean the file? Pass `Path("{data}")`.'
+            )
+        return data
+    if isinstance(data, Mapping):
+        if not all(isinstance(key, str) for key in data):
+            raise InputError("`data` should have names of arguments as keys. Found another key.")
+        for value in data.values():
+            _check_tensor(value)
+    elif isinstance(data, Tensor):
+        _check_tensor(data)
+    elif not (data is None or _are_samples(data)):
+        raise InputError(
+            "`data` should be text, a `Path`, a tensor or a mapping of tensors. "
+            f"Found `{type(data).__name__}`."
+        )
+    return data
+
+
+def _are_samples(data: Any) -> bool:
+    return isinstance(data, list) and bool(data) and all(isinstance(one, Sample) for one in data)
+
+
+def _check_tensor(value: Any) -> None:
+    if isinstance(value, Tensor) and (
+        not value.ndim
+        or value.is_complex()
+        or value.is_meta
+        or value.layout != torch.strided
+        or value.is_quantized
+    ):
+        raise InputError(
+            "`data` should hold real, dense tensors with axes. Found "
+            f"{str(value.dtype)[6:]} of shape {tuple(value.shape)} on `{value.device}`, "
+            f"{str(value.layout)[6:]}."
+        )
 
 
 def samples_of(
@@ -185,8 +249,10 @@ def _check_masks(arguments: Mapping[str, Any]) -> None:
     for mask, tokens in _MASKED.items():
         given = next((arguments[k] for k in tokens if isinstance(arguments.get(k), Tensor)), None)
         told = arguments.get(mask)
-        if given is None or not isinstance(told, Tensor) or told.ndim != 2:
+        if given is None or told is None or (isinstance(told, Tensor) and told.ndim == 4):
             continue
+        if not isinstance(told, Tensor):
+            raise InputError(f"`{mask}` should be a tensor. Found `{type(told).__name__}`.")
         if told.shape != given.shape[:2]:
             raise InputError(
                 f"`{mask}` should have one entry per token, {tuple(given.shape[:2])}. Found "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,43 @@ def digest(tensor: Tensor) -> str:
     content = tensor.detach().cpu().contiguous()
     head = f"{tuple(content.shape)}{content.dtype}".encode()
     return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:
+    """The text of a file.
+
+    Args:
+        path: The file.
+        option: What named it, as the subject of the message.
+        kind: What that should be.
+
+    Returns:
+        The text, without a byte order mark.
+
+    Raises:
+        InputError: If it is no readable file of text in UTF-8.
+    """
+    file = Path(path)
+    try:
+        # A pipe or a device might never end.
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError(0, "it is no regular file")
+        content = file.read_bytes()
+    except (OSError, ValueError) as problem:
+        why = getattr(problem, "strerror", None) or "it is no path"
+        raise InputError(f"{option} should be {kind}. Found `{path}`: {why}.") from None
+    return decoded(content, option, f"`{path}`")
+
+
+def decoded(content: bytes, option: str, where: str) -> str:
+    """Bytes as text, which must be UTF-8 and hold no zero bytes."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise InputError(f"{option} should be UTF-8 text. Found {where}, which is not.")
+    return text
 
 
 def default_text() -> str:
@@ -126,6 +164,11 @@ def windows_of_text(
 
 def _ids(text: str, tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int], list[int]]:
     """The ids of a text, and the special ones before and after it."""
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise InputError(
+            "The text should be one that UTF-8 can write. Found a zero byte or half a character "
+            "(a lone surrogate) in it."
+        )
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
     return before, ids, after

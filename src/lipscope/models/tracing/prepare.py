@@ -163,9 +163,9 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as problem:
-        why = str(problem).split("\n")[0]
+        torch.empty(1, device=device).tolist()  # `meta` computes nothing
+    except (RuntimeError, AssertionError, ValueError) as problem:
+        why = str(problem).split("\n")[0][:100]
         raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
     return device
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import regex
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
@@ -15,6 +15,9 @@ from lipscope.errors import InputError
 
 Side = Literal["self", "query", "key"]
 SIDES: tuple[str, ...] = get_args(Side)
+
+
+_SECONDS = 1.0  # that a search in one path may take
 
 
 @dataclass
@@ -223,14 +226,20 @@ def attention_sites(
         return {modules: named[modules]}
     if modules is not None:
         try:
-            found = {name: m for name, m in named.items() if re.search(modules, name)}
-        except re.error as problem:
+            pattern = regex.compile(modules)
+            found = {n: m for n, m in named.items() if pattern.search(n, timeout=_SECONDS)}
+        except (regex.error, RecursionError, OverflowError) as problem:
             raise InputError(
                 f"`modules` should be a regular expression. Found {problem}."
             ) from None
+        except TimeoutError:
+            raise InputError(
+                f"`modules` should be found or not in a second. Found `{modules}`, which tries too "
+                "many ways; write it without nested repetitions."
+            ) from None
         if not found:
             raise InputError(
-                f"`modules` should match at least one module. Found none for {modules!r} among "
+                f"`modules` should match at least one module. Found none for `{modules}` among "
                 f"{_some(named)}."
             )
         outer = {

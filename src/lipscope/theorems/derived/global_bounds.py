@@ -56,7 +56,7 @@ def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
     return head.norm_v * (math.sqrt(_column(head, rows)) + alpha)
 
 
-@theorem(cite=DERIVED, statement="MF")
+@theorem(cite=DERIVED, statement="mean-field constant, half the exponent")
 def mean_field(head: Head, radius: float) -> float:
     """The mean-field constant with half the exponent.
 

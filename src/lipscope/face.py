@@ -1,0 +1,58 @@
+"""What `lipscope` offers: the verbs, sigma, linearise, the variants, the records."""
+
+from lipscope.attention import (
+    Attention,
+    DotProduct,
+    L2Attention,
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+    variants,
+)
+from lipscope.engine.attack import attack
+from lipscope.engine.bounds import bounds
+from lipscope.engine.capture import capture
+from lipscope.engine.certify import certify
+from lipscope.engine.measure import measure
+from lipscope.engine.sweep import sweep
+from lipscope.errors import InputError
+from lipscope.linalg.gradient import sigma
+from lipscope.linalg.operator import Operator, linearise, to_dense
+from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.models import load_model
+from lipscope.pages.report import report
+from lipscope.pages.rows import Rows
+from lipscope.records.rows import Bound, Measurement, TokenShare
+from lipscope.records.run import Run, read_run
+from lipscope.theorems import catalogue
+
+__all__ = [
+    "Attention",
+    "Bound",
+    "DotProduct",
+    "InputError",
+    "L2Attention",
+    "LipschitzNormAttention",
+    "Measurement",
+    "Operator",
+    "Rows",
+    "Run",
+    "ScaledCosineAttention",
+    "TokenShare",
+    "TopSingular",
+    "attack",
+    "bounds",
+    "capture",
+    "catalogue",
+    "certify",
+    "linearise",
+    "load_model",
+    "measure",
+    "read_run",
+    "report",
+    "sigma",
+    "sweep",
+    "to_dense",
+    "top_singular",
+]
+# Variants by being registered, as in `lipscope.attention`.
+globals().update({one.__name__: one for one in variants()})

@@ -1,0 +1,65 @@
+"""What a name asks for, looked at before anything is loaded or built."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lipscope.errors import InputError, shown
+
+_COUNTED = re.compile("layer|expert|depth")
+_MOST = 10_000
+
+
+def parted(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """A model's name without its revision, and that.
+
+    Args:
+        name: As for `load_model`.
+        revision: Revision, if not in the name.
+
+    Returns:
+        Both.
+
+    Raises:
+        InputError: If it is no name.
+
+    >>> parted("org/model@main"), parted("minilm")
+    (('org/model', 'main'), ('minilm', None))
+    """
+    for what, value in (("model", name), ("revision", revision)):
+        if isinstance(value, str) and value.strip() and value.isprintable():
+            continue
+        if value is not None or what == "model":
+            raise InputError(
+                f"`{what}` should be a name of printed characters. Found `{shown(value)}`."
+            )
+    # os.path: names too long for a path and people without a home are no files, and raise nothing.
+    is_file = os.path.exists(os.path.expanduser(name))
+    plain, _, at = (name, "", "") if is_file else name.partition("@")
+    return plain, revision or at or None
+
+
+def entries_of(config: Path) -> Mapping[str, Any]:
+    """The entries of a configuration; none where it is no such thing, which its loader says."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(config.read_text(encoding="utf-8"))
+        return found if isinstance(found, Mapping) else {}
+    return {}
+
+
+def check_counts(name: str, entries: Mapping[str, Any]) -> None:
+    """Refuse what would take hours to build, even without weights."""
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            check_counts(name, value)
+        elif _COUNTED.search(key) and isinstance(value, int) and value > _MOST:
+            raise InputError(
+                f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
+                f"`{key} = {shown(value)}`."
+            )
