@@ -84,7 +84,8 @@ def test_every_command_of_the_pages_can_be_read() -> None:
                 words = shlex.split(line, comments=True)
                 name, *rest = words[1:] if words[1] in known.commands else ["", *words[1:]]
                 command = known.commands[name] if name else known
-                command.make_parser(command.context_class(command)).parse_args(rest)
+                context = command.context_class(command, **command.context_settings)
+                command.make_parser(context).parse_args(rest)
                 found += 1
     assert found > 40
 
