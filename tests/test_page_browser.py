@@ -180,8 +180,12 @@ def test_a_tip_goes_when_the_chart_does(opened: Opened) -> None:
         point = opened.page.locator(POINT.format("focus")).first
         opened.page.mouse.move(0, 0)
         point.scroll_into_view_if_needed()
-        opened.page.wait_for_timeout(300)  # the page scrolls smoothly, and that hides a tip as well
-        point.hover()
+        for _ in range(20):  # the page scrolls smoothly, and that hides a tip as well
+            opened.page.wait_for_timeout(300)
+            opened.page.mouse.move(0, 0)
+            point.hover()
+            if opened.page.evaluate(shown) == "block":
+                break
         assert opened.page.evaluate(shown) == "block"
         leave()
         opened.page.wait_for_function(f"{shown} === 'none'", timeout=5_000)

@@ -247,7 +247,7 @@ def test_an_interrupt_while_modules_are_imported_is_no_traceback():
         "    def find_spec(self, name, *rest):\n"
         "        if name == 'torch': print('now', flush=True); time.sleep(60)\n"
         "sys.meta_path.insert(0, Slow())\n"
-        "import lipscope"
+        "import lipscope; lipscope.measure"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -307,7 +307,7 @@ BEFORE = {
     "a map": ({"models": ["random:gpt2:n_embd=12,n_head=3,n_layer=1"], "maps": ["normed"],
                "inputs": "real", "theorems": "none", "modules": "nothing"}, "modules|attention"),
     "a model": ({"models": ["random:brt"]}, "nearest are bert"),
-    "workers": ({}, "`workers` should be at least 1"),
+    "workers": ({}, "`workers` should be a whole number of at least 1"),
 }  # fmt: skip
 
 

@@ -30,8 +30,10 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
 
     Source: derived here (``docs/theory/local-certificates.md``, F2).
 
-    >>> of_both_parts(torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0]))  # one column each
-    3.0
+    One column each, where both are equal at ``θ = 9/4``:
+
+    >>> round(of_both_parts(torch.tensor([4.0, 0.0]), torch.tensor([0.0, 3.0])) ** 2, 6)
+    13.0
     """
     size = max(float(columns.max().sqrt()), float(own.max()))
     if not 0 < size < torch.inf:

@@ -219,7 +219,8 @@ def _begin(
     source = next((others[k] for k in _SOURCES if k in others), None)
     unsure: tuple[str, ...] = ()
     if source is None:  # under another name: what depends on the input too
-        others = {k: v for k, v in others.items() if v.requires_grad and v.shape[-1] > 1}
+        one = (v for v in others.items() if v[1].requires_grad and v[1].shape[1 - axis] == 1)
+        others = {k: v for k, v in one if v.shape[-1] > 1}  # masks have an axis of heads
         source = next((v for v in others.values() if v.shape[:2] != x.shape[:2]), None)
         unsure = tuple(others) if source is None else ()
     if (source is None) != (record.side == "self") and not unsure:
