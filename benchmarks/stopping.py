@@ -92,9 +92,9 @@ several random starts each; float32, default tolerance {TOL:g}, one thread. The 
 and window is lipscope's own interval (tolerance {TRUTH_TOL:g}) in float64 at the same input;
 {narrow.count("converged")} of {len(narrow)} converged. {len(checks)} of them were checked
 against ARPACK on the model's own module in float64: they differ by at most {max(checks):.1e}.
-*Error* is sigma / truth − 1. *Misses*: `upper` below the truth. *Above*: sigma above the truth by more than
-the float32 slack {ROUNDING:g}. *Enough*: products after which sigma was within {TOL:g} of the
-truth, which a run cannot know."""
+*Error* is sigma / truth − 1. *Misses*: `upper` below the truth. *Above*: sigma above the truth by
+more than the float32 slack {ROUNDING:g}. *Enough*: products after which sigma was within {TOL:g} of
+the truth, which a run cannot know."""
     )
     names = list(dict.fromkeys(r.model for r in rows))
     groups = {name: [r for r in rows if r.model == name] for name in names}

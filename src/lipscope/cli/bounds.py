@@ -83,7 +83,8 @@ def bounds(
         console = Screen(width=max(_WIDTH, Console().width))
         console.print(found.bounds_table())
     if out is not None:
-        found.save(out)
+        if bar.anew or not any(Path(out).glob("*.svg")):
+            found.save(out)
         errors.print(f"Rows and figure: {out}", markup=False, soft_wrap=True)
 
 

@@ -61,12 +61,14 @@ def measure(
             progress=bar.update,
             **given,
         )
-    _publish(rows, place.path, jsonl=jsonl)
+    _publish(rows, jsonl=jsonl)
+    if bar.anew or not any(place.path.glob("*.svg")):
+        rows.save(place.path)
+    errors.print(f"Rows and figures: {place.path}", markup=False, soft_wrap=True)
 
 
-def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
-    """Figures into the folder; the table, or the rows, to standard output."""
-    rows.save(folder)
+def _publish(rows: Rows, *, jsonl: bool) -> None:
+    """The table, or the rows, to standard output."""
     if jsonl:
         for row in rows:
             sys.stdout.write(row.to_json() + "\n")
@@ -76,7 +78,6 @@ def _publish(rows: Rows, folder: Path, *, jsonl: bool) -> None:
     console.print(rows.summary(), markup=False, soft_wrap=True)
     for remark in _remarks(rows):
         errors.print(remark, markup=False, soft_wrap=True)
-    errors.print(f"Rows and figures: {folder}", markup=False, soft_wrap=True)
 
 
 def _remarks(rows: Rows) -> list[str]:

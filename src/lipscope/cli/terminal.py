@@ -63,9 +63,14 @@ def resumable() -> Iterator[None]:
 
 
 class Bar:
-    """A progress bar on standard error, silent where that is no terminal."""
+    """A progress bar on standard error, silent where that is no terminal.
+
+    Attributes:
+        anew: Whether a row was measured, and not read from the folder.
+    """
 
     def __init__(self) -> None:
+        self.anew = False
         self._bar: Progress | None = None
         if sys.stderr.isatty():
             self._bar = Progress(
@@ -92,7 +97,7 @@ class Bar:
 
     def update(self, done: int, total: int, row: Measurement | None) -> None:
         """Move the bar; rows that an earlier run left count as done."""
-        del row
+        self.anew |= row is not None
         if self._bar is None:
             return
         if self._task is None:

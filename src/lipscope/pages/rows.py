@@ -327,8 +327,8 @@ def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
     if row.relative is None or not math.isfinite(row.relative):
         return ""
     said = (
-        f"Relative to the norms of input and output this is {value}: a change of 1 % can move"
-        f" the output by up to {value} %"
+        f"Relative to the norms of input and output this is {value}: to first order, the output"
+        f" moves by up to {value} times the input's relative change"
     )
     others = [r for r in (line.row for line in lines) if r is not None and r.relative is not None]
     if len(others) < 2:
