@@ -12,9 +12,8 @@ from pathlib import Path
 from made_up import made_up
 from tables import Section, Target, table
 
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement, TokenShare, provenance, to_line
-from lipscope.records.run import read_run
+from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.rows import Measurement, TokenShare, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS, SAMPLES = (4, 8, 16, 32), 10
@@ -74,14 +73,8 @@ def _drawn(page: Path) -> float:
 
 def _write(folder: Path, count: int) -> None:
     """A finished run, with its Parquet copies."""
-    with RunFolder(folder, {"windows": "spread"}, provenance(device="cpu")):
-        pass
-    rows = list(_rows(count))
-    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(row.to_json() + "\n" for row in rows)
-    with (folder / "tokens.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(to_line(token) + "\n" for row in rows for token in _tokens(row))
-    read_run(folder)
+    with RunFolder(folder, {"windows": "spread"}, provenance(device="cpu")) as held:
+        held.extend([Finished(row, tuple(_tokens(row))) for row in _rows(count)])
 
 
 def _rows(count: int) -> Iterator[Measurement]:
