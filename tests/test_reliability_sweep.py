@@ -167,24 +167,6 @@ def test_rows_that_wait_for_another_run_are_named_and_are_status_1(monkeypatch, 
     assert ended.status == 0 and "tried again" not in ended.err
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """The command in this process."""
-    from command import Result
-
-    def run(*arguments: str) -> Result:
-        from lipscope import cli
-
-        monkeypatch.setattr(sys, "argv", ["lipscope", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        said = capsys.readouterr()
-        assert isinstance(end.value.code, int)
-        return Result(end.value.code, said.out, said.err)
-
-    return run
-
-
 @pytest.mark.parametrize("arguments", [["rows", "run", "--to", "csv"], ["rows", "run"], AGAIN])
 def test_a_reader_that_goes_away_is_status_141(tmp_path, monkeypatch, arguments):
     """As in a pipe to `head -1`, for lines, tables and exports."""

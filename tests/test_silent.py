@@ -322,14 +322,21 @@ def test_an_output_projection_of_another_kind_is_part_of_the_map(change, inside)
         model: Any = Model(Block(OwnAttention())).double()
         site, data = site_of(model), tokens()
         site.o = change(site.o).double()
-        x, f = data[0], lambda u: site(u[None])[0]
+        x = data[0]
+
+        def f(u: Tensor) -> Tensor:
+            return site(u[None])[0]
+
     else:
         model, data = copy.deepcopy(tiny("bert").model).double().eval(), torch.arange(5, 12)[None]
         block = model.encoder.layer[1]
         block.attention.output.dense = change(block.attention.output.dense).double()
         with torch.no_grad():
             x = model.encoder.layer[0](model.embeddings(data))[0]
-        f = lambda u: block.attention.output.dense(block.attention.self(u[None])[0])[0]  # noqa: E731
+
+        def f(u: Tensor) -> Tensor:
+            return block.attention.output.dense(block.attention.self(u[None])[0])[0]
+
     row = ls.measure(model, data, **EXACT)[-1]
     assert row.sigma == pytest.approx(truth(f, x), rel=1e-6)
     assert row.projection is True and "generic path" in row.note
