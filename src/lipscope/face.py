@@ -8,6 +8,7 @@ from lipscope.attention import (
     ScaledCosineAttention,
     variants,
 )
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
@@ -34,6 +35,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Measurement",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
@@ -49,6 +51,7 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
     "sweep",
     "to_dense",
