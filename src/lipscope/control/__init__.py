@@ -2,5 +2,6 @@
 
 from lipscope.control.restrain import restrain
 from lipscope.control.restraint import Restraint, restraints
+from lipscope.control.signals import entropy_and_sink, largest_logits
 
-__all__ = ["Restraint", "restrain", "restraints"]
+__all__ = ["Restraint", "entropy_and_sink", "largest_logits", "restrain", "restraints"]
