@@ -225,7 +225,12 @@ class Monitor:
         """Read all layers now.
 
         Returns:
-            One reading for each layer, also in `readings`.
+            One reading for each layer, also in `readings`; none, and a remark, where the layers
+            cannot be measured any more, as with scores that float32 cannot hold.
+
+        Raises:
+            InputError: If a weight is not finite; at the first reading, for whatever the layers
+                cannot be measured.
         """
         try:
             check_finite(self.model)
@@ -238,8 +243,14 @@ class Monitor:
         loaded = LoadedModel(name, self.model, None, revision, kind)
         more = {"models": (Model(name, self._last),), "tokens": False}
         asked = {"verb": "Monitor", "more": more, "out": self._folder}
-        with _in_full(self.model), LocalRun(loaded, self.data, self._asked, **asked) as run:
-            new = self._found(run, run.rows())
+        try:
+            with _in_full(self.model), LocalRun(loaded, self.data, self._asked, **asked) as run:
+                new = self._found(run, run.rows())
+        except InputError as problem:
+            if not self.readings:
+                raise
+            remark(f"Step {self._last}: no reading. {problem}")  # training goes on
+            new = []
         self._before = {}
         self.readings += new
         self._tell(new)
