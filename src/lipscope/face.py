@@ -15,6 +15,7 @@ from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
+from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -41,6 +42,7 @@ __all__ = [
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "Smoothed",
     "TokenShare",
     "TopSingular",
     "attack",
@@ -55,6 +57,7 @@ __all__ = [
     "report",
     "restrain",
     "sigma",
+    "smooth",
     "sweep",
     "to_dense",
     "top_singular",
