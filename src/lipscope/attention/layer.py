@@ -331,9 +331,9 @@ class Layer(nn.Module, ABC):
     ) -> Tensor | None:
         """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
-        The layer's own bias, the weights of the keys, its shift, and -inf where the mask hides;
-        None if nothing. Rows that may read no token are left unmasked here; their weights are set to
-        zero.
+        The layer's own bias and shift, the weights of the keys, and -inf where the mask hides;
+        None if nothing. Rows that may read no token are left unmasked here; their weights are set
+        to zero.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:

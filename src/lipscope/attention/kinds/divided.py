@@ -19,8 +19,8 @@ from lipscope.errors import InputError
 class DividedAttention(InnerProduct):
     """Dot-product attention, every head divided by a bound of it: 1-Lipschitz heads on a ball.
 
-    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``x ↦ P_h X V_h^T`` for at most ``n`` tokens of
-    norm at most ``R``, derived from the weights anew in every pass; gradients go through it.
+    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of norm
+    at most ``R``, derived from the weights anew in every pass; gradients go through it.
 
     Holds for encoders and decoders, biases of queries, keys and values (those of values are not
     divided), and masks; ``mean-field`` without mask. Larger tokens are not refused: nothing
@@ -83,7 +83,8 @@ class DividedAttention(InnerProduct):
             raise InputError(f"`by` should be one of {get_args(BallBound)}. Found `{by}`.")
         if by == "mean-field" and (causal or mask is not None):
             raise InputError(
-                "`by` should be `theorem-3.3` or `G2` under a mask, where the mean-field bound fails."
+                "`by` should be `theorem-3.3` or `G2` under a mask, "
+                "where the mean-field bound fails."
             )
         super().__init__(
             query,

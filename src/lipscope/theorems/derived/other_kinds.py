@@ -74,7 +74,8 @@ def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
 def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> float:
     """Sigmoid attention on tokens of norm at most R.
 
-    ``n (‖V‖ σ(s + b) + (‖V‖ R + |b_V|) (2 ‖A‖ R + |K^T b_Q| + |Q^T b_K|) max_{|t|≤s} σ'(t + b))``, where
+    ``n (‖V‖ σ(s + b) + (‖V‖ R + |b_V|) (2 ‖A‖ R + |K^T b_Q| + |Q^T b_K|) σ'_max)``,
+    ``σ'_max = max_{|t|≤s} σ'(t + b)``, where
     ``s = ‖A‖ R² + (|K^T b_Q| + |Q^T b_K|) R + |<b_Q, b_K>|`` bounds the scores. Without biases and
     with ``b = -log n`` it is at most ``‖V‖ e^α (1 + 2 α)`` for every n.
 
