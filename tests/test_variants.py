@@ -281,16 +281,17 @@ def test_wrong_arguments_say_what_to_change() -> None:
         L2Attention(eye, eye, heads=3)
 
 
-class Untied(DotProduct):
-    """The score of L2 attention with keys of their own."""
+class Untied(L2Attention):
+    """The score of L2 attention with keys of their own, ``-W``, and values as they are."""
 
-    score, score_jvp, score_vjp = L2Attention.score, L2Attention.score_jvp, L2Attention.score_vjp
+    def projections(self):
+        return self.query, -self.query, self.value
 
 
 def test_tied_l2_is_lipschitz_at_every_radius_and_untied_is_not() -> None:
     """Untied, the first token finds the others alike, which are 2 R apart, and itself far."""
     one, far = torch.eye(1).double(), torch.tensor([[1.0], [0.0], [-2.0]]).double()
-    tied, untied = L2Attention(one, one), Untied(one, -one, one, scale=1.0)
+    tied, untied = L2Attention(one, one), Untied(one, one)
     inputs = [far, gaussian(7, 1), torch.linspace(-1, 1, 7)[:, None].double()]
 
     def sigma(layer, x):

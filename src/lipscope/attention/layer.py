@@ -289,8 +289,8 @@ class Layer(nn.Module, ABC):
         context = x if context is None else context
         if not x.shape[-2] or not context.shape[-2]:
             raise InputError("A layer should have at least one token. Found none.")
-        if (entrance := self.entrance()) is not None:
-            x, context = entrance(x), entrance(context)
+        if (enter := self.entrance()) is not None:
+            x, context = enter(x), enter(context)
         query, key, value = self.projections()
         return (
             nn.functional.linear(x, query, self.query_bias),
