@@ -312,10 +312,11 @@ def test_coinciding_tokens_and_zeros_have_gradients(kind) -> None:
     for x in (gaussian(1, 4).repeat(N, 1), 0 * gaussian(N, 4)):
         if kind is LipschitzNormAttention and not x.any():
             continue  # 0 / 0: it is not continuous there
-        x = x.requires_grad_()
-        for gradient in torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]):
+        moved = x.clone().requires_grad_()
+        weights = [moved, *layer.parameters()]
+        for gradient in torch.autograd.grad(layer(moved).square().sum(), weights):
             assert bool(gradient.isfinite().all())
-        agree(layer, x.detach())
+        agree(layer, x)
 
 
 CONSTANTS = (
@@ -329,7 +330,7 @@ CONSTANTS = (
 @pytest.mark.parametrize("kind", variants(), ids=lambda one: one.__name__)
 def test_constants_are_trained_through(kind) -> None:
     if kind not in CONSTANTS:
-        with pytest.raises(InputError, match="bound at all inputs of 5 tokens. Found"):
+        with pytest.raises(InputError, match="bound at all inputs of 5 tokens"):
             build(kind).constant(5)
         return
     layer = build(kind)
@@ -399,7 +400,7 @@ def test_sinkhorn_takes_the_masks_that_it_can_fill() -> None:
 
 def test_sinkhorn_says_when_scores_are_too_far_apart() -> None:
     layer = SinkhornAttention(300 * gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
-    with pytest.raises(InputError, match="near enough for Sinkhorn's iteration. Found sums off"):
+    with pytest.raises(InputError, match="near enough for Sinkhorn's iteration"):
         layer(gaussian(40, 4))
 
 

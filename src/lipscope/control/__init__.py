@@ -1,14 +1,14 @@
 """Layers that contract, blocks that can be inverted, and densities made of them."""
 
-from lipscope.control.contraction import ContractiveAttention, ContractiveMLP, Contraction
+from lipscope.control.contraction import Contraction, ContractiveAttention, ContractiveMLP
 from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.control.flow import Flow
 from lipscope.control.inverse import Inverse, InvertibleResidual, solve
 
 __all__ = [
+    "Contraction",
     "ContractiveAttention",
     "ContractiveMLP",
-    "Contraction",
     "Flow",
     "Inverse",
     "InvertibleResidual",

@@ -16,8 +16,9 @@ from lipscope.errors import InputError
 class Flow(nn.Module):
     """``log p(X) = log N(Z; 0, 1) + Σ log det``, ``Z`` what the blocks make of ``X``.
 
-    A sample is a set of ``n`` points in ``d`` dimensions, ``(n, d)``; a point alone has n = 1. Blocks of
-    attention let points know of each other, and the density does not depend on their order.
+    A sample is a set of ``n`` points in ``d`` dimensions, ``(n, d)``; a point alone has n = 1.
+    Blocks of attention let points know of each other, and the density does not depend on their
+    order.
 
     Args:
         blocks: `InvertibleResidual` ones, the first nearest to the data.

@@ -14,7 +14,7 @@ from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.errors import InputError
 
 _KEPT = 5  # differences that Anderson's step is made of
-_UNITS = 16  # of rounding in a residual, relative to its tokens
+_UNITS = 8  # of rounding in a residual, relative to its tokens
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,14 @@ class InvertibleResidual(nn.Module):
     ) -> Inverse:
         """The ``X`` with ``X + g(X) = Y``, differentiable once, in ``Y`` and in the weights.
 
-        ``‖X - X*‖_F ≤ ‖X + g(X) - Y‖_F / (1 - c)`` is the error that is returned. Gradients
-        are those of the inverse function: one more equation of this kind, no steps are recorded.
+        ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for ``X = Y - g(Z)``, the last step, is the
+        error that is returned, up to the rounding of ``g``. Gradients are those of the inverse
+        function: one more equation of this kind, no steps are recorded.
 
         Args:
             y: Samples, solved together.
             tol: Of the error of a sample, relative to ``‖Y‖_F``; what rounding allows,
-                ``16 ε / (1 - c)``, if None.
+                ``8 ε / (1 - c)``, if None.
             max_steps: Evaluations of ``g`` at most.
 
         Raises:
@@ -87,21 +88,19 @@ class InvertibleResidual(nn.Module):
 
         def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
             found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)
-            error, size = found.error / slack, right.flatten(-2).norm(dim=-1)
+            error, size = self.g.c * found.error / slack, right.flatten(-2).norm(dim=-1)
             if not bool((error <= tol * size).all()):
                 raise InputError(
-                    f"`tol` should be what {str(y.dtype)[6:]} can reach in `max_steps` steps. Found "
-                    f"errors to {float((error / size.clamp_min(eps)).max()):.1g} with `tol = "
-                    f"{tol:.1g}`, `max_steps = {max_steps}`."
+                    f"`tol` should be what {str(y.dtype)[6:]} can reach in `max_steps` steps. "
+                    f"Found errors to {float((error / size.clamp_min(eps)).max()):.1g} with "
+                    f"`tol = {tol:.1g}`, `max_steps = {max_steps}`."
                 )
-            return Inverse(found.x, found.steps, error)
+            return Inverse(found.x, found.steps + 1, error)
 
         with torch.no_grad():
             found = answer(self.g, y.detach())
-        if not torch.is_grad_enabled():
-            return found
-        # One step that is recorded has the derivative of the equation's own right side; what it
-        # sends back is multiplied by (1 + J)^-T first.
+        # The last step has the derivative of the equation's own right side where it is recorded;
+        # what is sent back is multiplied by (1 + J)^-T first.
         x = y - self.g(found.x)
         if x.requires_grad:
             at = found.x.detach().requires_grad_()
