@@ -217,7 +217,7 @@ def test_the_largest_deviation_of_the_means_is_told_beside_p():
 @pytest.mark.parametrize("paired", [True, False])
 def test_windows_that_share_text_have_no_interval_and_no_test(paired: bool):
     rows = rows_of(0.3 * X + np.random.default_rng(9).normal(size=(5, 5)))
-    # As "consecutive" cuts them: sample s of n tokens from s n on, so lengths share text.
+    # Sample s of n tokens from s n on: those of one length do not overlap, and lengths share text.
     shared = [replace(r, start=r.sample * (200 if paired else r.num_tokens)) for r in rows]
     fit = of(shared, paired=paired)
     assert (fit.low, fit.high, fit.level, fit.lack_of_fit_p, fit.fits) == (None,) * 5

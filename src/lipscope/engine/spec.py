@@ -123,7 +123,7 @@ class Spec:
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
         ascent_steps: Steps of gradient ascent.
-        windows: ``spread`` over the text, or ``consecutive``.
+        windows: ``spread``: the same passages at every length; ``disjoint``: no window shares text.
         special_tokens: Whether the model's own special tokens stand around each window.
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
@@ -187,7 +187,7 @@ CHECKS: dict[str, Check] = {
     "sharp": checks.flag,
     "radius": checks.radius,
     "ascent_steps": checks.whole(0, 100_000),
-    "windows": checks.one_of("spread", "consecutive"),
+    "windows": checks.one_of("spread", "disjoint"),
     "special_tokens": checks.flag,
     "images": checks.path,
     "resolutions": checks.sides,

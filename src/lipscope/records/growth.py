@@ -199,7 +199,7 @@ def growth(
     Args:
         rows: Rows of one group; see `groups`.
         paired: Whether one sample index is the same passage at every length (windows
-            "spread"), rather than a fresh one (windows "consecutive").
+            "spread"), rather than a fresh one (windows "disjoint").
         seed: Seed of the bootstrap of paired samples.
         of: What grows: sigma, or sigma with the top token held fixed.
 
