@@ -41,7 +41,7 @@ class Result(NamedTuple):
     Attributes:
         job: Its id.
         model: Index of its model.
-        about: Revision and weights of the model; empty if it could not be loaded.
+        about: What its rows say of the model; empty if it could not be loaded.
         finished: Its rows.
     """
 
@@ -88,12 +88,9 @@ class Session:
     # --- what a model has
 
     def about(self, model: int, weights: int | None = None) -> dict[str, Any]:
-        """Revision and weights of a model; of a random one, whose seeds differ, that it is one."""
-        loaded = self.places.loaded(model, weights)
-        return {
-            "revision": loaded.revision,
-            "weights": loaded.weights if weights is None else "random",
-        }
+        """What rows say of a model; of a random one, whose seeds differ, that it is one."""
+        about = self.places.loaded(model, weights).about
+        return about if weights is None else about | {"weights": "random"}
 
     def survey(self, model: int) -> Survey:
         """Layers, heads and inputs of a model; every map is built once at the first input.
@@ -187,9 +184,8 @@ class Session:
         key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        about = {"revision": loaded.revision, "weights": loaded.weights}
         remarks += self._reach(job, built)
-        found = []
+        found, about = [], loaded.about
         itself = self.places.itself(job, built) if job.sample == 0 else None
         for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
