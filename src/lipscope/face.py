@@ -2,10 +2,14 @@
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     variants,
 )
 from lipscope.engine.attack import attack
@@ -28,6 +32,8 @@ from lipscope.theorems import catalogue
 __all__ = [
     "Attention",
     "Bound",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "InputError",
     "L2Attention",
@@ -37,6 +43,8 @@ __all__ = [
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "TokenShare",
     "TopSingular",
     "attack",

@@ -11,7 +11,7 @@ from lipscope.theorems.papers import (
     yudin2025,
     emadi2026,
 )
-from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
+from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
 
 # isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
@@ -34,6 +34,7 @@ PAPERS = (
     yudin2025,
     emadi2026,
     global_bounds,
+    other_kinds,
     local_bounds,
     row_gram,
     ball,
