@@ -15,7 +15,7 @@ from lipscope.measures.mean_field import push_forward, token_map
 from lipscope.measures.tokens import TokenMeasure
 from lipscope.measures.transport import conditional_distance, wasserstein
 
-_NEAR = 1e-4  # of the radius: least length of a move in a search
+_NEAR = 1e-4  # of the radius: least distance of two measures in a search
 
 
 def lipschitz_ratio(
@@ -41,15 +41,19 @@ def lipschitz_ratio(
     Raises:
         InputError: As `push_forward`, or where both measures are one or positions differ.
     """
-    metric = conditional_distance if layer.causal else wasserstein
-    before = float(metric(mu, nu, p=p))
+    before = _distance(layer, mu, nu, p)
     if not 0 < before < float("inf"):
         raise InputError(
             "The two measures should be at a positive and finite distance. Found "
             f"{before}: they are equal, or their positions differ."
         )
     images = (push_forward(layer, one, residual=residual) for one in (mu, nu))
-    return float(metric(*images, p=p)) / before
+    return _distance(layer, *images, p) / before
+
+
+def _distance(layer: Attention, mu: TokenMeasure, nu: TokenMeasure, p: float) -> float:
+    """The distance in which a layer is looked at."""
+    return float((conditional_distance if layer.causal else wasserstein)(mu, nu, p=p))
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,9 +192,10 @@ def _climb(
 
     def value(state: tuple[Tensor, Tensor, Tensor]) -> float:
         mu, nu = pair(state)
-        # Nearer measures would be compared by their rounding.
-        apart = float((mu.points - nu.points).norm()) > _NEAR * radius
-        return lipschitz_ratio(layer, mu, nu, p=p) if apart else 0.0
+        before = _distance(layer, mu, nu, p)
+        if before <= _NEAR * radius:  # they would be compared by their rounding
+            return 0.0
+        return _distance(layer, push_forward(layer, mu), push_forward(layer, nu), p) / before
 
     state = (radius * normal(n, d), 0.3 * radius * normal(n, d), 2.0 * normal(n))
     best, size = value(state), 0.3

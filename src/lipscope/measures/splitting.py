@@ -92,7 +92,7 @@ def split(
     >>> one = torch.ones(1, 1).double()
     >>> found = split(DotProduct(-one, one, one), torch.tensor([[-3.0], [-0.3]]).double())
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
-    (0, 1.5535, 1.2187)
+    (1, 1.5535, 1.2187)
     """
     if in_closed_form(f):
         assert isinstance(f, Attention)
