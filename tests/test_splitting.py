@@ -22,7 +22,7 @@ from lipscope.measures import (
     local_constant,
     push_forward,
     search_ratio,
-    split,
+    split_at,
     tiny_mass_gain,
     tiny_mass_ratio,
     token_map,
@@ -56,7 +56,7 @@ def test_identity_of_splitting(kind, copies) -> None:
     for seed in range(3):
         layer, x = case(kind, seed, n=4)
         layer = layer.replace(causal=False)
-        found = split(layer, x)
+        found = split_at(layer, x)
         whole = dense(layer, x.repeat_interleave(copies, 0))
         assert max(found.moving, found.splitting) == pytest.approx(whole, rel=1e-12)
         assert found.moving == pytest.approx(dense(layer, x), rel=1e-12)
@@ -66,8 +66,8 @@ def test_identity_for_shares_and_weights() -> None:
     """Copies of 30 and 70 %, of atoms of any weight, in the weighted norm."""
     layer, x = case("plain", 0, n=3)
     w, shares = torch.tensor([0.2, 0.5, 0.3]).double(), torch.tensor([0.3, 0.7]).double()
-    found = split(layer, x, log_weights=w.log())
-    twice = TokenMeasure(x, w).split(shares)
+    found = split_at(layer, x, log_weights=w.log())
+    twice = TokenMeasure(x, w).copied(shares)
 
     def weighted(y: Tensor) -> Tensor:
         root = twice.weights.sqrt()[:, None]
@@ -97,7 +97,7 @@ def test_copies_at_one_position() -> None:
             rotary=Rotary(turned.cos().double(), turned.sin().double()),
         )
 
-    found = split(at(1), x)
+    found = split_at(at(1), x)
     whole = dense(at(copies), x.repeat_interleave(copies, 0))
     assert max(found.moving, found.splitting) == pytest.approx(whole, rel=1e-12)
 
@@ -108,7 +108,7 @@ def test_every_variant_on_the_doubled_input(kind) -> None:
     layer = build_variant(kind, trained=False)
     for seed in range(3):
         x = (1 + seed) * gaussian(5, 4, seed=seed)
-        found, generic = split(layer, x), split(layer.forward, x)
+        found, generic = split_at(layer, x), split_at(layer.forward, x)
         whole = dense(layer, torch.cat([x, x]))
         assert max(generic.moving, generic.splitting) == pytest.approx(whole, rel=1e-9)
         assert found.splitting == pytest.approx(generic.splitting, rel=1e-9)
@@ -118,7 +118,7 @@ def test_every_variant_on_the_doubled_input(kind) -> None:
 
 def test_witness_reaches_the_gain() -> None:
     layer, x = case("heads", 2, n=4)
-    found = split(layer.replace(causal=False), x)
+    found = split_at(layer.replace(causal=False), x)
     own = own_operator(layer.replace(causal=False), x)
     e = torch.zeros_like(x)
     e[found.token] = found.direction
@@ -131,7 +131,7 @@ def test_witness_reaches_the_gain() -> None:
 def test_permuting_tokens_permutes_gains() -> None:
     layer, x = case("plain", 3)
     order = torch.tensor([3, 0, 5, 1, 2, 4])
-    torch.testing.assert_close(split(layer, x[order]).gains, split(layer, x).gains[order])
+    torch.testing.assert_close(split_at(layer, x[order]).gains, split_at(layer, x).gains[order])
 
 
 # --- finite moves, by exact transport
@@ -144,7 +144,7 @@ def test_permuting_tokens_permutes_gains() -> None:
 def test_splitting_beats_moving_where_it_is_said_to(x, moved, taken_apart) -> None:
     """A = -1: numbers of docs/theory, confirmed by transport between the measures."""
     mu, layer = TokenMeasure(x), line(-1.0)
-    found = split(layer, x)
+    found = split_at(layer, x)
     assert found.moving == pytest.approx(moved, abs=1e-4)
     assert found.splitting == pytest.approx(taken_apart, abs=1e-4)
     assert found.ratio > 1
@@ -198,7 +198,7 @@ def test_a_tiny_mass_moved_far_beats_every_small_move(radius, gain) -> None:
     mu, layer = TokenMeasure(x), line(1.0)
     targets = torch.linspace(-radius, radius, 401, dtype=torch.float64)[:, None]
     gains = tiny_mass_gain(layer, mu, targets)
-    small = split(layer, x)
+    small = split_at(layer, x)
     assert float(gains.max()) == pytest.approx(gain, abs=1e-4)
     assert small.splitting < small.moving < 1.02
     atom, target = divmod(int(gains.argmax()), len(targets))
@@ -208,7 +208,7 @@ def test_a_tiny_mass_moved_far_beats_every_small_move(radius, gain) -> None:
 
 def test_tiny_masses_nearby_are_splitting() -> None:
     layer, x = case("plain", 5)
-    found = split(layer, x)
+    found = split_at(layer, x)
     near = x[found.token] + 1e-6 * found.direction
     gains = tiny_mass_gain(layer, TokenMeasure(x), near[None])
     assert float(gains[found.token]) == pytest.approx(found.splitting, rel=1e-4)
@@ -233,17 +233,17 @@ def test_maps_that_nothing_splits() -> None:
     x = gaussian(5, 4)
     token_by_token = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     norm = nn.LayerNorm(4).double()
-    assert split(token_by_token.requires_grad_(False), x).ratio == pytest.approx(1.0, rel=1e-9)
-    assert split(norm.requires_grad_(False), x).ratio == pytest.approx(1.0, rel=1e-9)
-    assert split(lambda y: y.mean(-2, keepdim=True).expand_as(y), x).splitting < 1e-12
+    assert split_at(token_by_token.requires_grad_(False), x).ratio == pytest.approx(1.0, rel=1e-9)
+    assert split_at(norm.requires_grad_(False), x).ratio == pytest.approx(1.0, rel=1e-9)
+    assert split_at(lambda y: y.mean(-2, keepdim=True).expand_as(y), x).splitting < 1e-12
     layer, _ = case("plain", 0)
-    assert split(layer, gaussian(1, 5)).splitting < 1e-12  # one token reads itself alone
-    assert split(layer.replace(query=torch.zeros_like(layer.query)), gaussian(6, 5)).splitting == 0
+    assert split_at(layer, gaussian(1, 5)).splitting < 1e-12  # one token reads itself alone
+    assert split_at(layer.replace(query=torch.zeros_like(layer.query)), gaussian(6, 5)).splitting == 0
 
 
 def test_residual_and_blocks_by_the_generic_operator() -> None:
     f = line(-1.0)
-    found = split(lambda y: y + f(y), WEDGE)
+    found = split_at(lambda y: y + f(y), WEDGE)
     own = blocks(own_operator(f, WEDGE)).flatten()
     assert found.splitting == pytest.approx(float((1 + own).abs().max()), rel=1e-12)
     assert found.moving == pytest.approx(dense(lambda y: y + f(y), WEDGE), rel=1e-12)
@@ -327,9 +327,9 @@ CAUSAL, _ = case("heads", 0)
         (lambda: search_ratio(PLAIN, radius=0.0), "`radius` should be positive and finite."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
-        (lambda: split(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
-        (lambda: split(lambda x: x.sum(0, keepdim=True), X), "`f` should answer every token."),
-        (lambda: split(torch.sin, X, log_weights=torch.zeros(6)), "`log_weights` go with softmax"),
+        (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
+        (lambda: split_at(lambda x: x.sum(0, keepdim=True), X), "`f` should answer every token."),
+        (lambda: split_at(torch.sin, X, log_weights=torch.zeros(6)), "`log_weights` go with softmax"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(make, message) -> None:

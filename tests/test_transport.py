@@ -78,7 +78,7 @@ def test_metric_axioms(seed, d, p) -> None:
 def test_atoms_may_be_written_as_several(seed, d) -> None:
     """Equal weights by assignment, and the same measure in halves by the network simplex."""
     mu, nu = (TokenMeasure(gaussian(4, d, seed=seed + i)) for i in range(2))
-    halves = mu.split(torch.tensor([0.3, 0.7]))
+    halves = mu.copied(torch.tensor([0.3, 0.7]))
     expected = float(wasserstein(mu, nu))
     assert float(wasserstein(halves, nu)) == pytest.approx(expected, rel=1e-9)
     if d > 1:

@@ -14,7 +14,7 @@ from lipscope.measures.ratios import (
     tiny_mass_gain,
     tiny_mass_ratio,
 )
-from lipscope.measures.splitting import Split, finite_split, split
+from lipscope.measures.splitting import Split, finite_split, split_at
 from lipscope.measures.tokens import TokenMeasure, in_order
 from lipscope.measures.transport import (
     Plan,
@@ -40,7 +40,7 @@ __all__ = [
     "repeated_tokens",
     "search_ratio",
     "sinkhorn_divergence",
-    "split",
+    "split_at",
     "tiny_mass_gain",
     "tiny_mass_ratio",
     "token_map",

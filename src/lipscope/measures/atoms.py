@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
 from lipscope.errors import InputError
-from lipscope.measures.splitting import split
+from lipscope.measures.splitting import split_at
 
 _LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
 
@@ -75,7 +75,7 @@ def repeated_tokens(
     layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)
     log_weights = torch.tensor(counts, dtype=torch.float64).log()
-    found = split(layer, x, log_weights=log_weights)
+    found = split_at(layer, x, log_weights=log_weights)
     gains = found.gains[torch.tensor(counts) > 1]
     moving, splitting = found.moving, float(gains.max()) if len(gains) else 0.0
     return Repeated(max(moving, splitting), moving, splitting, sum(counts))

@@ -56,7 +56,7 @@ class Split:
         return self.splitting / self.moving if self.moving > 0 else float("inf")
 
 
-def split(
+def split_at(
     f: Attention | Function,
     x: Float[Tensor, "n d"],
     *,
@@ -90,7 +90,7 @@ def split(
 
     >>> from lipscope.attention import DotProduct
     >>> one = torch.ones(1, 1).double()
-    >>> found = split(DotProduct(-one, one, one), torch.tensor([[-3.0], [-0.3]]).double())
+    >>> found = split_at(DotProduct(-one, one, one), torch.tensor([[-3.0], [-0.3]]).double())
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
     (1, 1.5535, 1.2187)
     """
@@ -129,7 +129,7 @@ def own_operator(
     Args:
         layer: A layer that is `in_closed_form`.
         x: The input.
-        log_weights: As for `split`.
+        log_weights: As for `split_at`.
         memory: As for `Attention.linearise`, likewise the next two.
         map: ``attention`` or ``heads``.
         per_head: One operator for each head.
@@ -184,7 +184,7 @@ def finite_split(
     Returns:
         The ratio.
     """
-    halves = mu.split(torch.tensor([0.5, 0.5]))
+    halves = mu.copied(torch.tensor([0.5, 0.5]))
     points = halves.points.clone()
     step = size * found.direction.to(points)
     points[2 * found.token] += step

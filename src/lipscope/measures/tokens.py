@@ -77,7 +77,7 @@ class TokenMeasure:
         """The same weights and positions at other points: ``T # μ`` for ``T(x_i) = points[i]``."""
         return TokenMeasure(points, self.weights, self.positions)
 
-    def split(self, shares: Tensor) -> TokenMeasure:
+    def copied(self, shares: Tensor) -> TokenMeasure:
         """The same measure with every atom written as several, one after the other.
 
         Args:
