@@ -28,7 +28,6 @@ INSIDE = {
     "engine": "changed cli_habits measure ranges reliability_sweep sweep sweep_cluster sweep_spec",
     "experiments": "changed perturb reproduce zero_token",
     "linalg": "ascent derivative interval operator singular",
-    "measures": "inputs perturb weighting",
     "models": "capture dinov2 families settings sides",
     "pages": "identity page",
     "records": "changed cli_rows engine_bounds folder growth normed parquet perturb record report "

@@ -17,6 +17,7 @@ from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
+from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -58,6 +59,7 @@ __all__ = [
     "read_run",
     "report",
     "sigma",
+    "split",
     "sweep",
     "to_dense",
     "top_singular",

@@ -7,9 +7,6 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 

@@ -17,7 +17,7 @@ from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
 from lipscope.engine.question import explained
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
@@ -186,7 +186,8 @@ class Session:
             key += f"|{job.input}|{job.radius or ''}"
         remarks += self._reach(job, built)
         found, about = [], loaded.about
-        itself = self.places.itself(job, built) if job.sample == 0 else None
+        whole = self.spec.move != COPIES  # the model itself has no copies
+        itself = self.places.itself(job, built) if job.sample == 0 and whole else None
         for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
             row = row_of(

@@ -13,7 +13,7 @@ import torch
 from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine import checks
 from lipscope.engine.checks import OF_TEXT, Check
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.source import Source
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
@@ -309,6 +309,8 @@ def check_together(source: Source, spec: Spec) -> None:
                 parse_tokens(getattr(spec, option), n, option)
         except InputError as problem:
             source.fail(str(problem).replace("`--", "`"), option)
+    if spec.move == COPIES:
+        _check_copies(source, spec)
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
         source.fail(
             f"`tol` should be between {smallest:g} and 1 in {' and '.join(spec.dtypes)}. "
@@ -322,6 +324,18 @@ def check_together(source: Source, spec: Spec) -> None:
             f"`{norms[0]}`.",
             "metrics",
         )
+
+
+def _check_copies(source: Source, spec: Spec) -> None:
+    """Copies of a token move against each other in self-attention whose weights are known."""
+    said = "`move = copies` goes with"
+    other = [one for one in spec.maps if one not in WITH_INPUTS]
+    if other:
+        source.fail(f"{said} the maps {' and '.join(WITH_INPUTS)}. Found `{other[0]}`.", "move")
+    if spec.side != "self":
+        source.fail(f"{said} self-attention. Found `side = {spec.side}`.", "move")
+    if spec.theorems:
+        source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
 
 
 def _check_inputs(source: Source, spec: Spec) -> None:

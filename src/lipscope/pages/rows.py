@@ -285,7 +285,7 @@ def _tokens_named(which: str) -> str:
     if which == "all":
         return ""
     names = {"last": "the last token", "first": "the first token"}
-    names["not-first"] = "all tokens but the first"
+    names |= {"not-first": "all tokens but the first", "copies": "copies against each other"}
     return f" at {names.get(which, f'tokens {which}')}"
 
 
