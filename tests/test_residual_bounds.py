@@ -8,7 +8,7 @@ from torch import nn
 
 import lipscope as ls
 from command import TEXT
-from hostile import EXTENDED, hostile, jacobian, sigma_from_below
+from hostile import EXTENDED, KINDS, hostile, residual_jacobian, sigma_from_below
 from layers import REGIMES, draw, draw_variant
 from lipscope import DotProduct, to_dense
 from lipscope.records.comparison import by_row, looseness
@@ -64,3 +64,46 @@ def test_no_bound_of_a_residual_map_is_violated(form: str) -> None:
     assert {"local_norms", "local_rows", "local_blocks", "row_gram_joint"} <= {*checked}
     assert {"global_rows_capped", "mean_field"} <= {*checked}
     assert min(checked.values()) >= 2, checked
+
+
+def below(kind: str, seed: int, form: str) -> list[str]:
+    """Bounds below sigma in 64 bits of mantissa."""
+    attention, x = hostile(kind, seed)
+    d = x.shape[1]
+    if attention.output is None or d == 1:
+        return []
+    eps, g = (1e-12, 1e-5)[seed % 2], torch.Generator().manual_seed(seed)
+    module = nn.RMSNorm(d, eps=eps, dtype=torch.float64).requires_grad_(False)
+    module.weight.data = torch.randn(d, generator=g, dtype=torch.float64)
+    layer = Residual(
+        Normed(attention, module) if form in ("pre-norm", "both sides") else attention,
+        second=module if form in ("both sides", "own output") else None,
+        outer=module if form == "post-norm" else None,
+    )
+    dense = residual_jacobian(attention, x, form, module.weight.numpy(), eps)
+    truth = sigma_from_below(dense) * (1 - 1e-15)
+    return [
+        bound.theorem
+        for bound in bounds_at(layer, x, metric="frobenius", sharp=True)
+        if bound.value is not None and bound.kind == "upper" and bound.sound
+        if bound.scope not in ("mean-field", "limit") and bound.value < truth
+    ]
+
+
+hostile_only = pytest.mark.skipif(not EXTENDED, reason="long double is no longer than double here")
+
+
+@hostile_only
+@pytest.mark.parametrize("form", FORMS)
+def test_hostile_layers(form: str) -> None:
+    """Heads that cancel, saturated rows, equal tokens, zeros, scales of 1e-30 to 1e30."""
+    for kind, seed in itertools.product(KINDS, range(2)):
+        assert below(kind, seed, form) == [], (kind, seed)
+
+
+@hostile_only
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_hostile_layers(kind: str) -> None:
+    for form, seed in itertools.product(FORMS, range(2, 60)):
+        assert below(kind, seed, form) == [], (form, seed)
