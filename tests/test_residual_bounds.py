@@ -102,6 +102,12 @@ def test_hostile_layers(form: str) -> None:
 
 
 @hostile_only
+def test_columns_through_a_norm_keep_their_digits() -> None:
+    """``1 - κ |u|^2`` is 1e-24 for tokens far above ε; 1e-16 of rounding in it were 1e-8."""
+    assert below("plain", 58, "pre-norm") == []
+
+
+@hostile_only
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_hostile_layers(kind: str) -> None:

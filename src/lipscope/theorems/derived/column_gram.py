@@ -40,6 +40,10 @@ class JacobianColumns(JacobianRows):
             w if basis is None else w @ basis for w in (at.value, at.key, at.query)
         )
         self.tokens = at.x if basis is None else at.x @ basis
+        unread = torch.zeros_like(at.x) if basis is None else at.x - self.tokens @ basis.T
+        # 1 - κ |x|^2 with the basis's part of x, which cancels to (1 - |x|^2)^2 in all of it
+        left = (1 - at.x.square().sum(-1)).square() + self.kappa * unread.square().sum(-1)
+        self.left = left.sqrt()
         self.width = self.tokens.shape[1]
         heads, _, kv = at.v.shape
         outer = torch.eye(self.concat, dtype=at.x.dtype) if self.factor is None else self.factor
@@ -54,8 +58,7 @@ class JacobianColumns(JacobianRows):
         x = self.tokens[j]
         square = x @ x
         # the root of the basis's part of (I - x x^T)^2 = I - κ x x^T
-        root = 1 - (1 - self.kappa[j] * square).clamp_min(0).sqrt()
-        along = torch.outer(x, x @ m) * (root / square.clamp_min(1e-300))
+        along = torch.outer(x, x @ m) * ((1 - self.left[j]) / square.clamp_min(1e-300))
         return self.slope[j] * (m - along)
 
     def _readers(self, j: int) -> Tensor:
