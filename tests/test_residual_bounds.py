@@ -113,3 +113,65 @@ def test_columns_through_a_norm_keep_their_digits() -> None:
 def test_many_hostile_layers(kind: str) -> None:
     for form, seed in itertools.product(FORMS, range(2, 60)):
         assert below(kind, seed, form) == [], (form, seed)
+
+
+# --- what is refused
+
+
+def test_what_does_not_carry_over_says_why() -> None:
+    attention, x = draw("medium", 0)
+    rms = norm(nn.RMSNorm, 5, 0.0)
+    rows = {b.theorem: b for b in bounds_at(Residual(square(attention, 0), outer=rms), x)}
+    assert rows["two_cluster_star"].reason == "it is of attention without the stream beside it"
+    assert rows["castin_thm_3_7_limit"].reason == "its limit is that of attention alone"
+    assert "ε = 0" in rows["global_rows_capped"].reason
+    assert rows["local_rows"].applicable
+    minus = DotProduct(*3 * [torch.eye(5).double()], output=-torch.eye(5).double())
+    equal = bounds_at(Residual(minus, outer=rms), x[:1].expand(3, -1))  # f(x) = -x
+    assert "cancels" in next(b.reason for b in equal if b.theorem == "local_rows")
+
+
+def test_bad_input_says_what_to_change() -> None:
+    attention, x = draw("heads", 0)  # writes tokens of another width
+    with pytest.raises(ls.InputError, match="`layer` should give tokens of the width"):
+        bounds_at(Residual(attention), x)
+    layer = Residual(square(attention, 0))
+    with pytest.raises(ls.InputError, match="`map` and `head` should be left out"):
+        bounds_at(layer, x, head=0)
+    with pytest.raises(ls.InputError, match="should be an RMSNorm or a LayerNorm"):
+        bounds_at(Residual(layer.attention, outer=nn.Tanh()), x)
+
+
+def test_other_variants_and_metrics() -> None:
+    layer, x = draw_variant("L2", 0)
+    values = {b.theorem: b.value for b in bounds_at(layer, x)}
+    added = layer.replace(output=torch.eye(4).double()[:, : layer.value_width * layer.num_heads])
+    known = {b.theorem: b.value for b in bounds_at(added, x)}
+    assert values.keys() == known.keys()
+    for bound in bounds_at(Residual(added), x):
+        if bound.value is not None:
+            assert bound.value == pytest.approx(1 + known[bound.theorem])
+
+
+# --- models
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_residual_maps_of_models(family: str) -> None:
+    """Post-norm (BERT), pre-norm (GPT-2), RMSNorm and rotary embedding (Llama)."""
+    model = f"random:{family}:{TINY[family]}"
+    found = ls.bounds(model, TEXT, layers=[1], lengths=[6], map="residual", sharp=True)
+    of = by_row(found.bounds)
+    for row in found:
+        compared = {b.theorem: t for b in of[row.id] if (t := looseness(b, row)) is not None}
+        assert len(compared) >= (5 if family == "llama" else 9)
+        assert min(compared.values()) >= 1 - ROUNDING
+        assert compared["row_gram_joint"] < 1.1
+        assert ("On the whole space they are at most" in (row.note or "")) == (family != "bert")
+
+
+def test_a_radius_goes_with_no_norm_in_front() -> None:
+    about = {"layers": [0], "lengths": [6], "map": "residual", "radius": 9.0}
+    with pytest.raises(ls.InputError, match="`radius` should be left out for a layer with a norm"):
+        ls.bounds(f"random:gpt2:{TINY['gpt2']}", TEXT, **about)
+    assert all(b.radius == 9.0 for b in ls.bounds(f"random:bert:{TINY['bert']}", TEXT, **about).bounds)
