@@ -12,6 +12,7 @@ from lipscope.attention import (
     SinkhornAttention,
     variants,
 )
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
@@ -41,6 +42,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Measurement",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
@@ -58,6 +60,7 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
     "split",
     "sweep",
