@@ -188,7 +188,9 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     # Every token's matrix is an operator of its own: they share their products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
-    pairs = zip(*(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True)
+    pairs = zip(
+        *(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True
+    )
     names = item.tokens if item.tokens and len(item.tokens) == row.num_tokens else None
     return [
         TokenGain(
