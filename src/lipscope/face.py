@@ -12,11 +12,13 @@ from lipscope.attention import (
     SinkhornAttention,
     variants,
 )
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
+from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -40,6 +42,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Measurement",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
@@ -57,7 +60,9 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
+    "split",
     "sweep",
     "to_dense",
     "top_singular",

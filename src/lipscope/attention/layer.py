@@ -364,12 +364,6 @@ class Layer(nn.Module, ABC):
             found = part if found is None else part & found
         return found
 
-    def reach(self, rows: slice, num_keys: int) -> slice:
-        """The keys that some of these rows may read: causal layers and windows see no others."""
-        last = min(rows.stop, num_keys) if self.causal else num_keys
-        first = 0 if self.window is None else rows.start - self.window + 1
-        return slice(min(max(first, 0), last - 1), last)
-
     def empty_rows(self, k: Tensor) -> Tensor | None:
         """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
+from lipscope.attention.blocks import reach
 from lipscope.attention.layer import Layer
 
 _COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
@@ -32,7 +33,7 @@ def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tenso
     total = x.new_zeros(())
     chunks = _chunks(layer, q.shape[-2], k.shape[-2], memory // (_COPIES * x.element_size()))
     for h, rows in chunks:
-        keys = slice(0, layer.reach(rows, k.shape[-2]).stop)
+        keys = slice(0, reach(rows, k.shape[-2], layer.causal, layer.window).stop)
         tensors = [*(t[h, rows] for t in (q, dq, go)), *(t[h, keys] for t in (k, v, dk, dv))]
         if len(chunks) == 1:
             return part(h, rows.start, *tensors)

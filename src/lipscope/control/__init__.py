@@ -1,9 +1,11 @@
-"""Layers that contract, blocks that can be inverted, and densities made of them."""
+"""Layers that are kept smooth, what a monitor reads of them, and blocks that can be inverted."""
 
 from lipscope.control.contraction import Contraction, ContractiveAttention, ContractiveMLP
 from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.control.flow import Flow
 from lipscope.control.inverse import Inverse, InvertibleResidual, solve
+from lipscope.control.restrain import restrain
+from lipscope.control.restraint import Restraint, restraints
 
 __all__ = [
     "Contraction",
@@ -13,6 +15,9 @@ __all__ = [
     "Inverse",
     "InvertibleResidual",
     "LogDeterminant",
+    "Restraint",
     "log_determinant",
+    "restrain",
+    "restraints",
     "solve",
 ]

@@ -21,6 +21,7 @@ from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
 from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
+from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
 from lipscope.theorems.table import Bound, bounds_at
 
@@ -54,6 +55,7 @@ __all__ = [
     "NormInterval",
     "Normed",
     "NotApplicableError",
+    "Residual",
     "Segment",
     "Theorem",
     "absorb",
