@@ -238,7 +238,9 @@ def test_maps_that_nothing_splits() -> None:
     assert split_at(lambda y: y.mean(-2, keepdim=True).expand_as(y), x).splitting < 1e-12
     layer, _ = case("plain", 0)
     assert split_at(layer, gaussian(1, 5)).splitting < 1e-12  # one token reads itself alone
-    assert split_at(layer.replace(query=torch.zeros_like(layer.query)), gaussian(6, 5)).splitting == 0
+    assert (
+        split_at(layer.replace(query=torch.zeros_like(layer.query)), gaussian(6, 5)).splitting == 0
+    )
 
 
 def test_residual_and_blocks_by_the_generic_operator() -> None:
@@ -329,7 +331,10 @@ CAUSAL, _ = case("heads", 0)
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
         (lambda: split_at(lambda x: x.sum(0, keepdim=True), X), "`f` should answer every token."),
-        (lambda: split_at(torch.sin, X, log_weights=torch.zeros(6)), "`log_weights` go with softmax"),
+        (
+            lambda: split_at(torch.sin, X, log_weights=torch.zeros(6)),
+            "`log_weights` go with softmax",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(make, message) -> None:

@@ -62,9 +62,7 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     else:
         match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?", text)
         if match is None:
-            raise InputError(
-                f"`--{option}` should be {', '.join(named)} or a:b. Found `{text}`."
-            )
+            raise InputError(f"`--{option}` should be {', '.join(named)} or a:b. Found `{text}`.")
         start, stop = int(match[1]), int(match[2] or match[1])
         _check_upwards(start, stop, text, option)
         # Not all of them where the last one is beyond: it may be any number.

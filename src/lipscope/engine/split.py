@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from lipscope.engine.checks import argument, one_of
 from lipscope.engine.plan import Job
 from lipscope.engine.ranges import COPIES
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
@@ -133,6 +134,7 @@ def split(
     >>> round(found.ratio(0), 3), found.tokens[1].better_split
     (1.275, True)
     """
+    argument(one_of("attention", "heads"), "map", options.get("map", "attention"))
     asked = {**options, **of_one_window(data, options, length), "layers": layers}
     run = LocalRun(
         model,
@@ -188,7 +190,9 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     # Every token's matrix is an operator of its own: they share their products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
-    pairs = zip(*(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True)
+    pairs = zip(
+        *(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True
+    )
     names = item.tokens if item.tokens and len(item.tokens) == row.num_tokens else None
     return [
         TokenGain(
