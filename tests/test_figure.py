@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,11 @@ def test_text_without_shares_is_refused(share: float | None):
     token = TokenShare(id="x", index=0, text="a", share_in=share, share_out=None, norm=None)
     with pytest.raises(InputError, match="Found 1 tokens without a share"):
         shaded_text([token])
+
+
+def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
+    rows = [replace(r, trained_length=128) for r in grown(lengths=[32, 128, 512])]
+    svg = words(save(growth_chart(rows), tmp_path / "a.svg"))
+    assert "trained to 128" in svg
+    short = [r for r in rows if r.num_tokens <= 128]
+    assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))

@@ -2,12 +2,17 @@
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     variants,
 )
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
@@ -29,15 +34,20 @@ from lipscope.theorems import catalogue
 __all__ = [
     "Attention",
     "Bound",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "InputError",
     "L2Attention",
     "LipschitzNormAttention",
     "Measurement",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "TokenShare",
     "TopSingular",
     "attack",
@@ -50,6 +60,7 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
     "split",
     "sweep",

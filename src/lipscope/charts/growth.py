@@ -28,7 +28,8 @@ def growth_chart(
 
     Points are single rows with thin bars up to `upper`, lines run through the geometric
     mean over the samples at each length, and two dashed lines show what growth like
-    ``n^(1/4)`` and ``n^(1/2)`` would look like. Where rows carry `sigma_rest`, a second
+    ``n^(1/4)`` and ``n^(1/2)`` would look like. A line stands where inputs become longer than what
+    the model was trained on, if its files say so. Where rows carry `sigma_rest`, a second
     panel shows it on the same axis. In HTML a click on a layer in the legend brings it
     forward (shift-click for more), and a point under the mouse tells its row.
 
@@ -110,6 +111,7 @@ def _panels(
             domain,
             title=unit if not charts else "",
             legend=legend and len(charts) == len(panels) - 1,
+            end=marks.training_end(rows),
         )
         title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
         charts.append(chart.properties(width=size[0], height=size[1], title=title))
@@ -124,8 +126,9 @@ def _panel(
     *,
     title: str,
     legend: bool,
+    end: tuple[int, float] | None,
 ) -> alt.LayerChart:
-    """One panel: reference lines, interval bars, points, and lines of means.
+    """One panel: reference lines, the end of training, interval bars, points, lines of means.
 
     Where there is no axis title, there are no axis labels either.
     """
@@ -182,7 +185,7 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        layers = [*_references(means, lengths, room, x, y), lines]
+        layers = [*_references(means, lengths, room, x, y), *_training_end(end, x), lines]
     if shown is points:
         layers.append(
             dots.mark_rule(strokeWidth=1).encode(
@@ -199,6 +202,17 @@ def _panel(
     )
     layers.append(circles)
     return alt.LayerChart(layer=layers).resolve_legend(color="independent")
+
+
+def _training_end(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
+    """A line between what the model was trained on and what is longer."""
+    if end is None:
+        return []
+    said = f"trained to {end[0]}"
+    base = alt.Chart(alt.InlineData(values=[{"at": end[1], "said": said}])).encode(x=x)
+    rule = base.mark_rule(color=QUIET, strokeWidth=1)
+    word = base.mark_text(align="right", baseline="top", dx=-4, color=QUIET, fontSize=11)
+    return [rule, word.encode(y=alt.value(4), text="said:N")]
 
 
 def _references(

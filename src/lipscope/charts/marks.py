@@ -12,7 +12,7 @@ from typing import Any
 
 from lipscope.charts.pieces import Placed, readable
 from lipscope.records.comparison import Curve
-from lipscope.records.rows import Measurement, TokenShare
+from lipscope.records.rows import GIVEN, Measurement, TokenShare
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
 # readable on white, which its yellow end is not.
@@ -115,6 +115,19 @@ def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         {"layer": layer, "curve": curve, "n": n, "value": math.exp(math.fsum(y) / len(y))}
         for (layer, curve, n), y in logs.items()
     ]
+
+
+def training_end(rows: Iterable[Measurement]) -> tuple[int, float] | None:
+    """The length to which the model was trained, and where to draw it before the next one.
+
+    None where no row tells it, or none is longer.
+    """
+    rows = list(rows)
+    trained = {row.trained_length for row in rows if row.input in GIVEN}
+    if len(trained) != 1 or (most := trained.pop()) is None:
+        return None
+    past = [row.num_tokens for row in rows if row.num_tokens > most]
+    return (most, math.sqrt(most * min(past))) if past else None
 
 
 def points_of(lines: Iterable[Curve]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ Model = Annotated[
 ]
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "text": (str | None, None, "Text file, or -.  [default: Python's manual]"),
-    "windows": (str, "spread", "or consecutive."),
+    "windows": (str, "spread", "the same passages at every length; or disjoint."),
     "special_tokens": (bool, True, "Put [CLS] and the like around each window."),
     "position_offset": (int, 0, "First position id."),
     "images": (str | None, None, "DIR or random, then @224,448."),

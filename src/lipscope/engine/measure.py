@@ -64,7 +64,7 @@ def measure(
             * ``side="self"``, or the layers of cross-attention instead, moved through their
               ``query`` side (the decoder's stream) or their ``key`` side (encoder states,
               retrieved passages) while the other stays.
-            * ``windows="spread"`` over the text, or ``consecutive``; ``special_tokens=True``: put
+            * ``windows="spread"`` over the text, or ``disjoint``; ``special_tokens=True``: put
               the model's own special tokens around each window; ``position_offset=0``: position
               ids start this much later, to tell length from position.
             * ``images``: pictures instead of a text, a folder or ``random`` pixels;

@@ -239,8 +239,7 @@ class LocalRun:
         except InputError as problem:
             if job.input == REAL:
                 raise
-            about = {"revision": self.loaded.revision, "weights": self.loaded.weights}
-            rows = failed_rows(self.spec, job, self.shape, explained(problem), about)
+            rows = failed_rows(self.spec, job, self.shape, explained(problem), self.loaded.about)
             return [Finished(row) for row in rows]
 
     def _as_written(self) -> dict[str, Any]:

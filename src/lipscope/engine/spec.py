@@ -31,7 +31,8 @@ REAL, ADVERSARIAL, ASCENT = "real", "adversarial", "ascent"
 CONSTRUCTIONS = (*PER_LAYER, *PER_HEAD)
 INPUTS = (REAL, ADVERSARIAL, ASCENT, *CONSTRUCTIONS)
 # Maps of which theorems speak, and those for which inputs are built.
-WITH_THEOREMS, WITH_INPUTS = ("attention", "heads", "normed"), ("attention", "heads")
+WITH_THEOREMS = ("attention", "heads", "normed", "residual")
+WITH_INPUTS = ("attention", "heads")
 _AT_INPUTS = [one for one in catalogue() if "eps" not in one.needs]
 THEOREMS = tuple(one.name for one in _AT_INPUTS)
 LENGTHS, SAMPLES = (16, 64, 256), 10
@@ -117,13 +118,14 @@ class Spec:
         dtypes: ``float32``, ``float64``.
         seeds: Of random starts, and of the weights of random models.
         theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
-            head); asked about rows of the maps ``attention``, ``heads`` and ``normed``.
+            head); asked about rows of the maps ``attention``, ``heads``, ``normed`` and
+            ``residual``.
         sharp: Whether theorems that take seconds a head are computed where they are named.
         radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
         ascent_steps: Steps of gradient ascent.
-        windows: ``spread`` over the text, or ``consecutive``.
+        windows: ``spread``: the same passages at every length; ``disjoint``: no window shares text.
         special_tokens: Whether the model's own special tokens stand around each window.
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
@@ -187,7 +189,7 @@ CHECKS: dict[str, Check] = {
     "sharp": checks.flag,
     "radius": checks.radius,
     "ascent_steps": checks.whole(0, 100_000),
-    "windows": checks.one_of("spread", "consecutive"),
+    "windows": checks.one_of("spread", "disjoint"),
     "special_tokens": checks.flag,
     "images": checks.path,
     "resolutions": checks.sides,
