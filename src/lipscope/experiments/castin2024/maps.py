@@ -47,7 +47,10 @@ def table_of_maps(study: Study) -> Table:
     )
 
 
+_L2 = "never: the own block is T plus a positive matrix"
 _PROVED = {
+    "L2Attention, A = -I": _L2,
+    "L2Attention, A = +I": _L2,
     "token by token (MLP, LayerNorm)": "never: both sides are equal",
     "mean of all tokens": "never: no own query",
     "A = 0 (uniform attention)": "never: no own query",
@@ -110,7 +113,7 @@ def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
 
 
 def _map_job(study: Study, name: str) -> ValueJob:
-    starts, steps = study.pick((4, 25), (20, 300))
+    starts, steps = study.pick((4, 25), (8, 100))
 
     def compute() -> dict[str, Any]:
         make, n = _maps()[name]

@@ -106,7 +106,7 @@ def ratios(layer: Attention, x: Tensor) -> Tensor:
 
 
 def _area_jobs(study: Study) -> list[ValueJob]:
-    grid, many = study.pick((41, 400), (161, 4000))
+    grid, many = study.pick((41, 400), (121, 4000))
     lines = [(sign, 2, 1, r, grid) for sign in SIGNS for r in (1.0, 2.0, 3.0, 5.0)]
     clouds = [(sign, 3, d, 3.0, many) for sign in SIGNS for d in (1, 2, 4)]
     return [_area_job(*one) for one in (*lines, *clouds)]
@@ -186,7 +186,7 @@ def _far_job(sign: str, radius: float) -> ValueJob:
 
 
 def _chance_job(study: Study, sign: str) -> ValueJob:
-    (count, targets), radius = study.pick((60, 200), (1000, 1000)), 3.0
+    (count, targets), radius = study.pick((60, 200), (500, 500)), 3.0
 
     def compute() -> dict[str, Any]:
         gen, layer, hits, best = start_named(f"far|{sign}"), multiple(SIGNS[sign], 2), 0, 0.0
@@ -221,7 +221,7 @@ def _chances(r: dict[str, Any]) -> str:
 def _texts(study: Study) -> tuple[str, Table]:
     """Tokens of windows of texts, layers and heads of models."""
     length = study.pick(16, 32)
-    count = study.pick(1, 5)
+    count = study.pick(1, 4)
     lines, better, total, above, rows = [], 0, 0, 0, 0
     for model, text in study.places():
         layers = study.pick([0], [0, 2, 5])
