@@ -185,9 +185,11 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "figure4",
         "large-radius",
         "looseness",
+        "measures",
         "long-context",
         "robustness",
         "scaling-factor",
+        "splitting",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
