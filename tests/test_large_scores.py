@@ -114,5 +114,6 @@ def test_weights_without_a_sum_at_large_scores() -> None:
     one = torch.ones(1, 1)
     settled = SigmoidAttention(1e8 * one, one, one, offset=0.0).linearise(torch.ones(3, 1))
     torch.testing.assert_close(to_dense(settled), torch.ones(3, 3))
+    turn = torch.linalg.qr(q).Q  # scores of two tokens cancel, and are of any sign
     with pytest.raises(InputError, match="for float64 to know the attention weights"):
-        SigmoidAttention(1e14 * q, k, v, offset=0.0).double().linearise(x)
+        SigmoidAttention(1e14 * turn, turn, v, offset=0.0).linearise(torch.eye(4).double())

