@@ -122,7 +122,8 @@ def _findings(found: list[dict[str, Any]]) -> Findings:
         ),
         (Table("One head of width one, unit weights", columns, lines),),
         (
-            "The opposed input (one token at the origin, the others at opposite points) is derived here; the paper's own figure was not seen.",
+            "The opposed input (one token at the origin, the others at opposite points) is derived "
+            "here; the paper's own figure was not seen.",
             f"Ascent by Adam from random starts, of a full run 50 to N = {_MANY_STARTS}, then 8.",
         ),
     )
