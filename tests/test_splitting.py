@@ -277,6 +277,7 @@ def test_masked_mean_field_generalises_the_causal_layer() -> None:
     assert torch.equal(added.positions, mu.positions)
     assert conditional_distance(added, mu) < math.inf
     order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    assert mu.positions is not None
     shuffled = TokenMeasure(x[order], None, mu.positions[order])
     torch.testing.assert_close(push_forward(layer, shuffled).points, layer(x)[order])
 

@@ -106,8 +106,8 @@ def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
             for name, one in inspect.signature(kind.__init__).parameters.items()
             if one.default is inspect.Parameter.empty and name != "self"
         ]
-        weights = {"query": sign * eye, "key": eye, "value": eye}
-        return kind(**{name: weights.get(name, _OPTIONS.get(name, 1.0)) for name in needed})
+        given: dict[str, Any] = {"query": sign * eye, "key": eye, "value": eye, **_OPTIONS}
+        return kind(**{name: given.get(name, 1.0) for name in needed})
 
     return build
 
