@@ -35,7 +35,7 @@ help:  ## this list
 	  | while IFS='|' read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
 
 demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes runs/demo)
-	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128,256 --samples 5 --rest
+	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128 --samples 6 --rest
 
 # One thread a process: as many processes as workers run at a time.
 test: export OMP_NUM_THREADS = 1

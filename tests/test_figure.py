@@ -16,6 +16,7 @@ from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import save
 from lipscope.charts.marks import (
     MAX_POINTS,
+    apart,
     curve_means,
     palette,
     point_of,
@@ -64,7 +65,7 @@ def test_svg_says_what_is_shown(tmp_path: Path):
     for part in (
         "Growth of sigma with the number of tokens: my model",
         "map attention, metric frobenius, move all, read all",
-        "delta = 1e-06 each",
+        "bars: its 95 % interval",
         "geometric mean of 5 samples",
         "number of tokens n",
         "sigma: norm of output change per norm of input change",
@@ -153,7 +154,6 @@ def test_many_rows_are_drawn_by_their_means(tmp_path: Path):
 def test_null_values_are_drawn_without_a_word_of_null(tmp_path: Path):
     rows = curve(lambda n, s: 2.0, upper=None, relative=None, top_token=None, top_share=None)
     point = point_of(rows[0], 2.0, {})
-    assert point["upper"] == 2.0
     assert {point[k] for k in ("interval", "relative", "top token", "its share")} == {"–"}
     assert save(growth_chart(rows), tmp_path / "a.svg").stat().st_size > 1000
 
@@ -162,6 +162,16 @@ def test_lines_run_through_the_geometric_mean():
     rows = [row(sample=k, sigma=s) for k, s in enumerate((1.0, 10.0, 100.0))]
     means = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows])
     assert [m["value"] for m in means] == pytest.approx([10.0])
+
+
+def test_bars_are_the_interval_of_the_geometric_mean_of_samples_that_share_no_text():
+    rows = [row(sample=k, sigma=s, start=100 * k) for k, s in enumerate((1.0, 10.0, 100.0))]
+    (mean,) = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows], independent=True)
+    # Student's quantile with two degrees of freedom is 4.3027; logs are -1, 0, 1 times ln 10.
+    half = 4.3027 * math.log(10) / math.sqrt(3)
+    ends = [math.exp(math.log(10) - half), 10.0, math.exp(math.log(10) + half)]
+    assert [mean[end] for end in ("low", "value", "high")] == pytest.approx(ends, rel=1e-4)
+    assert apart(rows) and not apart([replace(r, start=r.sample) for r in rows])
 
 
 def test_points_stand_side_by_side_and_nearest_to_their_own_length():

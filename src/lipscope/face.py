@@ -18,6 +18,7 @@ from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
+from lipscope.engine.monitor import Monitor
 from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
@@ -41,6 +42,7 @@ __all__ = [
     "L2Attention",
     "LipschitzNormAttention",
     "Measurement",
+    "Monitor",
     "Operator",
     "Restraint",
     "Rows",

@@ -286,16 +286,16 @@ class Layer(nn.Module, ABC):
         Raises:
             InputError: If there is no token.
         """
-        context = x if context is None else context
-        if not x.shape[-2] or not context.shape[-2]:
+        others: Tensor = x if context is None else context
+        if not x.shape[-2] or not others.shape[-2]:
             raise InputError("A layer should have at least one token. Found none.")
-        if (entrance := self.entrance()) is not None:
-            x, context = entrance(x), entrance(context)
+        if (enter := self.entrance()) is not None:
+            x, others = enter(x), enter(others)
         query, key, value = self.projections()
         return (
             nn.functional.linear(x, query, self.query_bias),
-            nn.functional.linear(context, key, self.key_bias),
-            nn.functional.linear(context, value, self.value_bias),
+            nn.functional.linear(others, key, self.key_bias),
+            nn.functional.linear(others, value, self.value_bias),
         )
 
     def project_out(self, heads: Tensor) -> Tensor:

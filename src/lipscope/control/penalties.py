@@ -182,11 +182,20 @@ class WeightNorms(Penalty):
         """As `Restraint.penalty`; the same for every batch."""
         del data
         values = [
-            torch.stack([torch.linalg.matrix_norm(getattr(*one), 2) for one in held]).mean()
+            torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
             for held in map(self.probe.weights, self.probe.indices)
         ]
         found = torch.stack(values)
         return (found if self.cap is None else (found - self.cap).clamp_min(0)).mean()
+
+
+def _spectral_norm(weight: Tensor) -> Tensor:
+    """``u^T W v`` with the top singular vectors, found without gradients: those of ``‖W‖``."""
+    w = weight if weight.shape[0] >= weight.shape[1] else weight.T
+    with torch.no_grad():
+        v = torch.linalg.eigh(w.T @ w).eigenvectors[:, -1]
+        u = _unit(w @ v)
+    return u @ w @ v
 
 
 def _unit(x: Tensor) -> Tensor:

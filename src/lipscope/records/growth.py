@@ -252,7 +252,8 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
         return None
     complete = _complete(logs, lengths) if paired else logs
     kept = complete or logs
-    shared = _share_text([row for row in rows if (row.num_tokens, row.sample) in kept], paired)
+    used = [row for row in rows if (row.num_tokens, row.sample) in kept]
+    shared = share_text(used, paired=paired)
     columns, x = _columns(kept, lengths), np.log(lengths)
     means = np.array([column.mean() for column in columns])
     weights = _weights(columns, lengths)
@@ -364,8 +365,13 @@ def _weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarra
     return sizes * x / (sizes @ x**2)
 
 
-def _share_text(rows: Sequence[Measurement], paired: bool) -> bool:
-    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common."""
+def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
+    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common.
+
+    Args:
+        rows: Rows of one group.
+        paired: Whether one sample is the same passage at every length.
+    """
     longest: dict[int, Measurement] = {}
     for row in rows:  # the windows of a paired sample are parts of its longest one
         if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:

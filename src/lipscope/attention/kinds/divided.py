@@ -19,8 +19,8 @@ from lipscope.errors import InputError
 class DividedAttention(InnerProduct):
     """Dot-product attention, every head divided by a bound of it: 1-Lipschitz heads on a ball.
 
-    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of norm
-    at most ``R``, derived from the weights anew in every pass; gradients go through it.
+    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of
+    norm at most ``R``, derived from the weights anew in every pass; gradients go through it.
 
     Holds for encoders and decoders, biases of queries, keys and values (those of values are not
     divided), and masks; ``mean-field`` without mask. Larger tokens are not refused: nothing
@@ -100,7 +100,8 @@ class DividedAttention(InnerProduct):
             causal=causal,
             mask=mask,
         )
-        self.by, self.num_tokens, self.radius = by, num_tokens, radius
+        self.by: BallBound = by
+        self.num_tokens, self.radius = num_tokens, radius
 
     def bounds(self) -> Float[Tensor, " h"]:
         """``B_h`` of every head."""

@@ -12,7 +12,7 @@ from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.spectral import of_heads, spectral_norm
 
-CONSTANT = math.exp(math.sqrt(3)) + 2 * math.sqrt(6)
+CONSTANT = math.sqrt(5 + (math.e + 1) ** 2)  # of the map from queries, keys and values
 
 
 @variant
@@ -65,7 +65,7 @@ class LipschitzNormAttention(InnerProduct):
         return sizes.amax(0).clamp_min(torch.finfo(q.dtype).tiny)
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
-        """``(e^√3 + 2√6) √(Σ_h ‖[W_Q; W_K; W_V]_h‖²) ‖W_O‖``."""
+        """``√(5 + (e+1)²) √(Σ_h ‖[W_Q; W_K; W_V]_h‖²) ‖W_O‖``."""
         del num_tokens
         weights = (self.query, self.key, self.value)
         heads = torch.cat([w.unflatten(0, (self.num_heads, -1)) for w in weights], 1)

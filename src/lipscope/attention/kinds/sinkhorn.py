@@ -162,8 +162,8 @@ class _Balanced(torch.autograd.Function):
         return tuple(torch.zeros_like(saved) for saved in ctx.saved_tensors)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, ...], s: Tensor) -> Any:
-        return _Balanced.apply(s.movedim(in_dims[0], 0)), (0, 0)
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> Any:
+        return _Balanced.apply(args[0].movedim(in_dims[0], 0)), (0, 0)
 
 
 def _columns(s: Tensor, f: Tensor) -> Tensor:
