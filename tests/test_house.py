@@ -28,7 +28,7 @@ INSIDE = {
     "control": "control",
     "engine": "changed cli_habits measure ranges reliability_sweep split sweep sweep_cluster "
     "sweep_spec",
-    "experiments": "changed perturb reproduce zero_token",
+    "experiments": "changed perturb reproduce splitting zero_token",
     "linalg": "ascent derivative interval operator singular",
     "measures": "splitting",
     "models": "capture dinov2 families settings sides",

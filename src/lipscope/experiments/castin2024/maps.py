@@ -47,6 +47,7 @@ def table_of_maps(study: Study) -> Table:
     )
 
 
+_ENCODER = "model without positions: two encoder layers"
 _L2 = "never: the own block is T plus a positive matrix"
 _PROVED = {
     "L2Attention, A = -I": _L2,
@@ -78,6 +79,13 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
 
         return both
 
+    def encoder(d: int) -> Map:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            one = nn.TransformerEncoderLayer(d, 1, 4 * d, dropout=0.0, batch_first=True)
+            both = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
+        return both.double().eval().requires_grad_(False)
+
     made: dict[str, tuple[Callable[[int], Map], int]] = {}
     for kind in variants():
         for name, sign in SIGNS.items():
@@ -85,6 +93,7 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
     made["residual, A = -I"] = (lambda d: _plus(multiple(-1.0, d)), 3)
     made["residual, A = +I"] = (lambda d: _plus(multiple(1.0, d)), 3)
     made["block: attention, then MLP"] = (block, 3)
+    made[_ENCODER] = (encoder, 3)
     made["A = 0 (uniform attention)"] = (lambda d: multiple(0.0, d), 3)
     made["one token"] = (lambda d: multiple(-1.0, d), 1)
     made["token by token (MLP, LayerNorm)"] = (mlp, 3)
@@ -117,9 +126,10 @@ def _map_job(study: Study, name: str) -> ValueJob:
 
     def compute() -> dict[str, Any]:
         make, n = _maps()[name]
-        found = [_search(make(d), n, d, starts, steps, name) for d in (1, 2)]
+        widths = (4,) if name == _ENCODER else (1, 2)  # a norm of two entries is constant
+        found = [_search(make(d), n, d, starts, steps, name) for d in widths]
         kept = [one for one in found if one is not None]
-        return {"largest": max(kept, default=None), "inputs": 2 * starts * (steps + 1)}
+        return {"largest": max(kept, default=None), "inputs": len(widths) * starts * (steps + 1)}
 
     return {"map": name, "starts": starts, "steps": steps}, compute
 
