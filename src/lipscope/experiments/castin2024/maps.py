@@ -122,7 +122,7 @@ def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
 
 
 def _map_job(study: Study, name: str) -> ValueJob:
-    starts, steps = study.pick((4, 25), (8, 100))
+    starts, steps = study.pick((4, 25), (6, 60))
 
     def compute() -> dict[str, Any]:
         make, n = _maps()[name]
