@@ -22,6 +22,7 @@ from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
 
 _FAR = 0.1  # of the nearest distance, below which a radius says so
+_DENSE = 1024  # entries of X up to which the Hessian of a margin is formed
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def certified_radius(
         limit, radius = int(at.rivals[0]), 0.0
     else:
         try:
-            bound = ReadOut(at.layer, at.x, at.differences, pool, ball)
-            radii = bound.radii(at.margins[at.rivals] - at.rounding, steps)
+            radii = _radii(at, ball, steps)
         except NotApplicableError as error:
             raise InputError(f"No certificate: {error}.") from error
         limit, radius = int(at.rivals[radii.argmin()]), float(radii.min())
@@ -121,6 +121,21 @@ def certified_radius(
         fraction=fraction,
         note=_note(radius, fraction),
     )
+
+
+def _radii(at: Decision, ball: BallName, steps: int) -> Tensor:
+    """Radii of all rivals; from the Hessian at X where they are the least and it is small enough."""
+    margins = at.margins[at.rivals] - at.rounding
+    radii = ReadOut(at.layer, at.x, at.differences, at.pool, ball).radii(margins, steps)
+    sharp: set[int] = set()
+    while at.x.numel() <= _DENSE and (least := int(radii.argmin())) not in sharp:
+        sharp.add(least)
+        if not 0 < float(radii[least]) < math.inf:
+            break
+        alone = ReadOut(at.layer, at.x, at.differences[[least]], at.pool, ball)
+        again = alone.radii(margins[[least]], steps, exact=True)
+        radii[least] = torch.maximum(radii[least], again[0])
+    return radii
 
 
 def _note(radius: float, fraction: float) -> str | None:
