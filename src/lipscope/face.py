@@ -2,10 +2,14 @@
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     variants,
 )
 from lipscope.control import Restraint, restrain
@@ -16,6 +20,7 @@ from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
 from lipscope.engine.smooth import Smoothed, smooth
+from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -31,6 +36,8 @@ from lipscope.theorems import catalogue
 __all__ = [
     "Attention",
     "Bound",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "InputError",
     "L2Attention",
@@ -42,6 +49,8 @@ __all__ = [
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "Smoothed",
     "TokenShare",
     "TopSingular",
@@ -58,6 +67,7 @@ __all__ = [
     "restrain",
     "sigma",
     "smooth",
+    "split",
     "sweep",
     "to_dense",
     "top_singular",
