@@ -5,9 +5,11 @@ from lipscope.attention import (
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
+    MultiheadAttention,
     ScaledCosineAttention,
     variants,
 )
+from lipscope.attention.functional import attention
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
@@ -33,6 +35,7 @@ __all__ = [
     "L2Attention",
     "LipschitzNormAttention",
     "Measurement",
+    "MultiheadAttention",
     "Operator",
     "Rows",
     "Run",
@@ -40,6 +43,7 @@ __all__ = [
     "TokenShare",
     "TopSingular",
     "attack",
+    "attention",
     "bounds",
     "capture",
     "catalogue",

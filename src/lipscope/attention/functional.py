@@ -9,16 +9,21 @@ same ``h(e, g)``, as second derivatives are symmetric, and ``J e``.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from lipscope.attention.blocks import Block, parted
 from lipscope.errors import InputError
+
+_Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 BLOCK_BYTES = 2**22  # of scores: four or five such tensors stay in the cache of a core
 
@@ -79,11 +84,12 @@ def attention(
     own: tuple[int, ...] = ()
     if mask is not None:
         mask, own = _masks(mask, (*lead, n, m), dtype)
-    o = _apply(_Rules(causal, own), q, k, v, mask)
+    o = _attend(_Rules(causal, own), q, k, v, mask)
     return o.to(dtype).reshape(*lead, n, v.shape[-1])
 
 
-class _Rules(NamedTuple):
+@dataclass(frozen=True)
+class _Rules:
     """What decides on the scores and is no tensor.
 
     Attributes:
@@ -145,6 +151,17 @@ def _change(
     return ds if dmask is None else ds.add_(rules.part(dmask, block))
 
 
+def _exact(forward: _Pass) -> _Pass:
+    """A pass in the dtype of its inputs, under autocast too."""
+
+    @functools.wraps(forward)
+    def run(rules: _Rules, q: Tensor, *others: Any) -> Any:
+        with torch.autocast(q.device.type, enabled=False):
+            return forward(rules, q, *others)
+
+    return cast("_Pass", run)
+
+
 class _Chunked(torch.autograd.Function):
     """A pass over blocks; ``rules, q, k, v, masks`` come first, heads in front."""
 
@@ -169,11 +186,11 @@ class _Chunked(torch.autograd.Function):
             if t is None or (i in cls.masks and not several):
                 flat.append(t)
                 continue
-            t = t.expand(size, *t.shape) if axis is None else t.movedim(axis, 0)
-            flat.append(t.flatten(0, 1))
+            every = t.expand(size, *t.shape) if axis is None else t.movedim(axis, 0)
+            flat.append(every.flatten(0, 1))
         count = len(flat[3]) // size if several and flat[3] is not None else 0
         own = tuple(i * count + one for i in range(size) for one in rules.own)
-        found = cls.apply(rules._replace(own=own), *flat)
+        found = cls.apply(replace(rules, own=own), *flat)
         if isinstance(found, Tensor):
             return found.unflatten(0, (size, -1)), 0
         parts = [None if t is None else t.unflatten(0, (size, -1)) for t in found]
@@ -184,6 +201,7 @@ class _Attend(_Chunked):
     """``o = P v``."""
 
     @staticmethod
+    @_exact
     def forward(rules: _Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         o = v.new_empty(*q.shape[:2], v.shape[-1])
         for block, p, _ in _weights(rules, q, k, mask):
@@ -208,6 +226,7 @@ class _Push(_Chunked):
     masks = (4, 8)
 
     @staticmethod
+    @_exact
     def forward(
         rules: _Rules,
         q: Tensor,
@@ -250,6 +269,7 @@ class _Pull(_Chunked):
     """
 
     @staticmethod
+    @_exact
     def forward(
         rules: _Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, g: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -298,6 +318,7 @@ class _Bend(_Chunked):
     masks = (4, 8)
 
     @staticmethod
+    @_exact
     def forward(
         rules: _Rules,
         q: Tensor,
@@ -353,15 +374,18 @@ def _filled(at: Any, moves: Any) -> list[Tensor | None]:
 
 
 def _pull(ctx: Any, masks: int, *inputs: Any) -> Any:
-    return _Pull.apply(ctx.rules._replace(wanted=ctx.needs_input_grad[masks]), *inputs)
+    return _Pull.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
 
 
 def _bend(ctx: Any, masks: int, *inputs: Any) -> Any:
-    return _Bend.apply(ctx.rules._replace(wanted=ctx.needs_input_grad[masks]), *inputs)
+    return _Bend.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
 
 
-# Dynamo knows no functions with a forward-mode derivative of their own.
-_apply = torch.compiler.disable(_Attend.apply)
+# As `torch.compiler.disable`, which imports all of Dynamo first: it cannot trace functions with a
+# forward-mode derivative of their own, and would unroll the blocks of those without one.
+@_disable_dynamo
+def _attend(rules: _Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return cast(Tensor, _Attend.apply(rules, q, k, v, mask))
 
 
 # --- shapes
@@ -386,7 +410,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _lead(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     """The axes in front, after heads of keys and values are shared."""
     leads = [t.shape[:-2] for t in (q, k, v)]
-    heads = max((lead[-1] for lead in leads if lead), default=1)
+    heads = max([1, *(lead[-1] for lead in leads if lead)])
     leads = [
         (*lead[:-1], heads) if lead and lead[-1] and heads % lead[-1] == 0 else lead
         for lead in leads
@@ -396,8 +420,8 @@ def _lead(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     except RuntimeError:
         found = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
         raise InputError(
-            "The axes of `q`, `k` and `v` before the last two should broadcast, or the heads of `q` "
-            f"be a multiple of the others. Found shapes {found}."
+            "The axes of `q`, `k` and `v` before the last two should broadcast, or the heads of "
+            f"`q` be a multiple of the others. Found shapes {found}."
         ) from None
 
 
