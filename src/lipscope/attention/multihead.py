@@ -83,10 +83,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         # What torch's encoder layers ask of their attention before they fuse it.
         self._qkv_same_embed_dim, self.add_zero_attn = True, False
         self.in_proj_weight = self.in_proj_bias = self.bias_k = self.bias_v = None
-        start = nn.MultiheadAttention(embed_dim, num_heads, device=device, dtype=dtype)
+        start = nn.MultiheadAttention(
+            embed_dim, num_heads, bias=bias is not False, device=device, dtype=dtype
+        )
         found = _parted(start.state_dict())
-        if bias is False:
-            found = {name: t for name, t in found.items() if name in _WEIGHTS}
         given = {n: nn.Parameter(t.clone()) for n, t in found.items() if n in taken}
         heads = {"heads": num_heads} if "heads" in taken else {}
         self.attention = kind(**given, **heads, **options)
