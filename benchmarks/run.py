@@ -41,6 +41,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     import batching
     import certificates
     import counts
+    import functional
     import memory
     import products
     import report
@@ -58,6 +59,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "counts": lambda: counts.section(quick=quick),
         "batching": lambda: batching.section(quick=quick),
         "memory": lambda: memory.memory_section(quick=quick),
+        "functional": lambda: functional.section(quick=quick),
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_second_derivatives(case: str) -> None:
 
     def through_a_jvp(f: Any) -> Any:  # as consistency models are trained
         def loss(*z: Tensor) -> Tensor:
-            o, do = jvp(f, z[: len(x)], z[len(x) :])
+            o, do = cast(Any, jvp(f, z[: len(x)], z[len(x) :]))
             return (o + do.square()).sum()
 
         return grad(loss, tuple(range(2 * len(x))))(*x, *e)
