@@ -40,6 +40,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     """The sections by name, in the order of the page."""
     import batching
     import certificates
+    import control
     import counts
     import functional
     import memory
@@ -65,6 +66,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "certificates": lambda: certificates.section(quick=quick),
         "sweeps": lambda: sweeps.section(quick=quick),
         "page": lambda: report.section(quick=quick),
+        "control": lambda: control.section(quick=quick),
         "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 

@@ -8,10 +8,14 @@ from types import ModuleType
 
 from lipscope.attention.core import Attention, variant, variants
 from lipscope.attention.functional import attention
+from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
+from lipscope.attention.kinds.divided import DividedAttention
 from lipscope.attention.kinds.dot_product import DotProduct
 from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
+from lipscope.attention.kinds.sigmoid import SigmoidAttention
+from lipscope.attention.kinds.sinkhorn import SinkhornAttention
 from lipscope.attention.layer import Map, MovingSide
 from lipscope.attention.multihead import MultiheadAttention
 from lipscope.attention.norms import TokenNorm
@@ -20,6 +24,8 @@ from lipscope.attention.weighting import Softmax, Weighting
 
 __all__ = [
     "Attention",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "L2Attention",
     "LipschitzNormAttention",
@@ -28,6 +34,8 @@ __all__ = [
     "MultiheadAttention",
     "Rotary",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "Softmax",
     "TokenNorm",
     "Weighting",

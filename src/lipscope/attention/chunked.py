@@ -7,8 +7,6 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -101,12 +99,7 @@ class ChunkedCore:
         return (head, row) if len(row) else None
 
     def doubt(self) -> float:
-        """How far rounding may shift a score against others of its row, where it matters.
-
-        Rows do not count in which one token has all weight whatever rounding does.
-        """
-        if not self.weighting.normalised:
-            return 0.0
+        """How far rounding may shift a score, where that may change a weight."""
         info, cap = torch.finfo(self.q.dtype), self.layer.softcap
         shift = info.eps * self.layer.score_size(self.q, self.k)
         shift = shift if cap is None else shift.clamp_max(1.5 * cap * info.eps)
@@ -114,11 +107,8 @@ class ChunkedCore:
             return 0.0
         worst = 0.0
         for block in self.blocks:
-            if block.shape[2] < 2:
-                continue
-            best, second = self._logits(block)[0].double().topk(2, -1).values.unbind(-1)
             own = shift[block.heads, block.rows]
-            open_ = (second > -torch.inf) & (best - second < 2 * own - math.log(info.tiny))
+            open_ = self.weighting.open(self._logits(block)[0], own)
             worst = max(worst, float(own.where(open_, 0.0).max()))
         return worst
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention import functional
+from lipscope.attention import passes
 from lipscope.attention.core import Attention, variants
+from lipscope.attention.functional import attention
 from lipscope.attention.kinds.dot_product import DotProduct
 from lipscope.attention.weighting import Softmax
 from lipscope.errors import InputError
@@ -145,7 +146,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             p = nn.functional.dropout(p, live) if live else p
             o = p @ v
         else:
-            o = functional.attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
+            o = attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
         y = layer.project_out(o.transpose(-3, -2).flatten(-2)).movedim(0, axis)
         y = y.squeeze(1) if single else y
         if not need_weights or p is None:
@@ -180,7 +181,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not plain or any(one is not None for one in other) or torch.compiler.is_compiling():
             return False
         size = q.shape[:-1].numel() * k.shape[-2] * q.element_size()
-        return size > functional.BLOCK_BYTES
+        return size > passes.BLOCK_BYTES
 
     def _mask(
         self, x: Tensor, c: Tensor, padding: Tensor | None, attn_mask: Tensor | None

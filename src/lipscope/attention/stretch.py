@@ -20,11 +20,13 @@ def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tenso
     heads = g if layer.output is None else g @ layer.output
     go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
 
+    num_keys = k.shape[-2]
+
     def part(h: slice, start: int, *tensors: Tensor) -> Tensor:
         q, dq, go, k, v, dk, dv = tensors
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return layer.weights(q, k, start=start, heads=h) @ v
+            return layer.weights(q, k, start=start, heads=h, num_keys=num_keys) @ v
 
         return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
 

@@ -11,7 +11,7 @@ from lipscope.theorems.papers import (
     yudin2025,
     emadi2026,
 )
-from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
+from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
 
 # isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
@@ -21,6 +21,7 @@ from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
 from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
+from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
 from lipscope.theorems.table import Bound, bounds_at
 
@@ -34,6 +35,7 @@ PAPERS = (
     yudin2025,
     emadi2026,
     global_bounds,
+    other_kinds,
     local_bounds,
     row_gram,
     ball,
@@ -53,6 +55,7 @@ __all__ = [
     "NormInterval",
     "Normed",
     "NotApplicableError",
+    "Residual",
     "Segment",
     "Theorem",
     "absorb",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope.theorems.around import Around
 from lipscope.theorems.derived.column_gram import JacobianColumns
 from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.head_at import HeadAt, HeadsAt
@@ -27,29 +28,31 @@ _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", slow=True)
-def row_gram(at: HeadAt, slope: Tensor | None = None) -> float:
+def row_gram(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """Rows by Cauchy–Schwarz under weights chosen for this input, one head.
 
     The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``, and the
     same of the transpose; the diagonal blocks keep their covariance term inside.
 
     Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights; exactly
-    as it stands through a norm in front, whose derivative is a part of ``J_ij``.
+    as it stands through a norm in front, whose derivative is a part of ``J_ij``. A residual map of
+    one head has its identity inside ``J_ii``.
     """
-    return weighted_head(at, slope).value
+    return weighted_heads(HeadsAt((at.head,), at.x), slope, around).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", slow=True)
-def row_gram_joint(at: HeadsAt, slope: Tensor | None = None) -> float:
+def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """The same with all heads and the output projection in one matrix per row.
 
     The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
     ``J_ij = sum_h W_h J^h_ij``, and the same of the transpose.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front.
+    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front; a residual
+    map has its identity inside ``J_ii``, and norms behind it in every row (then by rows alone).
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
-    return weighted_heads(at, slope).value
+    return weighted_heads(at, slope, around).value
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,19 @@ class Weighted:
     weights: Tensor
 
 
-def weighted_head(at: HeadAt, slope: Tensor | None = None) -> Weighted:
+def weighted_head(at: HeadAt) -> Weighted:
     """The certificate of one head, with its rows and weights."""
-    return weighted_heads(HeadsAt((at.head,), at.x), slope)
+    return weighted_heads(HeadsAt((at.head,), at.x))
 
 
-def weighted_heads(at: HeadsAt, slope: Tensor | None = None) -> Weighted:
+def weighted_heads(
+    at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
+) -> Weighted:
     """The lesser of the certificates by rows and by columns, with the rows and their weights."""
-    rows = weighted_rows(JacobianRows(at, slope))
-    columns = weighted_rows(JacobianColumns(at, slope))
+    rows = weighted_rows(JacobianRows(at, slope, around))
+    if around is not None and not around.plain:
+        return rows  # a column's matrix would not factor over the rows that read it
+    columns = weighted_rows(JacobianColumns(at, slope, around))
     return replace(rows, value=min(rows.value, columns.value))
 
 
