@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, MultiheadAttention
 from lipscope.engine.checks import argument, path
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
@@ -300,6 +300,8 @@ def loaded_model(
     allow_pickle: bool = False,
 ) -> LoadedModel:
     """The model that is meant: by its name, loaded already, a module, or one attention layer."""
+    if isinstance(model, MultiheadAttention):
+        model = model.attention.replace()
     if isinstance(model, LoadedModel):
         loaded = model
     elif isinstance(model, Attention):
