@@ -69,12 +69,12 @@ def weighted_head(at: HeadAt, slope: Tensor | None = None) -> Weighted:
 def weighted_heads(at: HeadsAt, slope: Tensor | None = None) -> Weighted:
     """The lesser of the certificates by rows and by columns, with the rows and their weights."""
     rows = weighted_rows(JacobianRows(at, slope))
-    columns = weighted_rows(JacobianColumns(at, slope))
+    columns = weighted_rows(JacobianColumns(at, slope), below=rows.value)
     return replace(rows, value=min(rows.value, columns.value))
 
 
-def weighted_rows(rows: JacobianRows) -> Weighted:
-    """The certificate with the best weights found."""
+def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
+    """The certificate with the best weights found; infinite where it is surely not ``below``."""
     best, weights = math.inf, rows.support.to(torch.float64)
     probes = _random_probes(rows)
     seen = rows.seen(probes)  # squared: what the probes see of every block
@@ -89,6 +89,8 @@ def weighted_rows(rows: JacobianRows) -> Weighted:
         share = 2 / (round_ + 2)
         seen = (1 - share) * seen + share * fresh
     # The probes bound each eigenvalue from below; what is reported uses the exact ones.
+    if below <= best < math.inf:
+        return Weighted(math.inf, rows, weights)
     value = _bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
     return Weighted(value, rows, weights)
 
