@@ -43,7 +43,7 @@ def test_bounds_as_a_table(command):
         and "global_rows_capped" in result.out
         and "castin2024" in result.out
     )
-    assert "Not applicable:" in result.out and "it is not causal" in result.out
+    assert "Without a value:" in result.out and "it is not causal" in result.out
     assert not Path("runs").exists()
 
 

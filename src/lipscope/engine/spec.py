@@ -118,7 +118,8 @@ class Spec:
         seeds: Of random starts, and of the weights of random models.
         theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
             head); asked about rows of the maps ``attention``, ``heads`` and ``normed``.
-        sharp: Whether theorems that take seconds a head are computed where they are named.
+        sharp: Whether theorems that may take long are computed where they are named; None
+            for those that are expected to take a few seconds.
         radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
@@ -142,7 +143,7 @@ class Spec:
     dtypes: tuple[str, ...] = ("float32",)
     seeds: tuple[int, ...] = (0,)
     theorems: tuple[str, ...] = ()
-    sharp: bool = True
+    sharp: bool | None = True
     radius: Radius = "row"
     ascent_steps: int = 20
     windows: str = "spread"

@@ -22,7 +22,10 @@ from lipscope.records.rows import Bound
 
 BoundKind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
+Cost = Callable[[int, int], float]
 DERIVED = "derived here"
+PATIENCE = 5.0
+"""Seconds that a theorem may take on one core without being asked for, as `Theorem.cost` says."""
 
 
 class NotApplicableError(Exception):
@@ -46,7 +49,9 @@ class Theorem:
             names of the other parameters that have no default.
         by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
         sound: False for a statement that is exposed as found although it fails.
-        slow: Whether it is left out unless sharper forms are asked for.
+        cost: About how many seconds it takes on one core at a number of tokens and a width of
+            values, where it may take long; None where it does not. What takes longer than
+            `PATIENCE` is left out unless sharper forms are asked for.
         note: What a reader must know about it, or "".
     """
 
@@ -61,8 +66,13 @@ class Theorem:
     needs: tuple[str, ...]
     by_token: bool
     sound: bool
-    slow: bool
+    cost: Cost | None
     note: str
+
+    @property
+    def slow(self) -> bool:
+        """Whether it may take seconds."""
+        return self.cost is not None
 
     @property
     def summary(self) -> str:
@@ -105,7 +115,7 @@ def theorem(
     metric: Metric = "frobenius",
     scope: Scope | None = None,
     sound: bool = True,
-    slow: bool = False,
+    cost: Cost | None = None,
     note: str = "",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
     """Enter a function into the catalogue.
@@ -117,7 +127,7 @@ def theorem(
         metric: Metric of input and output.
         scope: For which inputs; read off the signature if None.
         sound: False for a statement shown as found although it fails.
-        slow: Computed only where sharper forms are asked for.
+        cost: About how many seconds it takes, of tokens and width, if that may be many.
         note: What a reader must know, in one sentence.
 
     Returns:
@@ -144,7 +154,7 @@ def theorem(
             tuple(needs),
             "slope" in rest,
             sound,
-            slow,
+            cost,
             note,
         )
         return function

@@ -14,8 +14,9 @@ from lipscope.attention import Attention, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
+from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Normed
-from lipscope.theorems.register import NotApplicableError, Theorem, catalogue
+from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.several import AskedLayer, evaluate
 
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
@@ -35,7 +36,7 @@ def bounds_at(
     head: int | None = None,
     metric: Metric | None = None,
     names: Collection[str] | None = None,
-    sharp: bool = False,
+    sharp: bool | None = None,
 ) -> list[Bound]:
     """Ask every theorem of the catalogue about a layer.
 
@@ -57,7 +58,8 @@ def bounds_at(
         head: One query head alone; all together if None.
         metric: Only bounds in this metric; all if None.
         names: Only these theorems; all if None.
-        sharp: Also the forms that take seconds a head.
+        sharp: Whether forms that may take long are computed: always (True), never (False),
+            or where `Theorem.cost` says that they take a few seconds here (None).
 
     Returns:
         One entry per theorem: what does not apply says why.
@@ -91,14 +93,31 @@ def bounds_at(
         try:
             if "eps" in theorem.needs:
                 raise NotApplicableError("it holds in a ball; ask `certify`")
-            if theorem.slow and not sharp:
-                raise NotApplicableError("it takes seconds a head; ask for sharper forms")
+            _check_patience(theorem, question.layer, sharp)
             value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
         radius = None if question.map == "normed" else question.radius
         found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
     return found
+
+
+def _check_patience(theorem: Theorem, layer: AskedLayer, sharp: bool | None) -> None:
+    """Leave out what takes longer than is wanted, and say how long it would take.
+
+    It depends on shapes alone, so that the same question always has the same answer.
+    """
+    if theorem.cost is None or sharp or layer.x is None:
+        return
+    subjects = [layer.bare] if theorem.subject is HeadsAt else [[head] for head in layer.heads]
+    if theorem.subject is HeadAt and layer.projected and len(subjects) > 1:
+        subjects += [[head] for head in layer.bare]
+    widths = [sum(len(head.value) for head in some) for some in subjects]
+    seconds = sum(theorem.cost(len(layer.x), width) for width in widths)
+    if sharp is False or seconds > PATIENCE:
+        raise NotApplicableError(
+            f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
+        )
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class JacobianColumns(JacobianRows):
         parts = [self._parts(j, weights[j]) for j in span(rows)]
         a, m, k, own, y, q, cov, inverse = map(torch.stack, zip(*parts, strict=True))
         values, keys, queries = (w.flatten(0, 1) for w in (self.value, self.key, self.query))
-        heads, kv = y.shape[1:]
+        heads = y.shape[1]
 
         def bent(z: Tensor) -> Tensor:
             some = [self._bent(j, one) for j, one in zip(span(rows), z, strict=True)]

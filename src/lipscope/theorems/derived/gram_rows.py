@@ -160,7 +160,7 @@ class JacobianRows:
         return along
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
-        """What `_grams` do to some directions each, ``(r, width, m)``, without the outer products."""
+        """What `_grams` do to some directions each, ``(r, width, m)``, without forming them."""
         inner = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
         if self.factor is None:
             return lambda z: inner @ z
@@ -261,6 +261,7 @@ class JacobianRows:
 
 
 def span(rows: slice) -> range:
+    """The indices of some rows."""
     return range(rows.start, rows.stop)
 
 
