@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.certificates.certify import BallCertificate, certify_ball
+from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
+from lipscope.engine.attack import save_arrays
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
-from lipscope.engine.runs import AnyData, AnyModel, LocalRun, of_one_window
+from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, Progress, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import Finished
+from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
-from lipscope.records.rows import Bound, Measurement, TokenShare
+from lipscope.records.rows import Bound, Measurement, TokenShare, stable_id
 from lipscope.theorems import DERIVED
 from lipscope.theorems.derived.intervals import BallName
 
@@ -38,7 +39,8 @@ def certify(
     head: int | None = None,
     steps: int = 4,
     sharp: bool = True,
-    out: str | Path | Place | None = None,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> BallCertificate:
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
@@ -59,7 +61,9 @@ def certify(
         head: One query head alone, or None for all.
         steps: Radii of the mean that the certificate takes; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; all heads together take long.
-        out: Run folder for the row of sigma at X and for the certificate.
+        out: Run folder for the row of sigma at X and for the certificate; several of one input may
+            stand in it.
+        progress: Called as ``progress(done, total, row)``, when sigma at X is known.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``, and ``dtype`` float64.
 
@@ -96,31 +100,70 @@ def certify(
             f"`map` should be attention or heads, of which theorems speak. Found `{shown(map)}`."
         )
     with _run(model, data, layer, length, asked, out) as run:
-        own, _ = run.session.layer(run.jobs[0])
-        built, _, _ = run.session.place(run.jobs[0])
-        assert isinstance(own, Attention)  # the map is not `normed`
-        if head is not None and not 0 <= head < own.num_heads:
-            raise InputError(
-                f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-            )
-        rows = run.rows(keep=False)
-        row = rows[head or 0]
-        if row.sigma is None or row.upper is None:
-            raise InputError(f"No certificate: {row.error or row.note}.")
-        found = certify_ball(
-            own,
-            built.x,
-            eps=eps,
-            ball=ball,
-            head=head,
-            map=map,
-            steps=steps,
-            sharp=sharp,
-            sigma=(row.sigma, row.upper),
-        )
-        if run.folder is not None:
-            run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
-    return found
+
+        def find() -> dict[str, Any]:
+            own, _ = run.session.layer(run.jobs[0])
+            built, _, _ = run.session.place(run.jobs[0])
+            assert isinstance(own, Attention)  # the map is not `normed`
+            if head is not None and not 0 <= head < own.num_heads:
+                raise InputError(
+                    f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
+                )
+            rows = run.rows(progress, keep=False)
+            row = rows[head or 0]
+            if row.sigma is None or row.upper is None:
+                raise InputError(f"No certificate: {row.error or row.note}.")
+            sigma = row.sigma, row.upper
+            found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **how)
+            if run.folder is not None:
+                run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
+            return asdict(found)
+
+        how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
+        size = eps.tolist() if isinstance(eps, Tensor) else eps
+        held = run.once("certificate", how | {"eps": size}, find)
+    heads = tuple(HeadCertificate(**one) for one in held["heads"])
+    return BallCertificate(**held | {"heads": heads})
+
+
+def answered(
+    model: str,
+    data: AnyData,
+    find: Callable[[LoadedModel, RunFolder | None], tuple[list[dict[str, Any]], dict[str, Tensor]]],
+    *,
+    asked: Mapping[str, Any],
+    layer: int,
+    length: int | None,
+    out: Place | None,
+    **options: Any,
+) -> tuple[list[dict[str, Any]], str]:
+    """What is said of certificates and attacks on them, from the folder if it was said before.
+
+    Args:
+        model: A name.
+        data: As for `certify`.
+        find: Given the model and the folder, what is said as plain values, and inputs by their
+            names.
+        asked: What determines it, besides the input.
+        layer: Index of the layer from 0.
+        length: Number of tokens of the text window.
+        out: The folder; None for none.
+        **options: As for `certify`.
+
+    Returns:
+        What is said, and the name of the file with the inputs; one for each ``asked``.
+    """
+    file = f"worst-{stable_id(dict(asked))[:8]}.npz"
+    with _run(model, data, layer, length, options, out) as run:
+
+        def make() -> dict[str, Any]:
+            said, points = find(run.loaded, run.folder)
+            if run.folder is not None:
+                arrays = {name: point.numpy() for name, point in points.items()}
+                save_arrays(run.folder.path / file, **arrays)
+            return {"said": said}
+
+        return run.once("certify", asked, make, file)["said"], file
 
 
 def keep(
@@ -130,7 +173,7 @@ def keep(
     *,
     layer: int,
     length: int | None,
-    out: str | Path | Place,
+    out: AnyFolder,
     **options: Any,
 ) -> None:
     """Write what was certified at an input into a run folder, beside the row of sigma there.
@@ -156,7 +199,7 @@ def _run(
     layer: int,
     length: int | None,
     options: Mapping[str, Any],
-    out: str | Path | Place | None,
+    out: AnyFolder,
 ) -> LocalRun:
     """The run that measures sigma of one layer at one input."""
     return LocalRun(

@@ -24,6 +24,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel, Sample, adopt_model, device_of, given, load_model, parted
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
+from lipscope.records.files import sha256_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
@@ -103,7 +104,7 @@ class LocalRun:
             models = {self.spec.models[0].name: self._load}
             self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
             stack.callback(self.session.close)
-            key = survey_key(self.spec, 0, self._more) if self._named else None
+            self._key = key = survey_key(self.spec, 0, self._more) if self._named else None
             self.survey, held = surveyed(
                 surveys_in(self.folder if key else None),
                 self.folder,
@@ -187,6 +188,33 @@ class LocalRun:
             tokens=tokens,
             windows=self.spec.windows,  # pyright: ignore[reportArgumentType]
             bounds=bounds,
+        )
+
+    def once(
+        self,
+        part: str,
+        asked: Mapping[str, Any],
+        make: Callable[[], dict[str, Any]],
+        file: str | None = None,
+    ) -> dict[str, Any]:
+        """What is found besides rows; from the folder if it is there, whole.
+
+        Args:
+            part: What it is called.
+            asked: What determines it, besides what this run asks for.
+            make: Finds it, as plain values.
+            file: Name of the file that belongs to it, if any; ``make`` writes it.
+        """
+        if self.folder is None or self._key is None:
+            return make()
+        key = stable_id({"asked": dict(asked), "of": self._key})
+        held = self.folder.values(part).get(key)
+        path = None if file is None else self.folder.path / file
+        if held is not None and (path is None or held["sha256"] == sha256_of(path)):
+            return held
+        made = make()
+        return self.folder.add_value(
+            part, key, made | ({"sha256": sha256_of(path)} if path else {})
         )
 
     def keep(self, finished: Sequence[Finished]) -> None:

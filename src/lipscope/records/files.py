@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import stat
@@ -33,6 +34,15 @@ def opened(path: Path, mode: str = "rb") -> IO[Any]:
     )
     # No buffer: closing would try once more to write what did not fit.
     return os.fdopen(handle, mode, buffering=-1 if mode == "rb" else 0)
+
+
+def sha256_of(path: Path) -> str | None:
+    """Digest of a file of a run folder; None if there is none that can be read."""
+    try:
+        with opened(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except (InputError, OSError):
+        return None
 
 
 def refuse_links(path: Path) -> None:
