@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, errors, resumable
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -59,7 +59,9 @@ def certify(
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
-    sharp: Annotated[bool, typer.Option(help="Also the sharpest bound, slow.")] = True,
+    sharp: Annotated[
+        bool | None, typer.Option(help="Sharpest bound, slow; unset: up to seconds.")
+    ] = None,
     random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
     ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
     out: Annotated[
@@ -112,10 +114,11 @@ def certify(
         def find(loaded: LoadedModel, out: RunFolder | None) -> tuple[Any, Any]:
             return _bound(loaded, content, place, wanted, attempts, out)
 
-    with resumable():
+    with resumable(), Bar() as bar:
         where = None if out is None else Place(out, force=force)
         every = {**wanted, **attempts}
-        rows, file = answered(model, content, find, asked=every, out=where, **place)
+        about = {"asked": every, "out": where, "progress": bar.update}
+        rows, file = answered(model, content, find, **about, **place)
     if jsonl:
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         sys.stdout.write("".join(lines))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.attacks import WorstInput
 from lipscope.engine.checks import argument, is_number, whole
-from lipscope.engine.runs import LocalRun, Progress, of_one_window
+from lipscope.engine.runs import LocalRun, Progress, of_one_window, told
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
@@ -114,6 +114,7 @@ def attack(
             plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
             return {"found": plain, "radius": radius, "given_radius": given}
 
+        told(progress)(0, 2, None)
         held = run.once("attack", {}, find, _WORST)
         rows = run.rows(progress)
         if not tried:  # it was attacked before

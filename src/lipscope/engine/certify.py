@@ -21,9 +21,17 @@ from lipscope.pages.rows import Rows
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, TokenShare, stable_id
-from lipscope.theorems import DERIVED
+from lipscope.theorems import (
+    DERIVED,
+    PATIENCE,
+    AskedLayer,
+    catalogue,
+    expected_seconds,
+    how_long,
+)
 from lipscope.theorems.derived.intervals import BallName
 
+_SHARP = [one for one in catalogue() if one.name in ("row_gram", "row_gram_joint")]
 _WITHOUT = ("metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")
 
@@ -38,7 +46,7 @@ def certify(
     ball: BallName = "token",
     head: int | None = None,
     steps: int = 4,
-    sharp: bool = True,
+    sharp: bool | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
@@ -47,8 +55,8 @@ def certify(
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding whose weights are read in closed form; deterministic, up to float64 rounding. Proof:
-    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take some 20 seconds with
-    ``sharp``, a few without.
+    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take a few seconds, and some
+    40 with ``sharp``.
 
     Args:
         model: As for `measure`; an `Attention` layer with its input as ``data``.
@@ -60,10 +68,12 @@ def certify(
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
         steps: Radii of the mean that the certificate takes; the cost grows with it.
-        sharp: Also use the row-Gram certificate at X; all heads together take long.
+        sharp: Also use the row-Gram certificate at X; if None, where that is expected to take up
+            to 5 seconds, else the note says how long.
         out: Run folder for the row of sigma at X and for the certificate; several of one input may
             stand in it.
-        progress: Called as ``progress(done, total, row)``, when sigma at X is known.
+        progress: Called as ``progress(done, total, row)``, at the start, and when sigma at X is
+            known.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``, and ``dtype`` float64.
 
@@ -90,7 +100,8 @@ def certify(
             "`eps` should be positive: a ball of radius 0 holds one input. Found "
             f"`eps = {shown(eps)}`."
         )
-    steps, sharp = argument(whole(1, 1000), "steps", steps), argument(flag, "sharp", sharp)
+    steps = argument(whole(1, 1000), "steps", steps)
+    sharp = None if sharp is None else argument(flag, "sharp", sharp)
     ball = argument(one_of("token", "frobenius"), "ball", ball)
     head = None if head is None else argument(whole(0, 10_000), "head", head)
     asked = dict(options) | {"per_head": head is not None}
@@ -114,7 +125,13 @@ def certify(
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
             sigma = row.sigma, row.upper
-            found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **how)
+            whole = AskedLayer(own, map, head, built.x)
+            seconds = sum(expected_seconds(one, whole) for one in _SHARP)
+            wanted = how | {"sharp": seconds <= PATIENCE if sharp is None else sharp}
+            found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **wanted)
+            if sharp is None and not wanted["sharp"]:
+                left = f"the row-Gram certificate is left out: {how_long(seconds)}"
+                found = replace(found, note="; ".join(filter(None, [left, found.note])))
             if run.folder is not None:
                 run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
             return asdict(found)
@@ -135,6 +152,7 @@ def answered(
     layer: int,
     length: int | None,
     out: Place | None,
+    progress: Progress,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
     """What is said of certificates and attacks on them, from the folder if it was said before.
@@ -148,6 +166,7 @@ def answered(
         layer: Index of the layer from 0.
         length: Number of tokens of the text window.
         out: The folder; None for none.
+        progress: As for `certify`.
         **options: As for `certify`.
 
     Returns:
@@ -163,6 +182,7 @@ def answered(
                 save_arrays(run.folder.path / file, **arrays)
             return {"said": said}
 
+        progress(0, 1, None)
         return run.once("certify", asked, make, file)["said"], file
 
 

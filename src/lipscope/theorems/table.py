@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, Map
+from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
@@ -93,7 +93,9 @@ def bounds_at(
         try:
             if "eps" in theorem.needs:
                 raise NotApplicableError("it holds in a ball; ask `certify`")
-            _check_patience(theorem, question.layer, sharp)
+            seconds = 0.0 if sharp else expected_seconds(theorem, question.layer)
+            if seconds > PATIENCE or (seconds and sharp is False):
+                raise NotApplicableError(how_long(seconds))
             value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
@@ -102,22 +104,27 @@ def bounds_at(
     return found
 
 
-def _check_patience(theorem: Theorem, layer: AskedLayer, sharp: bool | None) -> None:
-    """Leave out what takes longer than is wanted, and say how long it would take.
+def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
+    """About how long a theorem takes for a layer at its input, on one core; 0 where never long.
 
     It depends on shapes alone, so that the same question always has the same answer.
+
+    Args:
+        theorem: An entry of the catalogue.
+        layer: The layer at its input.
     """
-    if theorem.cost is None or sharp or layer.x is None:
-        return
+    if theorem.cost is None or layer.x is None or not isinstance(layer.attention, DotProduct):
+        return 0.0
     subjects = [layer.bare] if theorem.subject is HeadsAt else [[head] for head in layer.heads]
     if theorem.subject is HeadAt and layer.projected and len(subjects) > 1:
         subjects += [[head] for head in layer.bare]
     widths = [sum(len(head.value) for head in some) for some in subjects]
-    seconds = sum(theorem.cost(len(layer.x), width) for width in widths)
-    if sharp is False or seconds > PATIENCE:
-        raise NotApplicableError(
-            f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
-        )
+    return sum(theorem.cost(len(layer.x), width) for width in widths)
+
+
+def how_long(seconds: float) -> str:
+    """Why something is left out that takes so long."""
+    return f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
 
 
 @dataclass(frozen=True)
