@@ -320,7 +320,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
         (["certify", BERT, *BETWEEN, "--eps", "0.1"], ["its own radius", "leave them out"]),
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
-        (["certify", BERT, *BETWEEN[:2]], ["two classes at least"]),
+        (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
         (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.files import replaced
 from lipscope.records.place import Place
 
 _WORST = "worst.npz"
@@ -108,8 +106,10 @@ def attack(
             built, _, _ = session.place(real)
             given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
             tried.extend(session.input_for(worse).tried)
-            if run.folder is not None:
-                _save(run.folder.path / _WORST, tried[0])
+            first = tried[0]
+            assert first.x is not None
+            v = first.v if first.v is not None else torch.zeros_like(first.x)
+            run.save(_WORST, {"x": first.x, "v": v})
             radius = session.allowed(real, built)[0] or given
             plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
             return {"found": plain, "radius": radius, "given_radius": given}
@@ -134,33 +134,9 @@ def _radius(radius: float | str | None) -> float | str:
     return float(radius)
 
 
-def _save(path: Path, first: WorstInput) -> None:
-    """The worst input and the direction in which it is worst."""
-    assert first.x is not None
-    v = first.v if first.v is not None else first.x.new_zeros(first.x.shape)
-    save_arrays(path, x=first.x.cpu().numpy(), v=v.cpu().numpy())
-
-
 def _load(path: Path) -> dict[str, Tensor]:
+    """The worst input, and the direction in which it is worst."""
     import numpy as np
 
     with np.load(path, allow_pickle=False) as held:
         return {name: torch.from_numpy(held[name]) for name in ("x", "v")}
-
-
-def save_arrays(path: Path, **arrays: Any) -> None:
-    """Arrays into one file of a run folder, in one move.
-
-    Raises:
-        InputError: If the disk takes no more.
-    """
-    import numpy as np
-
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    try:
-        replaced(path, content.getvalue())
-    except OSError as problem:
-        raise InputError(
-            f"`--out {path.parent}` cannot be written ({problem.strerror}); choose another folder."
-        ) from None

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
-from lipscope.engine.attack import save_arrays
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
 from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, Progress, of_one_window
 from lipscope.engine.spec import Options
@@ -108,7 +107,8 @@ def certify(
     map = argument(word, "map", options.get("map", "attention"))
     if map not in ("attention", "heads"):
         raise InputError(
-            f"`map` should be attention or heads, of which theorems speak. Found `{shown(map)}`."
+            "`map` should be attention or heads, the maps that certificates are for. Found "
+            f"`{shown(map)}`."
         )
     with _run(model, data, layer, length, asked, out) as run:
 
@@ -139,8 +139,8 @@ def certify(
         how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
         size = eps.tolist() if isinstance(eps, Tensor) else eps
         held = run.once("certificate", how | {"eps": size}, find)
-    heads = tuple(HeadCertificate(**one) for one in held["heads"])
-    return BallCertificate(**held | {"heads": heads})
+    heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
+    return BallCertificate(heads=heads, **held)
 
 
 def answered(
@@ -177,9 +177,7 @@ def answered(
 
         def make() -> dict[str, Any]:
             said, points = find(run.loaded, run.folder)
-            if run.folder is not None:
-                arrays = {name: point.numpy() for name, point in points.items()}
-                save_arrays(run.folder.path / file, **arrays)
+            run.save(file, points)
             return {"said": said}
 
         progress(0, 1, None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
@@ -24,7 +26,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel, Sample, adopt_model, device_of, given, load_model, parted
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
-from lipscope.records.files import sha256_of
+from lipscope.records.files import replaced, sha256_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
@@ -217,6 +219,24 @@ class LocalRun:
             part, key, made | ({"sha256": sha256_of(path)} if path else {})
         )
 
+    def save(self, file: str, points: Mapping[str, Tensor]) -> None:
+        """Inputs into a file of the folder, in one move; nowhere if there is no folder.
+
+        Raises:
+            InputError: If the disk takes no more.
+        """
+        if self.folder is None:
+            return
+        content, folder = io.BytesIO(), self.folder.path
+        arrays: dict[str, Any] = {name: point.cpu().numpy() for name, point in points.items()}
+        np.savez(content, **arrays)
+        try:
+            replaced(folder / file, content.getvalue())
+        except OSError as problem:
+            raise InputError(
+                f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
+            ) from None
+
     def keep(self, finished: Sequence[Finished]) -> None:
         """Write rows with more side tables than the run itself asks for."""
         assert self.folder is not None
@@ -331,7 +351,7 @@ def loaded_model(
         return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
         raise InputError(
-            "`tokenizer` should be one of transformers, or like it. Found "
+            "`tokenizer` should be a tokenizer of transformers, or behave like one. Found "
             f"`{type(tokenizer).__name__}`."
         )
     return replace(loaded, tokenizer=tokenizer)

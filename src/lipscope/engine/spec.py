@@ -303,7 +303,7 @@ def check_together(source: Source, spec: Spec) -> None:
             "`images` take the place of a text. Found `lengths`; leave them out.", "lengths"
         )
     if not pictures and spec.resolutions is not None:
-        source.fail("`resolutions` are those of `images`. Found no images.", "resolutions")
+        source.fail("`resolutions` go with `images`. Found no `images`.", "resolutions")
     for option in ("move", "read"):
         try:
             for n in spec.lengths or ():
@@ -337,7 +337,7 @@ def _check_inputs(source: Source, spec: Spec) -> None:
             "inputs",
         )
     if OF_TEXT not in spec.radii and not built:
-        source.fail("`radii` are those of built inputs. Found only `real` in `inputs`.", "radii")
+        source.fail("`radii` go with inputs that are built. Found only `real`.", "radii")
 
 
 def _check_theorems(source: Source, spec: Spec) -> None:
@@ -346,13 +346,13 @@ def _check_theorems(source: Source, spec: Spec) -> None:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         source.fail(
-            f"`theorems` speak of the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
+            f"`theorems` are about the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
             "`maps`.",
             "theorems",
         )
     if spec.side != "self":
         source.fail(
-            f"`theorems` speak of self-attention. Found `side = {spec.side}`; leave one of them "
+            f"`theorems` are about self-attention. Found `side = {spec.side}`; leave one of them "
             "out.",
             "side",
         )

@@ -54,7 +54,7 @@ def refuse_links(path: Path) -> None:
     if not stat.S_ISREG(kind):
         names = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
         raise InputError(
-            f"`{path}` should be a file of its own. Found "
+            f"`{path}` should be a regular file. Found "
             f"{names.get(stat.S_IFMT(kind), 'a pipe or device')}; choose another `--out`."
         )
 
