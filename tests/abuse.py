@@ -157,9 +157,10 @@ def counted(some: Iterable[Call]) -> Counted:
             found.refused += 1
             words, left = str(problem), set(os.listdir()) - before
             if left or not words.isprintable() or len(words) > 1000:
-                found.broken.append(f"{call.name}: {words[:200]}, left {left}")
+                found.broken.append(ascii(f"{call.name}: {words[:200]}, left {left}"))
         except Exception as problem:  # what must not happen
-            found.broken.append(f"{call.name}: {type(problem).__name__}: {str(problem)[:200]}")
+            said = f"{type(problem).__name__}: {str(problem)[:200]}"
+            found.broken.append(ascii(f"{call.name}: {said}"))
         else:
             found.taken += 1
         for name in set(os.listdir()) - before:
@@ -207,7 +208,8 @@ def commanded(run: Command, some: Iterable[tuple[str, list[str]]]) -> Counted:
         elif result.status == 2 and not left and "Traceback" not in result.err:
             found.refused += 1
         else:
-            found.broken.append(f"{name}: status {result.status}, {result.err[-300:]}, {left}")
+            said = f"status {result.status}, {result.err[-300:]}, {left}"
+            found.broken.append(ascii(f"{name}: {said}"))
         for one in left:
             shutil.rmtree(one) if os.path.isdir(one) else os.remove(one)
     return found

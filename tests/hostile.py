@@ -54,11 +54,18 @@ def hostile(kind: str, seed: int) -> tuple[DotProduct, torch.Tensor]:
     return layer, x
 
 
-def jacobian(layer: DotProduct, x: torch.Tensor) -> np.ndarray:
+def jacobian(layer: DotProduct, x: torch.Tensor | np.ndarray) -> np.ndarray:
     """``(n, d_out, n, d)`` in long double."""
-    heads, n, d = layer.num_heads, len(x), x.shape[1]
+    return value_and_jacobian(layer, x)[1]
+
+
+def value_and_jacobian(
+    layer: DotProduct, x: torch.Tensor | np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``f(X)`` and its Jacobian, in long double."""
+    heads, (n, d) = layer.num_heads, x.shape
     long = np.longdouble
-    tokens = x.numpy().astype(long)
+    tokens = np.asarray(x).astype(long)
     q, k, v = (
         w.unflatten(0, (heads, -1)).numpy().astype(long)
         for w in (layer.query, layer.key, layer.value)
@@ -66,6 +73,7 @@ def jacobian(layer: DotProduct, x: torch.Tensor) -> np.ndarray:
     width = layer.value.shape[0]
     out = np.eye(width, dtype=long) if layer.output is None else layer.output.numpy().astype(long)
     total = np.zeros((n, len(out), n, d), dtype=long)
+    written = np.zeros((n, len(out)), dtype=long)
     for h in range(heads):
         scale = long(layer.scale)
         queries, keys, values = (tokens.dot(w[h].T) for w in (q, k, v))
@@ -76,6 +84,7 @@ def jacobian(layer: DotProduct, x: torch.Tensor) -> np.ndarray:
             p = np.exp(logits - logits.max(1, keepdims=True))
             p = p / p.sum(1, keepdims=True)
         kv = v.shape[1]
+        written += p.dot(values).dot(out[:, h * kv : (h + 1) * kv].T)
         for i in range(n):
             best = logits[i].argmax()  # relative to it, small differences keep their digits
             around = values - values[best]
@@ -88,6 +97,38 @@ def jacobian(layer: DotProduct, x: torch.Tensor) -> np.ndarray:
                 if i == j:
                     block = block + (p[i, :, None] * y).T.dot(z)
                 total[i, :, j] += out[:, h * kv : (h + 1) * kv].dot(block)
+    return written, total
+
+
+def through_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """RMSNorm of every token and its derivatives ``(n, d, d)``, in long double."""
+    x = x.astype(np.longdouble)
+    d = x.shape[1]
+    slope = 1 / np.sqrt((x * x).mean(1) + np.longdouble(eps))
+    u = x * slope[:, None]
+    inner = np.eye(d, dtype=np.longdouble) - u[:, :, None] * u[:, None, :] / d
+    return gain * u, slope[:, None, None] * gain[:, None] * inner
+
+
+def residual_jacobian(
+    layer: DotProduct, x: torch.Tensor, form: str, gain: np.ndarray, eps: float
+) -> np.ndarray:
+    """Of ``x + f(x)``, with an RMSNorm in front, behind attention, behind the sum, or none."""
+    tokens = x.numpy().astype(np.longdouble)
+    inner, before = tokens, None
+    if form in ("pre-norm", "both sides"):
+        inner, before = through_norm(tokens, gain, eps)
+    y, total = value_and_jacobian(layer, inner)
+    if before is not None:
+        total = np.einsum("iajb,jbc->iajc", total, before)
+    if form in ("both sides", "own output"):
+        y, after = through_norm(y, gain, eps)
+        total = np.einsum("iba,iajc->ibjc", after, total)
+    for i in range(len(x)):
+        total[i, :, i] += np.eye(x.shape[1], dtype=np.longdouble)
+    if form == "post-norm":
+        _, after = through_norm(tokens + y, gain, eps)
+        total = np.einsum("iba,iajc->ibjc", after, total)
     return total
 
 

@@ -25,15 +25,15 @@ INSIDE = {
     "certificates": "certify decision expansion hostile",
     "charts": "engine_bounds figure page",
     "cli": "cli_habits",
+    "control": "control",
     "engine": "changed cli_habits measure ranges reliability_sweep sweep sweep_cluster sweep_spec",
     "experiments": "changed perturb reproduce zero_token",
     "linalg": "ascent derivative interval operator singular",
-    "measures": "inputs perturb weighting",
     "models": "capture dinov2 families settings sides",
     "pages": "identity page",
     "records": "changed cli_rows engine_bounds folder growth normed parquet perturb record report "
     "reliability reliability_sweep reproduce run sweep",
-    "theorems": "bounds bounds_values certify inputs local normed zero_token",
+    "theorems": "bounds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.
 SHARED = {

@@ -8,7 +8,7 @@ import torch
 
 import lipscope as ls
 from lipscope import L2Attention, attacks
-from lipscope.measures.atoms import repeated_tokens
+from lipscope.measures import repeated_tokens
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.kim2021 import phi_inverse

@@ -2,17 +2,23 @@
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     variants,
 )
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
+from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -28,15 +34,20 @@ from lipscope.theorems import catalogue
 __all__ = [
     "Attention",
     "Bound",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "InputError",
     "L2Attention",
     "LipschitzNormAttention",
     "Measurement",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "TokenShare",
     "TopSingular",
     "attack",
@@ -49,7 +60,9 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
+    "split",
     "sweep",
     "to_dense",
     "top_singular",

@@ -1,10 +1,14 @@
 """Attention layers with their Jacobian in closed form; one variant is one file."""
 
 from lipscope.attention.core import Attention, variant, variants
+from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
+from lipscope.attention.kinds.divided import DividedAttention
 from lipscope.attention.kinds.dot_product import DotProduct
 from lipscope.attention.kinds.l2 import L2Attention
 from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
+from lipscope.attention.kinds.sigmoid import SigmoidAttention
+from lipscope.attention.kinds.sinkhorn import SinkhornAttention
 from lipscope.attention.layer import Map, MovingSide
 from lipscope.attention.norms import TokenNorm
 from lipscope.attention.rotary import Rotary
@@ -12,6 +16,8 @@ from lipscope.attention.weighting import Softmax, Weighting
 
 __all__ = [
     "Attention",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "L2Attention",
     "LipschitzNormAttention",
@@ -19,6 +25,8 @@ __all__ = [
     "MovingSide",
     "Rotary",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
     "Softmax",
     "TokenNorm",
     "Weighting",

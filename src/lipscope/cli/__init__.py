@@ -23,6 +23,7 @@ from lipscope.cli import (
     report,
     reproduce,
     rows,
+    split,
     sweep,
     theorems,
 )
@@ -67,7 +68,8 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, theorems, sweep, rows, reproduce, report, doctor)
+COMMANDS = (measure, bounds, attack, certify, split)
+COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]
     app.command(epilog=_command.EXAMPLE, context_settings=_ALIKE)(getattr(_command, _name))

@@ -30,7 +30,7 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
     *_ASKED,
     *SOLVER,
     hidden=("windows", "position_offset", "delta", "memory"),
-    map="or heads, normed.",
+    map="or heads, normed, residual.",
     per_head="Each query head alone.",
     metric="Only in this metric, measured in it too.",
     radius="A number, or norm.  [default: text's]",

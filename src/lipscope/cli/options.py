@@ -34,14 +34,14 @@ Model = Annotated[
 ]
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "text": (str | None, None, "Text file, or -.  [default: Python's manual]"),
-    "windows": (str, "spread", "or consecutive."),
+    "windows": (str, "spread", "the same passages at every length; or disjoint."),
     "special_tokens": (bool, True, "Put [CLS] and the like around each window."),
     "position_offset": (int, 0, "First position id."),
     "images": (str | None, None, "DIR or random, then @224,448."),
     "map": (str, "attention", "attention|heads|normed|residual|block|model"),
     "per_head": (bool, False, "One row per head."),
     "metric": (str | None, None, "or token-relative, max-token, infinity."),
-    "move": (str, "all", "first, last, not-first, a:b."),
+    "move": (str, "all", "first, last, not-first, a:b, copies."),
     "read": (str, "all", "Outputs that are read."),
     "side": (str, "self", "Across: query, key."),
     "rest": (bool, False, "Also with the top token held fixed."),

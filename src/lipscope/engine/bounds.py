@@ -47,13 +47,14 @@ def bounds(
             seconds a head.
         out: As for `measure`.
         progress: Called as ``progress(done, total, row)``.
-        **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads`` or
-            ``normed``; ``metric`` asks for theorems in this metric only, and measures sigma in
-            it (all theorems, and sigma in the Frobenius norm, without); ``theorems`` are all;
+        **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
+            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
+            measures sigma in it (all theorems, and sigma in the Frobenius norm, without);
+            ``theorems`` are all;
             ``sharp``: always (True) or never (False) the bounds that may take long, of which the
             row-Gram certificate is the sharpest at an input; by default where they are expected
             to take up to 5 seconds each, else the record says how long; ``radius="inputs"``: that
-            of the largest input, not for the map ``normed``, whose bounds on all inputs hold for
+            of the largest input, not with a norm in front, whose bounds on all inputs hold for
             tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
 
     Returns:

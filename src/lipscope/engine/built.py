@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.attacks import WorstInput, ascend, worst
 from lipscope.attention import Attention
@@ -20,7 +20,7 @@ from lipscope.linalg.starts import start_named
 from lipscope.models import LayerMap, Sample
 from lipscope.models.data.windows import digest
 from lipscope.records.rows import Bound, Measurement
-from lipscope.theorems import Normed, bounds_at, catalogue
+from lipscope.theorems import Normed, Residual, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
 _NO_WEIGHTS = "its weights are not read in closed form"
@@ -87,29 +87,47 @@ def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerM
     return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
 
 
-def on_all_inputs(layer: Normed, x: Tensor, floor: float | None) -> str:
-    """What becomes of bounds for the map ``normed`` near tokens of norm 0."""
-    norm = layer.constants
+def front_of(layer: Attention | Normed | Residual) -> Normed | None:
+    """The layer with the norm in front of it, if there is one."""
+    branch = layer.branch if isinstance(layer, Residual) else layer
+    return branch if isinstance(branch, Normed) else None
+
+
+def on_all_inputs(layer: Attention | Normed | Residual, x: Tensor, floor: float | None) -> str:
+    """What becomes of bounds through a norm in front near tokens of norm 0."""
+    front = front_of(layer)
+    assert front is not None
+    norm = front.constants
     floor = float(norm.size(x).min()) if floor is None else floor
     ratio = norm.steepest(0.0) / norm.steepest(floor)
-    reach = f"On the whole space they are {ratio:.3g} times as large (ε = {norm.eps:.2g})"
+    most = "at most " * isinstance(layer, Residual)  # the identity does not grow
+    reach = f"On the whole space they are {most}{ratio:.3g} times as large (ε = {norm.eps:.2g})"
     if not math.isfinite(ratio):
         reach = "On the whole space there is none (ε = 0)"
     less = ", its mean taken away," if norm.centred else ""
     return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
 
-def _in_double(layer: Attention | Normed) -> Attention | Normed:
+def _in_double(layer: Attention | Normed | Residual) -> Attention | Normed | Residual:
     if isinstance(layer, Normed):
-        return Normed(layer.attention.in_double(), copy.deepcopy(layer.norm).double())
+        return Normed(layer.attention.in_double(), _doubled(layer.norm))
+    if isinstance(layer, Residual):
+        norms = [None if one is None else _doubled(one) for one in (layer.second, layer.outer)]
+        branch = _in_double(layer.branch)
+        assert not isinstance(branch, Residual)
+        return Residual(branch, *norms)
     return layer.in_double()
+
+
+def _doubled(norm: nn.Module) -> nn.Module:
+    return copy.deepcopy(norm).double()
 
 
 def asked(
     row: Measurement,
     built: LayerMap,
     spec: Spec,
-    about: Callable[[], tuple[Attention | Normed, tuple[float | None, float | None]]],
+    about: Callable[[], tuple[Attention | Normed | Residual, tuple[float | None, float | None]]],
 ) -> tuple[Bound, ...]:
     """Every theorem of the specification about a row, with its value or why it has none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import io
@@ -102,7 +103,7 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         with contextlib.ExitStack() as stack:
-            self.folder = self._folder(stack)
+            self.folder = self.opened(stack)
             models = {self.spec.models[0].name: self._load}
             self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
             stack.callback(self.session.close)
@@ -123,7 +124,21 @@ class LocalRun:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _folder(self, stack: contextlib.ExitStack) -> RunFolder | None:
+    def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
+        """The same question but for some entries of its specification, into an open folder.
+
+        Args:
+            folder: Folder for its rows; None for none.
+            **changes: Entries of the specification.
+
+        Returns:
+            A run of the same model, which is loaded once for all of them.
+        """
+        other = copy.copy(self)
+        other.spec, other._out = replace(self.spec, **changes), folder
+        return other
+
+    def opened(self, stack: contextlib.ExitStack) -> RunFolder | None:
         """The folder, open; what it holds of other lengths, samples and layers is asked for too."""
         if self._out is None or isinstance(self._out, RunFolder):
             return self._out
@@ -272,8 +287,7 @@ class LocalRun:
         except InputError as problem:
             if job.input == REAL:
                 raise
-            about = {"revision": self.loaded.revision, "weights": self.loaded.weights}
-            rows = failed_rows(self.spec, job, self.shape, explained(problem), about)
+            rows = failed_rows(self.spec, job, self.shape, explained(problem), self.loaded.about)
             return [Finished(row) for row in rows]
 
     def _as_written(self) -> dict[str, Any]:

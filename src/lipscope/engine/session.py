@@ -12,12 +12,19 @@ from torch import nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import answer
-from lipscope.engine.built import BuiltInput, asked, built_input, moved_to, on_all_inputs
+from lipscope.engine.built import (
+    BuiltInput,
+    asked,
+    built_input,
+    front_of,
+    moved_to,
+    on_all_inputs,
+)
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
 from lipscope.engine.question import explained
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
@@ -30,9 +37,9 @@ from lipscope.models import (
     why_run,
 )
 from lipscope.models.tracing.prepare import ExactNorm
-from lipscope.models.tracing.residual import norm_before
+from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
-from lipscope.theorems import Normed
+from lipscope.theorems import Normed, Residual
 
 
 class Result(NamedTuple):
@@ -41,7 +48,7 @@ class Result(NamedTuple):
     Attributes:
         job: Its id.
         model: Index of its model.
-        about: Revision and weights of the model; empty if it could not be loaded.
+        about: What its rows say of the model; empty if it could not be loaded.
         finished: Its rows.
     """
 
@@ -88,12 +95,9 @@ class Session:
     # --- what a model has
 
     def about(self, model: int, weights: int | None = None) -> dict[str, Any]:
-        """Revision and weights of a model; of a random one, whose seeds differ, that it is one."""
-        loaded = self.places.loaded(model, weights)
-        return {
-            "revision": loaded.revision,
-            "weights": loaded.weights if weights is None else "random",
-        }
+        """What rows say of a model; of a random one, whose seeds differ, that it is one."""
+        about = self.places.loaded(model, weights).about
+        return about if weights is None else about | {"weights": "random"}
 
     def survey(self, model: int) -> Survey:
         """Layers, heads and inputs of a model; every map is built once at the first input.
@@ -187,10 +191,10 @@ class Session:
         key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        about = {"revision": loaded.revision, "weights": loaded.weights}
         remarks += self._reach(job, built)
-        found = []
-        itself = self.places.itself(job, built) if job.sample == 0 else None
+        found, about = [], loaded.about
+        whole = self.spec.move != COPIES  # the model itself has no copies
+        itself = self.places.itself(job, built) if job.sample == 0 and whole else None
         for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
             row = row_of(
@@ -222,7 +226,7 @@ class Session:
 
         return self.places.once("input", job[1:13], make)
 
-    def layer(self, job: Job) -> tuple[Attention | Normed, nn.Module | None]:
+    def layer(self, job: Job) -> tuple[Attention | Normed | Residual, nn.Module | None]:
         """The layer of a job as theorems see it, and the norm that feeds it, if any.
 
         Raises:
@@ -238,6 +242,8 @@ class Session:
             )
         norm = None if call is None else norm_before(self.places.trace(job), call)
         module = None if norm is None else norm.module
+        if built.norms is not None:
+            return _residual(built.attention, built.norms), module
         if job.map != "normed":
             return built.attention, module
         assert module is not None  # else the map does not exist
@@ -248,7 +254,12 @@ class Session:
         layer, norm = self.layer(job)
         if self.spec.radius == "inputs":
             return self._of_inputs(job)
-        if isinstance(layer, Normed):
+        if front_of(layer) is not None:
+            if self.spec.radius != "row":
+                raise InputError(
+                    "`radius` should be left out for a layer with a norm in front, whose bounds "
+                    f"hold for tokens of every norm. Found `radius = {self.spec.radius}`."
+                )
             return None, None
         if self.spec.radius == "norm":
             return radius_of_the_norm(norm, built.x.shape[1], job.layer), None
@@ -276,15 +287,16 @@ class Session:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
-        """Of which tokens bounds for the map ``normed`` speak, if any are asked for."""
-        if job.map != "normed" or not self.spec.theorems or built.attention is None:
+        """Of which tokens bounds through a norm in front speak, if any are asked for."""
+        if not self.spec.theorems or built.attention is None:
             return []
-        layer, _ = self.layer(job)
-        assert isinstance(layer, Normed)
+        layer = self.layer(job)[0] if job.map in ("normed", "residual") else built.attention
+        if front_of(layer) is None:
+            return []
         return [on_all_inputs(layer, built.x, self.allowed(job, built)[1])]
 
     def _of_inputs(self, job: Job) -> tuple[float | None, float | None]:
-        """Largest token norm over all inputs of a layer; the smallest for the map ``normed``."""
+        """Largest token norm over all inputs of a layer; the smallest with a norm in front."""
         model, weights, text = job.model, job.weights, job.text
         found: dict[int | None, list[float]] = {layer: [] for layer in self._layers(job)}
 
@@ -302,7 +314,7 @@ class Session:
         if job.layer not in held:
             held |= sizes()
         some = held[job.layer] or [self._size(job)]  # which says why there is none
-        return (None, min(some)) if job.map == "normed" else (max(some), None)
+        return (max(some), None) if front_of(self.layer(job)[0]) is None else (None, min(some))
 
     def _layers(self, job: Job) -> Sequence[int | None]:
         if self.spec.layers is not None or self.places.is_layer(job):
@@ -310,16 +322,22 @@ class Session:
         return range(len(self.places.trace(job).calls))
 
     def _size(self, job: Job) -> float:
-        """Largest token norm of an input; the smallest for the map ``normed``."""
-        layer, x = self.layer(job)[0], self.places.built(job).x
-        if isinstance(layer, Normed):
-            return float(layer.constants.size(x).min())
-        return float(x.norm(dim=-1).max())
+        """Largest token norm of an input; the smallest with a norm in front."""
+        front, x = front_of(self.layer(job)[0]), self.places.built(job).x
+        return float(x.norm(dim=-1).max() if front is None else front.constants.size(x).min())
 
     def _about_if_loaded(self, job: Job) -> dict[str, Any]:
         if not self.places.holds(job.model, job.weights):
             return {}
         return self.about(job.model, job.weights)
+
+
+def _residual(layer: Attention, norms: Norms) -> Residual:
+    """Attention with its norms, each in the precision of what it takes, added to its input."""
+    before, second, outer = (
+        None if one is None else ExactNorm(one) for one in (norms.before, norms.second, norms.outer)
+    )
+    return Residual(layer if before is None else Normed(layer, before), second, outer)
 
 
 def _item(sample: Sample) -> InputKey:

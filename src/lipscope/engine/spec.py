@@ -13,7 +13,7 @@ import torch
 from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine import checks
 from lipscope.engine.checks import OF_TEXT, Check
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.source import Source
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
@@ -31,7 +31,8 @@ REAL, ADVERSARIAL, ASCENT = "real", "adversarial", "ascent"
 CONSTRUCTIONS = (*PER_LAYER, *PER_HEAD)
 INPUTS = (REAL, ADVERSARIAL, ASCENT, *CONSTRUCTIONS)
 # Maps of which theorems speak, and those for which inputs are built.
-WITH_THEOREMS, WITH_INPUTS = ("attention", "heads", "normed"), ("attention", "heads")
+WITH_THEOREMS = ("attention", "heads", "normed", "residual")
+WITH_INPUTS = ("attention", "heads")
 _AT_INPUTS = [one for one in catalogue() if "eps" not in one.needs]
 THEOREMS = tuple(one.name for one in _AT_INPUTS)
 LENGTHS, SAMPLES = (16, 64, 256), 10
@@ -117,14 +118,15 @@ class Spec:
         dtypes: ``float32``, ``float64``.
         seeds: Of random starts, and of the weights of random models.
         theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
-            head); asked about rows of the maps ``attention``, ``heads`` and ``normed``.
+            head); asked about rows of the maps ``attention``, ``heads``, ``normed`` and
+            ``residual``.
         sharp: Whether theorems that may take long are computed where they are named; None
             for those that are expected to take a few seconds.
         radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
         ascent_steps: Steps of gradient ascent.
-        windows: ``spread`` over the text, or ``consecutive``.
+        windows: ``spread``: the same passages at every length; ``disjoint``: no window shares text.
         special_tokens: Whether the model's own special tokens stand around each window.
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
@@ -188,7 +190,7 @@ CHECKS: dict[str, Check] = {
     "sharp": checks.flag,
     "radius": checks.radius,
     "ascent_steps": checks.whole(0, 100_000),
-    "windows": checks.one_of("spread", "consecutive"),
+    "windows": checks.one_of("spread", "disjoint"),
     "special_tokens": checks.flag,
     "images": checks.path,
     "resolutions": checks.sides,
@@ -310,6 +312,8 @@ def check_together(source: Source, spec: Spec) -> None:
                 parse_tokens(getattr(spec, option), n, option)
         except InputError as problem:
             source.fail(str(problem).replace("`--", "`"), option)
+    if spec.move == COPIES:
+        _check_copies(source, spec)
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
         source.fail(
             f"`tol` should be between {smallest:g} and 1 in {' and '.join(spec.dtypes)}. "
@@ -323,6 +327,18 @@ def check_together(source: Source, spec: Spec) -> None:
             f"`{norms[0]}`.",
             "metrics",
         )
+
+
+def _check_copies(source: Source, spec: Spec) -> None:
+    """Copies of a token move against each other in self-attention whose weights are known."""
+    said = "`move = copies` goes with"
+    other = [one for one in spec.maps if one not in WITH_INPUTS]
+    if other:
+        source.fail(f"{said} the maps {' and '.join(WITH_INPUTS)}. Found `{other[0]}`.", "move")
+    if spec.side != "self":
+        source.fail(f"{said} self-attention. Found `side = {spec.side}`.", "move")
+    if spec.theorems:
+        source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
 
 
 def _check_inputs(source: Source, spec: Spec) -> None:

@@ -121,7 +121,10 @@ def exponent(fit: Growth | None) -> str:
     ends = "" if fit.level is None else f" [{fit.low:.2f}, {fit.high:.2f}]"
     few = "" if fit.level in (None, CONFIDENCE) else f" ({100 * fit.level:.0f} %)"
     off = f", {fit.deviation}" if fit.nearly or fit.fits is False else ""
-    return f"{fit.slope:.2f}{ends}{few}{off}" + " ✗" * (fit.fits is False)
+    found = f"{fit.slope:.2f}{ends}{few}{off}" + " ✗" * (fit.fits is False)
+    if fit.beyond is None:
+        return found
+    return f"{found}; from n = {fit.beyond.lengths[0]} on {exponent(fit.beyond)}"
 
 
 def counted(words: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from lipscope.theorems.papers import (
     yudin2025,
     emadi2026,
 )
-from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
+from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
 
 # isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
@@ -28,6 +28,7 @@ from lipscope.theorems.register import (
     catalogue,
     theorem,
 )
+from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
 from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
@@ -41,6 +42,7 @@ PAPERS = (
     yudin2025,
     emadi2026,
     global_bounds,
+    other_kinds,
     local_bounds,
     row_gram,
     ball,
@@ -61,6 +63,7 @@ __all__ = [
     "NormInterval",
     "Normed",
     "NotApplicableError",
+    "Residual",
     "Segment",
     "Theorem",
     "absorb",

@@ -177,13 +177,15 @@ class Head:
             raise NotApplicableError("its mask is neither empty nor causal")
 
 
-def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
+def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64.
 
     Args:
         layer: The layer; grouped keys and values are repeated.
         fold: Whether the head's part of the output projection is part of ``V``
             (map ``attention``) or not (map ``heads``).
+        turn: Whether the outputs of a folded head may be turned, which keeps all norms; not
+            where something is added to them.
 
     Returns:
         One `Head` per query head.
@@ -193,14 +195,15 @@ def heads_of(layer: DotProduct, *, fold: bool = True) -> list[Head]:
     """
     check_scores(layer)
     own = layer.in_double()
-    return [_head(own.head(h), fold=fold) for h in range(own.num_heads)]
+    return [_head(own.head(h), fold=fold, turn=turn) for h in range(own.num_heads)]
 
 
-def _head(one: DotProduct, *, fold: bool) -> Head:
+def _head(one: DotProduct, *, fold: bool, turn: bool) -> Head:
     value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
         size = float(one.output.norm() * value.norm())
-        value = torch.linalg.qr(one.output, mode="r").R @ value
+        output = torch.linalg.qr(one.output, mode="r").R if turn else one.output
+        value = output @ value
     return Head(
         one.query * one.scale,
         one.key,

@@ -154,6 +154,19 @@ class AtInput:
             total += outer * n**0.5 * float(off.max())
         return total
 
+    @cached_property
+    def written_off(self) -> Float[Tensor, " n"]:
+        """``>= |o~_i - o_i|``, all heads together: rounding of what attention writes, no biases."""
+        n, kept = len(self.x), (self.p, self.v, self.o, self.rounding)
+        total = self.x.new_zeros(n)
+        for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
+            p, v, o, shift = (t.view(len(self.heads), n, -1)[h] for t in kept)
+            apart = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+            moved = 2 * shift.view(-1) * (p * apart).sum(-1)
+            most = head.size_v * self.x.norm(dim=-1).max()
+            total = total + outer * (moved + UNIT * n**0.5 * most)
+        return total
+
     @property
     def alive(self) -> bool:
         """Whether any weight lets a value through: the Jacobian is not zero by construction."""

@@ -5,8 +5,9 @@ inputs; `HeadAt` or `HeadsAt`, one head or all together at this input ``x``; a s
 `Attention`, a whole layer of that variant. The others say what it needs to know: ``eps`` (for
 inputs in a ball around ``x``), ``num_tokens`` and ``radius`` (for all inputs of that length with
 tokens of at most that norm). One that may be told the
-``slope`` of a norm in front, token by token, knows the map ``normed`` itself; all others reach
-it by the chain rule (`lipscope.theorems.several`). What a signature cannot
+``slope`` of a norm in front, token by token, knows the map ``normed`` itself, one that may be told
+what is ``around`` attention the map ``residual``; all others reach them by the chain rule
+(`lipscope.theorems.several`). What a signature cannot
 say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
 """
 
@@ -48,6 +49,7 @@ class Theorem:
         needs: What it must be told: ``x`` if the first parameter is about an input, and the
             names of the other parameters that have no default.
         by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
+        inside: Whether it takes what is ``around`` attention, so that the identity is inside it.
         sound: False for a statement that is exposed as found although it fails.
         cost: About how many seconds it takes on one core at a number of tokens and a width of
             values, where it may take long; None where it does not. What takes longer than
@@ -65,6 +67,7 @@ class Theorem:
     subject: type
     needs: tuple[str, ...]
     by_token: bool
+    inside: bool
     sound: bool
     cost: Cost | None
     note: str
@@ -153,6 +156,7 @@ def theorem(
             hints[subject],
             tuple(needs),
             "slope" in rest,
+            "around" in rest,
             sound,
             cost,
             note,

@@ -7,7 +7,8 @@ the smaller one.
 
 The map ``normed`` is reached from the layer that has taken up the norm (`Normed.absorbed`), at
 radius 1 and with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or
-token by token where a theorem takes the slopes itself.
+token by token where a theorem takes the slopes itself. The map ``residual`` is reached from these
+by ``1 + ‖J‖`` and the norms behind, or by a theorem that takes the identity inside.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
+from lipscope.theorems.around import Around
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import AtInput, HeadAt, HeadsAt
 from lipscope.theorems.register import NotApplicableError, Theorem
@@ -48,6 +50,13 @@ class AskedLayer:
     head: int | None = None
     x: Tensor | None = None
     _at: dict[tuple[int, bool], HeadAt] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def unturned(self) -> HeadAt:
+        """The only head at the input, with its output as it stands: something is added to it."""
+        assert isinstance(self.attention, DotProduct) and self.x is not None
+        (head,) = heads_of(self.attention, turn=False)
+        return HeadAt(head, self.x)
 
     @cached_property
     def heads(self) -> list[Head]:
@@ -108,6 +117,7 @@ def evaluate(
     radius: float | None = None,
     map: Map = "attention",
     slope: Tensor | None = None,
+    around: Around | None = None,
 ) -> float:
     """The value of a theorem for a whole layer.
 
@@ -123,6 +133,7 @@ def evaluate(
         map: ``attention``, or ``heads`` for the concatenation before the projection.
         slope: For the map ``normed``, whose norm ``layer`` has taken up: `Norm.slope` of every
             token at ``x``, or the largest one for all inputs.
+        around: For the map ``residual``: what stands around attention, at ``x`` or at all inputs.
 
     Returns:
         The value, finite.
@@ -145,9 +156,12 @@ def evaluate(
     if slope is not None:
         factor = _chain_rule(theorem, slope)
         wanted |= {"slope": slope} if theorem.by_token else {}
+    inside = around is not None and _goes_inside(theorem, layer, around)
+    wanted |= {"around": around} if inside else {}
     try:
-        value = _value(theorem, layer, lambda subject: _asked(theorem, subject, wanted))
+        value = _value(theorem, layer, lambda subject: _asked(theorem, subject, wanted), inside)
         value *= factor
+        value = value if around is None or inside else around.of(value)
     except OverflowError:
         raise NotApplicableError(_TOO_LARGE) from None
     except RuntimeError as error:
@@ -165,7 +179,21 @@ def _asked(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
     if not isinstance(subject, AtInput) or theorem.kind == "lower":
         return value
     steepest = float(wanted["slope"].max()) if "slope" in wanted else 1.0
-    return value + subject.slack * steepest
+    hidden = subject.slack * steepest
+    return value + (wanted["around"].slack(hidden) if "around" in wanted else hidden)
+
+
+def _goes_inside(theorem: Theorem, layer: AskedLayer, around: Around) -> bool:
+    """Whether a theorem takes the identity inside: of all heads together, or of the only one."""
+    if theorem.kind == "lower":
+        raise NotApplicableError("it is of attention without the stream beside it")
+    if theorem.scope == "limit":
+        raise NotApplicableError("its limit is that of attention alone")
+    if not around.plain and theorem.metric == "infinity":
+        raise NotApplicableError("a norm behind attention mixes entries, its largest one counts")
+    if not bool(around.lefts.isfinite().all()):
+        raise NotApplicableError("a norm behind attention has ε = 0: there is no bound near 0")
+    return theorem.inside and (theorem.subject is HeadsAt or layer.attention.num_heads == 1)
 
 
 def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
@@ -180,12 +208,16 @@ def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
     return 1.0 if theorem.by_token else steepest
 
 
-def _value(theorem: Theorem, layer: AskedLayer, value: Callable[[object], float]) -> float:
+def _value(
+    theorem: Theorem, layer: AskedLayer, value: Callable[[object], float], inside: bool
+) -> float:
     if theorem.subject in (Head, HeadAt, HeadsAt):
         if not isinstance(layer.attention, DotProduct):
             raise NotApplicableError("it is stated for dot-product attention")
         if theorem.subject is HeadsAt:
             return value(layer.together)
+        if inside:
+            return value(layer.unturned)
         return _of_heads(theorem, layer, value)
     if not isinstance(layer.attention, theorem.subject):
         raise NotApplicableError(f"it is stated for {theorem.subject.__name__}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -14,9 +15,11 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
+from lipscope.theorems.around import Around
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Normed
 from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
+from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
 
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
@@ -26,7 +29,7 @@ TheoremMap = Literal["attention", "heads", "normed"]
 
 
 def bounds_at(
-    layer: Attention | Normed,
+    layer: Attention | Normed | Residual,
     x: Float[Tensor, "n d"] | None = None,
     *,
     num_tokens: int | None = None,
@@ -47,15 +50,16 @@ def bounds_at(
     then have any norm; only near zero the normalisation stretches without end. Bounds on
     all inputs hold where no token is smaller than ``floor``, for LayerNorm after its mean is
     taken away; without ``x`` and ``floor`` on the whole space, with ``1 / √(d ε)`` for the norm.
+    A layer with its input added to its output, `Residual`, is asked about the map ``residual``.
 
     Args:
-        layer: An attention layer, captured or built from weights, or `Normed`.
+        layer: An attention layer, captured or built from weights, `Normed` or `Residual`.
         x: Its input, ``(n, d)``, or None for theorems on all inputs only.
         num_tokens: Number of tokens; that of ``x`` if None.
-        radius: Largest token norm; that of ``x`` if None. Not for `Normed`.
-        floor: Smallest token norm, for `Normed` only; that of ``x`` if None.
+        radius: Largest token norm; that of ``x`` if None. Not with a norm in front.
+        floor: Smallest token norm, with a norm in front only; that of ``x`` if None.
         map: ``attention``, or ``heads`` for the concatenation before the projection.
-        head: One query head alone; all together if None.
+        head: One query head alone; all together if None. Not for `Residual`.
         metric: Only bounds in this metric; all if None.
         names: Only these theorems; all if None.
         sharp: Whether forms that may take long are computed: always (True), never (False),
@@ -77,12 +81,7 @@ def bounds_at(
     yudin_thm_3 it asks for `x`
     global_rows_capped 2.56
     """
-    if isinstance(layer, Normed):
-        question = _normed_question(layer, x, num_tokens, radius, floor, map, head)
-    else:
-        _only_normed(floor)
-        x, num_tokens, radius = _checked(layer, x, num_tokens, radius, map, head)
-        question = _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
+    question = _question(layer, x, num_tokens, radius, floor, map, head)
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -142,6 +141,8 @@ class _Question:
     slope: Tensor | None = None
     steepest: Tensor | None = None
     floor: float | None = None
+    residual: Residual | None = None
+    x: Tensor | None = None
 
     def answer(self, theorem: Theorem) -> float:
         """The value of a theorem, or `NotApplicableError`."""
@@ -151,7 +152,57 @@ class _Question:
             num_tokens=self.num_tokens,
             radius=self.radius,
             slope=self.slope if "x" in theorem.needs else self.steepest,
+            around=self._around("x" in theorem.needs),
         )
+
+    def _around(self, here: bool) -> Around | None:
+        if self.residual is None:
+            return None
+        return self._here if here and self.x is not None else self.residual.everywhere()
+
+    @cached_property
+    def _here(self) -> Around:
+        assert self.residual is not None and self.x is not None
+        return self.residual.at(self.layer, self.x)
+
+
+def _question(
+    layer: Attention | Normed | Residual,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    map: Map,
+    head: int | None,
+) -> _Question:
+    if isinstance(layer, Normed):
+        return _normed_question(layer, x, num_tokens, radius, floor, map, head)
+    if isinstance(layer, Residual):
+        return _residual_question(layer, x, num_tokens, radius, floor, map, head)
+    _only_normed(floor)
+    x, num_tokens, radius = _checked(layer, x, num_tokens, radius, map, head)
+    return _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
+
+
+def _residual_question(
+    layer: Residual,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    map: Map,
+    head: int | None,
+) -> _Question:
+    """The question about attention, or about it and the norm in front, with what is around it."""
+    if head is not None or map != "attention":
+        raise InputError(
+            "`map` and `head` should be left out for a layer that is added to its input. Found "
+            f"`map = {map!r}`, `head = {head}`."
+        )
+    _ = layer.width, layer.norms  # refused at once
+    question = _question(layer.branch, x, num_tokens, radius, floor, map, head)
+    x = None if x is None else x.detach().to("cpu", torch.float64)
+    return replace(question, residual=layer, x=x)
 
 
 def _normed_question(

@@ -9,9 +9,8 @@ import torch
 from lipscope.attacks.ascent import check_size
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attention import Attention
-from lipscope.attention.kinds.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
 from lipscope.errors import InputError
-from lipscope.theorems.papers.kim2021 import phi_inverse
 
 
 def l2_extremal(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
+from scipy.special import lambertw
 from torch import Tensor
 
 from lipscope.attention.core import Attention, variant
+from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import InputError
+
+
+def phi_inverse(y: float) -> float:
+    """``φ⁻¹(y) = W_0(y / e)`` for ``y ≥ 0``, ``φ(x) = x e^(x+1)``, Lambert's function.
+
+    >>> x = phi_inverse(9.0)
+    >>> round(x * math.exp(x + 1), 12)
+    9.0
+    """
+    return float(lambertw(y / math.e).real)
 
 
 @variant
@@ -70,6 +84,12 @@ class L2Attention(Attention):
         folded = self.value.unflatten(0, (self.num_heads, -1)) @ by_head.mT @ by_head
         return w, w, folded.flatten(0, 1)
 
+    def undivided(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys less the mean key, which no distance sees, nor any derivative."""
+        q, k, v = super().undivided(x, context)
+        middle = k.detach().mean(-2, keepdim=True)  # left in, it would round
+        return q - middle, k - middle, v
+
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``-|q_i - k_j|²``."""
         s = torch.matmul(2 * q, k.mT, out=out)
@@ -93,3 +113,16 @@ class L2Attention(Attention):
         gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q
         gk = torch.matmul(gs.mT, q) - gs.sum(-2)[..., None] * k
         return 2 * gq, 2 * gk
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
+
+        Raises:
+            InputError: Under a mask that hides tokens from themselves.
+        """
+        if self.mask is not None and not bool(self.mask.diagonal(dim1=-2, dim2=-1).all()):
+            raise InputError("`mask` should let every token read itself for a bound to hold.")
+        f = phi_inverse(num_tokens - 1.0)
+        w, v = (t.unflatten(0, (self.num_heads, -1)) for t in (self.query, self.value))
+        heads = spectral_norm(w).square() * spectral_norm(v) * self.head_width**-0.5
+        return (math.sqrt(num_tokens) * (1 + 2 * f) + 2 * f) * of_heads(heads, self.output)

@@ -27,6 +27,7 @@ from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
 
 _BUDGET = 10.0  # seconds of calibration
+_LONG = 5.0  # seconds of a job that is not done at a second length when the budget is spent
 _SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
 _SLOPES = (1.0, 3.0)  # what two noisy times may say
 
@@ -61,8 +62,8 @@ def estimate(
     """How many jobs a sweep is and how long it should take; nothing is written.
 
     Of every kind that is left (model, floating type, map, input, first of its length or not) some
-    jobs are done now, with a worker's threads, for about ten seconds or as long as one of each
-    takes, at increasing lengths. Other lengths are interpolated on logarithms, and beyond
+    jobs are done now, with a worker's threads, at increasing lengths: for about ten seconds, or as
+    long as two lengths of each take, one where that takes long. Other lengths are interpolated on logarithms, and beyond
     the longest one the time grows like the last two lengths say, or like n². Looking at the
     models, starting a worker and loading come on top, as long as they take now.
 
@@ -175,9 +176,9 @@ def _calibrated(
     try:
         for (n, kind), job in sorted(first.items(), key=lambda one: (one[0][0], one[1].model)):
             late = time.perf_counter() - began > _BUDGET
-            if late and kinds <= set(times):
+            if late and all(_enough(times.get(one)) for one in kinds):
                 break
-            if not late or kind not in times:
+            if not late or not _enough(times.get(kind)):
                 capture, whole = session.seconds(job, shapes[job.model])
                 if not times and capture + whole < 1:
                     capture, whole = session.seconds(job, shapes[job.model])
@@ -186,6 +187,11 @@ def _calibrated(
         session.close()
         torch.set_num_threads(before)
     return times
+
+
+def _enough(times: Mapping[int, float] | None) -> bool:
+    """Whether two lengths say how the time grows, or the first took long enough."""
+    return times is not None and (len(times) > 1 or max(times.values()) > _LONG)
 
 
 def _listed(lengths: Sequence[int]) -> str:

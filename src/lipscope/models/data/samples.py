@@ -24,7 +24,7 @@ from lipscope.models.data.windows import (
 )
 from lipscope.models.loading import LoadedModel
 
-_WINDOWS = ("spread", "consecutive")
+_WINDOWS = ("spread", "disjoint")
 _DEFAULT_LENGTHS = (16, 64, 256)
 _DEFAULT_SAMPLES = 10
 
@@ -112,7 +112,7 @@ def samples_of(
         data: Text, None for the default text, a tensor, or a mapping of tensors.
         lengths: Numbers of tokens of the windows of a text.
         samples: Windows per length.
-        windows: ``spread`` or ``consecutive``.
+        windows: ``spread`` or ``disjoint``.
         special_tokens: Add the model's own special tokens.
 
     Returns:

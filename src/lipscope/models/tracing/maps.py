@@ -22,7 +22,7 @@ from lipscope.models.tracing.replay import (
     count_heads,
     projection_by_head,
 )
-from lipscope.models.tracing.residual import norm_before, residual
+from lipscope.models.tracing.residual import Norms, norm_before, residual
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
 from lipscope.models.tracing.sums import NormCall, close, distance
 
@@ -56,6 +56,7 @@ class LayerMap:
         module: Path of the module that the map is of; None for a layer by itself.
         argument: What moves: names of its arguments, or of those of the norm before it.
         projection: Whether the output projection is part of it; None if none was seen.
+        norms: Of the map ``residual``; None for other maps.
     """
 
     layer: int | None
@@ -72,6 +73,7 @@ class LayerMap:
     module: str | None = None
     argument: str | None = None
     projection: bool | None = None
+    norms: Norms | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The map at another input."""
@@ -158,6 +160,7 @@ def _layer_map(
         function: Callable[[Tensor], Tensor],
         build: Callable[[Tensor, int, bool], Operator],
         ends: Ends,
+        norms: Norms | None = None,
     ) -> LayerMap:
         return LayerMap(
             layer,
@@ -174,6 +177,7 @@ def _layer_map(
             module=call.name,
             argument=_moved(call, before, x),
             projection=_projects(call, attention, name),
+            norms=norms,
         )
 
     ends = ends_of_attention(record, call, heads=name == "heads")

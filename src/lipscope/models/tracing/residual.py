@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
@@ -20,9 +21,30 @@ from lipscope.models.tracing.replay import ClosedForm, Replayed, TokenModule
 from lipscope.models.tracing.sites import AttentionCall
 from lipscope.models.tracing.sums import NormCall, Sum, close
 
-# Input, the model's own output, the function, how to linearise it, and where it is.
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms on the way of a residual map ``x -> N_o(x + N_s(f(N_b(x))))``, None where there is none.
+
+    Attributes:
+        before: ``N_b``, in front of the attention.
+        second: ``N_s``, which takes the attention's own output.
+        outer: ``N_o``, which takes the sum.
+    """
+
+    before: nn.Module | None = None
+    second: nn.Module | None = None
+    outer: nn.Module | None = None
+
+
+# Input, the model's own output, the function, how to linearise it, where it is, and its norms.
 Parts = tuple[
-    Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor, int, bool], Operator], Ends
+    Tensor,
+    Tensor,
+    Callable[[Tensor], Tensor],
+    Callable[[Tensor, int, bool], Operator],
+    Ends,
+    Norms,
 ]
 
 
@@ -58,7 +80,7 @@ def residual(
         core: Its attention.
 
     Returns:
-        The map's input and output, the function, its linearisation and its ends.
+        The map's input and output, the function, its linearisation, its ends and its norms.
 
     Raises:
         InputError: If the model forms no such sum.
@@ -66,6 +88,7 @@ def residual(
     after = _norm_after(record, call)
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
+    own = None if after is None else after.module
     ends = ends_of_attention(record, call)
     ends = plus_input(ends if after is None else to_norm(after, ends))
 
@@ -89,6 +112,7 @@ def residual(
                     compose(branch_operator(before(x), m, h), linearise(before, x))
                 ),
                 from_norm(record, norm, ends),
+                Norms(norm.module, own),
             )
     total = _sum_of(record, call, call.x, added)
     if total is None:
@@ -103,6 +127,7 @@ def residual(
             lambda u: u + branch(u),
             lambda u, m, h: plus_identity(branch_operator(u, m, h)),
             ends,
+            Norms(second=own),
         )
     outer = TokenModule(total.norm.module, total.norm.x)
     return (
@@ -113,6 +138,7 @@ def residual(
             linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
         ),
         to_norm(total.norm, ends_of_attention(record, call)),
+        Norms(second=own, outer=total.norm.module),
     )
 
 

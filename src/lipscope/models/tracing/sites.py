@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import regex
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
@@ -165,7 +166,7 @@ def reader_of(module: nn.Module) -> Reader | None:
     A class of the same name from elsewhere may compute something else, and so may a linear
     layer of another kind in it: an adapter or packed weights are run, not read.
     """
-    kind = type(module)
+    kind = type_before_parametrizations(module)
     package, reader = _FAMILIES.get(kind.__name__, ("", None))
     known = kind.__module__.startswith(package + ".")
     plain = all(map(is_plain, linears(module)))
@@ -179,7 +180,7 @@ def reader_of(module: nn.Module) -> Reader | None:
 
 def why_run(module: nn.Module) -> str:
     """What stands between a module and the closed form, where it can be seen."""
-    kind = type(module).__name__
+    kind = type_before_parametrizations(module).__name__
     if kind in _FAMILIES:
         return f"`{kind}` holds something that its family does not (an adapter, appended keys)"
     if getattr(module, "attn_logit_softcapping", None):
@@ -274,7 +275,8 @@ def attention_sites(
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
-    return type(module).__name__.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
+    name = type_before_parametrizations(module).__name__
+    return name.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
@@ -287,7 +289,8 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is `is_linear` and its weights are all it computes with."""
-    return is_linear(module) and type(module).__module__.startswith(_PLAIN)
+    kind = type_before_parametrizations(module)
+    return is_linear(module) and kind.__module__.startswith(_PLAIN)
 
 
 def has_weights(module: nn.Module, axes: int = 1) -> bool:
@@ -302,7 +305,8 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear`` or the transposed ``Conv1D`` of GPT-2."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    kind = type_before_parametrizations(module)
+    return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
 
 
 def linears(module: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
+from lipscope.theorems.around import Around
 from lipscope.theorems.derived.gram_rows import JacobianRows, span
 from lipscope.theorems.head_at import HeadsAt
 
@@ -38,21 +39,30 @@ class JacobianColumns(JacobianRows):
 
     With ``B`` the weights of values and keys below each other, ``J_kj = R_kj B`` where ``R_kj`` is
     ``W [P_kj I, P_kj y_kj q_kj^T]``, head by head; the diagonal block has its covariance besides.
-    All is seen in an orthonormal basis of what the weights read, if that is smaller than a token.
+    All is seen in an orthonormal basis of what the weights read, if that is smaller than a token
+    and nothing is added to it.
 
     Args:
         at: The heads at X; on the unit sphere if there is a norm in front.
         slope: Of that norm, ``s``, ``(n,)``, or None.
+        around: What stands around attention, no norm behind it; or None.
     """
 
-    def __init__(self, at: HeadsAt, slope: Tensor | None = None) -> None:
-        super().__init__(at, slope)
+    def __init__(
+        self, at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
+    ) -> None:
+        super().__init__(at, slope, around)
         read = torch.cat([w.flatten(0, 1) for w in (at.value, at.key, at.query)])
-        basis = None if len(read) >= read.shape[1] else torch.linalg.qr(read.T).Q
+        whole = around is not None or len(read) >= read.shape[1]
+        basis = None if whole else torch.linalg.qr(read.T).Q
         self.value, self.key, self.query = (
             w if basis is None else w @ basis for w in (at.value, at.key, at.query)
         )
         self.tokens = at.x if basis is None else at.x @ basis
+        unread = torch.zeros_like(at.x) if basis is None else at.x - self.tokens @ basis.T
+        # 1 - κ |x|^2 with the basis's part of x, which cancels to (1 - |x|^2)^2 in all of it
+        left = (1 - at.x.square().sum(-1)).square() + self.kappa * unread.square().sum(-1)
+        self.left = left.sqrt()
         self.width = self.tokens.shape[1]
         heads, _, kv = at.v.shape
         outer = torch.eye(self.concat, dtype=at.x.dtype) if self.factor is None else self.factor
@@ -67,8 +77,7 @@ class JacobianColumns(JacobianRows):
         x = self.tokens[j]
         square = x @ x
         # the root of the basis's part of (I - x x^T)^2 = I - κ x x^T
-        root = 1 - (1 - self.kappa[j] * square).clamp_min(0).sqrt()
-        along = torch.outer(x, x @ m) * (root / square.clamp_min(1e-300))
+        along = torch.outer(x, x @ m) * ((1 - self.left[j]) / square.clamp_min(1e-300))
         return self.slope[j] * (m - along)
 
     def _readers(self, j: int) -> Tensor:
@@ -86,10 +95,15 @@ class JacobianColumns(JacobianRows):
         parts = (self.value @ z)[:, None] + y[..., None] * along[:, :, None]
         parts = c[..., None, None] * parts
         parts[:, i] += self._covariance(i) @ (self.query @ z)
-        return torch.einsum("how,hkwm->kom", self.outer, parts).square().sum((1, 2))
+        written = torch.einsum("how,hkwm->kom", self.outer, parts)
+        if self.around is not None:
+            written[i] += probes
+        return written.square().sum((1, 2))
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
         """What `_grams` do to some directions each, ``(r, width, m)``, head by head."""
+        if self.around is not None:
+            return super()._products(weights, rows)
         parts = [self._parts(j, weights[j]) for j in span(rows)]
         a, m, k, own, y, q, cov, inverse = map(torch.stack, zip(*parts, strict=True))
         values, keys, queries = (w.flatten(0, 1) for w in (self.value, self.key, self.query))
@@ -170,6 +184,9 @@ class JacobianColumns(JacobianRows):
         rest = ((self.outer @ apart).sum(0) + extra / 2).T @ extra
         gram = gram + (rest + rest.T) * inverse
         bent = self._bent(i, self._bent(i, (gram + gram.T) / 2).T)
+        if self.around is not None:
+            own = self._own_block(i)
+            bent = bent + inverse[i] * (own + own.T + torch.eye(self.width, dtype=own.dtype))
         return (bent + bent.T) / 2
 
     def _sizes(self, i: int) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lipscope.theorems.around import Around
 from lipscope.theorems.head import UNIT
 from lipscope.theorems.head_at import HeadsAt
 from lipscope.theorems.spectrum import eigenvalue
@@ -27,17 +28,25 @@ class JacobianRows:
     ``s_j^2 (I - κ_j x_j x_j^T)`` with ``κ_j = 2 - |x_j|^2``: what a block does along ``x_j`` is
     taken off its Gram matrix.
 
+    In a residual map a block is ``L_i J_ij + δ_ij D_i`` (`Around`): rows are multiplied by ``L_i``,
+    and the diagonal block, formed whole, adds ``L_i J_ii D_i^T``, its transpose and ``D_i D_i^T``.
+
     Args:
         at: The heads at X; on the unit sphere if there is a norm in front.
         slope: Of that norm, ``s``, ``(n,)``, or None.
+        around: What stands around attention, or None.
     """
 
-    def __init__(self, at: HeadsAt, slope: Tensor | None = None) -> None:
-        self.at, self.slope = at, slope
+    def __init__(
+        self, at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
+    ) -> None:
+        self.at, self.slope, self.around = at, slope, around
         heads, n, kv = at.v.shape
         self.concat = heads * kv
         # ‖W Y‖ = ‖R Y‖ for W = U R; without projection R is the identity.
-        self.factor = None if at.output is None else torch.linalg.qr(at.output, mode="r").R
+        self.factor = at.output
+        if at.output is not None and around is None:
+            self.factor = torch.linalg.qr(at.output, mode="r").R
         self.width = self.concat if self.factor is None else len(self.factor)
         self.values = at.value.reshape(self.concat, -1)
         self.value_gram = self.values @ self.values.T
@@ -123,7 +132,8 @@ class JacobianRows:
         """One row of `seen`: sizes of ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
         at = self.at
         heads, _, kv = at.v.shape
-        z = probes if self.factor is None else self.factor.T @ probes
+        z = probes if self.around is None else self.around.back(i, probes)
+        z = z if self.factor is None else self.factor.T @ z
         parts = z.view(heads, kv, -1)
         c = at.p[:, i]
         through = (at.value.mT @ parts).permute(0, 2, 1)  # V_h^T z_h, (H, m, d)
@@ -133,7 +143,7 @@ class JacobianRows:
             pulled = torch.einsum("hj,hmd->jmd", c, through)
             pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, self._pulled(i), at.key)
             pulled[i] += own
-            return self._through_norm(i, parts, pulled.square().sum((1, 2)))
+            return self._through_norm(i, parts, pulled.square().sum((1, 2)), probes)
         # Sums of squares from inner products of heads: no vector of d numbers per token.
         a = torch.einsum("hk,hkd->hd", at.q[:, i], at.key)
         products = torch.einsum("hmd,gmd->hg", through, through)
@@ -142,14 +152,31 @@ class JacobianRows:
         seen += (heights * torch.einsum("hg,gjm->hjm", a @ a.T, heights)).sum((0, 2))
         here = torch.einsum("h,hmd->md", c[:, i], through) + heights[:, i].T @ a + own
         seen[i] = here.square().sum()
-        return self._through_norm(i, parts, seen)
+        return self._through_norm(i, parts, seen, probes)
 
-    def _through_norm(self, i: int, parts: Tensor, seen: Tensor) -> Tensor:
-        """What is left of one row of `seen` after the norm."""
+    def _through_norm(self, i: int, parts: Tensor, seen: Tensor, probes: Tensor) -> Tensor:
+        """What is left of one row of `seen` after the norm; the diagonal with what is beside."""
         if self.slope is not None:
             along = torch.einsum("hjk,hkm->jm", self._along(i), parts).square().sum(1)
             seen = self.slope.square() * (seen - self.kappa * along)
+        if self.around is not None:
+            block = self.around.through(i, self._own_block(i)) + self.around.own(i)
+            seen[i] = (block.T @ probes).square().sum()
         return seen.clamp_min(0)
+
+    def _own_block(self, i: int) -> Tensor:
+        """``J_ii`` as it stands, ``(d_out, d)``, after the norm in front."""
+        at = self.at
+        reader = self._pulled(i)[:, i if at.rotary is not None else 0]
+        a = torch.einsum("hk,hkd->hd", reader, at.key)
+        parts = at.value + (at.v[:, i] - at.o[:, i])[..., None] * a[:, None]
+        parts = at.p[:, i, i, None, None] * parts + self._covariance(i) @ at.query
+        block = parts.flatten(0, 1)
+        block = block if self.factor is None else self.factor @ block
+        if self.slope is None:
+            return block
+        x = at.x[i]
+        return self.slope[i] * (block - torch.outer(block @ x, x))
 
     def _along(self, i: int) -> Tensor:
         """``Y_ij x_j``: what blocks do to a move of every token along itself, ``(H, n, k_v)``."""
@@ -160,11 +187,12 @@ class JacobianRows:
         return along
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
-        """What `_grams` do to some directions each, ``(r, width, m)``, without forming them."""
-        inner = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
-        if self.factor is None:
-            return lambda z: inner @ z
+        """What `_grams` do to some directions each, ``(r, width, m)``; formed if it must be."""
         factor = self.factor
+        if factor is None or self.around is not None:
+            grams = self._grams(weights, rows)
+            return lambda z: grams @ z
+        inner = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
         return lambda z: ((inner @ (z.mT @ factor).mT).mT @ factor.T).mT
 
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
@@ -172,7 +200,18 @@ class JacobianRows:
         grams = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
         if self.factor is not None:
             grams = self.factor @ grams @ self.factor.T
+        if self.around is not None:
+            pairs = zip(span(rows), grams, strict=True)
+            grams = torch.stack([self._beside(i, gram, weights[i]) for i, gram in pairs])
         return (grams + grams.mT) / 2
+
+    def _beside(self, i: int, gram: Tensor, weights: Tensor) -> Tensor:
+        """The Gram matrix of one row with what is around attention."""
+        assert self.around is not None
+        gram = self.around.through(i, self.around.through(i, gram).T)
+        own = self.around.own(i)
+        crossed = self.around.through(i, self._own_block(i)) @ own.T
+        return gram + (crossed + crossed.T + own @ own.T) / weights[i]
 
     def _gram(self, i: int, weights: Tensor) -> Tensor:
         at = self.at
@@ -220,7 +259,11 @@ class JacobianRows:
         inverse = self._inverse(i, weights)
         outer = weights.new_tensor(self.at.outer).square()
         gram = outer @ (self._sizes(i).square() @ inverse)
-        return UNIT * len(outer) * math.sqrt(self.concat + len(inverse)) * gram
+        terms = len(outer)
+        if self.around is not None:
+            gram = gram * self.around.lefts[i].square()
+            gram, terms = gram + self.around.beside[i].square() / weights[i], terms + 1
+        return UNIT * terms * math.sqrt(self.concat + len(inverse)) * gram
 
     def _rotary_terms(
         self, pulled: Tensor, scaled: Tensor, y: Tensor, weighted: Tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lipscope.theorems.around import Around
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, theorem
 from lipscope.theorems.spectrum import eigenvalue, of_both_parts, spectral_norm
@@ -31,7 +32,7 @@ def local_norms(at: HeadAt, slope: Tensor | None = None) -> float:
 
 
 @theorem(cite=DERIVED, statement="F2: rows by Cauchy–Schwarz")
-def local_rows(at: HeadAt, slope: Tensor | None = None) -> float:
+def local_rows(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """Rows by Cauchy–Schwarz under the attention weights.
 
     ``min_θ sqrt(max_j s_j^2 ((1 + θ) sum_i P_ij w_i + (1 + 1/θ) ‖V C_j A‖^2))`` over ``θ > 0``,
@@ -39,10 +40,14 @@ def local_rows(at: HeadAt, slope: Tensor | None = None) -> float:
     ``V (I + |a_i|^2 C_i) V^T`` without rotary embedding.
 
     Holds for any mask, bias and rotary embedding, at ``x``; exact as attention becomes
-    one-hot, and for equal tokens.
+    one-hot, and for equal tokens. A residual map of one head has ``l_i^2 w_i`` for ``w_i`` and
+    ``l_j ‖V C_j A‖ s_j + ‖D_j‖`` for the second part.
     """
-    s, w = at.columns(slope), _row_norms(at)
-    return of_both_parts((at.p.T @ w) * s.square(), at.drift * s)
+    s, w, own = at.columns(slope), _row_norms(at), at.drift
+    if around is None:
+        return of_both_parts((at.p.T @ w) * s.square(), own * s)
+    w, own = around.lefts.square() * w, around.lefts * own * s + around.beside
+    return of_both_parts((at.p.T @ w) * s.square(), own)
 
 
 @theorem(cite=DERIVED, statement="F2s: scalars only")
@@ -62,12 +67,13 @@ def local_rows_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
 
 
 @theorem(cite=DERIVED, statement="F3c: norms of blocks")
-def local_blocks(at: HeadAt, slope: Tensor | None = None) -> float:
+def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """Norm of the matrix of the blocks' norms, off the diagonal in closed form.
 
     ``‖[β_ij s_j]‖`` with ``β_ii = ‖J_ii‖`` and, else,
     ``β_ij = P_ij min(‖V‖ ‖I + y a^T‖, ‖V‖ + |V y| |a|)``, where
-    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``.
+    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``. A residual map of one head
+    has ``‖D_i + L_i J_ii‖`` on the diagonal, ``‖L_i‖ β_ij`` else.
 
     Holds for any mask and bias, at ``x``; not for rotary embeddings.
     """
@@ -80,8 +86,10 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None) -> float:
     g = y * a
     norm = (g + (g * g + 4 + 4 * inner).clamp_min(0).sqrt()) / 2
     beta = p * torch.minimum(head.norm_v * norm, head.norm_v + at.nu * a)
-    beta.diagonal().copy_(_diagonal_norms(at))
-    return spectral_norm(beta * at.columns(slope))
+    beta = beta * at.columns(slope)
+    beta = beta if around is None else around.lefts[:, None] * beta
+    beta.diagonal().copy_(_diagonal_norms(at, slope, around))
+    return spectral_norm(beta)
 
 
 def _eigenproblems(tokens: int, width: int) -> float:
@@ -147,12 +155,15 @@ def _row_norms(at: HeadAt) -> Tensor:
     return torch.cat(found)
 
 
-def _diagonal_norms(at: HeadAt) -> Tensor:
-    """``‖J_ii‖`` without rotary embedding, exactly, ``(n,)``."""
+def _diagonal_norms(at: HeadAt, slope: Tensor | None, around: Around | None) -> Tensor:
+    """``‖J_ii‖`` without rotary embedding, exactly, with what is in front and around, ``(n,)``."""
     head, norms = at.head, []
     for rows in at.chunks():
         for i, own in zip(range(rows.start, rows.stop), at.covariance(rows), strict=True):
             block = head.value + torch.outer(at.v[i] - at.o[i], at.q[i] @ head.key)
             block = at.p[i, i] * block + own @ head.query
+            if slope is not None:
+                block = slope[i] * (block - torch.outer(block @ at.x[i], at.x[i]))
+            block = block if around is None else around.own(i) + around.through(i, block)
             norms.append(eigenvalue(block @ block.T))
     return torch.stack(norms).sqrt()

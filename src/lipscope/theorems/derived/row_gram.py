@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lipscope.theorems.around import Around
 from lipscope.theorems.derived.column_gram import JacobianColumns
 from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.head_at import HeadAt, HeadsAt
@@ -30,36 +31,38 @@ def weighing(tokens: int, width: int) -> float:
     """Seconds that the certificate takes on one core, about.
 
     For every token, by rows and by columns: six rounds of a Gram matrix of the heads' concatenated
-    ``width`` and a final one whose eigenvalues are found. Fitted to 1 to 12 heads of
+    ``width`` and a final one whose eigenvalues are found. Fitted to 1 to 16 heads of
     width 16 to 64 at 8 to 256 tokens, with torch 2 on a core of 50 GFLOP/s: within a factor of 2.
     """
     return tokens * (0.017 + width**2 * (7e-7 + 1.4e-9 * width + 6e-9 * tokens))
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", cost=weighing)
-def row_gram(at: HeadAt, slope: Tensor | None = None) -> float:
+def row_gram(at: HeadAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """Rows by Cauchy–Schwarz under weights chosen for this input, one head.
 
     The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)``, and the
     same of the transpose; the diagonal blocks keep their covariance term inside.
 
     Holds for any mask, bias and rotary embedding, at ``x``, whatever the weights; exactly
-    as it stands through a norm in front, whose derivative is a part of ``J_ij``.
+    as it stands through a norm in front, whose derivative is a part of ``J_ij``. A residual map of
+    one head has its identity inside ``J_ii``.
     """
-    return weighted_head(at, slope).value
+    return weighted_heads(HeadsAt((at.head,), at.x), slope, around).value
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", cost=weighing)
-def row_gram_joint(at: HeadsAt, slope: Tensor | None = None) -> float:
+def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """The same with all heads and the output projection in one matrix per row.
 
     The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
     ``J_ij = sum_h W_h J^h_ij``, and the same of the transpose.
 
-    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front.
+    Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front; a residual
+    map has its identity inside ``J_ii``, and norms behind it in every row (then by rows alone).
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
-    return weighted_heads(at, slope).value
+    return weighted_heads(at, slope, around).value
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,19 @@ class Weighted:
     weights: Tensor
 
 
-def weighted_head(at: HeadAt, slope: Tensor | None = None) -> Weighted:
+def weighted_head(at: HeadAt) -> Weighted:
     """The certificate of one head, with its rows and weights."""
-    return weighted_heads(HeadsAt((at.head,), at.x), slope)
+    return weighted_heads(HeadsAt((at.head,), at.x))
 
 
-def weighted_heads(at: HeadsAt, slope: Tensor | None = None) -> Weighted:
+def weighted_heads(
+    at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
+) -> Weighted:
     """The lesser of the certificates by rows and by columns, with the rows and their weights."""
-    rows = weighted_rows(JacobianRows(at, slope))
-    columns = weighted_rows(JacobianColumns(at, slope), below=rows.value)
+    rows = weighted_rows(JacobianRows(at, slope, around))
+    if around is not None and not around.plain:
+        return rows  # a column's matrix would not factor over the rows that read it
+    columns = weighted_rows(JacobianColumns(at, slope, around), below=rows.value)
     return replace(rows, value=min(rows.value, columns.value))
 
 
