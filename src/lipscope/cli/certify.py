@@ -27,7 +27,7 @@ _FORMS = {
     "sum": "the sum of their bounds",
     "projection": "the norm of the output projection",
     "joint": "one bound of the whole layer",
-    "expansion": "sigma at X, and a bound of what is of second order",
+    "expansion": "a bound of sigma at X, and one of what is of second order",
 }
 _BALLS = ("token", "frobenius")
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
