@@ -333,11 +333,13 @@ def _random_config(family: str, text: str) -> Any:
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f"`random:{family}` entries should read key=value. Found `{part}`.")
+            raise InputError(
+                f"The entries of `random:{family}` should be of the form key=value. Found `{part}`."
+            )
         if key not in known:
             close = difflib.get_close_matches(key, list(known), n=3)
             raise InputError(
-                f"`{key}` is no entry of the {family} configuration"
+                f"`{key}` is not an entry of the {family} configuration"
                 + (f"; the nearest are {', '.join(close)}." if close else ".")
             )
         entries[key] = _value(value)
