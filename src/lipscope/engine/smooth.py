@@ -259,9 +259,10 @@ def _tune(
 
 
 def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
+    whole: Any = loaded.model if head is None else head
     try:
         with quiet():
-            (loaded.model if head is None else head).save_pretrained(folder)
+            whole.save_pretrained(folder)
             if hasattr(loaded.tokenizer, "save_pretrained"):
                 loaded.tokenizer.save_pretrained(folder)
     except OSError as problem:
