@@ -7,11 +7,13 @@ from lipscope.attention import (
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
+    MultiheadAttention,
     ScaledCosineAttention,
     SigmoidAttention,
     SinkhornAttention,
     variants,
 )
+from lipscope.attention.functional import attention
 from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
@@ -44,6 +46,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Measurement",
     "Monitor",
+    "MultiheadAttention",
     "Operator",
     "Restraint",
     "Rows",
@@ -55,6 +58,7 @@ __all__ = [
     "TokenShare",
     "TopSingular",
     "attack",
+    "attention",
     "bounds",
     "capture",
     "catalogue",
