@@ -26,9 +26,11 @@ INSIDE = {
     "charts": "engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control",
-    "engine": "changed cli_habits measure ranges reliability_sweep sweep sweep_cluster sweep_spec",
-    "experiments": "changed perturb reproduce zero_token",
+    "engine": "changed cli_habits measure ranges reliability_sweep split sweep sweep_cluster "
+    "sweep_spec",
+    "experiments": "changed perturb reproduce splitting zero_token",
     "linalg": "ascent derivative interval operator singular",
+    "measures": "splitting",
     "models": "capture dinov2 families settings sides",
     "pages": "identity page",
     "records": "changed cli_rows engine_bounds folder growth normed parquet perturb record report "

@@ -147,7 +147,14 @@ def test_exponent_says_where_no_power_law_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["witness", "castin2024/figure3", "castin2024/mean-field", "control/early-warning"]
+    "name",
+    [
+        "witness",
+        "castin2024/figure3",
+        "castin2024/mean-field",
+        "control/early-warning",
+        "kim2021/invertibility",
+    ],
 )
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
     told: list[str] = []

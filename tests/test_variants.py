@@ -297,11 +297,9 @@ def test_tied_l2_is_lipschitz_at_every_radius_and_untied_is_not() -> None:
     def sigma(layer, x):
         return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
 
-    bound, near = float(tied.constant(7)), sigma(tied, gaussian(7, 1))
+    bound = float(tied.constant(7))
     for radius in (1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6):
         assert max(sigma(tied, radius * x) for x in inputs) <= bound
-        moved = sigma(tied, gaussian(7, 1) + radius)
-        assert moved == pytest.approx(near, rel=1e-15 * radius + 1e-12)
     grown = [sigma(untied, radius * far) for radius in (1.0, 1e2, 1e4)]
     assert grown[1] > 1e2 * bound and grown[2] == pytest.approx(1e4 * grown[1], rel=0.01)
 

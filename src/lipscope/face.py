@@ -21,6 +21,7 @@ from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
+from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
@@ -53,6 +54,7 @@ __all__ = [
     "ScaledCosineAttention",
     "SigmoidAttention",
     "SinkhornAttention",
+    "Smoothed",
     "TokenShare",
     "TopSingular",
     "attack",
@@ -68,6 +70,7 @@ __all__ = [
     "report",
     "restrain",
     "sigma",
+    "smooth",
     "split",
     "sweep",
     "to_dense",

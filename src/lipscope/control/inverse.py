@@ -126,7 +126,6 @@ def solve(
     tol: float,
     max_steps: int,
     accelerate: bool = True,
-    record: Callable[[Tensor], None] | None = None,
 ) -> Inverse:
     """``X + g(X) = Y`` by ``X ← Y - g(X)``, accelerated by Anderson's mixing.
 
@@ -142,7 +141,6 @@ def solve(
         tol: Of the residual of a sample, relative to ``‖Y‖_F``.
         max_steps: Evaluations at most.
         accelerate: Whether iterates are mixed.
-        record: Called with every iterate.
 
     Returns:
         The best iterate of every sample; ``error`` is the norm of its residual.
@@ -158,8 +156,6 @@ def solve(
     move, steps = torch.zeros_like(flat), 0
     while steps < max_steps:
         steps += 1
-        if record is not None:
-            record(x.view(shape))
         to = flat - g(x.view(shape)).flatten(-2)
         gap = (to - x).norm(dim=-1)
         # A mixed iterate must do what a plain one is sure to do; a plain one is always taken.

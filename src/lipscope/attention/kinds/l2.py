@@ -84,12 +84,6 @@ class L2Attention(Attention):
         folded = self.value.unflatten(0, (self.num_heads, -1)) @ by_head.mT @ by_head
         return w, w, folded.flatten(0, 1)
 
-    def undivided(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys less the mean key, which no distance sees, nor any derivative."""
-        q, k, v = super().undivided(x, context)
-        middle = k.detach().mean(-2, keepdim=True)  # left in, it would round
-        return q - middle, k - middle, v
-
     def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
         """``-|q_i - k_j|²``."""
         s = torch.matmul(2 * q, k.mT, out=out)

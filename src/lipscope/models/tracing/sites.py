@@ -237,8 +237,8 @@ def attention_sites(
             ) from None
         except TimeoutError:
             raise InputError(
-                f"`modules` should be found or not in a second. Found `{modules}`, which tries too "
-                "many ways; write it without nested repetitions."
+                "`modules` should match, or fail to match, within a second. Found "
+                f"`{modules}`, which tries too many ways; write it without nested repetitions."
             ) from None
         if not found:
             raise InputError(
