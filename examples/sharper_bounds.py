@@ -1,8 +1,8 @@
 """How loose bounds were before some sharpenings, and are now: bound over sigma, 1 is exact.
 
 Random layers of six tokens of width 8: the old form is computed from the same parts. Proofs:
-docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md (moments,
-the third order). For decisions: radii over those without the Hessian.
+docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md
+(moments, the third order). For decisions: radii over those without the Hessian.
 
 Run: python examples/sharper_bounds.py
 """
@@ -103,4 +103,5 @@ for form, pairs in residual.items():
     before, after = (median(column) for column in zip(*pairs, strict=True))
     print(f"row-Gram of x + f(x), {form:9} median {before:.3f} with 1 + |J|, {after:.3f} now")
 for ball, found in radii.items():
-    print(f"radii of decisions, {ball:9} ball: {median(found):.2f} of before, {max(found):.2f} at most")
+    middle, most = median(found), max(found)
+    print(f"radii of decisions, {ball:9} ball: {middle:.2f} of before, {most:.2f} at most")

@@ -175,4 +175,6 @@ def test_a_radius_goes_with_no_norm_in_front() -> None:
     about = {"layers": [0], "lengths": [6], "map": "residual", "radius": 9.0}
     with pytest.raises(ls.InputError, match="`radius` should be left out for a layer with a norm"):
         ls.bounds(f"random:gpt2:{TINY['gpt2']}", TEXT, **about)
-    assert all(b.radius == 9.0 for b in ls.bounds(f"random:bert:{TINY['bert']}", TEXT, **about).bounds)
+    assert all(
+        b.radius == 9.0 for b in ls.bounds(f"random:bert:{TINY['bert']}", TEXT, **about).bounds
+    )

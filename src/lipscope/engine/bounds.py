@@ -48,8 +48,8 @@ def bounds(
         out: As for `measure`.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
-            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and measures sigma in
-            it (all theorems, and sigma in the Frobenius norm, without); ``theorems`` are all;
+            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
+            measures sigma in it (all, and the Frobenius norm, without); ``theorems`` are all;
             ``sharp=False``: without the bounds that take seconds a head; ``radius="inputs"``: that
             of the largest input, not with a norm in front, whose bounds on all inputs hold for
             tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.

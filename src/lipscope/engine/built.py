@@ -127,9 +127,7 @@ def asked(
     row: Measurement,
     built: LayerMap,
     spec: Spec,
-    about: Callable[
-        [], tuple[Attention | Normed | Residual, tuple[float | None, float | None]]
-    ],
+    about: Callable[[], tuple[Attention | Normed | Residual, tuple[float | None, float | None]]],
 ) -> tuple[Bound, ...]:
     """Every theorem of the specification about a row, with its value or why it has none.
 

@@ -42,9 +42,7 @@ def row_gram(at: HeadAt, slope: Tensor | None = None, around: Around | None = No
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, all heads", slow=True)
-def row_gram_joint(
-    at: HeadsAt, slope: Tensor | None = None, around: Around | None = None
-) -> float:
+def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | None = None) -> float:
     """The same with all heads and the output projection in one matrix per row.
 
     The lesser of ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = λ_max(sum_j J_ij J_ij^T / p_ij)`` with
