@@ -155,7 +155,8 @@ class Decision:
     def __init__(
         self, layer: Attention, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Pool
     ) -> None:
-        self.layer, self.pool = in_double(layer, None), pool
+        self.layer = in_double(layer, None)
+        self.pool: Pool = pool
         self.x = tokens_of(self.layer, x)
         self.weight = weight.detach().to("cpu", torch.float64)
         if pool not in ("mean", "first"):

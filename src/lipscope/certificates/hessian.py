@@ -42,9 +42,9 @@ def largest_form(h: Float[Tensor, "nd nd"], tokens: int, ball: BallName) -> floa
     """``>= sup <E, H E>`` over the unit ball, 0 at least.
 
     In the Frobenius ball the largest eigenvalue. In the token ball, for any ``μ_j > 0``,
-    ``λ_max(D^(-1/2) H D^(-1/2)) sum_j μ_j`` with ``D = diag(μ_j I)``, a convex function of ``log μ``: a
-    descent takes weights to the tokens that carry the top eigenvectors, from the multipliers of
-    the best maximum that ascents find. Any weights hold.
+    ``λ_max(D^(-1/2) H D^(-1/2)) sum_j μ_j`` with ``D = diag(μ_j I)``: a descent takes weights to
+    the tokens that carry the top eigenvectors, from the multipliers of the best maximum that
+    ascents find. Any weights hold.
     """
     if not bool(h.isfinite().all()):
         return math.inf

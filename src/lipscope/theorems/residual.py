@@ -1,7 +1,7 @@
 """The map ``residual``: attention, the stream that it is added to, and norms on the way.
 
-Bounds go from attention (or from the map ``normed``) to it by ``1 + ‖J‖``, or take the identity into
-their diagonal blocks. Proofs: ``docs/theory/local-certificates.md``, on the map ``residual``.
+Bounds go from attention, or from the map ``normed``, to it by ``1 + ‖J‖``, or take the identity
+into their diagonal blocks. Proofs: ``docs/theory/local-certificates.md``, on the map ``residual``.
 """
 
 from __future__ import annotations
