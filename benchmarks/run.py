@@ -40,7 +40,9 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     """The sections by name, in the order of the page."""
     import batching
     import certificates
+    import control
     import counts
+    import functional
     import memory
     import products
     import report
@@ -58,11 +60,13 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "counts": lambda: counts.section(quick=quick),
         "batching": lambda: batching.section(quick=quick),
         "memory": lambda: memory.memory_section(quick=quick),
+        "functional": lambda: functional.section(quick=quick),
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),
         "sweeps": lambda: sweeps.section(quick=quick),
         "page": lambda: report.section(quick=quick),
+        "control": lambda: control.section(quick=quick),
         "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 

@@ -25,7 +25,7 @@ from lipscope.records.rows import Measurement
 
 TINY = "random:bert:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,intermediate_size=16"
 _PLAN = """
-import resource, sys, time
+import sys, time
 began = time.perf_counter()
 from lipscope.engine.sweep import read_spec
 from lipscope.engine.plan import InputKey, Shape, Survey, plan
@@ -35,8 +35,9 @@ spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10"
 items = [InputKey(n, s, 100 * s, f"{n} {s}") for n in spec.lengths for s in range(spec.samples)]
 jobs = plan(spec, [Survey(Shape(10, None), {"default": items}, None)] * 10)
 ended = time.perf_counter()
-print(len(jobs), loaded - began, ended - loaded,
-      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+sys.path.insert(0, sys.argv[2])
+from memory import peak
+print(len(jobs), loaded - began, ended - loaded, peak() / 2**20)
 """
 
 
@@ -52,7 +53,8 @@ is the time of a job in a sweep with one worker, driver and worker on one and th
 the time of the same job without driver, files and messages; with and without the 16 tokens of
 each row. It means something on an idle machine only."""
     )
-    words = _run(_PLAN, str(count // 10_000)).split()
+    here = str(Path(__file__).resolve().parent)
+    words = _run(_PLAN, str(count // 10_000), here).split()
     jobs, imported, planned, memory = int(words[0]), *map(float, words[1:])
     assert jobs == count
     lines = [

@@ -9,11 +9,15 @@ from torch import Tensor
 from lipscope import to_dense
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     Rotary,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     TokenNorm,
 )
 from lipscope.theorems import catalogue, evaluate
@@ -47,6 +51,10 @@ REGIMES = (
     "soft cap, causal",
     "heads, grouped, normalised",
 )
+
+
+# Other variants.
+OTHERS = ("L2", "cosine", "LipschitzNorm", "Sinkhorn", "sigmoid", "clipped", "divided")
 
 
 def draw(regime: str, seed: int) -> tuple[DotProduct, Tensor]:
@@ -122,8 +130,19 @@ def draw_variant(name: str, seed: int) -> tuple[Attention, Tensor]:
         layer = ScaledCosineAttention(
             t(6, 4), t(6, 4), t(4, 4), t(3, 4), temperature=2.0, eps=0.1, heads=2, causal=causal
         )
-    else:
+    elif name == "LipschitzNorm":
         layer = LipschitzNormAttention(t(3, 4), t(3, 4), t(2, 4), t(3, 2))
+    elif name == "Sinkhorn":
+        layer = SinkhornAttention(t(6, 4), t(6, 4), t(4, 4), t(3, 4), heads=2, scale=0.01)
+    else:
+        kinds = {
+            "sigmoid": (SigmoidAttention, {}),
+            "clipped": (ClippedAttention, {"radius": 1.5}),
+            "divided": (DividedAttention, {"by": "G2", "num_tokens": n, "radius": 1.5}),
+        }
+        kind, options = kinds[name]
+        weights = t(6, 4), t(6, 4), t(4, 4), t(3, 4)
+        layer = kind(*weights, heads=2, causal=causal, scale=0.1, **options)
     return layer, x
 
 
@@ -132,7 +151,7 @@ def all_cases(per_regime: int) -> Iterator[tuple[str, Attention, Tensor]]:
     for seed in range(per_regime):
         for regime in REGIMES:
             yield regime, *draw(regime, seed)
-        for name in ("L2", "cosine", "LipschitzNorm"):
+        for name in OTHERS:
             yield name, *draw_variant(name, seed)
 
 

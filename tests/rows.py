@@ -55,6 +55,7 @@ KEYS = [
     "argument",
     "projection",
     "derivative_error",
+    "trained_length",
 ]
 TOKEN_KEYS = ["id", "index", "text", "share_in", "share_out", "norm"]
 BOUND_KEYS = ["id", "theorem", "statement", "cite", "kind", "scope", "metric", "value"]

@@ -15,12 +15,12 @@ from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep import wire
 
-# `l2_extremal` is made for another kind of attention: two of these ten jobs raise.
+# `l2_opposed` is made for another kind of attention: two of these ten jobs raise.
 SPEC: dict[str, Any] = {
     "models": [BERT],
     "lengths": [6],
     "samples": 4,
-    "inputs": ["real", "l2_extremal"],
+    "inputs": ["real", "l2_opposed"],
     "theorems": ["castin_thm_3_3"],
 }
 JOBS, FAILED = 10, 2

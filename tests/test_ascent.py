@@ -12,7 +12,7 @@ from lipscope.attention import Rotary
 from lipscope.linalg import singular
 from small import drawn, sigma
 
-BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_extremal"]
+BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_opposed"]
 
 # --- ascent
 
@@ -156,7 +156,7 @@ def test_worst_measures_everything_and_sorts() -> None:
             layer.float()
         else:
             assert row.reason
-    (missing,) = [row for row in rows if row.name == "l2_extremal"]
+    (missing,) = [row for row in rows if row.name == "l2_opposed"]
     assert missing.reason == "made for L2 attention. Found `DotProduct`."
     assert missing.head is None
 

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     Rotary,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
 )
 from lipscope.theorems import (
     AskedLayer,
@@ -35,7 +39,17 @@ from lipscope.theorems import (
 ROUNDING = 1e-9
 WIDTH, EACH = 4, 5
 KINDS = ("random", "clustered", "large radius", "sphere", "equal tokens", "ascent")
-VARIANTS = ("rotary", "L2", "cosine", "LipschitzNorm")
+VARIANTS = (
+    "rotary",
+    "L2",
+    "cosine",
+    "LipschitzNorm",
+    "Sinkhorn",
+    "sigmoid",
+    "clipped",
+    "normalised",
+    "divided",
+)
 COSTLY = {"row_gram", "row_gram_joint"}  # a second each: asked now and then
 EXTRAS = ("plain", "causal", "masked", "biased", "heads", "heads, causal", "heads, masked")
 
@@ -67,8 +81,29 @@ def build(variant: str, extra: str, n: int, seed: int) -> Attention | None:
             rotary=Rotary(angle.cos(), angle.sin()),
             **mask,
         )
+    if variant in ("sigmoid", "clipped", "normalised", "divided"):
+        three = tuple(t(2 * heads, WIDTH) for _ in range(3))
+        if extra in ("biased", "heads, causal"):
+            mask |= {name: t(2 * heads) for name in ("query_bias", "key_bias", "value_bias")}
+        mask |= {"heads": heads, "scale": 0.3}
+        if variant == "sigmoid":
+            return SigmoidAttention(*three, output, offset=-1.0 if seed else None, **mask)
+        if variant == "divided":
+            by = "theorem-3.3" if seed else "mean-field" if n > 2 else "G2"
+            if mask["causal"] or mask["mask"] is not None:
+                by = "G2"
+            return DividedAttention(*three, output, by=by, num_tokens=n, radius=2.0, **mask)
+        into = "clip" if variant == "clipped" else "normalise"
+        return ClippedAttention(*three, output, radius=1.0 + seed, into=into, **mask)
     if extra == "biased":
         return None
+    if variant == "Sinkhorn":
+        if "causal" in extra:
+            return None
+        shown = shown & shown.T | torch.eye(n, dtype=torch.bool)
+        mask = {"mask": shown if "masked" in extra else None}
+        three = (0.3 * t(2 * heads, WIDTH) for _ in range(3))
+        return SinkhornAttention(*three, output, heads=heads, scale=0.2, **mask)
     if variant == "L2":
         return L2Attention(t(2 * heads, WIDTH), t(2 * heads, WIDTH), output, heads=heads, **mask)
     if variant == "cosine":
@@ -148,7 +183,8 @@ def test_every_variant_on_every_kind_of_input(variant: str) -> None:
     checked: Counter[tuple[str, str]] = Counter()
     subject: tuple[type, ...] = (Head, HeadAt, HeadsAt)
     # Fewer layers where bounds are asked at every input, more where most extras do not exist.
-    seeds, lengths = {"rotary": (1, (6,)), "LipschitzNorm": (4, (2, 7))}.get(variant, (2, (2, 7)))
+    fewer = {"rotary": (1, (6,)), "LipschitzNorm": (4, (2, 7)), "Sinkhorn": (3, (2, 7))}
+    seeds, lengths = fewer.get(variant, (2, (2, 7)))
     sizes = itertools.product(range(seeds), lengths, EXTRAS)
     for index, (seed, n, extra) in enumerate(sizes):
         layer = build(variant, extra, n, seed)

@@ -113,3 +113,16 @@ def test_a_model_object_reads_text_with_the_tokenizer_of_its_folder_or_not_at_al
     )
     assert found[0].tokens_sha256 == expected[0].tokens_sha256
     assert found.tokens[1].text == "it" and "bytes" not in (found[0].note or "")
+
+
+def test_the_trained_length_is_the_least_that_the_files_say(tmp_path) -> None:
+    assert load_model("minilm").trained_length == 128  # what its tokenizer cuts to; 512 fit
+    assert load_model("random:bert:num_hidden_layers=1").trained_length is None  # never trained
+    saved(tmp_path)
+    said = tmp_path / "sentence_bert_config.json"
+    said.write_text('{"max_seq_length": 77}')
+    assert load_model(str(tmp_path)).trained_length == 77
+    said.write_text("[" * 10_000)  # a file that cannot be read says nothing
+    model = BertModel.from_pretrained(tmp_path).eval()
+    (row, *_) = ls.measure(model, IDS, layers=0)
+    assert row.trained_length == load_model(str(tmp_path)).trained_length == 512

@@ -45,7 +45,7 @@ def test_the_rows_are_those_of_the_python_function(lipscope):
         "--tol",
         "1e-4",
     ]
-    arguments += ["--delta", "1e-3", "--windows", "consecutive", "--rest"]
+    arguments += ["--delta", "1e-3", "--windows", "disjoint", "--rest"]
     result = lipscope(BERT, "--text", "text.txt", *arguments, "--jsonl")
     assert result.status == 0, result.err
     rows = ls.measure(
@@ -62,7 +62,7 @@ def test_the_rows_are_those_of_the_python_function(lipscope):
         dtype="float64",
         tol=1e-4,
         delta=1e-3,
-        windows="consecutive",
+        windows="disjoint",
         rest=True,
     )
     for values, expected in zip(result.rows, rows, strict=True):
@@ -139,8 +139,10 @@ def test_layers_heads_and_windows(lipscope):
     assert [v["start"] for v in result.rows[::2]] == [0, (len(TEXT) - 5) // 2, len(TEXT) - 5]
     result = lipscope(*common, "--layers", "0", "--per-head", "--out", "b")
     assert [v["head"] for v in result.rows] == [0, 1, 2] * 3
-    result = lipscope(*common, "--layers", "0", "--windows", "consecutive", "--out", "c")
-    assert [v["start"] for v in result.rows] == [0, 5, 10]
+    more = ["--layers", "0", "--lengths", "5,8", "--windows", "disjoint", "--out", "c"]
+    result = lipscope(*common, *more)
+    places = [0, (len(TEXT) - 13) // 2, len(TEXT) - 13]
+    assert [v["start"] for v in result.rows] == [*places, *(5 + place for place in places)]
     result = lipscope(*common, "--map", "model", "--out", "d")
     assert [v["layer"] for v in result.rows] == [None] * 3
 

@@ -76,7 +76,7 @@ def test_requests_that_cannot_be_answered(lipscope, arguments, expected):
     ("name", "word", "expected"),
     [
         ("--metric", "largest", "`metric` should be one of frobenius, token-relative"),
-        ("--windows", "random", "`windows` should be one of spread, consecutive"),
+        ("--windows", "random", "`windows` should be one of spread, disjoint"),
         ("--dtype", "float16", "`dtype` should be one of float32, float64"),
     ],
 )
@@ -109,10 +109,10 @@ def test_texts_that_cannot_be_measured(lipscope, content, expected, where):
 
 
 def test_too_short_a_text_says_how_many_tokens_it_takes(lipscope):
-    arguments = ["--lengths", "8,16", "--samples", "300", "--windows", "consecutive"]
+    arguments = ["--lengths", "8,16", "--samples", "300", "--windows", "disjoint"]
     refused(
         lipscope(BERT, "--text", "text.txt", *arguments),
-        f"at least {300 * 16} tokens",
+        f"at least {300 * (8 + 16)} tokens",
         f"Found {len(TEXT)}",
     )
     options = ["minilm", "--text", "-", "--samples", "1", "--layers", "0", "--lengths", "6"]

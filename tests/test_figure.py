@@ -3,6 +3,7 @@
 import json
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import save
 from lipscope.charts.marks import (
     MAX_POINTS,
+    apart,
     curve_means,
     palette,
     point_of,
@@ -63,7 +65,7 @@ def test_svg_says_what_is_shown(tmp_path: Path):
     for part in (
         "Growth of sigma with the number of tokens: my model",
         "map attention, metric frobenius, move all, read all",
-        "delta = 1e-06 each",
+        "bars: its 95 % interval",
         "geometric mean of 5 samples",
         "number of tokens n",
         "sigma: norm of output change per norm of input change",
@@ -152,7 +154,6 @@ def test_many_rows_are_drawn_by_their_means(tmp_path: Path):
 def test_null_values_are_drawn_without_a_word_of_null(tmp_path: Path):
     rows = curve(lambda n, s: 2.0, upper=None, relative=None, top_token=None, top_share=None)
     point = point_of(rows[0], 2.0, {})
-    assert point["upper"] == 2.0
     assert {point[k] for k in ("interval", "relative", "top token", "its share")} == {"–"}
     assert save(growth_chart(rows), tmp_path / "a.svg").stat().st_size > 1000
 
@@ -161,6 +162,16 @@ def test_lines_run_through_the_geometric_mean():
     rows = [row(sample=k, sigma=s) for k, s in enumerate((1.0, 10.0, 100.0))]
     means = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows])
     assert [m["value"] for m in means] == pytest.approx([10.0])
+
+
+def test_bars_are_the_interval_of_the_geometric_mean_of_samples_that_share_no_text():
+    rows = [row(sample=k, sigma=s, start=100 * k) for k, s in enumerate((1.0, 10.0, 100.0))]
+    (mean,) = curve_means([point_of(r, r.sigma or 0.0, {}) for r in rows], independent=True)
+    # Student's quantile with two degrees of freedom is 4.3027; logs are -1, 0, 1 times ln 10.
+    half = 4.3027 * math.log(10) / math.sqrt(3)
+    ends = [math.exp(math.log(10) - half), 10.0, math.exp(math.log(10) + half)]
+    assert [mean[end] for end in ("low", "value", "high")] == pytest.approx(ends, rel=1e-4)
+    assert apart(rows) and not apart([replace(r, start=r.sample) for r in rows])
 
 
 def test_points_stand_side_by_side_and_nearest_to_their_own_length():
@@ -268,3 +279,11 @@ def test_text_without_shares_is_refused(share: float | None):
     token = TokenShare(id="x", index=0, text="a", share_in=share, share_out=None, norm=None)
     with pytest.raises(InputError, match="Found 1 tokens without a share"):
         shaded_text([token])
+
+
+def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
+    rows = [replace(r, trained_length=128) for r in grown(lengths=[32, 128, 512])]
+    svg = words(save(growth_chart(rows), tmp_path / "a.svg"))
+    assert "trained to 128" in svg
+    short = [r for r in rows if r.num_tokens <= 128]
+    assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))

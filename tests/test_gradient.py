@@ -21,7 +21,7 @@ REGIMES = (
     "heads, grouped, biased, causal",
     "heads, no projection",
 )
-VARIANTS = ("L2", "cosine", "LipschitzNorm")
+VARIANTS = layers.OTHERS
 STEP = 1e-5  # central differences: 1e-10 of curvature plus 1e-11 of rounding
 
 

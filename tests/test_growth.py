@@ -217,7 +217,7 @@ def test_the_largest_deviation_of_the_means_is_told_beside_p():
 @pytest.mark.parametrize("paired", [True, False])
 def test_windows_that_share_text_have_no_interval_and_no_test(paired: bool):
     rows = rows_of(0.3 * X + np.random.default_rng(9).normal(size=(5, 5)))
-    # As "consecutive" cuts them: sample s of n tokens from s n on, so lengths share text.
+    # Sample s of n tokens from s n on: those of one length do not overlap, and lengths share text.
     shared = [replace(r, start=r.sample * (200 if paired else r.num_tokens)) for r in rows]
     fit = of(shared, paired=paired)
     assert (fit.low, fit.high, fit.level, fit.lack_of_fit_p, fit.fits) == (None,) * 5
@@ -226,6 +226,25 @@ def test_windows_that_share_text_have_no_interval_and_no_test(paired: bool):
     gap = 0 if paired else 10_000
     apart = [replace(r, start=1000 * r.sample + gap * r.num_tokens) for r in rows]
     assert of(apart, paired=paired).fits is not None
+
+
+def test_inputs_beyond_the_trained_length_are_fitted_apart():
+    rows = [
+        replace(r, trained_length=128, sigma=r.num_tokens**0.25 * (1 if r.num_tokens < 129 else 9))
+        for n in (16, 32, 64, 128, 256, 512, 1024)
+        for r in curve(lambda m, s: 1.0, lengths=(n,))
+    ]
+    fit = of(rows)
+    assert fit.lengths == (16, 32, 64, 128) and fit.slope == pytest.approx(0.25)  # without the jump
+    assert fit.beyond is not None and fit.beyond.lengths == (256, 512, 1024)
+    assert fit.beyond.slope == pytest.approx(0.25)
+    assert fit.note is not None and fit.note.endswith("the model was trained on are fitted apart")
+    few = of([r for r in rows if r.num_tokens < 512])
+    assert few.beyond is None and few.note is not None and few.note.endswith("are left out")
+    long = of([r for r in rows if r.num_tokens > 64])
+    assert long.lengths == (256, 512, 1024) and "are longer than the 128" in (long.note or "")
+    # An input that was built is none of the text that a model was trained on.
+    assert of([replace(r, input="two_cluster") for r in rows]).num_lengths == 7
 
 
 def test_a_sample_that_lacks_a_length_is_dropped_whole_and_counted():

@@ -8,13 +8,13 @@ import torch
 
 import lipscope as ls
 from lipscope import L2Attention, attacks
-from lipscope.measures.atoms import repeated_tokens
+from lipscope.measures import repeated_tokens
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.kim2021 import phi_inverse
 from small import ONE, drawn, line, sigma
 
-BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_extremal"]
+BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_opposed"]
 
 # --- what theory predicts of one head
 
@@ -206,9 +206,9 @@ def test_ten_million_tokens() -> None:
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 1.285), (11, 1.235), (101, 1.144), (1001, 1.096)])
-def test_l2_extremal_comes_close_to_the_bound(n: int, ratio: float) -> None:
+def test_l2_opposed_comes_close_to_the_bound(n: int, ratio: float) -> None:
     layer = L2Attention(ONE, ONE)
-    built = attacks.l2_extremal(layer, num_tokens=n, radius=10.0)
+    built = attacks.l2_opposed(layer, num_tokens=n, radius=10.0)
     inverse = phi_inverse(float(n - 1))
     value = 4 * inverse
     expected = value - 1 + 2 / (1 + inverse)
@@ -226,7 +226,7 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
         gen = torch.Generator().manual_seed(seed)
         layer = L2Attention(*torch.randn(2, 3, 4, generator=gen).double(), causal=causal)
         for radius in (0.2, 5.0):
-            built = attacks.l2_extremal(layer, num_tokens=7, radius=radius)
+            built = attacks.l2_opposed(layer, num_tokens=7, radius=radius)
             assert sigma(layer, built.x) >= (built.predicted or math.inf) * (1 - 1e-10)
             assert float(built.x.norm(dim=1).max()) <= radius * (1 + 1e-12)
 
@@ -244,7 +244,7 @@ def test_l2_prediction_is_below_sigma(causal: bool) -> None:
 )
 @pytest.mark.parametrize("build", [*attacks.PER_HEAD.values(), attacks.ascend, attacks.worst])
 def test_bad_input_is_one_line(build, options: dict, message: str) -> None:
-    layer = L2Attention(ONE, ONE) if build is attacks.l2_extremal else line()
+    layer = L2Attention(ONE, ONE) if build is attacks.l2_opposed else line()
     with pytest.raises(ls.InputError) as error:
         build(layer, **{"num_tokens": 4, "radius": 1.0, **options})
     assert message in str(error.value)
@@ -253,7 +253,7 @@ def test_bad_input_is_one_line(build, options: dict, message: str) -> None:
 
 @pytest.mark.parametrize("build", attacks.PER_HEAD.values())
 def test_head_out_of_range_is_one_line(build) -> None:
-    layer = L2Attention(ONE, ONE) if build is attacks.l2_extremal else line()
+    layer = L2Attention(ONE, ONE) if build is attacks.l2_opposed else line()
     with pytest.raises(ls.InputError, match="`head` should be between 0 and 0"):
         build(layer, num_tokens=4, radius=1.0, head=1)
 

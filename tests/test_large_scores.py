@@ -8,7 +8,7 @@ import torch
 import lipscope as ls
 from hostile import EXTENDED, jacobian
 from lipscope import DotProduct, InputError, to_dense
-from lipscope.attention import L2Attention
+from lipscope.attention import L2Attention, SigmoidAttention, SinkhornAttention
 
 SCALES = [10.0**e for e in range(0, 31, 3)]
 
@@ -95,3 +95,25 @@ def test_distances_that_cancel() -> None:
     layer = L2Attention(torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64))
     with pytest.raises(InputError, match="for float32 to know the attention weights"):
         layer.float().linearise(x.float())
+
+
+def test_weights_without_a_sum_at_large_scores() -> None:
+    """Sigmoid and Sinkhorn: right, or refused, and settled where no rounding matters."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, x = (torch.randn(m, 4, generator=g, dtype=torch.float64) for m in (4, 4, 4, 6))
+    for kind in (SigmoidAttention, SinkhornAttention):
+        for scale in (1.0, 1e2, 1e4, 1e6):
+            layer = kind(scale * q, k, v)
+            try:
+                found = to_dense(layer.float().linearise(x.float()))
+                exact = to_dense(layer.double().linearise(x.float().double()))
+            except InputError:
+                assert scale > 1
+                continue
+            assert float((found.double() - exact).norm()) <= 2e-3 * float(exact.norm()) + 1e-12
+    one = torch.ones(1, 1)
+    settled = SigmoidAttention(1e8 * one, one, one, offset=0.0).linearise(torch.ones(3, 1))
+    torch.testing.assert_close(to_dense(settled), torch.ones(3, 3))
+    turn = torch.linalg.qr(q).Q  # scores of two tokens cancel, and are of any sign
+    with pytest.raises(InputError, match="for float64 to know the attention weights"):
+        SigmoidAttention(1e14 * turn, turn, v, offset=0.0).linearise(torch.eye(4).double())

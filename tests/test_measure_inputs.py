@@ -290,15 +290,18 @@ def test_spread_windows_start_at_the_same_tokens_at_every_length():
     assert [r.start for r in only] == [0]
 
 
-def test_consecutive_windows_follow_each_other_at_every_length():
-    rows = measured("gpt2", TEXT, lengths=[5, 8], samples=3, windows="consecutive")
+def test_no_two_disjoint_windows_share_text_at_any_length():
+    exactly = TEXT[:39]
+    rows = measured("gpt2", exactly, lengths=[5, 8], samples=3, windows="disjoint")
     assert [(r.num_tokens, r.start) for r in rows] == [
-        (5, 0), (5, 5), (5, 10), (8, 0), (8, 8), (8, 16),
+        (5, 0), (5, 13), (5, 26), (8, 5), (8, 18), (8, 31),
     ]  # fmt: skip
-    exactly = TEXT[:24]
-    measured("gpt2", exactly, lengths=[8], samples=3, windows="consecutive")
-    with pytest.raises(InputError, match=r"at least 24 tokens.*Found 23"):
-        measured("gpt2", exactly[:23], lengths=[8], samples=3, windows="consecutive")
+    with pytest.raises(InputError, match=r"at least 39 tokens.*Found 38"):
+        measured("gpt2", exactly[:38], lengths=[5, 8], samples=3, windows="disjoint")
+    # Of a longer text every sample has its own part: (len - 13) / 2 apart.
+    rows = measured("gpt2", TEXT, lengths=[5, 8], samples=3, windows="disjoint")
+    apart = [s * (len(TEXT.encode()) - 13) // 2 for s in range(3)]
+    assert [r.start for r in rows] == [*apart, *(5 + place for place in apart)]
 
 
 def test_special_tokens_are_counted():

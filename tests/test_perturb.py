@@ -17,7 +17,7 @@ from lipscope.experiments.castin2024.perturb import (
     singular_move,
     split_change,
 )
-from lipscope.measures.atoms import repeated_tokens
+from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, share_interval
 from small import drawn, line, sigma
 

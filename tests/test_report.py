@@ -115,7 +115,7 @@ def test_growth_says_nothing_below_three_lengths():
 def test_windows_decide_whether_samples_are_paired():
     rows = curve(lambda n, s: 10.0**s * n**0.25)
     (paired,) = Rows(rows).growth().values()
-    (unpaired,) = Rows(rows, windows="consecutive").growth().values()
+    (unpaired,) = Rows(rows, windows="disjoint").growth().values()
     assert paired is not None and paired.paired
     assert unpaired is not None and not unpaired.paired
 

@@ -146,7 +146,16 @@ def test_exponent_says_where_no_power_law_fits() -> None:
     assert exponent(None) == "–" and middle([]) == "–"
 
 
-@pytest.mark.parametrize("name", ["witness", "castin2024/figure3", "castin2024/mean-field"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "witness",
+        "castin2024/figure3",
+        "castin2024/mean-field",
+        "control/early-warning",
+        "kim2021/invertibility",
+    ],
+)
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
     told: list[str] = []
     first = reproduce(name, quick=True, out=tmp_path / "a", progress=lambda d, n, p: told.append(p))
@@ -183,9 +192,11 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "figure4",
         "large-radius",
         "looseness",
+        "measures",
         "long-context",
         "robustness",
         "scaling-factor",
+        "splitting",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:

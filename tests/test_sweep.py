@@ -120,9 +120,9 @@ def test_a_job_that_raises_is_a_row_with_its_error(uninterrupted):
     failed = [r for r in run.measurements() if r.status == "failed"]
     assert len(failed) == FAILED
     for row in failed:
-        assert (row.input, row.sigma) == ("l2_extremal", None)
+        assert (row.input, row.sigma) == ("l2_opposed", None)
         assert row.error == (
-            "`l2_extremal` is not available for this layer: made for L2 attention. "
+            "`l2_opposed` is not available for this layer: made for L2 attention. "
             "Found `DotProduct`."
         )
     assert set(run.bounds["theorem"]) == {"castin_thm_3_3"}

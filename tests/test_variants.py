@@ -18,24 +18,31 @@ from agreement import agree, gaussian
 from lipscope import to_dense
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
+    Softmax,
     TokenNorm,
     variants,
 )
 from lipscope.errors import InputError
+from lipscope.theorems import catalogue, evaluate
 
 N = 6
 
 
 @dataclass
 class Example:
-    """How to build a variant: the shapes of its paper's weights, and other arguments."""
+    """How to build a variant: the shapes of its paper's weights, other arguments, any mask."""
 
     weights: dict[str, tuple[int, ...]]
     options: dict[str, Any] = field(default_factory=dict)
+    masked: bool = True
 
     def build(self, kind: type[Attention], *, trained: bool = True, **options: Any) -> Attention:
         weights = {}
@@ -52,8 +59,18 @@ EXAMPLES: dict[type[Attention], Example] = {
     ScaledCosineAttention: Example(
         TWO_HEADS | {"temperature": (), "gain": ()}, {"heads": 2, "eps": 0.3}
     ),
-    LipschitzNormAttention: Example(
-        {"query": (3, 4), "key": (3, 4), "value": (2, 4), "output": (5, 2)}
+    LipschitzNormAttention: Example(TWO_HEADS, {"heads": 2}, masked=False),
+    SinkhornAttention: Example(TWO_HEADS, {"heads": 2}, masked=False),
+    SigmoidAttention: Example(
+        TWO_HEADS | {"query_bias": (6,), "key_bias": (6,), "value_bias": (4,), "output_bias": (5,)},
+        {"heads": 2},
+    ),
+    ClippedAttention: Example(
+        TWO_HEADS | {"query_bias": (6,), "value_bias": (4,)}, {"heads": 2, "radius": 1.5}
+    ),
+    DividedAttention: Example(
+        TWO_HEADS | {"query_bias": (6,), "value_bias": (4,)},
+        {"heads": 2, "by": "G2", "num_tokens": 9, "radius": 1.5},
     ),
 }
 MASKS: dict[str, dict[str, Any]] = {
@@ -67,10 +84,6 @@ each_variant = pytest.mark.parametrize("kind", variants(), ids=lambda one: one._
 
 def build(kind: type[Attention], **options: Any) -> Attention:
     return EXAMPLES[kind].build(kind, **options)
-
-
-def masked(kind: type[Attention]) -> bool:
-    return "mask" in build(kind).fields()
 
 
 @each_variant
@@ -126,7 +139,7 @@ def test_copies_are_the_layer_and_leave_it_alone(kind) -> None:
 @each_variant
 def test_heads_alone_add_up(kind) -> None:
     layer, x = build(kind), gaussian(N, 4)
-    if masked(kind):
+    if EXAMPLES[kind].masked:
         layer = layer.replace(**MASKS["masked by head"])
     alone = [layer.head(h) for h in range(layer.num_heads)]
     assert all(one.num_heads == 1 for one in alone)
@@ -144,11 +157,11 @@ def test_heads_alone_add_up(kind) -> None:
 @each_variant
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(kind, mask) -> None:
-    if not masked(kind):
-        pytest.skip("every token is visible in this variant")
+    if not EXAMPLES[kind].masked:
+        pytest.skip("not every mask is possible in this variant")
     layer = build(kind).replace(**MASKS[mask])
     agree(layer, gaussian(N, 4))
-    if mask == "causal":
+    if mask == "causal" and kind is not SigmoidAttention:
         x = gaussian(N, 4)
         torch.testing.assert_close(layer(x)[:3], layer(x[:3]))
 
@@ -158,6 +171,8 @@ def test_weights_of_tokens_count_their_copies(kind) -> None:
     layer, x, counts = build(kind), gaussian(N, 4), torch.tensor([1, 3, 1, 2, 1, 1])
     weights = counts.double().log()
     agree(layer, x, weights)
+    if not isinstance(layer.weighting, Softmax):
+        return
     expected = layer(x, x.repeat_interleave(counts, 0))
     torch.testing.assert_close(layer(x, log_weights=weights), expected)
 
@@ -183,9 +198,12 @@ def test_a_norm_of_all_heads_leaves_none_alone() -> None:
 @each_variant
 def test_heads_one_by_one_add_up(kind) -> None:
     layer, x, e = build(kind), gaussian(N, 4), gaussian(N, 4, seed=9)
-    if layer.by_token:
-        single = layer.linearise(x, per_head=True).matvec(e.expand(layer.num_heads, -1, -1))
-        assert torch.allclose(single.sum(0), layer.linearise(x).matvec(e))
+    op, single = layer.linearise(x), layer.linearise(x, per_head=True)
+    pushed = single.matvec(e.expand(layer.num_heads, -1, -1))
+    torch.testing.assert_close(pushed.sum(0), op.matvec(e))
+    g = op.matvec(e)
+    pulled = single.rmatvec(g.expand(layer.num_heads, -1, -1))
+    torch.testing.assert_close(pulled.sum(0), op.rmatvec(g))
 
 
 def test_l2_attention_is_its_definition() -> None:
@@ -261,5 +279,187 @@ def test_wrong_arguments_say_what_to_change() -> None:
         ScaledCosineAttention(eye, eye, eye, temperature=0.0)
     with pytest.raises(InputError, match=r"`query` and `value` should have a multiple of 3 rows"):
         L2Attention(eye, eye, heads=3)
-    with pytest.raises(InputError, match=r"`per_head` should be False"):
-        LipschitzNormAttention(eye, eye, eye).linearise(eye, per_head=True)
+
+
+class Untied(L2Attention):
+    """The score of L2 attention with keys of their own, ``-W``, and values as they are."""
+
+    def projections(self):
+        return self.query, -self.query, self.value
+
+
+def test_tied_l2_is_lipschitz_at_every_radius_and_untied_is_not() -> None:
+    """Untied, the first token finds the others alike, which are 2 R apart, and itself far."""
+    one, far = torch.eye(1).double(), torch.tensor([[1.0], [0.0], [-2.0]]).double()
+    tied, untied = L2Attention(one, one), Untied(one, one)
+    inputs = [far, gaussian(7, 1), torch.linspace(-1, 1, 7)[:, None].double()]
+
+    def sigma(layer, x):
+        return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
+
+    bound = float(tied.constant(7))
+    for radius in (1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6):
+        assert max(sigma(tied, radius * x) for x in inputs) <= bound
+    grown = [sigma(untied, radius * far) for radius in (1.0, 1e2, 1e4)]
+    assert grown[1] > 1e2 * bound and grown[2] == pytest.approx(1e4 * grown[1], rel=0.01)
+
+
+@each_variant
+def test_coinciding_tokens_and_zeros_have_gradients(kind) -> None:
+    layer = build(kind)
+    for x in (gaussian(1, 4).repeat(N, 1), 0 * gaussian(N, 4)):
+        if kind is LipschitzNormAttention and not x.any():
+            continue  # 0 / 0: it is not continuous there
+        moved = x.clone().requires_grad_()
+        weights = [moved, *layer.parameters()]
+        for gradient in torch.autograd.grad(layer(moved).square().sum(), weights):
+            assert bool(gradient.isfinite().all())
+        agree(layer, x)
+
+
+CONSTANTS = (
+    L2Attention,
+    ScaledCosineAttention,
+    LipschitzNormAttention,
+    ClippedAttention,
+)
+
+
+@pytest.mark.parametrize("kind", variants(), ids=lambda one: one.__name__)
+def test_constants_are_trained_through(kind) -> None:
+    if kind not in CONSTANTS:
+        with pytest.raises(InputError, match="bound at all inputs of 5 tokens"):
+            build(kind).constant(5)
+        return
+    layer = build(kind)
+    names, weights = zip(*layer.named_parameters(), strict=True)
+
+    def constant(*moved):
+        return layer.replace(**dict(zip(names, moved, strict=True))).constant(5)
+
+    assert torch.autograd.gradcheck(constant, weights)
+
+
+def test_lipschitz_norm_of_two_heads_divides_each() -> None:
+    layer, x = build(LipschitzNormAttention), gaussian(N, 4)
+    alone = [layer.head(h).replace(output=None)(x) for h in range(2)]
+    torch.testing.assert_close(layer.replace(output=None)(x), torch.cat(alone, 1))
+
+
+def sinkhorn(s: torch.Tensor) -> torch.Tensor:
+    for _ in range(3000):
+        s = s - s.logsumexp(-2, keepdim=True)
+        s = s - s.logsumexp(-1, keepdim=True)
+    return s.exp()
+
+
+def test_sinkhorn_is_the_limit_of_its_iteration() -> None:
+    layer = SinkhornAttention(3 * gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
+    x = gaussian(N, 4)
+    s = (x @ layer.query.T) @ (x @ layer.key.T).T / 3**0.5
+    torch.testing.assert_close(layer(x), sinkhorn(s) @ (x @ layer.value.T))
+    assert float(layer.marginal_error(x)) < 1e-13
+    assert float(layer.float().marginal_error(x.float())) < 1e-5
+    p = layer.double().attention_weights(x)[0]
+    other = layer.attention_weights(x + 3.0)[0]  # shifts rows and columns of the scores only
+    torch.testing.assert_close(p, other)
+    assert layer(x, x[:3]).shape == (N, 2)
+
+
+def test_sinkhorn_has_the_derivative_of_the_limit() -> None:
+    """Against differences, where a fixed number of steps has not converged."""
+    layer, x = build(SinkhornAttention, scale=4.0), gaussian(N, 4)
+    assert torch.autograd.gradcheck(layer, (x.requires_grad_(),))
+    assert torch.autograd.gradgradcheck(layer, (x,))
+    e, h = gaussian(N, 4, seed=3), 1e-5
+    with torch.no_grad():
+        difference = (layer(x + h * e) - layer(x - h * e)) / (2 * h)
+    torch.testing.assert_close(layer.linearise(x).matvec(e), difference, rtol=1e-6, atol=1e-8)
+
+
+def test_sinkhorn_takes_the_masks_that_it_can_fill() -> None:
+    two = torch.block_diag(torch.ones(2, 2), torch.ones(4, 4)).bool()
+    ring = torch.eye(N).bool() | torch.eye(N).bool().roll(1, 0)
+    for mask in (two, ring, torch.stack([two, ring])):
+        layer = build(SinkhornAttention, mask=mask)
+        agree(layer, gaussian(N, 4))
+        assert float(layer.marginal_error(gaussian(N, 4))) < 1e-13
+    hidden = torch.ones(N, N).bool()
+    hidden[:, -1] = False
+    for mask, said in (
+        (hidden, "allow a permutation of the tokens.*1 tokens being hidden from every row"),
+        (torch.ones(N, N).tril().bool(), "positive. Found 15 entries where they cannot"),
+    ):
+        with pytest.raises(InputError, match=said):
+            build(SinkhornAttention, mask=mask)
+    with pytest.raises(InputError, match="`causal` should be False: the only causal weights"):
+        build(SinkhornAttention, causal=True)
+
+
+def test_sinkhorn_says_when_scores_are_too_far_apart() -> None:
+    layer = SinkhornAttention(300 * gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
+    with pytest.raises(InputError, match="near enough for Sinkhorn's iteration"):
+        layer(gaussian(40, 4))
+
+
+def test_sigmoid_is_its_definition() -> None:
+    layer = SigmoidAttention(gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
+    x = gaussian(N, 4)
+    s = (x @ layer.query.T) @ (x @ layer.key.T).T / 3**0.5
+    expected = torch.sigmoid(s - math.log(N)) @ (x @ layer.value.T)
+    torch.testing.assert_close(layer(x), expected)
+    fixed = layer.replace(offset=-1.0, causal=True)
+    torch.testing.assert_close(fixed(x), torch.sigmoid(s - 1).tril() @ (x @ layer.value.T))
+    torch.testing.assert_close(fixed(x)[:3], fixed(x[:3]))
+
+
+def test_clipped_is_dot_product_in_the_ball() -> None:
+    layer, x = build(ClippedAttention), 0.7 * gaussian(N, 4)
+    inner = build(DotProduct).replace(
+        query_bias=layer.query_bias, value_bias=layer.value_bias, output_bias=None
+    )
+    length = x.norm(dim=1, keepdim=True)
+    assert bool((length > 1.5).any()) and bool((length < 1.5).any())
+    torch.testing.assert_close(layer(x), inner(x * (1.5 / length).clamp_max(1)))
+    smooth = layer.replace(into="normalise")
+    agree(smooth, x)
+    torch.testing.assert_close(smooth(x), inner(x / (1 + (length / 1.5) ** 2).sqrt()))
+
+
+@pytest.mark.parametrize("by", ["theorem-3.3", "G2", "mean-field"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_divided_is_dot_product_over_the_catalogues_bound(by, causal) -> None:
+    if by == "mean-field" and causal:
+        with pytest.raises(InputError, match="where the mean-field bound fails"):
+            build(DividedAttention, by=by, causal=True)
+        return
+    name = {"theorem-3.3": "castin_thm_e_3", "G2": "global_rows_capped", "mean-field": "mean_field"}
+    theorem = next(one for one in catalogue() if one.name == name[by])
+    layer, x = build(DividedAttention, by=by, causal=causal).replace(output=None), gaussian(N, 4)
+    inner = DotProduct(
+        layer.query, layer.key, layer.value, heads=2, query_bias=layer.query_bias, causal=causal
+    )
+    bounds = layer.bounds()
+    for h, bound in enumerate(bounds.tolist()):
+        given = evaluate(theorem, inner.head(h), num_tokens=9, radius=1.5)
+        assert given == pytest.approx(bound, rel=1e-12)
+    heads = layer(x).unflatten(1, (2, -1)) - layer.value_bias.unflatten(0, (2, -1))
+    torch.testing.assert_close(heads * bounds[:, None], inner(x).unflatten(1, (2, -1)))
+    names = [name for name, _ in layer.named_parameters()]
+
+    def f(*moved):
+        return layer.replace(**dict(zip(names, moved, strict=True)))(x)
+
+    assert torch.autograd.gradcheck(f, [w.detach().requires_grad_() for w in layer.parameters()])
+
+
+def test_divided_says_what_does_not_fit() -> None:
+    with pytest.raises(InputError, match=r"at most `num_tokens = 9` tokens. Found 10"):
+        build(DividedAttention)(gaussian(10, 4))
+    with pytest.raises(InputError, match=r"`mean-field` at radius 1000 should be finite"):
+        build(DividedAttention, by="mean-field", radius=1e3)(gaussian(3, 4))
+    for wrong in ({"radius": 0.0}, {"num_tokens": 0}):
+        with pytest.raises(InputError, match=f"`{next(iter(wrong))}` should be"):
+            build(DividedAttention, **wrong)
+    with pytest.raises(InputError, match="`radius` should be positive"):
+        build(ClippedAttention, radius=math.inf)

@@ -14,7 +14,7 @@ from lipscope.attention import DotProduct, L2Attention, Softmax, Weighting
 from lipscope.attention.chunked import ChunkedCore
 from lipscope.attention.weighting import At
 from lipscope.errors import InputError
-from lipscope.measures.atoms import repeated_tokens
+from lipscope.measures import repeated_tokens
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 

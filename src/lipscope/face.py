@@ -2,17 +2,27 @@
 
 from lipscope.attention import (
     Attention,
+    ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
+    MultiheadAttention,
     ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
     variants,
 )
+from lipscope.attention.functional import attention
+from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
+from lipscope.engine.monitor import Monitor
+from lipscope.engine.smooth import Smoothed, smooth
+from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
@@ -28,18 +38,27 @@ from lipscope.theorems import catalogue
 __all__ = [
     "Attention",
     "Bound",
+    "ClippedAttention",
+    "DividedAttention",
     "DotProduct",
     "InputError",
     "L2Attention",
     "LipschitzNormAttention",
     "Measurement",
+    "Monitor",
+    "MultiheadAttention",
     "Operator",
+    "Restraint",
     "Rows",
     "Run",
     "ScaledCosineAttention",
+    "SigmoidAttention",
+    "SinkhornAttention",
+    "Smoothed",
     "TokenShare",
     "TopSingular",
     "attack",
+    "attention",
     "bounds",
     "capture",
     "catalogue",
@@ -49,7 +68,10 @@ __all__ = [
     "measure",
     "read_run",
     "report",
+    "restrain",
     "sigma",
+    "smooth",
+    "split",
     "sweep",
     "to_dense",
     "top_singular",

@@ -12,7 +12,7 @@ from lipscope.attacks.constructions.clusters import (
     weighted_two_atoms,
 )
 from lipscope.attacks.constructions.construction import Construction
-from lipscope.attacks.constructions.distances import l2_extremal
+from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attacks.in_ball import BallAttack, attack_in_ball
 from lipscope.attacks.on_decision import Flip, attack_decision
@@ -35,7 +35,7 @@ __all__ = [
     "constant",
     "dominant_token",
     "gamma_star",
-    "l2_extremal",
+    "l2_opposed",
     "large_radius",
     "quadratic",
     "two_cluster",

@@ -13,7 +13,7 @@ from torch import Tensor
 from lipscope.attacks.ascent import ascend, check_size
 from lipscope.attacks.constructions.clusters import gamma_star, two_cluster, unbalanced
 from lipscope.attacks.constructions.construction import Construction
-from lipscope.attacks.constructions.distances import l2_extremal
+from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attention import Attention
 from lipscope.errors import InputError
@@ -28,7 +28,7 @@ PER_HEAD: dict[str, Callable[..., Construction]] = {
     "dominant_token": dominant_token,
     "quadratic": quadratic,
     "large_radius": large_radius,
-    "l2_extremal": l2_extremal,
+    "l2_opposed": l2_opposed,
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
 _BEST_AS_STARTS = 4

@@ -7,12 +7,10 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from lipscope.attention.blocks import Block, parted
 from lipscope.attention.layer import Layer, of_heads
 from lipscope.attention.weighting import At
 
@@ -20,29 +18,6 @@ from lipscope.attention.weighting import At
 CHUNK_BYTES = 2**24
 SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
 _SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
-_FEWEST_ROWS = 128  # of a chunk where heads can be parted instead: shorter products are slow
-# A mask of one side is followed in this many steps: each costs calls, and saves half of its
-# square. Steps of fewer rows cost more than they save.
-_STEPS, _SMALLEST_STEP = 8, 64
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some heads and rows, and the keys that these rows may read."""
-
-    heads: slice
-    rows: slice
-    keys: slice
-    index: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return tuple(s.stop - s.start for s in (self.heads, self.rows, self.keys))
-
-    @property
-    def size(self) -> int:
-        heads, rows, keys = self.shape
-        return heads * rows * keys
 
 
 class ChunkedCore:
@@ -69,7 +44,15 @@ class ChunkedCore:
         self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
         self.q, self.k, self.v = (t.contiguous() for t in layer.project(x, context))
         heads, n, _ = self.q.shape
-        self.blocks = self._parted(int(min(CHUNK_BYTES, memory // 8)))
+        self.blocks = parted(
+            heads,
+            n,
+            self.k.shape[1],
+            int(min(CHUNK_BYTES, memory // 8)) // x.element_size(),
+            causal=layer.causal,
+            window=layer.window,
+            all_rows=self.weighting.all_rows,
+        )
         # A soft cap needs its slope besides.
         kept = self.weighting.kept + (layer.softcap is not None)
         total = sum(b.size for b in self.blocks) * x.element_size()
@@ -104,28 +87,6 @@ class ChunkedCore:
         if self.middle is not None:
             self.apart = (self.v - self.middle, self.o - self.middle)
 
-    def _parted(self, limit: int) -> list[_Block]:
-        """Blocks of at most ``limit`` bytes of scores, or the fewest rows of one head."""
-        heads, n, _ = self.q.shape
-        m, layer = self.k.shape[1], self.layer
-        row = m * self.q.element_size()  # of one head
-        fewest = n if self.weighting.all_rows else min(n, _FEWEST_ROWS)
-        together = max(1, min(heads, limit // (row * fewest)))
-        rows = max(1, min(n, limit // (row * together)))
-        if layer.causal:
-            rows = min(rows, max(_SMALLEST_STEP, -(-n // _STEPS)))
-        if layer.window is not None:
-            rows = min(rows, max(_SMALLEST_STEP, layer.window // _STEPS))
-        if self.weighting.all_rows:
-            rows = n
-        found: list[_Block] = []
-        for h in range(0, heads, together):
-            for i in range(0, n, rows):
-                chunk = slice(i, min(i + rows, n))
-                part = slice(h, min(h + together, heads))
-                found.append(_Block(part, chunk, layer.reach(chunk, m), len(found)))
-        return found
-
     def _settled(self, p: Tensor) -> tuple[Tensor, ...] | None:
         """Rows in which one token has all weight, to rounding: no score moves any of it.
 
@@ -138,12 +99,7 @@ class ChunkedCore:
         return (head, row) if len(row) else None
 
     def doubt(self) -> float:
-        """How far rounding may shift a score against others of its row, where it matters.
-
-        Rows do not count in which one token has all weight whatever rounding does.
-        """
-        if not self.weighting.normalised:
-            return 0.0
+        """How far rounding may shift a score, where that may change a weight."""
         info, cap = torch.finfo(self.q.dtype), self.layer.softcap
         shift = info.eps * self.layer.score_size(self.q, self.k)
         shift = shift if cap is None else shift.clamp_max(1.5 * cap * info.eps)
@@ -151,18 +107,15 @@ class ChunkedCore:
             return 0.0
         worst = 0.0
         for block in self.blocks:
-            if block.shape[2] < 2:
-                continue
-            best, second = self._logits(block)[0].double().topk(2, -1).values.unbind(-1)
             own = shift[block.heads, block.rows]
-            open_ = (second > -torch.inf) & (best - second < 2 * own - math.log(info.tiny))
+            open_ = self.weighting.open(self._logits(block)[0], own)
             worst = max(worst, float(own.where(open_, 0.0).max()))
         return worst
 
-    def _room(self, block: _Block, which: int = 0) -> Tensor:
+    def _room(self, block: Block, which: int = 0) -> Tensor:
         return self.scratch[which, : block.size].view(block.shape)
 
-    def _logits(self, block: _Block) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, block: Block) -> tuple[Tensor, Tensor | None]:
         """Logits of a block, and the soft cap's slope there, ``1 - tanh(s / c)²``."""
         q, k = self.q[block.heads, block.rows], self.k[block.heads, block.keys]
         s = self.layer.score(q, k, out=self._room(block))
@@ -174,7 +127,7 @@ class ChunkedCore:
         bias = self.layer.bias(self.k, block.rows, block.keys, self.log_weights)
         return s if bias is None else s.add_(of_heads(bias, block.heads)), slope
 
-    def _at(self, block: _Block) -> tuple[At, Tensor | None]:
+    def _at(self, block: Block) -> tuple[At, Tensor | None]:
         """What the weighting keeps of a block, and the slope of the soft cap."""
         if self.stored:
             return self.stored[block.index]

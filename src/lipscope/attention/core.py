@@ -8,7 +8,6 @@ are here, once.
 
 from __future__ import annotations
 
-import functools
 from typing import TypeVar
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
-from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead
+from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, around
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, linearise, over_leading
+from lipscope.linalg.operator import Operator, over_leading
 from lipscope.linalg.starts import start_named
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."
@@ -113,8 +112,6 @@ class Attention(Layer):
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
 
-        Of a layer that is not `by_token` it is that of automatic differentiation.
-
         Queries, keys, values, statistics of the rows and, where they fit, weights are
         computed once; a product costs matrix multiplications and one elementwise pass. Blocks
         that a causal mask or a window hides are skipped: causal layers cost about half.
@@ -141,27 +138,15 @@ class Attention(Layer):
             Operator ``(n, d) -> (n, d_out)``, for ``side = "key"`` ``(m, d) -> (n, d_out)``;
             with ``per_head`` the products take and return the leading axis of heads.
 
-        Raises:
-            InputError: If single heads of a layer are asked for that is not `by_token`.
-
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
         moved = x if context is None or side == "query" else context
-        if not self.by_token:
-            if per_head:
-                name = type(self).__name__
-                raise InputError(f"`per_head` should be False for {name}. Found one head.")
-            f = self if map == "attention" else self.heads
-            f = functools.partial(f, log_weights=log_weights)
-            if context is not None and side == "key":
-                return linearise(lambda c: f(x, c), context)
-            return linearise(lambda z: f(z, context), x)
         with torch.no_grad():
             core = ChunkedCore(self, x, memory, context, log_weights)
             frame: Frame = (PerHead if per_head else AllHeads)(self, map, moved)
             if context is not None:
                 frame = OneSide(frame, side, core.q, core.k, core.v)
-
+            frame = around(self, frame, moved, x, context)
             doubt = core.doubt()
 
         def matvec(e: Tensor) -> Tensor:
@@ -198,6 +183,20 @@ class Attention(Layer):
             )
             _agree(op, exact, self.num_heads if per_head else None)
         return op
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """A bound of sigma at all inputs of so many tokens, differentiable in the weights.
+
+        Frobenius norm, in the layer's own precision; the catalogue states and proves it, in
+        float64.
+
+        Raises:
+            InputError: If no such bound of this layer is known.
+        """
+        raise InputError(
+            f"A layer should have a bound at all inputs of {num_tokens} tokens. "
+            f"Found {type(self).__name__}, of which none is known."
+        )
 
     def stretch(
         self,

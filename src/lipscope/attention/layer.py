@@ -11,9 +11,11 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention.norms import TokenNorm
+from lipscope.attention.norms import Clip, TokenNorm
 from lipscope.attention.rotary import Rotary
+from lipscope.attention.shapes import check_shapes
 from lipscope.attention.weighting import Softmax, Weighting
 from lipscope.errors import InputError
 
@@ -36,7 +38,8 @@ class Layer(nn.Module, ABC):
 
     Attributes:
         weighting: How scores become weights.
-        by_token: Whether a token alone decides on its own query, key and value.
+        by_token: Whether a token alone decides on its own query, key and value; if not, the layer
+            has a `divisor`.
     """
 
     weighting: Weighting = Softmax()
@@ -79,7 +82,7 @@ class Layer(nn.Module, ABC):
         super().__init__()
         self.num_heads = heads
         self.num_groups = heads if groups is None else groups
-        _check_shapes(query, key, value, output, heads, self.num_groups)
+        check_shapes(query, key, value, output, heads, self.num_groups)
         for option, number in (("softcap", softcap), ("window", window)):
             if number is not None and not number > 0:
                 raise InputError(f"`{option}` should be positive. Found `{option} = {number}`.")
@@ -135,9 +138,10 @@ class Layer(nn.Module, ABC):
     def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
         """A layer with some fields replaced, by their names in the constructor.
 
-        The others are shared with this layer, not copied: parameters stay the same ones.
+        The others are shared with this layer, not copied: parameters stay the same ones. Of what
+        is parametrised, the present value is.
         """
-        return type(self)(**(self.fields() | changes))
+        return type_before_parametrizations(self)(**(self.fields() | changes))
 
     def head(self: AnyLayer, index: int) -> AnyLayer:
         """One query head as a layer, with its group's keys and values.
@@ -172,7 +176,7 @@ class Layer(nn.Module, ABC):
                 fields[name] = tensor[index]
             elif name in _STORED:
                 fields[name] = 1
-        return type(self)(**fields)
+        return type_before_parametrizations(self)(**fields)
 
     def in_double(self: AnyLayer) -> AnyLayer:
         """A copy in float64 on the CPU, without gradients."""
@@ -209,6 +213,20 @@ class Layer(nn.Module, ABC):
         """The norms of queries, keys and values."""
         return self.query_norm, self.key_norm, self.value_norm
 
+    def entrance(self) -> TokenNorm | Clip | None:
+        """What every token goes through before it is projected."""
+        return None
+
+    def divisor(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """What the queries of a head are divided by, ``(..., h, 1, 1)``, once for all tokens."""
+        del q, k, v
+        return None
+
+    def shift(self, num_keys: int) -> float:
+        """What is added to every score where there are so many keys."""
+        del num_keys
+        return 0.0
+
     # --- from tokens to weights
 
     @final  # the closed form goes by score and weighting: override these
@@ -220,6 +238,8 @@ class Layer(nn.Module, ABC):
         start: int = 0,
         heads: slice = slice(None),
         log_weights: Tensor | None = None,
+        num_keys: int | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Attention weights ``(..., h, c, m)`` of scaled queries and keys, for autograd.
 
@@ -229,11 +249,19 @@ class Layer(nn.Module, ABC):
             start: The first of the rows.
             heads: Which heads these are.
             log_weights: As in `Attention.forward`.
+            num_keys: How many keys there are, where ``k`` holds the first of them only.
+            added: What a call adds to the scores, -inf where it hides.
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
-        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights)
-        p = self.weighting.weights(s if bias is None else s + of_heads(bias, heads))
+        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys)
+        s = s if bias is None else s + of_heads(bias, heads)
+        if added is None:
+            p = self.weighting.weights(s)
+        else:
+            s = s + added
+            hidden = (s == -torch.inf).all(-1, keepdim=True)
+            p = self.weighting.weights(s.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
         empty = self.empty_rows(k)
         if empty is None:
             return p
@@ -244,7 +272,13 @@ class Layer(nn.Module, ABC):
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries, keys and values, each ``(..., num_heads, n or m, width)``."""
+        """Scaled and divided queries, keys, values, each ``(..., num_heads, n or m, width)``."""
+        q, k, v = self.undivided(x, context)
+        divisor = self.divisor(q, k, v)
+        return q if divisor is None else q / divisor, k, v
+
+    def undivided(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As `project`, before queries are divided by what all tokens decide on."""
         groups = (self.num_heads, self.num_groups, self.num_groups)
         q, k, v = (
             (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
@@ -262,14 +296,16 @@ class Layer(nn.Module, ABC):
         Raises:
             InputError: If there is no token.
         """
-        context = x if context is None else context
-        if not x.shape[-2] or not context.shape[-2]:
+        others: Tensor = x if context is None else context
+        if not x.shape[-2] or not others.shape[-2]:
             raise InputError("A layer should have at least one token. Found none.")
+        if (enter := self.entrance()) is not None:
+            x, others = enter(x), enter(others)
         query, key, value = self.projections()
         return (
             nn.functional.linear(x, query, self.query_bias),
-            nn.functional.linear(context, key, self.key_bias),
-            nn.functional.linear(context, value, self.value_bias),
+            nn.functional.linear(others, key, self.key_bias),
+            nn.functional.linear(others, value, self.value_bias),
         )
 
     def project_out(self, heads: Tensor) -> Tensor:
@@ -296,17 +332,24 @@ class Layer(nn.Module, ABC):
         return self.rotary is not None or self.score_bias is not None
 
     def bias(
-        self, k: Tensor, rows: slice, keys: slice, log_weights: Tensor | None = None
+        self,
+        k: Tensor,
+        rows: slice,
+        keys: slice,
+        log_weights: Tensor | None = None,
+        num_keys: int | None = None,
     ) -> Tensor | None:
         """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
-        The layer's own bias, the weights of the keys, and -inf where the mask hides; None if
-        nothing. Rows that may read no token are left unmasked here; their weights are set to
-        zero.
+        The layer's own bias and shift, the weights of the keys, and -inf where the mask hides;
+        None if nothing. Rows that may read no token are left unmasked here; their weights are set
+        to zero.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:
             added = log_weights[keys] if added is None else added + log_weights[keys]
+        if shift := self.shift(k.shape[-2] if num_keys is None else num_keys):
+            added = k.new_full((1,), shift) if added is None else added + shift
         visible = self.visible(rows, keys, k.device)
         if visible is None:
             return added
@@ -331,12 +374,6 @@ class Layer(nn.Module, ABC):
             found = part if found is None else part & found
         return found
 
-    def reach(self, rows: slice, num_keys: int) -> slice:
-        """The keys that some of these rows may read: causal layers and windows see no others."""
-        last = min(rows.stop, num_keys) if self.causal else num_keys
-        first = 0 if self.window is None else rows.start - self.window + 1
-        return slice(min(max(first, 0), last - 1), last)
-
     def empty_rows(self, k: Tensor) -> Tensor | None:
         """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none.
 
@@ -359,32 +396,3 @@ class Layer(nn.Module, ABC):
 def of_heads(t: Tensor, heads: slice) -> Tensor:
     """The heads of a tensor ``(h, rows, keys)``, or the tensor where all heads share it."""
     return t[heads] if t.ndim == 3 else t
-
-
-def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
-) -> None:
-    """Say which weight does not fit the number of heads or the other weights."""
-    if heads < 1 or groups < 1 or heads % groups:
-        raise InputError(
-            "`heads` should be a positive multiple of `groups`. "
-            f"Found `heads = {heads}`, `groups = {groups}`."
-        )
-    for name, weight, parts in (
-        ("query", query, heads),
-        ("key", key, groups),
-        ("value", value, groups),
-    ):
-        if weight.shape[0] % parts or weight.shape[1] != query.shape[1]:
-            raise InputError(
-                f"`{name}` should have shape ({parts} * head width, {query.shape[1]}). "
-                f"Found {tuple(weight.shape)}."
-            )
-    if query.shape[0] // heads != key.shape[0] // groups:
-        raise InputError(
-            "Queries and keys should have one head width. Found "
-            f"{query.shape[0] // heads} and {key.shape[0] // groups}."
-        )
-    concat = heads * (value.shape[0] // groups)
-    if output is not None and output.shape[1] != concat:
-        raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")

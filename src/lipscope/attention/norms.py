@@ -1,9 +1,10 @@
-"""Normalised queries, keys or values: ``z ↦ w z / √(|z|²/k + ε)``, and its derivative."""
+"""Normalised queries, keys, values or tokens, and tokens in a ball, with their derivatives."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -43,6 +44,37 @@ class TokenNorm(nn.Module):
         parts = z.unflatten(-1, (-1, len(self.weight)))
         length = (parts.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return NormAt(parts / length / len(self.weight) ** 0.5, self.weight / length)
+
+
+class Clip(nn.Module):
+    """The nearest point of a ball: ``x ↦ x min(1, R / |x|)`` for every token.
+
+    Args:
+        radius: ``R``.
+
+    >>> import torch
+    >>> Clip(2.5)(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    tensor([[1.5000, 2.0000],
+            [0.0000, 1.0000]])
+    """
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.radius = radius
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """The tokens in the ball."""
+        squares = x.square().sum(-1, keepdim=True)  # whose root has no derivative at zero
+        return x * (self.radius * squares.clamp_min(self.radius**2).rsqrt())
+
+    def at(self, x: Float[Tensor, "*b n d"]) -> NormAt:
+        """Its derivative: that of ``R x / |x|`` outside the ball, the identity in it."""
+        x = x[..., None, :]
+        length = x.square().sum(-1, keepdim=True).sqrt()
+        outside = length > self.radius
+        unit = torch.where(outside, x / length.clamp_min(self.radius), 0.0)
+        gain = torch.where(outside, self.radius / length.clamp_min(self.radius), 1.0)
+        return NormAt(unit, gain)
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,75 @@ class OneSide:
         return self.inner.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
 
 
+@dataclass
+class Entered:
+    """Another frame whose tokens go through `Layer.entrance` first."""
+
+    inner: Frame
+    at: NormAt
+
+    def __post_init__(self) -> None:
+        self.axes, self.width_out = self.inner.axes, self.inner.width_out
+        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` for the perturbation ``e`` before the entrance."""
+        return self.inner.enter(self.at.derivative(e))
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        return self.at.transpose(self.inner.enter_t(gq, gk, gv))
+
+
+class Coupled:
+    """Another frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
+
+    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
+    computed once.
+
+    Args:
+        inner: The frame of queries that are not divided.
+        layer: Gives the divisor.
+        x: Tokens of the queries.
+        context: Tokens of keys and values, or None.
+    """
+
+    def __init__(self, inner: Frame, layer: Layer, x: Tensor, context: Tensor | None) -> None:
+        self.inner = inner
+        self.axes, self.width_out = inner.axes, inner.width_out
+        self.leave, self.leave_t = inner.leave, inner.leave_t
+        with torch.enable_grad():
+            parts = [z.detach().requires_grad_() for z in layer.undivided(x, context)]
+            divisor = layer.divisor(parts[0], parts[1], parts[2])
+            assert divisor is not None
+            slopes = torch.autograd.grad(divisor.sum(), parts)
+        self.divisor = divisor.detach()
+        self.slopes = [slope / self.divisor for slope in slopes]  # of log c
+        self.q = parts[0].detach() / self.divisor
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)``, queries divided."""
+        dq, dk, dv = self.inner.enter(e)
+        moves = zip(self.slopes, (dq, dk, dv), strict=True)
+        change = torch.stack([(s * d).sum((-2, -1), keepdim=True) for s, d in moves]).sum(0)
+        return dq / self.divisor - self.q * change, dk, dv
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        change = (self.q * gq).sum((-2, -1), keepdim=True)
+        own = (gq / self.divisor, gk, gv)
+        return self.inner.enter_t(*(g - s * change for g, s in zip(own, self.slopes, strict=True)))
+
+
+def around(
+    layer: Layer, frame: Frame, moved: Tensor, x: Tensor, context: Tensor | None = None
+) -> Frame:
+    """The frame with what a layer does to tokens first, and to its queries last."""
+    if (entrance := layer.entrance()) is not None:
+        frame = Entered(frame, entrance.at(moved))
+    return frame if layer.by_token else Coupled(frame, layer, x, context)
+
+
 def _zeros(like: Tensor, tokens: int) -> Tensor:
     return like.new_zeros(like.shape[0], tokens, like.shape[-1])
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
+from lipscope.attention.blocks import reach
 from lipscope.attention.layer import Layer
 
 _COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
@@ -19,18 +20,20 @@ def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tenso
     heads = g if layer.output is None else g @ layer.output
     go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
 
+    num_keys = k.shape[-2]
+
     def part(h: slice, start: int, *tensors: Tensor) -> Tensor:
         q, dq, go, k, v, dk, dv = tensors
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return layer.weights(q, k, start=start, heads=h) @ v
+            return layer.weights(q, k, start=start, heads=h, num_keys=num_keys) @ v
 
         return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
 
     total = x.new_zeros(())
     chunks = _chunks(layer, q.shape[-2], k.shape[-2], memory // (_COPIES * x.element_size()))
     for h, rows in chunks:
-        keys = slice(0, layer.reach(rows, k.shape[-2]).stop)
+        keys = slice(0, reach(rows, k.shape[-2], layer.causal, layer.window).stop)
         tensors = [*(t[h, rows] for t in (q, dq, go)), *(t[h, keys] for t in (k, v, dk, dv))]
         if len(chunks) == 1:
             return part(h, rows.start, *tensors)

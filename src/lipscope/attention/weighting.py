@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -59,6 +60,11 @@ class Weighting(ABC):
         del statistic
         return self.at(s)
 
+    def open(self, s: Tensor, shift: Tensor) -> Tensor:
+        """Rows ``(..., rows)`` in which shifts of scores by ``shift`` may change some weight."""
+        del shift
+        return torch.ones_like(s[..., 0], dtype=torch.bool)
+
     def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
         """``do = dP v + P dv`` of a block, ``o = P v``."""
         del o
@@ -105,6 +111,14 @@ class Softmax(Weighting):
         """``exp(s - statistic)``, in the memory of ``s``."""
         assert statistic is not None
         return (torch.threshold_(s.sub_(statistic).exp_(), _SMALLEST_WEIGHT, 0.0),)
+
+    def open(self, s: Tensor, shift: Tensor) -> Tensor:
+        """Not those in which one token has all weight whatever the shifts are."""
+        if s.shape[-1] < 2:
+            return torch.zeros_like(s[..., 0], dtype=torch.bool)
+        best, second = s.double().topk(2, -1).values.unbind(-1)
+        near = best - second < 2 * shift - math.log(torch.finfo(s.dtype).tiny)
+        return (second > -torch.inf) & near
 
     def push(self, at: At, ds: Tensor, v: Tensor, dv: Tensor, o: Tensor) -> Tensor:
         """``w v - rowsum(w) o + P dv``: ``dP`` is not formed."""

@@ -169,12 +169,12 @@ class Decision:
             width = self.layer(self.x).shape[1]
         if weight.ndim != 2 or len(weight) < 2 or weight.shape[1] != width:
             raise InputError(
-                f"`weight` should have shape (classes, {width}), two classes at least. "
+                f"`weight` should have shape (classes, {width}), at least two classes. "
                 f"Found {tuple(weight.shape)}."
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise InputError(
-                f"`bias` should have shape ({len(weight)},), one number a class. "
+                f"`bias` should have shape ({len(weight)},), one number per class. "
                 f"Found {tuple(bias.shape)}."
             )
         self.bias = None if bias is None else bias.detach().to("cpu", torch.float64)

@@ -112,6 +112,33 @@ def by_layer(layers: Sequence[str], *, legend: bool, symbol: str = "stroke") -> 
     )
 
 
+def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
+    """A line between what the model was trained on and what is longer, with its name.
+
+    Args:
+        means: A chart of the means, which know the trained length.
+        x: Axis of lengths.
+
+    Returns:
+        The line and its name; both empty where no mean is longer.
+    """
+    base = (
+        means.transform_filter("isValid(datum.trained) && datum.n > datum.trained")
+        .transform_aggregate(trained="min(trained)", next="min(n)")
+        .transform_filter("datum.next > 0")
+        .transform_calculate(
+            at="sqrt(datum.trained * datum.next)", said="'trained to ' + datum.trained"
+        )
+    )
+    place = x.copy()
+    place.shorthand = "at:Q"
+    word = base.mark_text(align="right", baseline="top", dx=-4, color=QUIET, fontSize=11)
+    return [
+        base.mark_rule(color=QUIET, strokeWidth=1).encode(x=place),
+        word.encode(x=place, y=alt.value(4), text="said:N"),
+    ]
+
+
 def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:
     """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length.
 

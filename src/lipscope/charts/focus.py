@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import altair as alt
 
-from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, across, data, guides, up
+from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, across, data, guides, training_end, up
 from lipscope.charts.look import AXIS, INK
 
 ALL, REST = "all tokens move", "top token fixed"
@@ -43,7 +43,7 @@ def focus_chart(points: Data | None, means: Data | None, frame: Frame) -> alt.La
     )
     lines = _folded(mine).mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
     marks = _points(points, here, colour, y)
-    layers = [behind, *guides(mine, x, y), lines, *marks]
+    layers = [behind, *training_end(mine, x), *guides(mine, x, y), lines, *marks]
     return frame.around(layers, frame.ends, alt.param(name="picked", value=-1), *frame.chosen)
 
 

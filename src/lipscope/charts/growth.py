@@ -26,9 +26,11 @@ def growth_chart(
 ) -> alt.HConcatChart | alt.VConcatChart:
     """Sigma against the number of tokens, both logarithmic, one colour for each layer.
 
-    Points are single rows with thin bars up to `upper`, lines run through the geometric
-    mean over the samples at each length, and two dashed lines show what growth like
-    ``n^(1/4)`` and ``n^(1/2)`` would look like. Where rows carry `sigma_rest`, a second
+    Points are single rows, lines run through the geometric mean over the samples at each length,
+    and bars are its 95 % Student interval for the sampling of text: of three samples and more that
+    share no text. Two dashed lines show what growth like
+    ``n^(1/4)`` and ``n^(1/2)`` would look like. A line stands where inputs become longer than what
+    the model was trained on, if its files say so. Where rows carry `sigma_rest`, a second
     panel shows it on the same axis. In HTML a click on a layer in the legend brings it
     forward (shift-click for more), and a point under the mouse tells its row.
 
@@ -96,7 +98,10 @@ def _panels(
     if rest:
         panels["top token held fixed"] = rest
     every = [p for points in panels.values() for p in points]
-    low, high = min(p["value"] for p in every), max(p["upper"] for p in every)
+    independent = marks.apart(rows)
+    means = marks.curve_means(every, independent=independent)
+    values = [p[end] for p in (*every, *means) for end in ("low", "value", "high") if end in p]
+    low, high = min(values), max(values)
     pad = max(1.12, (high / low) ** 0.04)
     domain = [low / pad, high * pad]
     metric = rows[0].metric
@@ -110,6 +115,8 @@ def _panels(
             domain,
             title=unit if not charts else "",
             legend=legend and len(charts) == len(panels) - 1,
+            end=marks.training_end(rows),
+            independent=independent,
         )
         title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
         charts.append(chart.properties(width=size[0], height=size[1], title=title))
@@ -124,14 +131,17 @@ def _panel(
     *,
     title: str,
     legend: bool,
+    end: tuple[int, float] | None,
+    independent: bool,
 ) -> alt.LayerChart:
-    """One panel: reference lines, interval bars, points, and lines of means.
+    """One panel: reference lines, the end of training, lines of means with bars, points.
 
     Where there is no axis title, there are no axis labels either.
     """
     first = bool(title)
     lengths = sorted({p["n"] for p in points})
-    means = marks.side_by_side(marks.curve_means(points), labels, lengths)
+    means = marks.curve_means(points, independent=independent)
+    means = marks.side_by_side(means, labels, lengths)
     points = marks.side_by_side(points, labels, lengths)
     few, grows = len(points) <= 400, len(lengths) > 1
     room = marks.narrowest(lengths) ** 0.28
@@ -182,14 +192,13 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        layers = [*_references(means, lengths, room, x, y), lines]
-    if shown is points:
-        layers.append(
-            dots.mark_rule(strokeWidth=1).encode(
-                y2="upper:Q",
-                opacity=alt.when(focus).then(alt.value(0.5 if few else 0.3)).otherwise(fade),
-            )
-        )
+        layers = [*_references(means, lengths, room, x, y), *_training_end(end, x), lines]
+    if bars := [mean for mean in means if "low" in mean]:
+        ends = y.copy()
+        ends.shorthand = "low:Q"
+        opacity = alt.when(focus).then(alt.value(0.55)).otherwise(fade)
+        rule = alt.Chart(alt.InlineData(values=bars)).mark_rule(strokeWidth=2)
+        layers.append(rule.encode(x=x, y=ends, y2="high:Q", color=colour, opacity=opacity))
     tips = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
     circles = dots.mark_circle(size=20 if few else 12).encode(
         opacity=alt.when(focus).then(alt.value(0.65 if few else 0.3)).otherwise(fade),
@@ -199,6 +208,17 @@ def _panel(
     )
     layers.append(circles)
     return alt.LayerChart(layer=layers).resolve_legend(color="independent")
+
+
+def _training_end(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
+    """A line between what the model was trained on and what is longer."""
+    if end is None:
+        return []
+    said = f"trained to {end[0]}"
+    base = alt.Chart(alt.InlineData(values=[{"at": end[1], "said": said}])).encode(x=x)
+    rule = base.mark_rule(color=QUIET, strokeWidth=1)
+    word = base.mark_text(align="right", baseline="top", dx=-4, color=QUIET, fontSize=11)
+    return [rule, word.encode(y=alt.value(4), text="said:N")]
 
 
 def _references(

@@ -7,7 +7,18 @@ from typing import Literal
 
 import altair as alt
 
-from lipscope.charts.axes import FRONT, Data, Frame, across, by_layer, data, guides, in_front, up
+from lipscope.charts.axes import (
+    FRONT,
+    Data,
+    Frame,
+    across,
+    by_layer,
+    data,
+    guides,
+    in_front,
+    training_end,
+    up,
+)
 
 Grown = Literal["sigma", "radius", "rank"]
 TITLES: dict[Grown, str] = {
@@ -74,7 +85,7 @@ def layers_chart(
         tooltip="i:Q",
     )
     behind = [*guides(mean, x, y), bars] if sigma else []
-    return frame.around([*behind, lines, dots], frame.ends, *frame.chosen)
+    return frame.around([*training_end(mean, x), *behind, lines, dots], frame.ends, *frame.chosen)
 
 
 def _free(grown: Grown) -> alt.Y:

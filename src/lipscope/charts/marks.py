@@ -12,7 +12,9 @@ from typing import Any
 
 from lipscope.charts.pieces import Placed, readable
 from lipscope.records.comparison import Curve
-from lipscope.records.rows import Measurement, TokenShare
+from lipscope.records.growth import share_text
+from lipscope.records.rows import GIVEN, Measurement, TokenShare
+from lipscope.records.sampling import mean_interval
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
 # readable on white, which its yellow end is not.
@@ -98,7 +100,6 @@ def point_of(
         "n": row.num_tokens,
         "sample": row.sample,
         "value": value,
-        "upper": upper or value,
         "interval": f"[{value:.4g}, {upper:.4g}]" if upper else "–",
         "relative": "–" if row.relative is None else f"{row.relative:.3g}",
         "top token": token,
@@ -106,15 +107,44 @@ def point_of(
     }
 
 
-def curve_means(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean of every curve at each length."""
+def curve_means(
+    points: Sequence[dict[str, Any]], *, independent: bool = False
+) -> list[dict[str, Any]]:
+    """Geometric mean of every curve at each length.
+
+    Of three independent samples and more also ``low`` and ``high``, the ends of its 95 % Student
+    interval.
+    """
     logs: dict[tuple[str, str, int], list[float]] = {}
     for p in points:
         logs.setdefault((p["layer"], p["curve"], p["n"]), []).append(math.log(p["value"]))
-    return [
-        {"layer": layer, "curve": curve, "n": n, "value": math.exp(math.fsum(y) / len(y))}
-        for (layer, curve, n), y in logs.items()
-    ]
+    means = []
+    for (layer, curve, n), y in logs.items():
+        names = ("value", "low", "high") if independent and len(y) > 2 else ("value",)
+        ends = map(math.exp, mean_interval(y)[: len(names)])
+        means.append({"layer": layer, "curve": curve, "n": n} | dict(zip(names, ends, strict=True)))
+    return means
+
+
+def training_end(rows: Iterable[Measurement]) -> tuple[int, float] | None:
+    """The length to which the model was trained, and where to draw it before the next one.
+
+    None where no row tells it, or none is longer.
+    """
+    rows = list(rows)
+    trained = {row.trained_length for row in rows if row.input in GIVEN}
+    if len(trained) != 1 or (most := trained.pop()) is None:
+        return None
+    past = [row.num_tokens for row in rows if row.num_tokens > most]
+    return (most, math.sqrt(most * min(past))) if past else None
+
+
+def apart(rows: Iterable[Measurement]) -> bool:
+    """Whether no two windows of one length share text, so that they are independent samples."""
+    lengths: dict[int, dict[int, Measurement]] = {}
+    for row in rows:
+        lengths.setdefault(row.num_tokens, {})[row.sample] = row
+    return not any(share_text([*some.values()], paired=False) for some in lengths.values())
 
 
 def points_of(lines: Iterable[Curve]) -> list[dict[str, Any]]:
@@ -180,15 +210,15 @@ def heading(
     ]
     grows = len({row.num_tokens for row in drawn}) > 1
     samples = len({row.sample for row in drawn})
-    deltas = sorted({row.delta for row in drawn})
-    delta = " to ".join(f"{d:g}" for d in dict.fromkeys((deltas[0], deltas[-1])))
+    independent = apart(drawn)
     what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
     asides: list[str] = []
-    marks = f"Points: single {what}, with bars up to upper (delta = {delta} each)."
+    marks = f"Points: single {what}."
     if len(drawn) > MAX_POINTS:
         marks = f"{len(drawn)} rows: only their geometric means are drawn."
     elif grows:
-        marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}."
+        marks += f" Lines: geometric mean of {samples} sample{'s' * (samples > 1)}"
+        marks += f"{', bars: its 95 % interval' * (samples > 2)}." if independent else "."
     if len(drawn) <= MAX_POINTS and len({(row.layer, row.sample) for row in drawn}) > 1:
         asides.append("Points of one length stand side by side, by layer and sample.")
     lines = [*dict.fromkeys(kinds), marks, *asides]

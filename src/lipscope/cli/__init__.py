@@ -23,6 +23,8 @@ from lipscope.cli import (
     report,
     reproduce,
     rows,
+    smooth,
+    split,
     sweep,
     theorems,
 )
@@ -67,7 +69,8 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, theorems, sweep, rows, reproduce, report, doctor)
+COMMANDS = (measure, bounds, attack, certify, split, smooth)
+COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]
     app.command(epilog=_command.EXAMPLE, context_settings=_ALIKE)(getattr(_command, _name))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: lipscope doctor"
 
 FEATURES = {
-    "ot": "exact transport between token measures",
+    "measures": "exact transport between measures of unequal weights",
     "cluster": "sweeps on a Dask cluster",
     "gguf": "models stored as GGUF, such as smollm2",
     "dev": "the checks of make test",

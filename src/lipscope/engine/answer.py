@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipscope.engine.plan import Job
 from lipscope.engine.question import Answer, explained, finite
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.difference import difference
@@ -20,6 +20,7 @@ from lipscope.linalg.norms import bracketed
 from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
 from lipscope.linalg.starts import start_named
+from lipscope.measures.splitting import own_operator
 from lipscope.models import LayerMap
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
@@ -99,7 +100,7 @@ class _Solve:
         self.layer, self.spec, self.job = layer, spec, job
         self.memory, self.key, self.heads = memory, key, heads
         self.n = layer.x.shape[0]
-        jacobian = layer.linearise(layer.x, memory=memory, per_head=spec.per_head)
+        jacobian = self._jacobian()
         if not spec.per_head:
             jacobian = _as_batch_of_one(jacobian)
         self.jacobian = jacobian
@@ -113,6 +114,18 @@ class _Solve:
         self.move = self._index("move", spec.move, self.n)
         self.read = self._index("read", spec.read, jacobian.out_shape[-2])
         self.operator = restrict(jacobian, move=self.move, read=self.read, scale=self.scale)
+
+    def _jacobian(self) -> Operator:
+        """That of the map; for copies against each other, what tokens do by their own queries."""
+        layer, options = self.layer, {"memory": self.memory, "per_head": self.spec.per_head}
+        if self.spec.move != COPIES:
+            return layer.linearise(layer.x, **options)
+        if layer.attention is None:
+            raise InputError(
+                "`move = copies` needs weights that are read in closed form. Found a layer that "
+                "is run again as it is."
+            )
+        return own_operator(layer.attention, layer.x, map=layer.map, **options)
 
     def _index(self, option: str, text: str, n: int) -> Tensor | None:
         chosen = parse_tokens(text, n, option)
@@ -221,6 +234,7 @@ class _Solve:
             if self.still
             else None,
             self.layer.note,
+            _of_copies(self.layer) if self.spec.move == COPIES else None,
             on_derivative,
             on_rest,
             average[1] if average is not None else None,
@@ -320,6 +334,14 @@ def frobenius_interval(
     s = sigma * math.sqrt(math.log(2 / delta) / probes)
     low = math.sqrt(max(value**2 - s**2, 0.0)) - s
     return max(low, 0.0), s + math.sqrt(value**2 + s**2)
+
+
+def _of_copies(layer: LayerMap) -> str | None:
+    """What copies of a token share, where tokens are not alike."""
+    one = layer.attention
+    if one is None or not (one.positional or one.causal or one.window or one.mask is not None):
+        return None
+    return "copies of a token share its position and read what it reads"
 
 
 def _as_batch_of_one(op: Operator) -> Operator:

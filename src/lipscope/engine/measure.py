@@ -59,11 +59,12 @@ def measure(
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two
               are bracketed without a probability.
             * ``move="all"``: tokens that may move: ``all``, ``first``, ``last``, ``not-first``,
-              ``a:b`` (both included); ``read="all"``: output tokens that are read, likewise.
+              ``a:b`` (both included), or ``copies`` of every token against each other (mass
+              splitting, see `split`); ``read="all"``: output tokens that are read, likewise.
             * ``side="self"``, or the layers of cross-attention instead, moved through their
               ``query`` side (the decoder's stream) or their ``key`` side (encoder states,
               retrieved passages) while the other stays.
-            * ``windows="spread"`` over the text, or ``consecutive``; ``special_tokens=True``: put
+            * ``windows="spread"`` over the text, or ``disjoint``; ``special_tokens=True``: put
               the model's own special tokens around each window; ``position_offset=0``: position
               ids start this much later, to tell length from position.
             * ``images``: pictures instead of a text, a folder or ``random`` pixels;

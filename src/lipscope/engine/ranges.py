@@ -9,6 +9,8 @@ import re
 
 from lipscope.errors import InputError, shown
 
+# A move of the copies of every token against each other, instead of tokens: mass splitting.
+COPIES = "copies"
 # What a request may hold: a list that is longer, or a number of more digits, is a slip of the hand.
 _MOST = 100_000
 _DIGITS = r"(\d{1,18})"
@@ -42,6 +44,8 @@ def parse_integers(text: str, option: str) -> list[int]:
 def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     """Token indices of ``all`` (None), ``first``, ``last``, ``not-first`` or ``a:b``.
 
+    Of tokens that move also ``copies``, which is all of them.
+
     >>> parse_tokens("1:3", 8, "move")
     [1, 2, 3]
     """
@@ -51,14 +55,14 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
         "last": [num_tokens - 1],
         "not-first": list(range(1, num_tokens)),
     }
+    if option == "move":
+        named[COPIES] = None
     if text in named:
         chosen = named[text]
     else:
         match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?", text)
         if match is None:
-            raise InputError(
-                f"`--{option}` should be all, first, last, not-first or a:b. Found `{text}`."
-            )
+            raise InputError(f"`--{option}` should be {', '.join(named)} or a:b. Found `{text}`.")
         start, stop = int(match[1]), int(match[2] or match[1])
         _check_upwards(start, stop, text, option)
         # Not all of them where the last one is beyond: it may be any number.

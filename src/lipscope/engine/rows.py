@@ -59,7 +59,7 @@ def row_of(
         spec: The specification.
         job: The job.
         reply: What the layer, or one head, answered.
-        about: Revision and weights of its model, where known.
+        about: `LoadedModel.about` of its model, where known.
         of: The map, where it was built.
         item: The input, where it was had.
         device: Where it was computed; where it should have been if None.
@@ -101,6 +101,7 @@ def row_of(
         module=of.module if of is not None else None,
         argument=of.argument if of is not None else None,
         projection=of.projection if of is not None else None,
+        trained_length=about.get("trained_length"),
         **reply.columns(),
     )
 
@@ -115,7 +116,7 @@ def failed_rows(
         job: The job.
         shape: That of its model.
         error: What went wrong, in one line.
-        about: Revision and weights of its model, where known.
+        about: `LoadedModel.about` of its model, where known.
     """
     text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
     return [

@@ -24,7 +24,7 @@ from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
 from lipscope.engine.question import explained
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError
@@ -48,7 +48,7 @@ class Result(NamedTuple):
     Attributes:
         job: Its id.
         model: Index of its model.
-        about: Revision and weights of the model; empty if it could not be loaded.
+        about: What its rows say of the model; empty if it could not be loaded.
         finished: Its rows.
     """
 
@@ -95,12 +95,9 @@ class Session:
     # --- what a model has
 
     def about(self, model: int, weights: int | None = None) -> dict[str, Any]:
-        """Revision and weights of a model; of a random one, whose seeds differ, that it is one."""
-        loaded = self.places.loaded(model, weights)
-        return {
-            "revision": loaded.revision,
-            "weights": loaded.weights if weights is None else "random",
-        }
+        """What rows say of a model; of a random one, whose seeds differ, that it is one."""
+        about = self.places.loaded(model, weights).about
+        return about if weights is None else about | {"weights": "random"}
 
     def survey(self, model: int) -> Survey:
         """Layers, heads and inputs of a model; every map is built once at the first input.
@@ -194,10 +191,10 @@ class Session:
         key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
         if job.input != REAL:
             key += f"|{job.input}|{job.radius or ''}"
-        about = {"revision": loaded.revision, "weights": loaded.weights}
         remarks += self._reach(job, built)
-        found = []
-        itself = self.places.itself(job, built) if job.sample == 0 else None
+        found, about = [], loaded.about
+        whole = self.spec.move != COPIES  # the model itself has no copies
+        itself = self.places.itself(job, built) if job.sample == 0 and whole else None
         for reply in answer(built, self.spec, job, self.places.memory, key, itself):
             device = self.places.device.type
             row = row_of(

@@ -13,7 +13,7 @@ import torch
 from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine import checks
 from lipscope.engine.checks import OF_TEXT, Check
-from lipscope.engine.ranges import parse_tokens
+from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.source import Source
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
@@ -120,12 +120,13 @@ class Spec:
         theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
             head); asked about rows of the maps ``attention``, ``heads``, ``normed`` and
             ``residual``.
-        sharp: Whether theorems that take seconds a head are computed where they are named.
+        sharp: Whether theorems that may take long are computed where they are named; None
+            for those that are expected to take a few seconds.
         radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
         ascent_steps: Steps of gradient ascent.
-        windows: ``spread`` over the text, or ``consecutive``.
+        windows: ``spread``: the same passages at every length; ``disjoint``: no window shares text.
         special_tokens: Whether the model's own special tokens stand around each window.
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
@@ -144,7 +145,7 @@ class Spec:
     dtypes: tuple[str, ...] = ("float32",)
     seeds: tuple[int, ...] = (0,)
     theorems: tuple[str, ...] = ()
-    sharp: bool = True
+    sharp: bool | None = True
     radius: Radius = "row"
     ascent_steps: int = 20
     windows: str = "spread"
@@ -189,7 +190,7 @@ CHECKS: dict[str, Check] = {
     "sharp": checks.flag,
     "radius": checks.radius,
     "ascent_steps": checks.whole(0, 100_000),
-    "windows": checks.one_of("spread", "consecutive"),
+    "windows": checks.one_of("spread", "disjoint"),
     "special_tokens": checks.flag,
     "images": checks.path,
     "resolutions": checks.sides,
@@ -304,13 +305,15 @@ def check_together(source: Source, spec: Spec) -> None:
             "`images` take the place of a text. Found `lengths`; leave them out.", "lengths"
         )
     if not pictures and spec.resolutions is not None:
-        source.fail("`resolutions` are those of `images`. Found no images.", "resolutions")
+        source.fail("`resolutions` go with `images`. Found no `images`.", "resolutions")
     for option in ("move", "read"):
         try:
             for n in spec.lengths or ():
                 parse_tokens(getattr(spec, option), n, option)
         except InputError as problem:
             source.fail(str(problem).replace("`--", "`"), option)
+    if spec.move == COPIES:
+        _check_copies(source, spec)
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
         source.fail(
             f"`tol` should be between {smallest:g} and 1 in {' and '.join(spec.dtypes)}. "
@@ -326,6 +329,18 @@ def check_together(source: Source, spec: Spec) -> None:
         )
 
 
+def _check_copies(source: Source, spec: Spec) -> None:
+    """Copies of a token move against each other in self-attention whose weights are known."""
+    said = "`move = copies` goes with"
+    other = [one for one in spec.maps if one not in WITH_INPUTS]
+    if other:
+        source.fail(f"{said} the maps {' and '.join(WITH_INPUTS)}. Found `{other[0]}`.", "move")
+    if spec.side != "self":
+        source.fail(f"{said} self-attention. Found `side = {spec.side}`.", "move")
+    if spec.theorems:
+        source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
+
+
 def _check_inputs(source: Source, spec: Spec) -> None:
     """Inputs that are built need whole layers whose weights are known."""
     built = [one for one in spec.inputs if one != REAL]
@@ -338,7 +353,7 @@ def _check_inputs(source: Source, spec: Spec) -> None:
             "inputs",
         )
     if OF_TEXT not in spec.radii and not built:
-        source.fail("`radii` are those of built inputs. Found only `real` in `inputs`.", "radii")
+        source.fail("`radii` go with inputs that are built. Found only `real`.", "radii")
 
 
 def _check_theorems(source: Source, spec: Spec) -> None:
@@ -347,13 +362,13 @@ def _check_theorems(source: Source, spec: Spec) -> None:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         source.fail(
-            f"`theorems` speak of the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
+            f"`theorems` are about the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
             "`maps`.",
             "theorems",
         )
     if spec.side != "self":
         source.fail(
-            f"`theorems` speak of self-attention. Found `side = {spec.side}`; leave one of them "
+            f"`theorems` are about self-attention. Found `side = {spec.side}`; leave one of them "
             "out.",
             "side",
         )

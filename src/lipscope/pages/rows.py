@@ -36,7 +36,7 @@ class Rows(Sequence[Measurement]):
         tokens: The tokens of their windows; those of other rows are left out.
         bounds: What theorems say about them; those of other rows are left out.
         windows: How windows were chosen: "spread" compares the same passages at every
-            length, "consecutive" takes fresh ones.
+            length, "disjoint" takes fresh ones.
 
     >>> rows = Rows([])
     >>> len(rows), rows.summary()
@@ -47,14 +47,14 @@ class Rows(Sequence[Measurement]):
         self,
         rows: Iterable[Measurement],
         tokens: Iterable[TokenShare] = (),
-        windows: Literal["spread", "consecutive"] = "spread",
+        windows: Literal["spread", "disjoint"] = "spread",
         bounds: Iterable[Bound] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
         self.bounds = [bound for bound in bounds if bound.id in held]
-        self.windows: Literal["spread", "consecutive"] = windows
+        self.windows: Literal["spread", "disjoint"] = windows
 
     @overload
     def __getitem__(self, index: int) -> Measurement: ...
@@ -285,7 +285,7 @@ def _tokens_named(which: str) -> str:
     if which == "all":
         return ""
     names = {"last": "the last token", "first": "the first token"}
-    names["not-first"] = "all tokens but the first"
+    names |= {"not-first": "all tokens but the first", "copies": "copies against each other"}
     return f" at {names.get(which, f'tokens {which}')}"
 
 

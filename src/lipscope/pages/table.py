@@ -146,10 +146,18 @@ def _token(line: Line, narrow: int) -> str:
 
 
 def _growth_cell(line: Line, narrow: int) -> str:
-    """The verdict; where no power law fits, the slopes under it, a few in a line."""
+    """The verdict, and that of inputs beyond the training length under it."""
     if line.growth is None:
         return "–"
-    head, _, rest = line.growth.verdict.partition(": ")
+    cell, beyond = _verdict(line.growth, narrow), line.growth.beyond
+    if beyond is None:
+        return cell
+    return f"{cell}\nfrom {beyond.lengths[0]}:\n{_verdict(beyond, narrow)}"
+
+
+def _verdict(fit: Growth, narrow: int) -> str:
+    """The exponent; where no power law fits, the slopes under it, a few in a line."""
+    head, _, rest = fit.verdict.partition(": ")
     head = head.replace(" (", "\n(")
     if narrow:
         head = head.replace(", p ", ",\np ")

@@ -18,7 +18,7 @@ import numpy as np
 from scipy import special
 
 from lipscope.errors import InputError
-from lipscope.records.rows import Measurement
+from lipscope.records.rows import GIVEN, Measurement
 from lipscope.records.sampling import (
     CONFIDENCE,
     paired_lack_of_fit,
@@ -70,6 +70,8 @@ class Growth:
         num_dropped: Rows of samples that lack another length (paired only).
         paired: Whether a sample is the same passage at every length.
         note: What limits the result; null if nothing does.
+        beyond: The growth over inputs longer than those that the model was trained on, which this
+            one leaves out; null if there are none, or fewer than three lengths of them.
     """
 
     slope: float
@@ -86,6 +88,7 @@ class Growth:
     num_dropped: int
     paired: bool
     note: str | None
+    beyond: Growth | None = None
 
     @property
     def num_lengths(self) -> int:
@@ -193,18 +196,22 @@ def growth(
     log sigma of equal variance. The lack-of-fit test is an F test, see `paired_lack_of_fit` and
     `unpaired_lack_of_fit`.
 
+    Inputs longer than those that the model was trained on, as far as its files say, are fitted
+    apart (`beyond`): what changes there need not be growth.
+
     Interval and test hold for independent samples. Where two of them share text, neither is given,
     and `note` says so. A paired sample that lacks one of the lengths is dropped whole, and counted.
 
     Args:
         rows: Rows of one group; see `groups`.
         paired: Whether one sample index is the same passage at every length (windows
-            "spread"), rather than a fresh one (windows "consecutive").
+            "spread"), rather than a fresh one (windows "disjoint").
         seed: Seed of the bootstrap of paired samples.
         of: What grows: sigma, or sigma with the top token held fixed.
 
     Returns:
-        The growth, or None below three lengths with a finite, positive sigma.
+        The growth, or None below three lengths with a finite, positive sigma; of the longer
+        inputs where only they have so many.
 
     Raises:
         InputError: If the rows are not of one group, or hold a sample and length twice.
@@ -214,13 +221,39 @@ def growth(
             "`rows` should be of one layer, head, map, metric, move and read. Found "
             f"{len(groups(rows))} different groups; take them from `groups(rows)`."
         )
+    trained = rows[0].trained_length if rows and rows[0].input in GIVEN else None
+    if trained is None or all(row.num_tokens <= trained for row in rows):
+        return _growth(rows, paired=paired, seed=seed, of=of)
+    inside, beyond = (
+        _growth(
+            [row for row in rows if (row.num_tokens > trained) == past],
+            paired=paired,
+            seed=seed,
+            of=of,
+        )
+        for past in (False, True)
+    )
+    than = f"than the {trained} tokens that the model was trained on"
+    if inside is None:
+        return None if beyond is None else _noted(beyond, f"all inputs are longer {than}")
+    what = "fitted apart" if beyond else "left out"
+    return replace(_noted(inside, f"inputs longer {than} are {what}"), beyond=beyond)
+
+
+def _noted(fit: Growth, remark: str) -> Growth:
+    return replace(fit, note="; ".join(filter(None, [fit.note, remark])))
+
+
+def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> Growth | None:
+    """The growth of rows that are all on one side of the trained length."""
     logs = _log_sigma(rows, of)
     lengths = sorted({n for n, _ in logs})
     if len(lengths) < 3:
         return None
     complete = _complete(logs, lengths) if paired else logs
     kept = complete or logs
-    shared = _share_text([row for row in rows if (row.num_tokens, row.sample) in kept], paired)
+    used = [row for row in rows if (row.num_tokens, row.sample) in kept]
+    shared = share_text(used, paired=paired)
     columns, x = _columns(kept, lengths), np.log(lengths)
     means = np.array([column.mean() for column in columns])
     weights = _weights(columns, lengths)
@@ -332,8 +365,13 @@ def _weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarra
     return sizes * x / (sizes @ x**2)
 
 
-def _share_text(rows: Sequence[Measurement], paired: bool) -> bool:
-    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common."""
+def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
+    """Whether windows of different samples, or lengths of unpaired ones, have tokens in common.
+
+    Args:
+        rows: Rows of one group.
+        paired: Whether one sample is the same passage at every length.
+    """
     longest: dict[int, Measurement] = {}
     for row in rows:  # the windows of a paired sample are parts of its longest one
         if paired and row.num_tokens >= longest.get(row.sample, row).num_tokens:

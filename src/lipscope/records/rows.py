@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     import polars
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the files of a run; only this one is read."""
 
 GIVEN = ("text", "batch", "image")
@@ -90,6 +90,8 @@ class Measurement:
             model applies none), or null where none was seen as a module of its own.
         derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
             along the direction found; null but for the first sample of a length.
+        trained_length: Number of tokens to which the model was trained; null where its files do
+            not say.
     """
 
     id: str
@@ -137,6 +139,7 @@ class Measurement:
     argument: str | None = None
     projection: bool | None = None
     derivative_error: float | None = None
+    trained_length: int | None = None
 
     @property
     def passing(self) -> bool:

@@ -11,7 +11,7 @@ from lipscope.theorems.papers import (
     yudin2025,
     emadi2026,
 )
-from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
+from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
 
 # isort: on
 from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
@@ -20,10 +20,17 @@ from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
-from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
+from lipscope.theorems.register import (
+    DERIVED,
+    PATIENCE,
+    NotApplicableError,
+    Theorem,
+    catalogue,
+    theorem,
+)
 from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
-from lipscope.theorems.table import Bound, bounds_at
+from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
 # What enters theorems into the catalogue by being imported.
 PAPERS = (
@@ -35,6 +42,7 @@ PAPERS = (
     yudin2025,
     emadi2026,
     global_bounds,
+    other_kinds,
     local_bounds,
     row_gram,
     ball,
@@ -43,6 +51,7 @@ PAPERS = (
 __all__ = [
     "DERIVED",
     "PAPERS",
+    "PATIENCE",
     "AskedLayer",
     "BallName",
     "Bound",
@@ -61,7 +70,9 @@ __all__ = [
     "bounds_at",
     "catalogue",
     "evaluate",
+    "expected_seconds",
     "heads_of",
+    "how_long",
     "infinity_norm",
     "max_token_norm",
     "norm_of",

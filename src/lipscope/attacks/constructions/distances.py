@@ -9,12 +9,11 @@ import torch
 from lipscope.attacks.ascent import check_size
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attention import Attention
-from lipscope.attention.kinds.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
 from lipscope.errors import InputError
-from lipscope.theorems.papers.kim2021 import phi_inverse
 
 
-def l2_extremal(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
     """A token at the origin and the others at ``± r u``, ``r |W u| / k^(1/4) = c``.
 
     ``c^2 = 1 + phi^{-1}(n-1)`` with ``phi(x) = x e^{x+1}`` maximises the mean squared distance
@@ -71,7 +70,7 @@ def l2_extremal(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
     x = x.flip(0) if layer.causal else x
     return Construction(
         x.to(layer.query),
-        "l2_extremal",
+        "l2_opposed",
         "Theorem 3.2",
         "kim2021",
         float(torch.linalg.matrix_norm(block, 2)),

@@ -9,6 +9,7 @@ from torch import Tensor
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.norms import TokenNorm
+from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import InputError
 
 
@@ -78,6 +79,21 @@ class ScaledCosineAttention(InnerProduct):
             self._shortened(one, k),
             self._shortened(self.gain, self.value_width),
         )
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """``ν ε^(-1/2) √(Σ_h (√c ‖W_V‖ + τ ‖W_Q‖ + τ √c ‖W_K‖)²) ‖W_O‖``.
+
+        ``c = min(N, e^(2τ))``, or ``N`` under a mask.
+        """
+        tau, c = self.temperature, self.gain.new_tensor(float(num_tokens))
+        if not self.causal and self.mask is None:
+            c = torch.minimum(c, (2 * tau).exp())
+        q, k, v = (
+            spectral_norm(w.unflatten(0, (self.num_heads, -1)))
+            for w in (self.query, self.key, self.value)
+        )
+        heads = c.sqrt() * v + tau * q + tau * c.sqrt() * k
+        return self.gain * self.eps**-0.5 * of_heads(heads, self.output)
 
     def _shortened(self, factor: Tensor, k: int) -> TokenNorm:
         return TokenNorm((factor * k**-0.5).expand(k), self.eps / k)

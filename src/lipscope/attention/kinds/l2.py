@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Bool, Float
+from scipy.special import lambertw
 from torch import Tensor
 
 from lipscope.attention.core import Attention, variant
+from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import InputError
+
+
+def phi_inverse(y: float) -> float:
+    """``φ⁻¹(y) = W_0(y / e)`` for ``y ≥ 0``, ``φ(x) = x e^(x+1)``, Lambert's function.
+
+    >>> x = phi_inverse(9.0)
+    >>> round(x * math.exp(x + 1), 12)
+    9.0
+    """
+    return float(lambertw(y / math.e).real)
 
 
 @variant
@@ -93,3 +107,16 @@ class L2Attention(Attention):
         gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q
         gk = torch.matmul(gs.mT, q) - gs.sum(-2)[..., None] * k
         return 2 * gq, 2 * gk
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
+
+        Raises:
+            InputError: Under a mask that hides tokens from themselves.
+        """
+        if self.mask is not None and not bool(self.mask.diagonal(dim1=-2, dim2=-1).all()):
+            raise InputError("`mask` should let every token read itself for a bound to hold.")
+        f = phi_inverse(num_tokens - 1.0)
+        w, v = (t.unflatten(0, (self.num_heads, -1)) for t in (self.query, self.value))
+        heads = spectral_norm(w).square() * spectral_norm(v) * self.head_width**-0.5
+        return (math.sqrt(num_tokens) * (1 + 2 * f) + 2 * f) * of_heads(heads, self.output)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.spectral import of_heads, spectral_norm
+
+CONSTANT = math.sqrt(5 + (math.e + 1) ** 2)  # of the map from queries, keys and values
 
 
 @variant
 class LipschitzNormAttention(InnerProduct):
-    """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, one head, every token visible.
+    """Attention with ``S_ij = <q_i, k_j> / max(uv, uw, vw)``, every token visible.
 
-    ``u = ‖Q‖_F``, ``v = max_j |k_j|``, ``w = max_j |v_j|`` over all tokens.
+    ``u = ‖Q‖_F``, ``v = max_j |k_j|``, ``w = max_j |v_j|`` over all tokens, for every head.
 
-    Holds for one head without mask. The divisor depends on all tokens, so the Jacobian is
-    that of automatic differentiation, valid where both maxima are attained once.
+    Holds without mask. Where a maximum is attained by several tokens, the derivative is that of
+    their mean, as in automatic differentiation; there the layer has none.
 
     Args:
-        query: ``(k, d)``.
-        key: ``(k, d)``.
-        value: ``(d_v, d)``.
-        output: ``(d_out, d_v)``, or None.
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        heads: Number of heads.
 
     Raises:
         InputError: If the shapes do not fit together.
@@ -40,17 +46,27 @@ class LipschitzNormAttention(InnerProduct):
 
     def __init__(
         self,
-        query: Float[Tensor, "k d"],
-        key: Float[Tensor, "k d"],
-        value: Float[Tensor, "dv d"],
-        output: Float[Tensor, "d_out dv"] | None = None,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        heads: int = 1,
     ) -> None:
-        super().__init__(query, key, value, output, scale=1.0)
+        super().__init__(query, key, value, output, heads=heads, scale=1.0)
 
-    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries over the divisor, keys and values, each ``(..., 1, n, width)``."""
-        q, k, v = super().project(x, context)
-        size_q = q.square().sum((-2, -1), keepdim=True).sqrt()
-        size_k, size_v = (z.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v))
+    def divisor(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``max(uv, uw, vw)`` of every head."""
+        size_q = torch.linalg.vector_norm(q, dim=(-2, -1), keepdim=True)
+        size_k, size_v = (
+            torch.linalg.vector_norm(z, dim=-1, keepdim=True).amax(-2, keepdim=True) for z in (k, v)
+        )
         sizes = torch.stack([size_q * size_k, size_q * size_v, size_k * size_v])
-        return q / sizes.amax(0).clamp_min(torch.finfo(x.dtype).tiny), k, v
+        return sizes.amax(0).clamp_min(torch.finfo(q.dtype).tiny)
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """``√(5 + (e+1)²) √(Σ_h ‖[W_Q; W_K; W_V]_h‖²) ‖W_O‖``."""
+        del num_tokens
+        weights = (self.query, self.key, self.value)
+        heads = torch.cat([w.unflatten(0, (self.num_heads, -1)) for w in weights], 1)
+        return CONSTANT * of_heads(spectral_norm(heads), self.output)

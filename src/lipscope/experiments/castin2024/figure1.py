@@ -14,7 +14,7 @@ from lipscope.experiments.castin2024.controls import Control, controls, offsets
 from lipscope.experiments.castin2024.published import castin_scripts
 from lipscope.experiments.castin2024.windows import (
     as_in_the_paper,
-    consecutive,
+    disjoint,
     first_and_middle,
     is_deep,
 )
@@ -69,7 +69,7 @@ class Case:
 def figure1(study: Study) -> Findings:
     """Both rows of the figure, what its scripts compute, and the controls."""
     cases = [Case(m, text) for m in _models(study) for text in study.texts]
-    real = {case.name: consecutive(study, case.loaded, case.text, case.layers) for case in cases}
+    real = {case.name: disjoint(study, case.loaded, case.text, case.layers) for case in cases}
     coded = {case.name: _as_coded(study, case) for case in cases}
     paired = {case.name: _paired(study, case) for case in cases}
     worst = [
@@ -186,7 +186,7 @@ def _draw(
     study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
 
 
-_HOW = "Points: single windows (consecutive, as in the paper); both axes logarithmic."
+_HOW = "Points: single windows (disjoint, as in the paper); both axes logarithmic."
 
 
 def _real_panel(case: Case, layer: int, rows: Rows, coded: list[tuple[int, float]]) -> Panel:
@@ -238,12 +238,12 @@ def _claims(
     ]
     heads = [fit.slope for one in worst for fit in one.fits() if fit]
     return (
-        Claim("real text, consecutive windows", quarter, counted(fit.law for fit in fresh)),
+        Claim("real text, disjoint windows", quarter, counted(fit.law for fit in fresh)),
         Claim("real text, the same passages at every n", quarter, counted(f.law for f in same)),
         Claim(
             "exponents, all layers and texts",
             "1/4; the worst case is 1/2",
-            f"consecutive {middle(f.slope for f in fresh)}, nested {middle(f.slope for f in same)}",
+            f"disjoint {middle(f.slope for f in fresh)}, nested {middle(f.slope for f in same)}",
         ),
         Claim(
             "as in the published scripts: √‖Jᵀf(X)‖ instead of sigma",
@@ -310,7 +310,7 @@ def _exponents(
     columns = (
         "model, text",
         "layer",
-        "consecutive windows",
+        "disjoint windows",
         "same passages",
         "top token fixed",
         "as in the scripts",
@@ -367,13 +367,12 @@ def _remarks(study: Study) -> tuple[str, ...]:
         + " AG_NEWS was not run." * all(t.name != AG_NEWS_TITLE for t in study.texts),
         study.pick(
             "Quick: 3 windows a length, few lengths, two layers.",
-            "10 windows a length. Consecutive ones: every even n from 2 to 100, or for models of "
+            "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
             "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256, all layers, or "
             "every fifth of more than 12, or three of random weights. Controls: n = 16 to 128.",
         ),
-        "Consecutive windows all lie at the beginning of the text, and those of one length overlap "
-        "those of another: their interval speaks of that beginning only. The same passages are "
-        "spread over the whole text.",
+        "Disjoint windows share no text, at one length or between lengths, as the paper says of "
+        "its own; both kinds are spread over the whole text.",
         "The measured map is `attention`, Definition 2.2 of the paper, with the output projection.",
         "The masked encoder runs as a decoder, and its causal mask is part of the map; the "
         "scripts call the layer without a mask (read in bert_decoder/compute_bert_decoder.py). "

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.errors import InputError
-from lipscope.experiments.castin2024.windows import consecutive, first_and_middle
+from lipscope.experiments.castin2024.windows import disjoint, first_and_middle
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope.models import LoadedModel
@@ -87,7 +87,7 @@ def _rows(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
             continue
         for text in study.texts:
             layers = first_and_middle(loaded)
-            yield f"{name}, {text.name}", consecutive(study, loaded, text, layers)
+            yield f"{name}, {text.name}", disjoint(study, loaded, text, layers)
 
 
 def _seen(study: Study, loaded: LoadedModel) -> Rows:

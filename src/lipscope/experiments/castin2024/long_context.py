@@ -62,7 +62,7 @@ def long_context(study: Study) -> Findings:
     claims.append(
         Claim(
             f"real text to n = {longest:,}",
-            "growth close to n^(1/4) (slides; the paper goes to 512 tokens at most)",
+            "growth close to n^(1/4) (slides)",
             f"exponents {middle(fit.slope for fit in slopes)}",
         )
     )

@@ -22,7 +22,7 @@ def is_deep(loaded: LoadedModel) -> bool:
 
 
 def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, Any]:
-    """How the paper cuts a text: ten consecutive windows without overlap at each length.
+    """How the paper cuts a text: ten windows a length, none of which shares text with another.
 
     Lengths are the even ones to 100 (Alice), or every tenth to 512 (AG_NEWS). Deeper models
     than the paper's run on every tenth to 100.
@@ -32,13 +32,13 @@ def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, 
     return {
         "lengths": study.pick([8, 16, 32, 64], [*full]),
         "samples": study.pick(3, 10),
-        "windows": "consecutive",
+        "windows": "disjoint",
         "special_tokens": False,
     }
 
 
-def consecutive(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int]) -> Rows:
+def disjoint(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int]) -> Rows:
     """Sigma of `attention` on the paper's windows."""
-    part = f"consecutive-{loaded.name}-{text.name}"
+    part = f"disjoint-{loaded.name}-{text.name}"
     options = as_in_the_paper(study, loaded, text)
     return study.measure(part, loaded, text.content, layers=layers, **options)

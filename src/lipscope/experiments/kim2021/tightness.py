@@ -66,7 +66,7 @@ def _draw(study: Study, found: list[dict[str, Any]]) -> None:
         "infinity norm of the Jacobian",
         (
             curve("upper bound, Theorem 3.2", "bound"),
-            curve("closed form at the extremal input", "closed"),
+            curve("closed form at the opposed input", "closed"),
             curve("measured there", "measured", "points"),
             curve("best found by ascent", "best", "points"),
         ),
@@ -109,7 +109,7 @@ def _findings(found: list[dict[str, Any]]) -> Findings:
                 f"N = {last['n']:,}; their difference is at most {number(gap)}",
             ),
             Claim(
-                "closed form of the norm at the extremal input",
+                "closed form of the norm at the opposed input",
                 "4 φ⁻¹ - 1 + 2 / (1 + φ⁻¹), φ⁻¹ = φ⁻¹(N-1) (derived here)",
                 f"equal to the measured norm to {error:.1e}",
             ),
@@ -122,7 +122,8 @@ def _findings(found: list[dict[str, Any]]) -> Findings:
         ),
         (Table("One head of width one, unit weights", columns, lines),),
         (
-            "The extremal input is derived here; the paper's own figure was not seen.",
+            "The opposed input (one token at the origin, the others at opposite points) is derived "
+            "here; the paper's own figure was not seen.",
             f"Ascent by Adam from random starts, of a full run 50 to N = {_MANY_STARTS}, then 8.",
         ),
     )

@@ -24,7 +24,7 @@ from lipscope.models.data.windows import (
 )
 from lipscope.models.loading import LoadedModel
 
-_WINDOWS = ("spread", "consecutive")
+_WINDOWS = ("spread", "disjoint")
 _DEFAULT_LENGTHS = (16, 64, 256)
 _DEFAULT_SAMPLES = 10
 
@@ -112,7 +112,7 @@ def samples_of(
         data: Text, None for the default text, a tensor, or a mapping of tensors.
         lengths: Numbers of tokens of the windows of a text.
         samples: Windows per length.
-        windows: ``spread`` or ``consecutive``.
+        windows: ``spread`` or ``disjoint``.
         special_tokens: Add the model's own special tokens.
 
     Returns:
@@ -234,8 +234,8 @@ def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
         return value
     if name in _PAIRS and value.ndim == 2 and value.shape[0] == value.shape[1] and count > 1:
         raise InputError(
-            f"`{name}` should tell samples from tokens. Found {count} of each; pass the samples "
-            "one by one."
+            f"`{name}` should have different numbers of samples and tokens, to tell them apart. "
+            f"Found {count} of each; pass the samples one by one."
         )
     return value if name in _PAIRS and value.ndim == 2 else value.narrow(at, sample, 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lipscope.errors import InputError
 
-WindowKind = Literal["spread", "consecutive"]
+WindowKind = Literal["spread", "disjoint"]
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,18 @@ def windows_of_text(
     """Cut a text into windows, shortest first.
 
     ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
-    every length, so that lengths are compared on the same passages. ``consecutive``: sample
-    s of length n starts at token ``s n``. Special tokens are added around each window and
-    counted in its length. Windows are distinct: of equal ones the first is kept, so that a short
-    or repetitive text gives fewer than asked for.
+    every length, so that lengths are compared on the same passages. ``disjoint``: sample s is a
+    stretch of ``N`` = the sum of all lengths, from token ``floor(s (T - N) / max(samples - 1, 1))``
+    on, with one window of each length after the other, so that no two windows share text.
+    Special tokens are added around each window and counted in its length. Windows are distinct:
+    of equal ones the first is kept, so that a short or repetitive text gives fewer than asked for.
 
     Args:
         text: The text; tokenised once.
         tokenizer: A Hugging Face tokenizer, or `Bytes`.
         lengths: Numbers of tokens.
         samples: Windows per length.
-        kind: ``spread`` or ``consecutive``.
+        kind: ``spread`` or ``disjoint``.
         special_tokens: Add the model's own special tokens.
 
     Returns:
@@ -142,23 +143,26 @@ def windows_of_text(
     before, ids, after = _ids(text, tokenizer, special_tokens)
     extra = len(before) + len(after)
     _check_lengths(lengths, extra)
-    longest, total = max(lengths), len(ids)
-    needed = samples * longest if kind == "consecutive" else longest
+    total, stretch = len(ids), sum(lengths) if kind == "disjoint" else max(lengths)
+    needed = samples * stretch if kind == "disjoint" else stretch
     if total < needed:
         raise InputError(
             f"The text should have at least {needed} tokens for {samples} {kind} windows of up to "
-            f"{longest}. Found {total}; use a longer text, shorter lengths or fewer samples."
+            f"{max(lengths)}. Found {total}; use a longer text, shorter lengths or fewer samples."
         )
     # A short text has fewer places than samples: the same one twice would be one sample.
-    samples = min(samples, total - longest + 1) if kind == "spread" else samples
+    samples = min(samples, total - stretch + 1)
+    places = [s * (total - stretch) // max(samples - 1, 1) for s in range(samples)]
+    passed = 0  # tokens of a sample's stretch that shorter windows have taken
     windows: dict[tuple[int, ...], Window] = {}
     for n in lengths:
-        for s in range(samples):
-            start = s * n if kind == "consecutive" else s * (total - longest) // max(samples - 1, 1)
+        for s, place in enumerate(places):
+            start = place + passed
             row = [*before, *ids[start : start + n - extra], *after]
             if tuple(row) not in windows:
                 words = tuple(str(t) for t in tokenizer.convert_ids_to_tokens(row))
                 windows[tuple(row)] = Window(n, s, start, torch.tensor([row]), words)
+        passed += n if kind == "disjoint" else 0
     return [*windows.values()]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lipscope.attention import DotProduct, Rotary
+from lipscope.attention import DotProduct, Rotary, TokenNorm
 from lipscope.models.families.masks import read_mask
 from lipscope.models.tracing.sites import AttentionCall, NotCoveredError, is_plain
 
@@ -47,13 +47,19 @@ def projected(call: AttentionCall, names: str, **options: Any) -> DotProduct:
     Args:
         call: The call.
         names: What its module calls those of queries, keys, values and the output, with a space
-            between them; three where the output's is one of the model.
+            between them; three where the output's is one of the model. Those of queries and keys
+            may be followed by a `TokenNorm`, in an ``nn.Sequential``.
         **options: As in `dot_product`.
 
     Returns:
         The layer.
     """
-    maps = [affine(getattr(call.module, name)) for name in names.split()]
+    modules = [getattr(call.module, name) for name in names.split()]
+    for i, side in enumerate(("query_norm", "key_norm")):
+        match modules[i]:
+            case nn.Sequential() as pair if len(pair) == 2 and isinstance(pair[1], TokenNorm):
+                modules[i], options[side] = pair[0], pair[1]
+    maps = [affine(module) for module in modules]
     if len(maps) < 4 and call.projection is not None:
         maps.append(affine(call.projection))
     return dot_product(call, *maps, **options)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import regex
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
@@ -109,7 +110,7 @@ class NotCoveredError(Exception):
 
 
 Reader = Callable[[AttentionCall], Attention]
-_FAMILIES: dict[str, tuple[str, Reader]] = {}
+_FAMILIES: dict[str, tuple[tuple[str, ...], Reader]] = {}
 Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 
@@ -147,13 +148,15 @@ _OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
 
 def family(
-    *class_names: str, package: str = "transformers", scores: Scores = "plain"
+    *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
 ) -> Callable[[Reader], Reader]:
     """Register how to read the weights of a package's attention modules with these names."""
+    packages = (package,) if isinstance(package, str) else package
 
     def register(reader: Reader) -> Reader:
         _REGISTRY.append(Family(reader, class_names, scores))
-        _FAMILIES.update(dict.fromkeys(class_names, (package, reader)))
+        starts = tuple(f"{one}." for one in packages)
+        _FAMILIES.update(dict.fromkeys(class_names, (starts, reader)))
         return reader
 
     return register
@@ -165,9 +168,9 @@ def reader_of(module: nn.Module) -> Reader | None:
     A class of the same name from elsewhere may compute something else, and so may a linear
     layer of another kind in it: an adapter or packed weights are run, not read.
     """
-    kind = type(module)
-    package, reader = _FAMILIES.get(kind.__name__, ("", None))
-    known = kind.__module__.startswith(package + ".")
+    kind = type_before_parametrizations(module)
+    starts, reader = _FAMILIES.get(kind.__name__, ((), None))
+    known = kind.__module__.startswith(starts)
     plain = all(map(is_plain, linears(module)))
     plain = plain and all(
         is_linear(c) or type(c).__module__.startswith(_OWN)
@@ -179,7 +182,7 @@ def reader_of(module: nn.Module) -> Reader | None:
 
 def why_run(module: nn.Module) -> str:
     """What stands between a module and the closed form, where it can be seen."""
-    kind = type(module).__name__
+    kind = type_before_parametrizations(module).__name__
     if kind in _FAMILIES:
         return f"`{kind}` holds something that its family does not (an adapter, appended keys)"
     if getattr(module, "attn_logit_softcapping", None):
@@ -234,8 +237,8 @@ def attention_sites(
             ) from None
         except TimeoutError:
             raise InputError(
-                f"`modules` should be found or not in a second. Found `{modules}`, which tries too "
-                "many ways; write it without nested repetitions."
+                "`modules` should match, or fail to match, within a second. Found "
+                f"`{modules}`, which tries too many ways; write it without nested repetitions."
             ) from None
         if not found:
             raise InputError(
@@ -255,7 +258,9 @@ def attention_sites(
                     f"`{name}.{held}`; match that, or give the whole path of one module."
                 )
         return outer
-    found = {name: m for name, m in named.items() if is_attention(m)}
+    # A variant inside lipscope's own is no module that is called.
+    whole = tuple(f"{n}." for n, m in named.items() if isinstance(m, nn.MultiheadAttention))
+    found = {n: m for n, m in named.items() if is_attention(m) and not n.startswith(whole)}
     inner = {
         name: m
         for name, m in found.items()
@@ -274,7 +279,8 @@ def attention_sites(
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
-    return type(module).__name__.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
+    name = type_before_parametrizations(module).__name__
+    return name.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
@@ -287,7 +293,8 @@ def _is_cross(name: str, module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is `is_linear` and its weights are all it computes with."""
-    return is_linear(module) and type(module).__module__.startswith(_PLAIN)
+    kind = type_before_parametrizations(module)
+    return is_linear(module) and kind.__module__.startswith(_PLAIN)
 
 
 def has_weights(module: nn.Module, axes: int = 1) -> bool:
@@ -302,7 +309,8 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is ``nn.Linear`` or the transposed ``Conv1D`` of GPT-2."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    kind = type_before_parametrizations(module)
+    return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
 
 
 def linears(module: nn.Module) -> list[nn.Module]:

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from lipscope.attention.ball import row_gain
 from lipscope.theorems.directions import star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value
@@ -52,7 +53,8 @@ def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _alpha_beta(head, radius)
-    rows = _row_gain(_largest_attention(head, num_tokens, beta), beta**2)
+    p_max = _largest_attention(head, num_tokens, beta)
+    rows = row_gain(p_max, p_max.new_tensor([beta**2]))
     return head.norm_v * (math.sqrt(_column(head, rows)) + alpha)
 
 
@@ -171,17 +173,8 @@ def kappa(t: float) -> float:
     >>> kappa(0.25), round(kappa(1.0), 3)
     (1.0, 1.316)
     """
-    return float(_row_gain(torch.ones(1, dtype=torch.float64), t)[0])
-
-
-def _row_gain(p_max: Tensor, t: float) -> Tensor:
-    """``max_{p≤p_max} p (1 + t min(1, 4p(1-p)))``.
-
-    Increasing up to 1/2, then a cubic with one maximum, beyond 1 for ``t ≤ 1/4``.
-    """
-    best = 1.0 if t <= 0.25 else (1 + math.sqrt(1 + 0.75 / t)) / 3
-    p = p_max.clamp_max(best)
-    return p * (1 + t * (4 * p * (1 - p)).masked_fill(p <= 0.5, 1.0))
+    one = torch.ones(1, dtype=torch.float64)
+    return float(row_gain(one, t * one)[0])
 
 
 def _rotary_gain(p_max: Tensor, c: float) -> Tensor:

@@ -11,10 +11,9 @@ import math
 
 import torch
 from jaxtyping import Float
-from scipy.special import lambertw
 from torch import Tensor
 
-from lipscope.attention.kinds.l2 import L2Attention
+from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
@@ -28,11 +27,6 @@ def phi(x: float) -> float:
     (0.0, 9.0)
     """
     return x * math.exp(x + 1)
-
-
-def phi_inverse(y: float) -> float:
-    """``φ⁻¹(y) = W_0(y / e)``, Lambert's function, for ``y ≥ 0``."""
-    return float(lambertw(y / math.e).real)
 
 
 @theorem(cite="kim2021", statement="Theorem 3.1", kind="lower")
@@ -94,8 +88,13 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
 
     Source: Theorem 3.2 of [kim2021]; printed power not confirmed.
     """
-    constant = math.sqrt(num_tokens) * (4 * phi_inverse(num_tokens - 1.0) + 1)
-    return constant * _frobenius_weights(layer)
+    _visible_self(layer)
+    w, v, output = _weights(layer)
+    heads = math.hypot(
+        *[spectral_norm(a) ** 2 * spectral_norm(b) for a, b in zip(w, v, strict=True)]
+    )
+    constant = math.sqrt(num_tokens / layer.head_width) * (4 * phi_inverse(num_tokens - 1.0) + 1)
+    return constant * heads * (1.0 if output is None else spectral_norm(output))
 
 
 @theorem(cite=DERIVED, statement="Kim et al., Theorem 3.2, smaller constant")
@@ -108,8 +107,8 @@ def kim_thm_3_2_improved(layer: L2Attention, num_tokens: int) -> float:
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    f = phi_inverse(num_tokens - 1.0)
-    return (math.sqrt(num_tokens) * (1 + 2 * f) + 2 * f) * _frobenius_weights(layer)
+    _visible_self(layer)
+    return float(layer.in_double().constant(num_tokens))
 
 
 def tight_input(num_tokens: int) -> Float[Tensor, "n 1"]:
@@ -174,16 +173,6 @@ def _weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | N
         list(inner.chunk(layer.num_heads)),
         None if output is None else output.detach().to("cpu", torch.float64),
     )
-
-
-def _frobenius_weights(layer: L2Attention) -> float:
-    """``k^(-1/2) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``."""
-    _visible_self(layer)
-    w, v, output = _weights(layer)
-    heads = math.hypot(
-        *[spectral_norm(a) ** 2 * spectral_norm(b) for a, b in zip(w, v, strict=True)]
-    )
-    return layer.head_width**-0.5 * heads * (1.0 if output is None else spectral_norm(output))
 
 
 def _infinity(matrix: Tensor) -> float:

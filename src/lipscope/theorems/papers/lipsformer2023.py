@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
@@ -17,7 +16,8 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     ``ν ε^(-1/2) (2N(N-1) τ ‖W_K‖ + 2(N-1) τ ‖W_Q‖ + 2N ‖W_V‖)`` for one head; heads add up
     as ``‖W_O‖ √(Σ_h …²)``.
 
-    Holds without mask.
+    Holds without mask: it is never below `lipsformer_cosine_improved` for ``N ≥ 2``, nor below
+    sigma for ``N = 1``.
 
     Source: [lipsformer2023]; the constants were recalled, not read.
     """
@@ -25,10 +25,16 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
         raise NotApplicableError("it is masked")
     n, tau = num_tokens, float(layer.temperature.detach())
 
-    def one(query: float, key: float, value: float) -> float:
-        return 2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
-
-    return _of_heads(layer, one)
+    parts = (layer.query, layer.key, layer.value)
+    norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
+    heads = math.hypot(
+        *[
+            2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
+            for query, key, value in zip(*norms, strict=True)
+        ]
+    )
+    output = 1.0 if layer.output is None else spectral_norm(layer.output)
+    return float(layer.gain.detach()) * layer.eps**-0.5 * heads * output
 
 
 @theorem(cite=DERIVED, statement="LipsFormer's constant, improved")
@@ -42,19 +48,4 @@ def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) ->
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    tau, c = float(layer.temperature.detach()), float(num_tokens)
-    if not layer.causal and layer.mask is None and 2 * tau < math.log(c):
-        c = math.exp(2 * tau)
-
-    def one(query: float, key: float, value: float) -> float:
-        return math.sqrt(c) * value + tau * query + tau * math.sqrt(c) * key
-
-    return _of_heads(layer, one)
-
-
-def _of_heads(layer: ScaledCosineAttention, one: Callable[[float, float, float], float]) -> float:
-    parts = (layer.query, layer.key, layer.value)
-    norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
-    heads = math.hypot(*[one(*sizes) for sizes in zip(*norms, strict=True)])
-    output = 1.0 if layer.output is None else spectral_norm(layer.output)
-    return float(layer.gain.detach()) * layer.eps**-0.5 * heads * output
+    return float(layer.in_double().constant(num_tokens))

@@ -1,0 +1,107 @@
+"""Dot-product attention on tokens that are brought into a ball first."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention.ball import on_ball
+from lipscope.attention.core import variant
+from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.norms import Clip, TokenNorm
+from lipscope.attention.spectral import of_heads
+from lipscope.errors import InputError
+
+
+@variant
+class ClippedAttention(InnerProduct):
+    """Dot-product attention of ``N(x_i)``, ``|N(x)| ≤ R``: Lipschitz on all inputs.
+
+    ``into="clip"``: ``N(x) = x min(1, R / |x|)``, the nearest point of the ball.
+    ``into="normalise"``: ``N(x) = x / √(1 + |x|² / R²)``, a smooth map onto its inside. Both have
+    slopes of at most 1, so the bound G2 on the ball holds everywhere.
+
+    Holds for encoders and decoders, biases of queries, keys and values, and any 0/-inf mask.
+
+    Args:
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        radius: ``R``, positive.
+        into: How tokens come into the ball.
+        heads: Number of heads.
+        query_bias: ``(heads * k,)``.
+        key_bias: ``(heads * k,)``.
+        value_bias: ``(heads * d_v,)``.
+        output_bias: ``(d_out,)``.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+        causal: Token i reads tokens j <= i only.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+
+    Raises:
+        InputError: If the shapes do not fit together or the radius is not positive.
+
+    Source: dot products of [vaswani2017]; the constant is derived here
+    (``docs/theory/global-bounds.md``).
+
+    >>> eye = torch.eye(1)
+    >>> layer = ClippedAttention(eye, eye, eye, radius=2.0)
+    >>> layer(torch.tensor([[5.0]])).item()
+    2.0
+    """
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        radius: float,
+        into: Literal["clip", "normalise"] = "clip",
+        heads: int = 1,
+        query_bias: Float[Tensor, " hk"] | None = None,
+        key_bias: Float[Tensor, " hk"] | None = None,
+        value_bias: Float[Tensor, " hv"] | None = None,
+        output_bias: Float[Tensor, " d_out"] | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: Bool[Tensor, "*h n n"] | None = None,
+    ) -> None:
+        if not 0 < radius < math.inf:
+            raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
+        if into not in ("clip", "normalise"):
+            raise InputError(f"`into` should be `clip` or `normalise`. Found `{into}`.")
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            heads=heads,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+            causal=causal,
+            mask=mask,
+        )
+        self.radius, self.into = radius, into
+
+    def entrance(self) -> TokenNorm | Clip:
+        """``N``."""
+        if self.into == "clip":
+            return Clip(self.radius)
+        d = self.query.shape[1]
+        weight = torch.full_like(self.query[0], self.radius * d**-0.5).detach()
+        return TokenNorm(weight, self.radius**2 / d)
+
+    def constant(self, num_tokens: int) -> Float[Tensor, ""]:
+        """G2 at the radius, ``‖W_O‖ √(Σ_h …²)``."""
+        heads = on_ball(self, "G2", num_tokens=num_tokens, radius=self.radius)
+        return of_heads(heads, self.output)

@@ -1,0 +1,129 @@
+"""Dot-product attention divided by a bound of itself on a ball."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention.ball import BallBound, on_ball
+from lipscope.attention.core import variant
+from lipscope.attention.inner_product import InnerProduct
+from lipscope.errors import InputError
+
+
+@variant
+class DividedAttention(InnerProduct):
+    """Dot-product attention, every head divided by a bound of it: 1-Lipschitz heads on a ball.
+
+    ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of
+    norm at most ``R``, derived from the weights anew in every pass; gradients go through it.
+
+    Holds for encoders and decoders, biases of queries, keys and values (those of values are not
+    divided), and masks; ``mean-field`` without mask. Larger tokens are not refused: nothing
+    is promised of them.
+
+    Args:
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        by: ``theorem-3.3`` of [castin2024] (with biases its Theorem E.3), ``G2``, or the
+            ``mean-field`` bound with half the exponent.
+        num_tokens: ``n``; longer inputs are refused.
+        radius: ``R``, positive.
+        heads: Number of heads.
+        query_bias: ``(heads * k,)``.
+        key_bias: ``(heads * k,)``.
+        value_bias: ``(heads * d_v,)``.
+        output_bias: ``(d_out,)``.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+        causal: Token i reads tokens j <= i only.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+
+    Raises:
+        InputError: If the shapes do not fit together, a number is not positive, or the bound
+            does not hold under the mask.
+
+    Source: proposed in [castin2024]; G2 and the mean-field bound are derived here
+    (``docs/theory/global-bounds.md``).
+
+    >>> eye = torch.eye(2)
+    >>> layer = DividedAttention(eye, eye, 7 * eye, by="G2", num_tokens=3, radius=1e-9)
+    >>> layer(torch.tensor([[3.0, 6.0]]))  # at so small a radius, the bound is 7 √(3/3)
+    tensor([[3., 6.]])
+    """
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        by: BallBound,
+        num_tokens: int,
+        radius: float,
+        heads: int = 1,
+        query_bias: Float[Tensor, " hk"] | None = None,
+        key_bias: Float[Tensor, " hk"] | None = None,
+        value_bias: Float[Tensor, " hv"] | None = None,
+        output_bias: Float[Tensor, " d_out"] | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: Bool[Tensor, "*h n n"] | None = None,
+    ) -> None:
+        for name, number in (("num_tokens", num_tokens), ("radius", radius)):
+            if not 0 < number < math.inf:
+                raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
+        if by not in get_args(BallBound):
+            raise InputError(f"`by` should be one of {get_args(BallBound)}. Found `{by}`.")
+        if by == "mean-field" and (causal or mask is not None):
+            raise InputError(
+                "`by` should be `theorem-3.3` or `G2` under a mask, "
+                "where the mean-field bound fails."
+            )
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            heads=heads,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+            causal=causal,
+            mask=mask,
+        )
+        self.by: BallBound = by
+        self.num_tokens, self.radius = num_tokens, radius
+
+    def bounds(self) -> Float[Tensor, " h"]:
+        """``B_h`` of every head."""
+        n = self.num_tokens if self.mask is None else self.mask.shape[-1]
+        return on_ball(self, self.by, num_tokens=n, radius=self.radius)
+
+    def projections(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Values are divided; a head without values has nothing to divide."""
+        bounds = self.bounds()
+        divisor = torch.where(bounds > 0, bounds, 1.0).repeat_interleave(self.value_width)
+        return self.query, self.key, self.value / divisor[:, None]
+
+    def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """As in every layer.
+
+        Raises:
+            InputError: If there are more tokens than the bound holds for.
+        """
+        found = (x if context is None else context).shape[-2]
+        if max(found, x.shape[-2]) > self.num_tokens:
+            raise InputError(
+                f"An input should have at most `num_tokens = {self.num_tokens}` tokens. "
+                f"Found {max(found, x.shape[-2])}."
+            )
+        return super().project_in(x, context)

@@ -1,0 +1,111 @@
+"""Sigmoid attention: every weight by itself, without a sum to divide by."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention.core import variant
+from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.weighting import At, Weighting
+
+
+class Sigmoid(Weighting):
+    """``P_ij = 1 / (1 + exp(-s_ij))``: weights between 0 and 1, whose sum is anything."""
+
+    def weights(self, s: Tensor) -> Tensor:
+        """The sigmoid of every score."""
+        return s.sigmoid()
+
+    def jvp(self, at: At, ds: Tensor) -> Tensor:
+        """``P (1 - P) ds``."""
+        (p,) = at
+        return ds.mul_(p).mul_(1 - p)
+
+    def vjp(self, at: At, gp: Tensor) -> Tensor:
+        """``P (1 - P) gp``."""
+        return self.jvp(at, gp)
+
+    def open(self, s: Tensor, shift: Tensor) -> Tensor:
+        """Not those whose weights are all 0 or 1 to rounding, whatever the shifts are."""
+        settled = -math.log(torch.finfo(s.dtype).tiny) + shift[..., None]
+        return (s.abs() < settled).any(-1)
+
+
+@variant
+class SigmoidAttention(InnerProduct):
+    """Attention with weights ``P_ij = σ(scale <q_i, k_j> + b)``, ``b = -log m`` for ``m`` keys.
+
+    Each weight is between 0 and 1; those of a row need not add up to 1. With ``b = -log m`` they
+    add up to about 1 at small scores. ``m`` counts all keys, those that a mask hides too.
+
+    Holds for encoders and decoders, biases and any 0/-inf mask. A causal layer that should not see
+    how many tokens follow is given a number as ``offset``. Sigma is not bounded over all
+    inputs; on a ball it is (`sigmoid_ball`).
+
+    Args:
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        heads: Number of heads.
+        offset: ``b``; minus the logarithm of the number of keys if None.
+        query_bias: ``(heads * k,)``.
+        key_bias: ``(heads * k,)``.
+        value_bias: ``(heads * d_v,)``.
+        output_bias: ``(d_out,)``.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+        causal: Token i reads tokens j <= i only.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+
+    Raises:
+        InputError: If the shapes do not fit together.
+
+    Source: sigmoid attention of [ramapuram2024].
+
+    >>> layer = SigmoidAttention(torch.zeros(1, 1), torch.eye(1), torch.eye(1))
+    >>> layer(torch.tensor([[1.0], [2.0]])).flatten().tolist()  # weights 1 / (1 + 2)
+    [1.0, 1.0]
+    """
+
+    weighting = Sigmoid()
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        heads: int = 1,
+        offset: float | None = None,
+        query_bias: Float[Tensor, " hk"] | None = None,
+        key_bias: Float[Tensor, " hk"] | None = None,
+        value_bias: Float[Tensor, " hv"] | None = None,
+        output_bias: Float[Tensor, " d_out"] | None = None,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: Bool[Tensor, "*h n n"] | None = None,
+    ) -> None:
+        super().__init__(
+            query,
+            key,
+            value,
+            output,
+            heads=heads,
+            query_bias=query_bias,
+            key_bias=key_bias,
+            value_bias=value_bias,
+            output_bias=output_bias,
+            scale=scale,
+            causal=causal,
+            mask=mask,
+        )
+        self.offset = offset
+
+    def shift(self, num_keys: int) -> float:
+        """``b``."""
+        return -math.log(num_keys) if self.offset is None else self.offset

@@ -1,0 +1,246 @@
+"""Sinkhorn attention: weights whose rows and columns both have fixed sums."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components, maximum_bipartite_matching
+from torch import Tensor
+
+from lipscope.attention.core import variant
+from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.weighting import At, Weighting
+from lipscope.errors import InputError
+
+# Sinkhorn's own steps before Newton's: these converge from anywhere, those in few steps.
+_FIRST, _MOST = 20, 500
+_LARGEST_STEP = 3.0
+_REFINED = 2  # chord steps that carry the derivatives: as many as orders of them are wanted
+
+
+class Sinkhorn(Weighting):
+    """``P_ij = exp(s_ij + f_i + g_j)`` with rows that add up to 1, columns to ``c = n / m``.
+
+    The derivative is that of the equations for ``f`` and ``g``, whatever steps solved them:
+    ``dP = P (ds + df_i + dg_j)`` with ``H df = P κ / c - ρ``, ``dg = -(κ + P^T df) / c``,
+    ``H = I - P P^T / c``, ``ρ`` and ``κ`` the sums of ``P ds`` over rows and columns. As a map of
+    ``ds`` it is its own transpose.
+    """
+
+    all_rows = True
+    kept = 2
+
+    def weights(self, s: Tensor) -> Tensor:
+        """The weights; derivatives of first and second order are right."""
+        f, factor = _Balanced.apply(s.detach())
+        for _ in range(_REFINED):  # f is right already, and each step adds an order
+            p = _weights(s, f)
+            f = f - torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, factor)
+        return _weights(s, f)
+
+    def at(self, s: Tensor) -> At:
+        """The weights and the Cholesky factor of ``H``."""
+        f, factor = _Balanced.apply(s)
+        return _weights(s, f), factor
+
+    def statistic(self, s: Tensor) -> Tensor:
+        """``f``."""
+        return _balance(s)
+
+    def again(self, s: Tensor, statistic: Tensor | None) -> At:
+        """From ``f``: only ``H`` is factored anew."""
+        assert statistic is not None
+        p = _weights(s, statistic)
+        return p, _factor(p)
+
+    def jvp(self, at: At, ds: Tensor) -> Tensor:
+        """``P (ds + df_i + dg_j)``."""
+        p, factor = at
+        c = p.shape[-2] / p.shape[-1]
+        w = p * ds
+        rows, columns = w.sum(-1, keepdim=True), w.sum(-2, keepdim=True)
+        df = torch.cholesky_solve(p @ columns.mT / c - rows, factor)
+        dg = -(columns + df.mT @ p) / c
+        return w.addcmul_(p, df + dg)
+
+    def vjp(self, at: At, gp: Tensor) -> Tensor:
+        """The same."""
+        return self.jvp(at, gp)
+
+
+@variant
+class SinkhornAttention(InnerProduct):
+    """Attention with doubly stochastic weights ``P_ij = exp(scale <q_i, k_j> + f_i + g_j)``.
+
+    ``f`` and ``g`` make all rows and columns of ``P`` add up to 1: the limit of Sinkhorn's
+    iteration, to rounding. With ``m`` keys of other tokens, columns add up to ``n / m``.
+
+    Holds for encoders, and masks under which such weights exist. A causal mask has only the
+    identity: the first row leaves the first token nothing to give to others.
+
+    Args:
+        query: ``(heads * k, d)``.
+        key: ``(heads * k, d)``.
+        value: ``(heads * d_v, d)``.
+        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
+        heads: Number of heads.
+        scale: Factor of the score; ``1 / sqrt(k)`` if None.
+        causal: Refused where True, with the reason.
+        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. Every True must be on
+            a permutation of the tokens that the mask allows.
+
+    Raises:
+        InputError: If the shapes do not fit together, no doubly stochastic weights are positive
+            where the mask is True, or scores are too far apart for the iteration to end.
+
+    Source: Sinkformers [sander2022], with the derivative of the limit.
+
+    >>> eye = torch.eye(2)
+    >>> layer = SinkhornAttention(eye, eye, eye)
+    >>> layer.attention_weights(torch.tensor([[1.0, 0.0], [5.0, 0.0]])).sum(-2)
+    tensor([[1., 1.]])
+    """
+
+    weighting = Sinkhorn()
+
+    def __init__(
+        self,
+        query: Float[Tensor, "hk d"],
+        key: Float[Tensor, "hk d"],
+        value: Float[Tensor, "hv d"],
+        output: Float[Tensor, "d_out hv"] | None = None,
+        *,
+        heads: int = 1,
+        scale: float | None = None,
+        causal: bool = False,
+        mask: Bool[Tensor, "*h n n"] | None = None,
+    ) -> None:
+        if causal:
+            raise InputError(
+                "`causal` should be False: the only causal weights whose columns add up to 1 "
+                "are the identity. Found `causal = True`."
+            )
+        if mask is not None:
+            _check_support(mask)
+        super().__init__(query, key, value, output, heads=heads, scale=scale, mask=mask)
+
+    def attention_weights(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b h n n"]:
+        """``P`` of every head."""
+        q, k, _ = self.project(x)
+        return self.weights(q, k)
+
+    def marginal_error(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, ""]:
+        """The largest ``|Σ_j P_ij - 1|`` and ``|Σ_i P_ij - 1|``."""
+        with torch.no_grad():
+            p = self.attention_weights(x)
+        return torch.maximum(*((p.sum(axis) - 1).abs().max() for axis in (-1, -2)))
+
+
+class _Balanced(torch.autograd.Function):
+    """``f`` and the factor of ``H``, without a derivative, whatever transform asks."""
+
+    @staticmethod
+    def forward(s: Tensor) -> tuple[Tensor, Tensor]:
+        f = _balance(s)
+        return f, _factor(_weights(s, f))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> None:
+        return None
+
+    @staticmethod
+    def jvp(ctx: Any, *grad_inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(saved) for saved in ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> Any:
+        return _Balanced.apply(args[0].movedim(in_dims[0], 0)), (0, 0)
+
+
+def _columns(s: Tensor, f: Tensor) -> Tensor:
+    """``g``, with which columns add up to ``n / m``."""
+    return math.log(s.shape[-2] / s.shape[-1]) - (s + f).logsumexp(-2, keepdim=True)
+
+
+def _weights(s: Tensor, f: Tensor) -> Tensor:
+    return (s + f + _columns(s, f)).exp()
+
+
+def _factor(p: Tensor) -> Tensor:
+    """The Cholesky factor of ``H + 1 1^T / n``: ``H`` does not see what is common to all of ``f``.
+
+    Nor does it see what is common to tokens that read each other only, or nearly so. What
+    rounding makes of ``f`` there is taken back by ``g``; so ``H`` is solved with, which keeps
+    it there, and never inverted, which would not.
+    """
+    n, m = p.shape[-2:]
+    h = torch.diag_embed(p.sum(-1)) - p @ p.mT * (m / n) + 1 / n
+    rounding = 4 * max(n, m) * torch.finfo(p.dtype).eps
+    return torch.linalg.cholesky(h + rounding * torch.eye(n, dtype=p.dtype, device=p.device))
+
+
+def _balance(s: Tensor) -> Tensor:
+    """``f`` that makes rows add up to 1 and columns to ``n / m``, to rounding.
+
+    Sinkhorn's steps, and after some of them Newton's on the sums of the rows wherever they bring
+    these nearer to 1. It ends when the sums are right, and not before.
+    """
+    size = s.masked_fill(s == -torch.inf, 0.0).abs().amax((-2, -1), keepdim=True)
+    exact = 16 * torch.finfo(s.dtype).eps * (1 + size) * max(1.0, s.shape[-2] / s.shape[-1])
+    f = -s.logsumexp(-1, keepdim=True)
+    off = torch.full_like(size, torch.inf)
+    for step in range(_MOST):
+        p = _weights(s, f)
+        off = (p.sum(-1, keepdim=True) - 1).abs().amax((-2, -1), keepdim=True)
+        if bool((off <= exact).all()) or not bool(off.isfinite().all()):
+            break
+        if step >= _FIRST and step % 2 == 0:
+            newton = torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, _factor(p))
+            tried = f - newton.clamp(-_LARGEST_STEP, _LARGEST_STEP)
+            sums = _weights(s, tried).sum(-1, keepdim=True)
+            better = (sums - 1).abs().amax((-2, -1), keepdim=True) < off
+            f = torch.where(better, tried, f)
+        f = -(s + _columns(s, f)).logsumexp(-1, keepdim=True)
+    if not bool((off <= exact).all()):
+        raise InputError(
+            f"Scores should be near enough for Sinkhorn's iteration. Found sums off by "
+            f"{float(off.max()):.1g} after {_MOST} steps; scale queries, keys or tokens down."
+        )
+    return f
+
+
+def _check_support(mask: Tensor) -> None:
+    """Every True of a mask is on an allowed permutation, or there are no such weights.
+
+    With one permutation ``π``, these are the pairs ``(i, j)`` for which a chain of allowed
+    exchanges leads from ``π^-1(j)`` back to ``i``: parts of a graph that are strongly connected.
+    """
+    for one in mask.reshape(-1, *mask.shape[-2:]).cpu():
+        if one.shape[0] != one.shape[1]:
+            raise InputError(f"`mask` should be square. Found {tuple(mask.shape)}.")
+        match = maximum_bipartite_matching(csr_matrix(one.numpy()), perm_type="column")
+        if (match < 0).any():
+            raise InputError(
+                "`mask` should allow a permutation of the tokens: columns of weights cannot add "
+                f"up to 1 otherwise. Found none, {int((~one.any(0)).sum())} tokens being hidden "
+                "from every row."
+            )
+        graph = one[:, torch.as_tensor(match).long()]  # row i to the row that holds its column
+        part = torch.as_tensor(
+            connected_components(csr_matrix(graph.numpy()), connection="strong")[1]
+        )
+        lost = int((graph & (part[:, None] != part)).sum())
+        if lost:
+            raise InputError(
+                "`mask` should be True only where weights whose columns add up to 1 can be "
+                f"positive. Found {lost} entries where they cannot, as in a causal mask."
+            )

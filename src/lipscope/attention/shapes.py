@@ -1,0 +1,36 @@
+"""Which weights fit together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lipscope.errors import InputError
+
+
+def check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
+) -> None:
+    """Say which weight does not fit the number of heads or the other weights."""
+    if heads < 1 or groups < 1 or heads % groups:
+        raise InputError(
+            "`heads` should be a positive multiple of `groups`. "
+            f"Found `heads = {heads}`, `groups = {groups}`."
+        )
+    for name, weight, parts in (
+        ("query", query, heads),
+        ("key", key, groups),
+        ("value", value, groups),
+    ):
+        if weight.shape[0] % parts or weight.shape[1] != query.shape[1]:
+            raise InputError(
+                f"`{name}` should have shape ({parts} * head width, {query.shape[1]}). "
+                f"Found {tuple(weight.shape)}."
+            )
+    if query.shape[0] // heads != key.shape[0] // groups:
+        raise InputError(
+            "Queries and keys should have one head width. Found "
+            f"{query.shape[0] // heads} and {key.shape[0] // groups}."
+        )
+    concat = heads * (value.shape[0] // groups)
+    if output is not None and output.shape[1] != concat:
+        raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")

@@ -1,0 +1,26 @@
+"""Layers that are kept smooth, what a monitor reads of them, and blocks that can be inverted."""
+
+from lipscope.control.contraction import Contraction, ContractiveAttention, ContractiveMLP
+from lipscope.control.determinant import LogDeterminant, log_determinant
+from lipscope.control.flow import Flow
+from lipscope.control.inverse import Inverse, InvertibleResidual, solve
+from lipscope.control.restrain import restrain
+from lipscope.control.restraint import Restraint, restraints
+from lipscope.control.signals import entropy_and_sink, largest_logits
+
+__all__ = [
+    "Contraction",
+    "ContractiveAttention",
+    "ContractiveMLP",
+    "Flow",
+    "Inverse",
+    "InvertibleResidual",
+    "LogDeterminant",
+    "Restraint",
+    "entropy_and_sink",
+    "largest_logits",
+    "log_determinant",
+    "restrain",
+    "restraints",
+    "solve",
+]

@@ -1,0 +1,124 @@
+"""Functions of tokens whose Lipschitz constant is certified to be below 1."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.attention.spectral import spectral_norm
+from lipscope.errors import InputError
+
+_ROUNDING = 128  # units: of singular values, and of products of some of them
+
+
+class Contraction(nn.Module, ABC):
+    """``g`` with ``‖g(X) - g(Y)‖_F ≤ c ‖X - Y‖_F``, ``c < 1``, for all X, Y of one length.
+
+    Args:
+        c: The constant, above 0 and below 1.
+
+    Raises:
+        InputError: For any other number.
+    """
+
+    def __init__(self, c: float) -> None:
+        super().__init__()
+        if not 0 < c < 1:
+            raise InputError(f"`c` should be above 0 and below 1 to contract. Found `c = {c}`.")
+        self.c = c
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``g(X)``."""
+
+
+class ContractiveAttention(Contraction):
+    """``c F(X) / L``, ``L = layer.constant(n)``: attention that contracts at all inputs.
+
+    ``L`` is derived from the weights and the number of tokens in every pass, so that the layer
+    is a contraction whatever training does to it, and gradients go through ``L``.
+
+    Holds for variants with a bound at all inputs: `L2Attention`, `ScaledCosineAttention`,
+    `LipschitzNormAttention`, `ClippedAttention`; not for dot products, Sinkhorn, sigmoid
+    or divided attention, whose bounds are on a ball.
+
+    Args:
+        layer: Attention whose output is as wide as its input.
+        c: The constant, above 0 and below 1.
+
+    Raises:
+        InputError: For another ``c``, a layer of which no constant is known, or another width.
+
+    Source: Contractive-L2-MHA of [kim2021], for every variant with a constant.
+
+    >>> from lipscope.attention import L2Attention
+    >>> g = ContractiveAttention(L2Attention(torch.eye(2), torch.eye(2)), c=0.9)
+    >>> round(g(torch.tensor([[3.0, 4.0]])).norm().item(), 3)  # one token: F(x) = x / √2, as L
+    4.5
+    """
+
+    def __init__(self, layer: Attention, c: float) -> None:
+        super().__init__(c)
+        d = layer.query.shape[1]
+        width = layer.num_heads * layer.value_width if layer.output is None else len(layer.output)
+        if width != d:
+            raise InputError(f"The output should be as wide as the input, {d}. Found {width}.")
+        layer.constant(1 if layer.mask is None else layer.mask.shape[-1])
+        self.layer = layer
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``c F(X) / L``."""
+        return self.layer(x) * _share(self.c, self.layer.constant(x.shape[-2]))
+
+
+class ContractiveMLP(Contraction):
+    """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` between them.
+
+    Args:
+        widths: Of the layers, the first and last alike.
+        c: The constant, above 0 and below 1.
+        generator: Of the first weights.
+
+    Raises:
+        InputError: For another ``c``, or widths that do not end as they begin.
+
+    >>> g = ContractiveMLP([2, 8, 2], c=0.5)
+    >>> g(torch.zeros(5, 1, 2)).shape
+    torch.Size([5, 1, 2])
+    """
+
+    def __init__(
+        self, widths: Sequence[int], c: float, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(c)
+        if len(widths) < 2 or widths[0] != widths[-1] or min(widths) < 1:
+            raise InputError(
+                f"`widths` should be two or more, the last as the first. Found `{list(widths)}`."
+            )
+        pairs = itertools.pairwise(widths)
+        self.weights = nn.ParameterList(
+            [torch.randn(b, a, generator=generator) / math.sqrt(a) for a, b in pairs]
+        )
+        self.biases = nn.ParameterList([torch.zeros(b) for b in widths[1:]])
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``c f(x) / Π_l ‖W_l‖``."""
+        sizes, last = [], len(self.weights) - 1
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = nn.functional.linear(x, weight, bias)
+            x = x if layer == last else x.tanh()
+            sizes.append(spectral_norm(weight))
+        return x * _share(self.c, torch.stack(sizes).prod())
+
+
+def _share(c: float, constant: Tensor) -> Tensor:
+    """``c / L``, rounded down; 0 weights contract as they are."""
+    bound = constant * (1 + _ROUNDING * torch.finfo(constant.dtype).eps)
+    return c / torch.where(bound > 0, bound, 1.0)

@@ -1,0 +1,233 @@
+"""The attention layers of a model in training at some inputs, numbered as `measure` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lipscope.attention import Attention
+from lipscope.errors import InputError, memory_for, shown
+from lipscope.models import (
+    LoadedModel,
+    Sample,
+    Trace,
+    attention_sites,
+    given,
+    implementation_for,
+    inputs_of,
+    moved,
+    prepared,
+    reader_of,
+    trace,
+    why_run,
+)
+from lipscope.models.tracing.sites import AttentionCall, closed_form
+
+Layers = Sequence[int] | int | Literal["all"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A layer at one entry of a batch.
+
+    Attributes:
+        index: Of the layer, from 0.
+        entry: Index of the entry.
+        attention: The layer, made of the model's own weights: gradients reach them.
+        x: Its input, ``(n, d)``, held fixed.
+    """
+
+    index: int
+    entry: int
+    attention: Attention
+    x: Tensor
+
+
+class Probe:
+    """A model in training and a batch at which its layers are looked at, entry by entry.
+
+    Each look costs one forward pass for each entry, in evaluation mode and without gradients; the
+    model is put back as it was. Weights keep their gradients, the inputs of the layers have none.
+
+    Args:
+        model: A module with attention inside, or an `Attention` layer.
+        data: Batch: input ids, embeddings, pixels or a mapping of arguments; the input
+            ``(n, d)`` or ``(b, n, d)`` of a layer.
+        layers: Indices from 0, or "all".
+        modules: Regular expression for the attention modules, as for `measure`.
+
+    Attributes:
+        indices: The layers that were chosen.
+        names: Paths of their modules, by index; "layer" for a layer by itself.
+
+    Raises:
+        InputError: If the model does not run on the batch, a layer does not exist, or the weights
+            are in half precision.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Tensor | Mapping[str, Any],
+        *,
+        layers: Layers = "all",
+        modules: str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
+        self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self.modules = modules
+        _check_dtype(self.model)
+        self._entries = self._cut(data)
+        self._calls: list[AttentionCall] = []
+        if not isinstance(self.model, Attention):
+            self._calls = self._traced(self._entries[0]).calls
+        count = len(self._calls) or 1
+        self.indices = _chosen(layers, count)
+        self.names = {i: self._calls[i].name if self._calls else "layer" for i in self.indices}
+
+    def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[Seen]:
+        """Every layer that was chosen at every entry, entry by entry.
+
+        Args:
+            data: Another batch in the place of the probe's own.
+
+        Raises:
+            InputError: If the weights of a layer are not read in closed form, its input is not
+                finite, or tokens are padding.
+        """
+        for e, item in enumerate(self._entries if data is None else self._cut(data)):
+            if isinstance(self.model, Attention):
+                assert isinstance(item.arguments, tuple)
+                yield Seen(0, e, self.model, _finite(item.arguments[0].detach(), 0))
+                continue
+            calls = self._traced(item).calls
+            for i in self.indices:
+                if i >= len(calls):
+                    raise InputError(f"Layer {i} should be called on every input. Found one not.")
+                yield Seen(i, e, _layer_of(calls[i]), _finite(calls[i].x.detach(), i))
+
+    def weights(self, index: int) -> list[tuple[nn.Module, str]]:
+        """The weight matrices of a layer, output projection included: who holds them, its name.
+
+        What is stacked in the model, such as queries, keys and values of GPT-2, is one matrix.
+        """
+        if not self._calls:
+            holders = [self.model]
+        else:
+            call = self._calls[index]
+            holders = [*call.module.modules(), call.projection]
+        found: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        for holder in holders:
+            if holder is None or isinstance(holder, nn.Embedding | parametrize.ParametrizationList):
+                continue
+            kept = getattr(holder, "parametrizations", {})
+            names = [n for n, p in holder.named_parameters(recurse=False) if p.ndim == 2]
+            for name in [*names, *(n for n in kept if getattr(holder, n).ndim == 2)]:
+                found[id(holder), name] = (holder, name)
+        return list(found.values())
+
+    def module(self, index: int) -> nn.Module:
+        """The module of a layer."""
+        return self._calls[index].module if self._calls else self.model
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the model's parameters."""
+        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        return tensor.untyped_storage().data_ptr() in own
+
+    def _cut(self, data: Any) -> list[Sample]:
+        """The entries of a batch."""
+        if not isinstance(data, Tensor | Mapping):
+            raise InputError(
+                "`data` should be a batch: a tensor or a mapping of tensors. Found "
+                f"`{type(data).__name__}`."
+            )
+        if isinstance(self.model, Attention):
+            width = self.model.query.shape[1]
+            if not isinstance(data, Tensor) or data.ndim not in (2, 3) or data.shape[-1] != width:
+                found = tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__
+                raise InputError(
+                    f"`data` should be the layer's input, (n, {width}) or (b, n, {width}). "
+                    f"Found {found}."
+                )
+            batch = data if data.ndim == 3 else data[None]
+            return [Sample("batch", (x,), i, None, len(x), "", None) for i, x in enumerate(batch)]
+        loaded = LoadedModel(type(self.model).__name__, self.model, None, None, "")
+        return inputs_of(
+            loaded, given(data), lengths=None, samples=None, windows="spread", special_tokens=True
+        )
+
+    @memory_for("The model's own forward pass")
+    def _traced(self, item: Sample) -> Trace:
+        sites = attention_sites(self.model, self.modules)
+        closed = all(reader_of(site) for site in sites.values())
+        first = next(self.model.parameters())
+        with (
+            torch.autocast(first.device.type, enabled=False),
+            prepared(
+                self.model,
+                dtype=first.dtype,
+                device=first.device,
+                implementation=implementation_for(self.model, closed=closed),
+            ) as (model, _),
+        ):
+            arguments = moved(item.arguments, first.device, first.dtype)
+            return trace(model, arguments, sites, dtype=first.dtype, asked=self.modules)
+
+
+def _check_dtype(model: nn.Module) -> None:
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    kinds = kinds or {b.dtype for b in model.buffers() if b.is_floating_point()}
+    if kinds not in ({torch.float32}, {torch.float64}):
+        found = ", ".join(sorted(str(one)[6:] for one in kinds)) or "none"
+        raise InputError(
+            f"The weights should all be float32, or all float64. Found {found}; train in float32, "
+            "under autocast where that is too slow."
+        )
+
+
+def _chosen(layers: Any, count: int) -> list[int]:
+    if isinstance(layers, str) and layers == "all":
+        return list(range(count))
+    several: Any = [layers] if isinstance(layers, int) else layers
+    whole = isinstance(several, Sequence) and all(type(i) is int for i in several)
+    if not whole or not several:
+        raise InputError(
+            f"`layers` should be whole numbers from 0, or all. Found `{shown(layers)}`."
+        )
+    for i in several:
+        if not 0 <= i < count:
+            raise InputError(f"`layers` should be between 0 and {count - 1}. Found {shown(i)}.")
+    return sorted(set(several))
+
+
+def _layer_of(call: AttentionCall) -> Attention:
+    """The layer of a call, of the weights as they are now."""
+    if call.refusal:
+        raise InputError(call.refusal)
+    layer = closed_form(call)
+    if layer is None:
+        raise InputError(
+            f"The weights of `{call.name}` should be read in closed form. Found that "
+            f"{why_run(call.module)}."
+        )
+    if layer.mask is not None and bool((~layer.mask.flatten(0, -2).any(0)).any()):
+        raise InputError(
+            "`data` should have no padding: every token counts here. Found hidden tokens; give "
+            "windows of full length."
+        )
+    return layer
+
+
+def _finite(x: Tensor, index: int) -> Tensor:
+    if not bool(x.isfinite().all()):
+        raise InputError(
+            f"The input of layer {index} should be finite. Found NaN or Inf: training diverged."
+        )
+    return x

@@ -1,0 +1,213 @@
+"""Which tokens of an input are better taken apart than moved: mass splitting on real layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.engine.checks import argument, one_of
+from lipscope.engine.plan import Job
+from lipscope.engine.ranges import COPIES
+from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
+from lipscope.engine.spec import Options
+from lipscope.linalg.operator import Operator, restrict
+from lipscope.linalg.singular import TopSingular, top_singular_batch
+from lipscope.linalg.starts import start_named
+from lipscope.measures.splitting import own_operator
+from lipscope.models import LoadedModel
+from lipscope.pages.rows import Rows
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import Measurement, stable_id
+
+_WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
+_WITHOUT += ("sharp", "radius", "rest", "average")
+_TOL = 0.05  # of the gains of single tokens
+PART = "tokens"  # of the values in a run folder
+
+
+@dataclass(frozen=True)
+class TokenGain:
+    """One token of a window: taken apart, and moved.
+
+    Attributes:
+        id: Row of its layer with ``move = copies``.
+        layer: Index of the layer.
+        sample: Index of the window or entry.
+        index: Position in the window, from 0.
+        text: The token's text.
+        split: Largest gain of moving its copies against each other.
+        split_upper: Upper end of its interval.
+        moved: Largest gain of moving it alone, copies together.
+        moved_upper: Upper end of its interval.
+    """
+
+    id: str
+    layer: int
+    sample: int
+    index: int
+    text: str
+    split: float
+    split_upper: float
+    moved: float
+    moved_upper: float
+
+    @property
+    def better_split(self) -> bool:
+        """Whether taking it apart is known to gain more than moving it."""
+        return self.split > self.moved_upper
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """What splitting tokens can do in the layers of a model, beside moving them.
+
+    Attributes:
+        moved: Sigma of every layer, and of every head.
+        split: In the same order, the largest gain of splitting one token; ``top_token`` is it.
+        tokens: Every token of every layer.
+    """
+
+    moved: Rows
+    split: Rows
+    tokens: tuple[TokenGain, ...]
+
+    @property
+    def rows(self) -> Rows:
+        """All rows, with their tokens."""
+        tokens = [*self.moved.tokens, *self.split.tokens]
+        return Rows([*self.moved, *self.split], tokens=tokens)
+
+    def ratio(self, index: int) -> float | None:
+        """``split / moved`` of a row: above 1, splitting beats every move of whole tokens."""
+        apart, whole = self.split[index].sigma, self.moved[index].sigma
+        return apart / whole if apart is not None and whole else None
+
+
+def split(
+    model: str | Path | nn.Module | LoadedModel = "minilm",
+    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    *,
+    layers: Sequence[int] | int | str | Literal["all"] = 0,
+    length: int | None = None,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
+) -> Splitting:
+    """Gains of taking tokens apart, ``max_i ‖T_i‖``, beside sigma, of layers, heads and tokens.
+
+    ``T_i`` is the derivative of token i's output along its own query, keys and values held fixed:
+    what two halves of the token do that move against each other. Where it exceeds sigma, the
+    local Lipschitz constant of the layer on measures is larger than on its tokens.
+
+    Holds for self-attention whose weights are read in closed form. With a mask or positions, copies
+    share those of their token. Intervals of single tokens are five per cent wide.
+
+    Args:
+        model: As for `measure`.
+        data: Text or a batch, as for `measure`; the default text if None.
+        layers: Indices from 0, or "all".
+        length: Number of tokens of the text window; 64 if None.
+        out: Run folder: rows with ``move = copies`` and without, tokens as values of the part
+            ``tokens``.
+        progress: Called as ``progress(done, total, row)``.
+        **options: Those of `measure` about the input and the solver; the map is ``attention`` or
+            ``heads``.
+
+    Returns:
+        The gains.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
+    Source: derived here (``docs/theory/splitting.md``).
+
+    >>> import lipscope as ls
+    >>> one = torch.ones(1, 1).double()
+    >>> x = torch.tensor([[-3.0], [-0.3]]).double()
+    >>> found = split(ls.DotProduct(-one, one, one), x)
+    >>> round(found.ratio(0), 3), found.tokens[1].better_split
+    (1.275, True)
+    """
+    argument(one_of("attention", "heads"), "map", options.get("map", "attention"))
+    asked = {**options, **of_one_window(data, options, length), "layers": layers}
+    run = LocalRun(
+        model,
+        data,
+        asked,
+        verb="split",
+        without=_WITHOUT,
+        more={"move": COPIES},
+        out=out,
+        asked={"verb": "split"},
+    )
+    with contextlib.ExitStack() as stack:
+        folder = run.opened(stack)
+        found: dict[str, list[Rows]] = {"all": [], COPIES: []}
+        tokens: list[TokenGain] = []
+        for per_head in (False, True):
+            for move, some in found.items():
+                with run.also(folder, move=move, per_head=per_head) as one:
+                    some.append(one.rows(progress))
+                    if move == COPIES and not per_head:
+                        tokens = _tokens(one, some[-1], folder)
+    return Splitting(_joined(found["all"]), _joined(found[COPIES]), tuple(tokens))
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Rows of whole layers and of their heads; those of one head are those of its layer."""
+    rows = {row.id: row for part in parts for row in part}
+    return Rows([*rows.values()], tokens=[token for part in parts for token in part.tokens])
+
+
+def _tokens(run: LocalRun, rows: Rows, folder: RunFolder | None) -> list[TokenGain]:
+    """The gains of every token, from the folder where it holds them."""
+    held = {} if folder is None else folder.values(PART)
+    found = []
+    for job, row in zip(run.jobs, rows, strict=True):
+        keys = [stable_id({"id": row.id, "token": i}) for i in range(row.num_tokens)]
+        if row.sigma is not None and not all(key in held for key in keys):
+            new = _gains(run, job, row)
+            held |= {key: asdict(one) for key, one in zip(keys, new, strict=True)}
+            if folder is not None:
+                for key in keys:
+                    folder.add_value(PART, key, held[key])
+        found += [TokenGain(**held[key]) for key in keys if key in held]
+    return found
+
+
+def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
+    built, item, _ = run.session.place(job)
+    assert built.attention is not None  # else the row has no sigma
+    own = own_operator(built.attention, built.x, map=built.map)
+    index = torch.arange(row.num_tokens, device=built.x.device)[:, None]
+    whole = restrict(built.linearise(built.x), move=index)
+    # Every token's matrix is an operator of its own: they share their products.
+    shape = own.in_shape[1:], own.out_shape[1:]
+    apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
+    pairs = zip(
+        *(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True
+    )
+    names = item.tokens if item.tokens and len(item.tokens) == row.num_tokens else None
+    return [
+        TokenGain(
+            row.id,
+            row.layer or 0,
+            row.sample,
+            i,
+            names[i] if names else str(i),
+            *(one.sigma, one.upper),
+            *(other.sigma, other.upper),
+        )
+        for i, (one, other) in enumerate(pairs)
+    ]
+
+
+def _solved(op: Operator, row: Measurement, kind: str) -> list[TopSingular]:
+    starts = [start_named(f"{row.seed}|{row.id}|{kind}|{i}") for i in range(row.num_tokens)]
+    return top_singular_batch(op, starts, tol=_TOL, delta=row.delta)

@@ -1,0 +1,1 @@
+"""Control of training: what a monitor sees, and when."""

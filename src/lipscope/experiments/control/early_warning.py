@@ -1,0 +1,305 @@
+"""Which signal of a monitor warns before training diverges, how early, how often for nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.charts.panels import Panel, Series
+from lipscope.control.alarm import PAST, Alarm, excess_of
+from lipscope.engine.monitor import Monitor
+from lipscope.errors import InputError
+from lipscope.experiments.experiment import Study, ValueJob, experiment
+from lipscope.experiments.findings import Claim, Findings, Table
+from lipscope.pages.table import number
+
+_WIDTH, _HEADS, _LENGTH, _BATCH, _STEPS = 32, 4, 32, 4, 100
+_MOMENTUM = 0.9
+_TOO_HIGH = 1.0  # nats above the lowest mean of five losses before: training has diverged
+_TIMES, _DEVIATIONS = 2.0, 4.0  # where the monitor's own alerts begin
+LOSS = "loss z-score"
+SIGNALS = (
+    "sigma",
+    "relative",
+    "top_share",
+    "radius",
+    "largest_logit",
+    "entropy",
+    "sink_mass",
+    "weight_norm",
+    "update_norm",
+)
+
+
+class Decoder(nn.Module):
+    """A small causal decoder on bytes, of torch's own layers."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, _WIDTH)
+        self.positions = nn.Parameter(0.1 * torch.randn(_LENGTH, _WIDTH))
+        layer = nn.TransformerEncoderLayer(
+            _WIDTH, _HEADS, 2 * _WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.body = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(_WIDTH, 256)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(_LENGTH))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits of the next byte."""
+        hidden = self.tokens(input_ids) + self.positions
+        return self.head(self.body(hidden, mask=self.mask, is_causal=True))
+
+
+@experiment(
+    "control/early-warning",
+    title="Early warning: signals of a monitor before training diverges",
+    cite="derived here",
+)
+def early_warning(study: Study) -> Findings:
+    """Small decoders trained at rates that grow, about half of them too far."""
+    text = study.texts[0]
+    data = torch.tensor(list(text.content.encode()[:200_000]))
+    seeds = study.pick(range(2), range(4))
+    depths = study.pick((1,), (1, 2, 3))
+    peaks = study.pick((0.2, 0.8), (0.3, 0.36, 0.43))
+    every = study.pick(8, 2)
+    jobs = [
+        _job(data, {"depth": d, "peak": p, "seed": s, "every": every, "text": text.sha256})
+        for d in depths
+        for p in peaks
+        for s in seeds
+    ]
+    runs = study.values("runs", jobs)
+    found = {name: _judged(name, runs) for name in (*SIGNALS, LOSS)}
+    _draw(study, found)
+    return _findings(runs, found)
+
+
+def _job(data: Tensor, key: dict[str, Any]) -> ValueJob:
+    return key, lambda: _trained(data, key["depth"], key["peak"], key["seed"], key["every"])
+
+
+def _trained(data: Tensor, depth: int, peak: float, seed: int, every: int) -> dict[str, Any]:
+    """One run: when it diverged, and the excess of every signal at every reading before."""
+    gen = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = Decoder(depth)
+    optimiser = torch.optim.SGD(net.parameters(), lr=peak, momentum=_MOMENTUM)
+    monitor = Monitor(net, _windows(data, 1, gen)[:, :-1], every=every, alert=None)
+    alarm, losses, scores = Alarm(), [], {}
+    onset: int | None = None
+    for step in range(1, _STEPS + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = peak * step / _STEPS
+        ids = _windows(data, _BATCH, gen)
+        logits = net(ids[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        losses.append(float(loss.detach()))
+        if _diverged(losses):
+            onset = step
+            break
+        alarm.loss(losses[-1])
+        scores[step] = alarm.z_score
+        optimiser.zero_grad()
+        loss.backward()
+        try:
+            with monitor.step():
+                optimiser.step()
+        except InputError:  # a weight is not finite any more
+            onset = step + 1
+            break
+    steps, excess = _excesses(monitor)
+    return {
+        "onset": onset,
+        "steps": steps,
+        "excess": excess | {LOSS: [scores.get(step) for step in steps]},
+        "last_loss": losses[-1] if math.isfinite(losses[-1]) else None,
+    }
+
+
+def _windows(data: Tensor, count: int, gen: torch.Generator) -> Tensor:
+    starts = torch.randint(0, len(data) - _LENGTH - 1, (count,), generator=gen)
+    return torch.stack([data[i : i + _LENGTH + 1] for i in starts.tolist()])
+
+
+def _diverged(losses: Sequence[float]) -> bool:
+    if not math.isfinite(losses[-1]):
+        return True
+    means = [fmean(losses[i : i + 5]) for i in range(len(losses) - 4)]
+    return bool(means) and means[-1] > min(means) + _TOO_HIGH
+
+
+def _excesses(monitor: Monitor) -> tuple[list[int], dict[str, list[float | None]]]:
+    """The steps of the readings, and by signal the largest excess over layers at each."""
+    steps = [*dict.fromkeys(one.step for one in monitor.readings)]
+    found: dict[str, list[float | None]] = {}
+    for name in SIGNALS:
+        past: dict[int, deque[float]] = {}
+        by_step: dict[int, list[float]] = {step: [] for step in steps}
+        for one in monitor.readings:
+            value = one.signals()[name]
+            if value is None or not math.isfinite(value):
+                continue
+            held = past.setdefault(one.layer, deque(maxlen=PAST))
+            excess = excess_of(name, value, held)
+            if excess is not None and math.isfinite(excess):
+                by_step[one.step].append(excess)
+            held.append(value)
+        found[name] = [max(some, default=None) for some in by_step.values()]
+    return steps, found
+
+
+def _judged(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Warnings, false alarms and misses at the monitor's own threshold, and at every other."""
+    threshold = _DEVIATIONS if name == LOSS else _TIMES
+    bad = [one for one in runs if one["onset"] is not None]
+    good = [one for one in runs if one["onset"] is None]
+    warned = [one["onset"] - step for one in bad if (step := _first(one, name, threshold))]
+    tops = {id(one): _top(one, name) for one in runs}
+    levels = sorted({*tops.values(), math.inf}, reverse=True)
+    curve = [
+        (
+            sum(tops[id(one)] >= level for one in good) / max(len(good), 1),
+            sum(tops[id(one)] >= level for one in bad) / max(len(bad), 1),
+        )
+        for level in levels
+    ]
+    return {
+        "threshold": threshold,
+        "steps": warned,
+        "missed": len(bad) - len(warned),
+        "false": sum(_first(one, name, threshold) is not None for one in good),
+        "area": _area(runs, lambda one: tops[id(one)]),
+        "alike": _area(runs, lambda one: tops[id(one)], alike=True),
+        "curve": curve,
+    }
+
+
+def _area(
+    runs: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float], *, alike: bool = False
+) -> float | None:
+    """The share of pairs of a diverging and a stable run that a number puts in this order.
+
+    Args:
+        runs: The runs.
+        of: The number.
+        alike: Only pairs of the same rate and depth.
+    """
+    pairs = [
+        (of(bad), of(good))
+        for bad in runs
+        for good in runs
+        if bad["onset"] is not None and good["onset"] is None
+        if not alike or all(bad[name] == good[name] for name in ("peak", "depth"))
+    ]
+    wins = [1.0 if b > g else 0.5 if b == g else 0.0 for b, g in pairs]
+    return fmean(wins) if wins else None
+
+
+def _first(run: dict[str, Any], name: str, threshold: float) -> int | None:
+    """The first reading at which a signal is at its threshold."""
+    pairs = zip(run["steps"], run["excess"][name], strict=True)
+    return next((step for step, value in pairs if value is not None and value >= threshold), None)
+
+
+def _top(run: dict[str, Any], name: str) -> float:
+    return max((value for value in run["excess"][name] if value is not None), default=0.0)
+
+
+def _draw(study: Study, found: dict[str, dict[str, Any]]) -> None:
+    series = [Series(name, tuple(one["curve"])) for name, one in found.items()]
+    panels = [
+        Panel(
+            "every threshold",
+            (Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes"), *some),
+            x="share of stable runs with an alarm",
+            y="share of diverging runs with one",
+            log_x=False,
+            log_y=False,
+        )
+        for some in (series[:5], series[5:])
+    ]
+    study.draw("early-warning", "Alarms before training diverges", panels, columns=2)
+
+
+def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) -> Findings:
+    bad = [one["onset"] for one in runs if one["onset"] is not None]
+    stable = len(runs) - len(bad)
+    lines = [
+        (
+            name,
+            f"{one['threshold']:g}",
+            f"{len(one['steps'])} of {len(bad)}",
+            f"{median(one['steps']):g}" if one["steps"] else "–",
+            str(one["missed"]),
+            f"{one['false']} of {stable}",
+            _share(one["area"]),
+            _share(one["alike"]),
+        )
+        for name, one in found.items()
+    ]
+    rate = _area(runs, lambda one: one["peak"])
+    lines.append(("the peak rate itself", *["–"] * 5, _share(rate), "–"))
+    columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
+    columns += ("area, same rate and depth",)
+    usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
+    return Findings(
+        (
+            Claim("runs that diverge", "half of them, by design", f"{len(bad)} of {len(runs)}"),
+            Claim(
+                "signal that tells diverging runs from stable ones best",
+                "practitioners: the norm of updates moves first, not every rise leads to a spike",
+                f"{_best(found, 'area')}; the peak rate itself {_share(rate)}",
+            ),
+            Claim(
+                "the same among runs of one rate and one depth",
+                "–",
+                _best(found, "alike"),
+            ),
+        ),
+        (Table("Signals", columns, tuple(lines)),),
+        (
+            f"A run diverges at the step whose mean loss over five steps is {number(_TOO_HIGH)} "
+            f"nat above the lowest before, or not finite ({usual} of {_STEPS} steps). Readings up "
+            "to there count.",
+            "The statistic of a signal is how many times above (entropy: below) the median of its "
+            "last ten readings it is, in the layer where that is most; of the loss its deviations "
+            "above the mean. An alarm is the first reading at the threshold. Area: the share of "
+            "pairs of a diverging and a stable run whose largest statistics are in this order.",
+            f"Decoders of width {_WIDTH} on bytes of the default text, SGD with momentum "
+            f"{_MOMENTUM}, whose rate grows linearly over {_STEPS} steps: norms of updates grow "
+            "with it in stable runs, too. Stable runs have more readings than those that stop "
+            "early, and so more chances of a false alarm.",
+            "A rate that is too large moves every signal and makes runs diverge: an area that is "
+            "no larger than that of the rate says nothing that the rate does not. Pairs of one "
+            f"rate and one depth, of which there are {_alike(runs)}, leave it out.",
+        ),
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _best(found: dict[str, dict[str, Any]], which: str) -> str:
+    known = {name: one[which] for name, one in found.items() if one[which] is not None}
+    if not known:
+        return "no such pair"
+    name = max(known, key=lambda one: known[one])
+    return f"{name}, area {known[name]:.2f}"
+
+
+def _alike(runs: Sequence[dict[str, Any]]) -> int:
+    places = {(one["peak"], one["depth"]) for one in runs}
+    some = [
+        [one["onset"] is None for one in runs if (one["peak"], one["depth"]) == at] for at in places
+    ]
+    return sum(sum(each) * (len(each) - sum(each)) for each in some)

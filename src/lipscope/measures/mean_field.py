@@ -1,0 +1,174 @@
+"""Attention on measures: the map of a token under a measure, and the push-forward by it."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention, Softmax
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator, to_dense
+from lipscope.linalg.singular import top_singular
+from lipscope.measures.tokens import TokenMeasure
+
+_DENSE = 1024  # inputs up to which the norm of an operator is that of its matrix
+_TOL = 1e-9  # of the norm of a larger one
+
+
+def token_map(
+    layer: Attention,
+    mu: TokenMeasure,
+    points: Float[Tensor, "k d"],
+    positions: Float[Tensor, " k"] | None = None,
+) -> Float[Tensor, "k d_out"]:
+    """``Γ_μ(s, x) = Σ_j P_j(x) V x_j``, ``P_j ∝ w_j e^(S(x, x_j))`` over atoms with ``s_j <= s``.
+
+    Without positions every atom is read. Atoms at the same position read each other. Where a
+    position lies before all atoms, nothing is read and heads are zero.
+
+    Holds for layers with softmax weights whose queries, keys and values are made token by token,
+    without rotary embedding, bias of the scores, mask or window: measures have no indices. A
+    layer that is ``causal`` reads by position, so the measure must have some; any other must not.
+
+    Args:
+        layer: The layer; computed in float64.
+        mu: The measure that is read.
+        points: Where the map is evaluated.
+        positions: Positions of these points, for a causal layer.
+
+    Raises:
+        InputError: For a layer that is no map of measures, or positions that do not fit it.
+
+    Source: Definitions 2.4 and 2.6 of [castin2024]; weights as in its Appendix C.
+    """
+    layer = of_measures(layer, mu)
+    read = mu.weights > 0
+    keys = mu.points[read]
+    if layer.causal:
+        assert mu.positions is not None
+        if positions is None or len(positions) != len(points):
+            raise InputError("A causal layer reads by position. Found points without positions.")
+        seen = mu.positions[read] <= positions[:, None].to(mu.positions)
+        layer = layer.replace(causal=False, mask=seen)
+    return layer(points.to(keys), keys, log_weights=mu.weights[read].log())
+
+
+def push_forward(layer: Attention, mu: TokenMeasure, *, residual: bool = False) -> TokenMeasure:
+    """``F(μ) = (Γ_μ) # μ``, or ``(id + Γ_μ) # μ``; every atom keeps its weight and position.
+
+    Args:
+        layer: The layer, as for `token_map`.
+        mu: The measure; its points keep their gradients.
+        residual: Whether tokens are added to what they read.
+
+    Returns:
+        The measure, whose marginal of positions is that of ``mu``.
+
+    Raises:
+        InputError: As `token_map`, or if a residual layer changes the width.
+
+    Uniform weights give the layer itself:
+
+    >>> from lipscope.attention import DotProduct
+    >>> layer, x = DotProduct(*3 * [torch.eye(2).double()]), torch.eye(2).double()
+    >>> bool(torch.allclose(push_forward(layer, TokenMeasure(x)).points, layer(x)))
+    True
+    """
+    out = token_map(layer, mu, mu.points, mu.positions)
+    if residual and out.shape != mu.points.shape:
+        raise InputError(
+            "A residual layer should keep the width of its tokens. Found "
+            f"{mu.points.shape[1]} and {out.shape[1]}."
+        )
+    return mu.moved(mu.points + out if residual else out)
+
+
+def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
+    """``D^(1/2) J_w D^(-1/2)``: the Jacobian of weighted attention in the norm ``Σ w_i |e_i|²``.
+
+    Its largest singular value is the local Lipschitz constant of ``F`` in ``W_2`` along moves of
+    the atoms (in the conditional distance for a causal layer). Copies that move apart are
+    another matter: see `lipscope.measures.splitting`.
+
+    Args:
+        layer: The layer, as for `token_map`.
+        mu: The measure, all weights positive.
+
+    Returns:
+        Operator ``(n, d) -> (n, d_out)``.
+
+    Raises:
+        InputError: As `token_map`, or for an atom without weight.
+
+    Source: Definition C.4 and Lemmas C.5, C.6 of [castin2024]; for a causal layer Lemma 4.2.
+    """
+    if not bool((mu.weights > 0).all()):
+        raise InputError(
+            "`weights` should be positive. Found an atom without weight; leave it out."
+        )
+    layer = of_measures(layer, mu)
+    if layer.causal:
+        assert mu.positions is not None
+        seen = mu.positions <= mu.positions[:, None]
+        layer = layer.replace(causal=False, mask=seen)
+    log_weights = mu.weights.log()
+    return weighted(layer.linearise(mu.points.detach(), log_weights=log_weights), log_weights)
+
+
+def weighted(op: Operator, log_weights: Tensor) -> Operator:
+    """``D^(1/2) J D^(-1/2)`` for an operator on tokens, ``D`` their weights, of any sum."""
+    root = (0.5 * (log_weights - log_weights.mean())).exp()[:, None]
+    return Operator(
+        lambda e: root * op.matvec(e / root),
+        lambda g: op.rmatvec(g * root) / root,
+        op.in_shape,
+        op.out_shape,
+        op.dtype,
+        op.device,
+    )
+
+
+def local_constant(layer: Attention, mu: TokenMeasure) -> float:
+    """Largest singular value of `weighted_jacobian`: what small moves of the atoms can do.
+
+    Exact up to rounding; up to 1e-9 beyond 1,024 numbers, but for a chance of 1e-6.
+
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(*3 * [torch.eye(2).double()])
+    >>> round(local_constant(layer, TokenMeasure(torch.zeros(3, 2))), 12)
+    1.0
+    """
+    return largest(weighted_jacobian(layer, mu))
+
+
+def largest(op: Operator) -> float:
+    """The norm of an operator: of its matrix where that is small, else by the solver."""
+    if op.in_size <= _DENSE:
+        return float(torch.linalg.matrix_norm(to_dense(op), 2))
+    start = torch.Generator().manual_seed(0)
+    return top_singular(op, tol=_TOL, delta=1e-6, max_steps=2000, generator=start).upper
+
+
+def of_measures(layer: Attention, mu: TokenMeasure) -> Attention:
+    """The layer in float64, if it is a map of measures with such positions.
+
+    Raises:
+        InputError: If it is none.
+    """
+    if layer.positional or layer.window is not None or layer.mask is not None:
+        raise InputError("not available: scores depend on indices of tokens, which measures lack.")
+    if not (layer.by_token and isinstance(layer.weighting, Softmax)):
+        raise InputError("not available: weights of tokens count otherwise than as copies of them.")
+    if layer.causal != (mu.positions is not None):
+        raise InputError(
+            "A causal layer should read a measure with positions, any other one without. Found "
+            f"`causal = {layer.causal}` and {'no ' * (mu.positions is None)}positions."
+        )
+    if layer.query.shape[1] != mu.points.shape[1]:
+        raise InputError(
+            f"Tokens should have the width {layer.query.shape[1]} of the layer. Found "
+            f"{mu.points.shape[1]}."
+        )
+    exact = layer.query.dtype == torch.float64 and layer.query.device.type == "cpu"
+    return layer if exact else layer.in_double()

@@ -1,0 +1,315 @@
+"""Contractions, inverses with their error, determinants, densities: against dense Jacobians."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from agreement import gaussian
+from lipscope import sigma
+from lipscope.attention import (
+    Attention,
+    ClippedAttention,
+    DotProduct,
+    L2Attention,
+    LipschitzNormAttention,
+    ScaledCosineAttention,
+    SigmoidAttention,
+    SinkhornAttention,
+)
+from lipscope.control import (
+    Contraction,
+    ContractiveAttention,
+    ContractiveMLP,
+    Flow,
+    InvertibleResidual,
+    log_determinant,
+    solve,
+)
+from lipscope.errors import InputError
+
+D = 4
+
+
+def weights(*, tied: bool = False) -> list[nn.Parameter]:
+    shapes = [(6, D), *([] if tied else [(6, D)]), (4, D), (D, 4)]
+    return [nn.Parameter(gaussian(*shape, seed=i)) for i, shape in enumerate(shapes)]
+
+
+LAYERS = {
+    "L2": lambda: L2Attention(*weights(tied=True), heads=2),
+    "L2, causal": lambda: L2Attention(*weights(tied=True), heads=2, causal=True),
+    "cosine": lambda: ScaledCosineAttention(*weights(), heads=2, temperature=1.0, eps=0.2),
+    "LipschitzNorm": lambda: LipschitzNormAttention(*weights(), heads=2),
+    "clipped": lambda: ClippedAttention(*weights(), heads=2, radius=0.7),
+}
+
+
+def mlp(c: float, widths: tuple[int, ...] = (D, 8, D)) -> ContractiveMLP:
+    return ContractiveMLP(widths, c, generator=torch.Generator().manual_seed(0)).double()
+
+
+def contractions(c: float) -> dict[str, Contraction]:
+    found: dict[str, Contraction] = {"MLP": mlp(c), "linear": mlp(c, (D, D))}
+    return found | {name: ContractiveAttention(build(), c) for name, build in LAYERS.items()}
+
+
+def jacobian(f, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.functional.jacobian(f, x).reshape(x.numel(), x.numel())
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "MLP", "linear"])
+def test_contractions_contract(name) -> None:
+    """At random and large inputs, and after weights have moved."""
+    g = contractions(0.9)[name]
+    for scale in (0.1, 1.0, 30.0):
+        for n in (1, 2, 7):
+            x = scale * gaussian(n, D)
+            assert float(sigma(g, x).detach()) <= 0.9
+            with torch.no_grad():
+                for w in g.parameters():
+                    w.mul_(1.3)
+    far = [gaussian(7, D, seed=i) * 10.0**i for i in (0, 1, 2)]
+    for x, y in itertools.pairwise(far):
+        assert bool((g(x) - g(y)).norm() <= 0.9 * (x - y).norm())
+
+
+def test_a_linear_contraction_has_its_constant() -> None:
+    assert float(sigma(mlp(0.9, (D, D)), gaussian(3, D)).detach()) == pytest.approx(0.9, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "MLP"])
+def test_gradients_go_through_the_constant(name) -> None:
+    g, x = contractions(0.7)[name], gaussian(3, D)
+    weight = next(g.parameters())
+    e, h = gaussian(*weight.shape, seed=5), 1e-6
+    (slope,) = torch.autograd.grad(g(x).square().sum(), weight)
+
+    def moved(step: float) -> float:
+        with torch.no_grad():
+            weight.add_(step * e)
+            value = float(g(x).square().sum())
+            weight.sub_(step * e)
+        return value
+
+    assert float((slope * e).sum()) == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("c", [0.5, 0.9, 0.99])
+def test_there_and_back(dtype, limit, c) -> None:
+    for name, g in contractions(c).items():
+        block, x = InvertibleResidual(g).to(dtype), 3 * gaussian(16, 6, D).to(dtype)
+        with torch.no_grad():
+            found = block.inverse(block(x))
+        off = found.x - x
+        assert float(off.abs().max()) < limit, name
+        rounding = 4 * torch.finfo(dtype).eps * x.flatten(1).norm(dim=1) / (1 - c)
+        assert bool((off.flatten(1).norm(dim=1) <= found.error + rounding).all()), name
+
+
+def test_the_error_is_a_bound_at_any_tolerance() -> None:
+    g = mlp(0.95)
+    block, x = InvertibleResidual(g), gaussian(5, 3, D)
+    y, steps = block(x).detach(), []
+    for tol in (1e-1, 1e-3, 1e-6, 1e-9):
+        with torch.no_grad():
+            found = block.inverse(y, tol=tol)
+        off = (found.x - x).flatten(1).norm(dim=1)
+        assert bool((off <= found.error).all())
+        assert bool((found.error <= tol * y.flatten(1).norm(dim=1)).all())
+        steps.append(found.steps)
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+def test_mixing_takes_fewer_steps_and_no_sample_more_than_two_for_one() -> None:
+    g = mlp(0.95, (D, D))
+    y = gaussian(5, 3, D)
+    with torch.no_grad():
+        plain, mixed = (
+            solve(g, y, c=g.c, tol=1e-10, max_steps=2000, accelerate=accelerate)
+            for accelerate in (False, True)
+        )
+    assert mixed.steps < plain.steps / 3
+    torch.testing.assert_close(mixed.x, plain.x)
+    assert plain.steps <= 2 + math.log(1e-10) / math.log(g.c)
+
+
+def test_what_does_not_contract_is_not_solved_and_says_so() -> None:
+    layer = DotProduct(*(8 * gaussian(D, D, seed=i) for i in range(3)))
+    y = 3 * gaussian(2, 6, D)
+    with torch.no_grad():
+        found = solve(layer, y, tol=1e-10, max_steps=60, accelerate=False)
+    assert float(found.error.max()) > 1.0
+    residual = found.x + layer(found.x) - y
+    torch.testing.assert_close(found.error, residual.flatten(1).norm(dim=1))
+
+
+@pytest.mark.parametrize("name", ["L2", "cosine", "MLP"])
+def test_gradients_of_the_inverse(name) -> None:
+    g = contractions(0.9)[name]
+    block, y = InvertibleResidual(g), gaussian(2, 3, D).requires_grad_()
+
+    def inverse(z):
+        return block.inverse(z).x
+
+    assert torch.autograd.gradcheck(inverse, (y,), check_undefined_grad=False)
+    weight, e, h = next(g.parameters()), None, 1e-6
+    e = gaussian(*weight.shape, seed=5)
+    (slope,) = torch.autograd.grad(inverse(y).square().sum(), weight)
+
+    def moved(step: float) -> float:
+        with torch.no_grad():
+            weight.add_(step * e)
+            value = float(inverse(y).square().sum())
+            weight.sub_(step * e)
+        return value
+
+    assert float((slope * e).sum()) == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "MLP"])
+def test_log_determinants_are_those_of_the_dense_jacobian(name) -> None:
+    g, x = contractions(0.9)[name], gaussian(2, 3, D)
+    block = InvertibleResidual(g)
+    truth = torch.stack([torch.linalg.slogdet(jacobian(block, one)).logabsdet for one in x])
+    exact = block.log_determinant(x)
+    assert (exact.error, exact.terms, exact.probes) == (0.0, 0, 0)
+    torch.testing.assert_close(exact.value, truth)
+    for terms in (1, 3, 30):
+        found = block.log_determinant(x, method="series", terms=terms)
+        assert bool(((found.value - truth).abs() <= found.error).all())
+    found = block.log_determinant(x, method="series", tol=1e-6)
+    assert found.error <= 1e-6
+    shorter = block.log_determinant(x, method="series", terms=found.terms - 1)
+    assert shorter.error > 1e-6
+    torch.testing.assert_close(found.value, truth, rtol=0, atol=1e-6)
+
+
+def test_random_traces_and_the_roulette_are_right_on_average() -> None:
+    g, x = mlp(0.8, (D, D)), gaussian(1, 2, D)
+    truth = float(log_determinant(g, x, method="exact").value.detach())
+    gen = torch.Generator().manual_seed(0)
+    series = log_determinant(g, x, method="series", terms=60, probes=4000, generator=gen)
+    assert series.probes == 4000
+    assert float(series.value.detach()) == pytest.approx(truth, abs=0.1)
+    drawn = [log_determinant(g, x, method="roulette", generator=gen) for _ in range(600)]
+    values = torch.stack([one.value for one in drawn]).detach()
+    standard_error = float(values.std()) / len(values) ** 0.5
+    assert abs(float(values.mean()) - truth) < 4 * standard_error < 0.2
+    assert len({one.terms for one in drawn}) > 5 and {one.error for one in drawn} == {0.0}
+
+
+@pytest.mark.parametrize("method", ["exact", "series"])
+def test_gradients_of_the_log_determinant(method) -> None:
+    g = contractions(0.7)["L2"]
+    x = gaussian(2, 2, D).requires_grad_()
+    options = {"terms": 8} if method == "series" else {}
+
+    def f(z):
+        return log_determinant(g, z, method=method, **options).value
+
+    assert torch.autograd.gradcheck(f, (x,))
+    weight = next(g.parameters())
+    assert torch.autograd.grad(f(x).sum(), weight)[0].abs().max() > 0
+
+
+def flow(c: float = 0.9) -> Flow:
+    layers = contractions(c)
+    return Flow([InvertibleResidual(layers[name]) for name in ("L2", "MLP", "cosine")])
+
+
+def test_a_density_is_the_change_of_variables() -> None:
+    model, x = flow(), gaussian(3, 2, D)
+
+    def through(z):
+        for block in model.blocks:
+            z = block(z)
+        return z
+
+    dense = torch.stack([torch.linalg.slogdet(jacobian(through, one)).logabsdet for one in x])
+    noise = torch.distributions.Normal(0.0, 1.0).log_prob(through(x)).sum((-2, -1))
+    torch.testing.assert_close(model.log_density(x), noise + dense)
+    turned = x[:, [1, 0]]
+    torch.testing.assert_close(model.log_density(turned), model.log_density(x))
+    with torch.no_grad():
+        back = model.inverse(through(x))
+    assert float((back.x - x).abs().max()) < 1e-12
+    assert bool(((back.x - x).flatten(1).norm(dim=1) <= back.error + 1e-13).all())
+
+
+def test_a_density_of_points_adds_up_to_one() -> None:
+    """On a line, by the trapezoidal rule."""
+    model = Flow([InvertibleResidual(mlp(0.9, (1, 8, 1))) for _ in range(2)])
+    x = torch.linspace(-30, 30, 6001, dtype=torch.float64)[:, None, None]
+    with torch.no_grad():
+        p = model.log_density(x).exp()
+    assert float(torch.trapezoid(p, x[:, 0, 0])) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_density_learns_and_samples() -> None:
+    """Sets of two points that lie on two sides of the origin."""
+    gen = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> torch.Tensor:
+        side = torch.tensor([[[1.0], [-1.0]]])
+        return side + 0.3 * torch.randn(count, 2, 1, generator=gen)
+
+    def block(seed: int) -> list[InvertibleResidual]:
+        torch.manual_seed(seed)
+        w = [nn.Parameter(torch.randn(4, 1)), nn.Parameter(torch.randn(4, 1))]
+        layer = L2Attention(*w, nn.Parameter(torch.randn(1, 4)), heads=2)
+        maps = [ContractiveAttention(layer, 0.9), ContractiveMLP([1, 8, 1], 0.9, generator=gen)]
+        return [InvertibleResidual(g) for g in maps]
+
+    model = Flow([*block(0), *block(1)])
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        adam.zero_grad()
+        loss = -model.log_density(draw(64)).mean()
+        loss.backward()
+        adam.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.3
+    sample = model.sample(200, 2, 1, generator=gen)
+    assert sample.shape == (200, 2, 1) and bool(sample.isfinite().all())
+
+
+def test_what_cannot_be_inverted_is_refused() -> None:
+    layer = LAYERS["L2"]()
+    for c in (0.0, 1.0, 1.5, math.nan):
+        with pytest.raises(InputError, match=r"`c` should be above 0 and below 1 to contract"):
+            ContractiveAttention(layer, c)
+        with pytest.raises(InputError, match=r"Found `c = "):
+            ContractiveMLP([2, 2], c)
+    others: list[type[Attention]] = [DotProduct, SinkhornAttention, SigmoidAttention]
+    for kind in others:
+        with pytest.raises(InputError, match=f"bound at all inputs.*Found {kind.__name__}"):
+            ContractiveAttention(kind(*weights()), 0.9)
+    with pytest.raises(InputError, match=r"output should be as wide as the input, 4. Found 6"):
+        ContractiveAttention(L2Attention(gaussian(6, D), gaussian(6, D)), 0.9)
+    with pytest.raises(InputError, match="multiple of 4 rows"):
+        L2Attention(*weights(tied=True), heads=4)
+    plain: list = [nn.Linear(D, D), layer]
+    for g in plain:
+        unchecked = getattr(InvertibleResidual.__init__, "__wrapped__", InvertibleResidual.__init__)
+        with pytest.raises(InputError, match="`g` should be certified to contract"):
+            unchecked(InvertibleResidual.__new__(InvertibleResidual), g)
+    block = InvertibleResidual(mlp(0.99, (D, D)))
+    with pytest.raises(InputError, match=r"`tol` should be what float64 can reach in `max_steps`"):
+        block.inverse(gaussian(2, 3, D), max_steps=3)
+    with pytest.raises(InputError, match=r"`tol` should be positive"):
+        block.inverse(gaussian(2, 3, D), tol=0.0)
+    with pytest.raises(InputError, match="`terms` should be positive, and left out of the method"):
+        block.log_determinant(gaussian(2, 3, D), terms=3)
+    with pytest.raises(InputError, match="`terms` should be left out of the method `roulette`"):
+        block.log_determinant(gaussian(2, 3, D), method="roulette", terms=3)
+    with pytest.raises(InputError, match="`widths` should be two or more"):
+        ContractiveMLP([2, 3], 0.5)
+    with pytest.raises(InputError, match=r"`blocks` should be of `InvertibleResidual`"):
+        Flow([])

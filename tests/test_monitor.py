@@ -1,0 +1,285 @@
+"""A monitor reads what `measure` and the attention weights say, disturbs nothing, and tells."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import lipscope as ls
+from lipscope import InputError
+
+PROBE = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+# A run of the Trainer warns of what it finds on the machine.
+NOISE = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def model() -> GPT2LMHeadModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = GPT2Config(
+            n_embd=12, n_head=3, n_layer=2, n_positions=16, vocab_size=50, bos_token_id=0
+        )
+        return GPT2LMHeadModel(config).train()
+
+
+def batches(steps: int) -> list[Tensor]:
+    gen = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 50, (4, 7), generator=gen) for _ in range(steps)]
+
+
+def train(net: Any, monitor: ls.Monitor | None, steps: int, rate: float = 0.05) -> list[float]:
+    torch.manual_seed(3)  # of the dropout
+    optimiser = torch.optim.AdamW(net.parameters(), lr=rate)
+    losses = []
+    for ids in batches(steps):
+        optimiser.zero_grad()
+        loss = net(ids, labels=ids).loss
+        loss.backward()
+        if monitor is None:
+            optimiser.step()
+        else:
+            with monitor.step(loss):
+                optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_reading_is_what_measure_and_the_attention_weights_say():
+    net: Any = model()
+    monitor = ls.Monitor(net, PROBE, every=3)
+    train(net, None, 2)
+    before = [copy.deepcopy(block.attn.state_dict()) for block in net.transformer.h]
+    monitor.start(2)
+    optimiser = torch.optim.SGD(net.parameters(), lr=1.0)
+    net(PROBE, labels=PROBE).loss.backward()
+    with monitor.step():
+        optimiser.step()
+    found = [one for one in monitor.readings if one.step == 3]
+    rows = ls.measure(net, PROBE, tol=1e-4)
+    net.set_attn_implementation("eager")
+    with torch.no_grad():
+        p = torch.stack(net.eval()(PROBE, output_attentions=True).attentions).double()
+    for i, one in enumerate(found):
+        own = [row for row in rows if row.layer == i]
+        assert one.module == own[0].module
+        for name in ("sigma", "relative", "top_share"):  # the monitor's tolerance is 1e-2
+            expected = max(getattr(row, name) for row in own)
+            assert getattr(one, name) == pytest.approx(expected, rel=2e-2)
+        assert one.radius == pytest.approx(max(row.radius_max for row in own), rel=1e-5)
+        entropy = torch.special.entr(p[i]).sum(-1).mean((0, 2))
+        assert one.entropies == pytest.approx(entropy.tolist(), rel=1e-5)
+        assert one.entropy == min(one.entropies)
+        sinks = p[i].mean(2).amax(-1).amax(0)
+        assert one.sinks == pytest.approx(sinks.tolist(), rel=1e-5)
+        assert one.sink_mass == max(one.sinks)
+        now = net.transformer.h[i].attn.state_dict()
+        moved = sum(float((now[k] - before[i][k]).square().sum()) for k in now)
+        size = sum(float(now[k].square().sum()) for k in now)
+        assert one.update_norm == pytest.approx(moved**0.5, rel=1e-4)
+        assert one.weight_norm == pytest.approx(size**0.5, rel=1e-5)
+
+
+def test_the_largest_logit_of_a_head_is_over_the_pairs_that_see_each_other():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, 6) for _ in range(3))
+    layer, x = ls.DotProduct(q, k, v, heads=2, causal=True), torch.randn(5, 6)
+    from lipscope.control import largest_logits
+
+    found = largest_logits(layer, x)
+    for h in (0, 1):
+        part = slice(3 * h, 3 * h + 3)
+        s = (x @ q[part].T) @ (x @ k[part].T).T / 3**0.5
+        expected = max(float(s[i, j]) for i in range(5) for j in range(i + 1))
+        assert float(found[h]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_training_is_the_same_with_a_monitor_to_the_last_bit():
+    plain, watched = model(), model()
+    monitor = ls.Monitor(watched, PROBE, every=2)
+    assert train(plain, None, 6) == train(watched, monitor, 6)
+    pairs = zip(plain.parameters(), watched.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert watched.training and all(p.requires_grad for p in watched.parameters())
+    assert [one.step for one in monitor.readings] == [0, 0, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_run_folder_is_shown_while_training_goes_on(tmp_path):
+    net, said = model(), []
+    out = tmp_path / "run"
+    monitor = ls.Monitor(net, PROBE, every=2, out=out, log=said.append)
+    train(net, monitor, 4)
+    run = ls.read_run(out)  # not closed yet
+    assert sorted({*run.rows["step"]}) == [0, 2, 4]
+    assert run.values("monitor")["update_norm"].null_count() == 2  # at step 0
+    page = tmp_path / "page.html"
+    ls.report([out], page)
+    assert "GPT2LMHeadModel@*" in page.read_text(encoding="utf-8")
+    assert [one["lipscope/step"] for one in said] == [0.0, 2.0, 4.0]
+    assert said[2]["lipscope/layer1/sigma"] == monitor.readings[-1].sigma
+    monitor.close()
+    assert len(ls.read_run(out).rows) == 12  # two entries, two layers, three steps
+    # Another training in the same folder is another curve.
+    again = model()
+    with ls.Monitor(again, PROBE, every=2, out=out) as second:
+        train(again, second, 2, rate=0.1)
+    names = {*ls.read_run(out).rows["model"]}
+    assert names > {"GPT2LMHeadModel@0", "GPT2LMHeadModel@2", "GPT2LMHeadModel#2@2"}
+    with pytest.raises(InputError, match="another"):
+        ls.Monitor(again, PROBE, every=5, out=out)
+
+
+def test_an_alert_names_layer_and_signal(caplog):
+    net: Any = model()
+    monitor = ls.Monitor(net, PROBE, every=1)
+    train(net, monitor, 4, rate=1e-3)
+    assert not monitor.alerts
+    with torch.no_grad():
+        net.transformer.h[1].attn.c_proj.weight.mul_(5.0)
+    train(net, monitor, 1, rate=1e-3)
+    told = {(one.layer, one.signal) for one in monitor.alerts}
+    assert (1, "sigma") in told
+    assert (0, "sigma") not in told
+    assert any("`sigma` of layer 1 (transformer.h.1.attn) is" in m for m in caplog.messages)
+
+
+def test_a_loss_far_above_the_others_is_told():
+    net = model()
+    monitor = ls.Monitor(net, PROBE, every=1)
+    for i in range(20):
+        monitor.see(1.0 + 0.01 * (i % 2))
+    monitor.see(1.1)  # 1.005 is the mean, 0.005 the deviation
+    monitor.read()
+    (one,) = monitor.alerts
+    assert (one.layer, one.signal) == (None, "loss")
+    assert one.excess == pytest.approx(19.0)
+
+
+def test_a_loss_that_is_no_number_names_the_layer_that_went_furthest():
+    net: Any = model()
+    monitor = ls.Monitor(net, PROBE, every=1)
+    train(net, monitor, 1, rate=1e-3)
+    with torch.no_grad():
+        net.transformer.h[1].attn.c_proj.weight.mul_(30.0)
+    monitor.read()
+    words = r"finite loss\. Found nan at step 1; sigma of layer 1 \(transformer\.h\.1\.attn\) went"
+    with pytest.raises(InputError, match=words):
+        monitor.see(float("nan"))
+    with torch.no_grad():
+        net.transformer.h[0].attn.c_proj.weight.fill_(float("inf"))
+    with pytest.raises(InputError, match=r"Step 1: The weights should be finite.*sigma of layer 1"):
+        monitor.read()
+
+
+def test_a_layer_of_an_unknown_kind_has_no_logits_but_all_the_rest():
+    from tiny import tiny
+
+    ids = torch.randint(3, 300, (1, 6))
+    (one, _) = ls.Monitor(tiny("olmo").model, ids).read()
+    assert one.largest_logit is None and one.entropy is None
+    assert one.sigma and one.relative and one.weight_norm
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}
+    (one, _) = ls.Monitor(tiny("bert").model, padded).read()
+    assert one.largest_logit is None and one.sigma
+
+
+def test_mistakes_are_one_line(unchecked):
+    net, words = model(), "It was late."
+    for message, data, options in (
+        (r"`every` should be", PROBE, {"every": 0}),
+        (r"`alert` should be above 1\. Found `alert = 1`", PROBE, {"alert": 1}),
+        (r"`log` should be a function", PROBE, {"log": "wandb"}),
+        (r"`data` should be a batch.*Found `str`", words, {}),
+        (r"`layers` should be between 0 and 1.*Found 9", PROBE, {"layers": [9]}),
+        (r"`modules` should match", PROBE, {"modules": "nothing"}),
+        (r"`map` should be one of layers", PROBE, {"map": "model"}),
+    ):
+        with pytest.raises(InputError, match=message):
+            ls.Monitor(net, data, **options).read()
+
+
+# --- the Trainer
+
+
+class Steps(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, 50, (7,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Heard(TrainerCallback):
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args, state, control, logs=None, **more):
+        self.logs.append(dict(logs or {}))
+
+
+def trainer(net: nn.Module, out: Path, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(out),
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **{"max_steps": 6, "logging_steps": 1, "save_strategy": "no"} | options,
+    )
+    return Trainer(net, arguments, train_dataset=Steps())
+
+
+@NOISE
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trainer_logs_the_readings_to_its_own_loggers(tmp_path, bf16):
+    net = model()
+    run = trainer(net, tmp_path, bf16=bf16, gradient_accumulation_steps=2, learning_rate=1e-3)
+    heard = Heard()
+    run.add_callback(heard)
+    monitor = ls.Monitor(net, PROBE, every=2, out=tmp_path / "run")
+    monitor.attach(run)
+    run.train()
+    steps = [one["step"] for one in run.state.log_history if "lipscope/layer0/sigma" in one]
+    assert steps == [0, 2, 4, 6]
+    assert [one for one in heard.logs if "lipscope/layer1/entropy" in one]
+    assert sorted({*ls.read_run(tmp_path / "run").rows["step"]}) == [0, 2, 4, 6]
+    updates = [one.update_norm for one in monitor.readings if one.step == 2]
+    assert all(one is not None and one > 0 for one in updates)
+    assert monitor._alarm.z_score is None  # six losses are too few
+    assert (tmp_path / "run" / "rows.parquet").exists()  # closed at the end
+
+
+@NOISE
+def test_a_trainer_run_whose_loss_is_no_number_stops_in_one_line(tmp_path):
+    net: Any = model()
+    run = trainer(net, tmp_path, learning_rate=1e-3)
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **more):
+            if state.global_step == 3:
+                with torch.no_grad():
+                    net.lm_head.weight.fill_(float("nan"))
+
+    run.add_callback(Break())
+    ls.Monitor(net, PROBE, every=2).attach(run)
+    with pytest.raises(InputError, match=r"nan at step 4.*sigma of layer \d|Step 4: The weights"):
+        run.train()
+
+
+@NOISE
+def test_a_run_that_goes_on_from_a_checkpoint_counts_on(tmp_path):
+    net = model()
+    first = trainer(net, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    net = model()
+    second = trainer(net, tmp_path, max_steps=6)
+    monitor = ls.Monitor(net, PROBE, every=2)
+    monitor.attach(second)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [*dict.fromkeys(one.step for one in monitor.readings)] == [2, 4, 6]
