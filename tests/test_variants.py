@@ -16,6 +16,7 @@ from torch import nn
 
 from agreement import agree, gaussian
 from lipscope import to_dense
+from lipscope.attacks import constant
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -187,6 +188,21 @@ def test_one_token_and_none(kind) -> None:
     for ask in (layer, layer.linearise, lambda z: layer(gaussian(1, 4), z)):
         with pytest.raises(InputError, match="at least one token"):
             ask(none)
+
+
+@each_variant
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_tokens_are_predicted_exactly_or_not_at_all(kind, causal) -> None:
+    layer = build(kind)
+    if causal and not EXAMPLES[kind].masked:
+        pytest.skip("no causal mask in this variant")
+    layer = layer.replace(causal=True) if causal else layer
+    found = constant(layer, num_tokens=5, radius=2.0)
+    sigma = float(torch.linalg.matrix_norm(to_dense(layer.linearise(found.x)), 2))
+    assert found.predicted is None or found.predicted == pytest.approx(sigma, rel=1e-9)
+    assert (found.predicted is None) == (
+        kind in (ScaledCosineAttention, SigmoidAttention, SinkhornAttention, ClippedAttention)
+    )
 
 
 def test_a_norm_of_all_heads_leaves_none_alone() -> None:
