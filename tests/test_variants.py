@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from agreement import agree, gaussian
-from lipscope import to_dense
+from lipscope import bounds, to_dense
 from lipscope.attacks import constant
 from lipscope.attention import (
     Attention,
@@ -203,6 +203,18 @@ def test_equal_tokens_are_predicted_exactly_or_not_at_all(kind, causal) -> None:
     assert (found.predicted is None) == (
         kind in (ScaledCosineAttention, SigmoidAttention, SinkhornAttention, ClippedAttention)
     )
+
+
+@each_variant
+def test_a_layer_in_training_is_measured_between_its_bounds(kind) -> None:
+    """Without a warning: the parameters' graph is left alone."""
+    layer, x = build(kind), gaussian(N, 4)
+    rows = bounds(layer, x)
+    truth = float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
+    assert rows[0].sigma == pytest.approx(truth, rel=1e-3)
+    values = [b.value for b in rows.bounds if b.metric == "frobenius" and b.kind == "upper"]
+    found = [value for value in values if value is not None]
+    assert found and min(found) >= truth * (1 - 1e-9)
 
 
 def test_a_norm_of_all_heads_leaves_none_alone() -> None:
@@ -455,12 +467,12 @@ def test_divided_is_dot_product_over_the_catalogues_bound(by, causal) -> None:
     inner = DotProduct(
         layer.query, layer.key, layer.value, heads=2, query_bias=layer.query_bias, causal=causal
     )
-    bounds = layer.bounds()
-    for h, bound in enumerate(bounds.tolist()):
+    divisors = layer.bounds()
+    for h, bound in enumerate(divisors.tolist()):
         given = evaluate(theorem, inner.head(h), num_tokens=9, radius=1.5)
         assert given == pytest.approx(bound, rel=1e-12)
     heads = layer(x).unflatten(1, (2, -1)) - layer.value_bias.unflatten(0, (2, -1))
-    torch.testing.assert_close(heads * bounds[:, None], inner(x).unflatten(1, (2, -1)))
+    torch.testing.assert_close(heads * divisors[:, None], inner(x).unflatten(1, (2, -1)))
     names = [name for name, _ in layer.named_parameters()]
 
     def f(*moved):

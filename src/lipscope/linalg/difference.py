@@ -64,7 +64,8 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
     quotients: list[Tensor] = []
     for size in _SIZES:
         step = e * (base * size)
-        quotient = (f(x + step).double() - f(x - step).double()) / (2 * base * size)
+        ahead, behind = (f(z).detach().double() for z in (x + step, x - step))
+        quotient = (ahead - behind) / (2 * base * size)
         error = _apart(quotient, product)
         if best is None or error < best.error:
             best = Difference(error, float(product.norm()), float(quotient.norm()), "unsettled")
