@@ -1,7 +1,8 @@
-"""How loose bounds were before three sharpenings, and are now: bound over sigma, 1 is exact.
+"""How loose bounds were before some sharpenings, and are now: bound over sigma, 1 is exact.
 
 Random layers of six tokens of width 8: the old form is computed from the same parts. Proofs:
-docs/theory/local-certificates.md (F2, row-Gram) and docs/theory/ball-certificate.md (moments).
+docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md (moments,
+the third order). For decisions: radii over those without the Hessian.
 
 Run: python examples/sharper_bounds.py
 """
@@ -9,9 +10,12 @@ Run: python examples/sharper_bounds.py
 from statistics import median
 
 import torch
+from torch import nn
 
 from lipscope import DotProduct, to_dense
-from lipscope.theorems import HeadAt, HeadsAt, heads_of
+from lipscope.certificates.decision import Decision
+from lipscope.certificates.read_out import ReadOut
+from lipscope.theorems import HeadAt, HeadsAt, Normed, Residual, bounds_at, heads_of
 from lipscope.theorems.derived.ball import Ball
 from lipscope.theorems.derived.column_gram import JacobianColumns
 from lipscope.theorems.derived.gram_rows import JacobianRows
@@ -29,7 +33,7 @@ def drawn(seed: int, heads: int) -> tuple[DotProduct, torch.Tensor]:
     return DotProduct(sharp * q, sharp * k, v, o.T, heads=heads), x
 
 
-def sigma(layer: DotProduct, x: torch.Tensor) -> float:
+def sigma(layer: DotProduct | Normed | Residual, x: torch.Tensor) -> float:
     """Dense."""
     return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
 
@@ -60,7 +64,43 @@ for seed in range(20):
     y = inside.p.upper[:, :, None].sqrt() * head.y(slice(None))
     moments += (inside.sums["upper_v"] / eigenvalue(y.mT @ y)).tolist()
 
+residual: dict[str, list[tuple[float, float]]] = {"plain": [], "pre-norm": [], "post-norm": []}
+for seed in range(12):
+    layer, x = drawn(seed, 4)
+    layer = layer.replace(output=layer.output / 4)  # beside the stream, as in models
+    norm = nn.LayerNorm(8, dtype=torch.float64)
+    norm.weight.data += 0.3 * torch.randn(8, generator=torch.Generator().manual_seed(seed)).double()
+    inner = Normed(layer, norm.requires_grad_(False))
+    for form, branch, whole in (
+        ("plain", layer, Residual(layer)),
+        ("pre-norm", inner, Residual(inner)),
+        ("post-norm", layer, Residual(layer, outer=norm)),
+    ):
+        bare, inside = (
+            bounds_at(one, x, names=["row_gram_joint"], sharp=True)[0].value
+            for one in (branch, whole)
+        )
+        slope, true = 1.0, sigma(whole, x)
+        if whole.outer is not None:  # what 1 + ‖J‖ is multiplied by
+            slopes = torch.func.vmap(torch.func.jacrev(norm))(x + layer(x))
+            slope = float(torch.linalg.matrix_norm(slopes, 2).max())
+        residual[form].append((slope * (1 + bare) / true, inside / true))
+radii: dict[str, list[float]] = {"token": [], "frobenius": []}
+for seed in range(6):
+    layer, x = drawn(seed, 1)
+    weight = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)).double()
+    at = Decision(layer, 0.3 * x, weight, None, "mean")
+    for ball, found in radii.items():
+        read, margins = ReadOut(at.layer, at.x, at.differences, "mean", ball), at.margins[at.rivals]
+        after = float(read.radii(margins, 8, exact=True)[0])
+        found.append(after / float(read.radii(margins, 8)[0]))
+
 for name, pairs in (("F2", f2), ("row-Gram, one head", gram[1]), ("row-Gram, four heads", gram[4])):
     before, after = (median(column) for column in zip(*pairs, strict=True))
     print(f"{name:21} median {before:.3f} before, {after:.3f} now")
 print(f"second moments over a ball of 0.3 token norms: median {median(moments):.2f} of before")
+for form, pairs in residual.items():
+    before, after = (median(column) for column in zip(*pairs, strict=True))
+    print(f"row-Gram of x + f(x), {form:9} median {before:.3f} with 1 + |J|, {after:.3f} now")
+for ball, found in radii.items():
+    print(f"radii of decisions, {ball:9} ball: {median(found):.2f} of before, {max(found):.2f} at most")

@@ -90,12 +90,18 @@ class Counted:
 
 
 _TEXT: dict[str, Any] = {"model": BERT, "data": TEXT[:200]}
+_LAYER = ls.DotProduct(*(torch.nn.Parameter(torch.eye(2)) for _ in range(3)))
 _BASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "measure": (ls.measure, {**_TEXT, "lengths": 4, "samples": 1, "layers": 0}),
     "bounds": (ls.bounds, {**_TEXT, "lengths": 3, "theorems": "local_rows"}),
     "attack": (ls.attack, {**_TEXT, "length": 2, "steps": 0}),
     "certify": (ls.certify, {**_TEXT, "length": 2, "steps": 1, "sharp": False}),
     "capture": (ls.capture, {**_TEXT, "layer": 0, "length": 4}),
+    "smooth": (ls.smooth, {**_TEXT, "length": 4, "samples": 1, "target": 1e-3, "out": "smooth"}),
+    "restrain": (
+        ls.restrain,
+        {"model": _LAYER, "data": torch.ones(3, 2), "how": "sigma-cap", "cap": 0.5},
+    ),
     "load_model": (ls.load_model, {"name": BERT}),
     "read_run": (ls.read_run, {"path": "nowhere"}),
     "report": (ls.report, {"folders": ["nowhere"]}),
@@ -173,6 +179,7 @@ _LINES = {
     "bounds": ["--text", "text.txt", "--lengths", "3", "--theorems", "local_rows"],
     "attack": ["--text", "text.txt", "--length", "2", "--steps", "0"],
     "certify": ["--text", "text.txt", "--length", "2", "--no-sharp", "--random", "1"],
+    "smooth": ["--text", "text.txt", "--length", "4", "--samples", "1", "--target", "1e-3"],
 }
 
 
@@ -181,6 +188,7 @@ def lines() -> Iterator[tuple[str, list[str]]]:
     commands: Any = typer.main.get_command(app)
     for name, made in commands.commands.items():
         base = [name, BERT, *_LINES[name]] if name in _LINES else [name]
+        base += ["--out", "smooth"] if name == "smooth" else []
         for one in made.params:
             if one.name in ("help", "out") or (isinstance(one, click.Option) and one.is_flag):
                 continue

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from command import BERT, TEXT
-from lipscope import capture, read_run, to_dense
+from lipscope import capture, certify, read_run, to_dense
 from lipscope.theorems import catalogue
 from tiny import TINY
 
@@ -43,7 +43,7 @@ def test_bounds_as_a_table(command):
         and "global_rows_capped" in result.out
         and "castin2024" in result.out
     )
-    assert "Not applicable:" in result.out and "it is not causal" in result.out
+    assert "Without a value:" in result.out and "it is not causal" in result.out
     assert not Path("runs").exists()
 
 
@@ -102,8 +102,9 @@ def test_attack_keeps_the_worst_input(command):
     assert worst.sigma >= real.sigma * (1 - 1e-3)
     assert command("rows", "out", "--to", "csv").out.count("\n") == 1 + 2
     assert command("report", "out", "-o", "page.html").status == 0
+    options[-1] = "other"
     rows = command("attack", BERT, *options, "--jsonl", "--radius", "2").rows
-    assert all(row["radius"] == 2.0 for row in rows)
+    assert rows and all(row["radius"] == 2.0 for row in rows)
     values = [row["sigma"] for row in rows if row["sigma"] is not None]
     assert values == sorted(values, reverse=True)
 
@@ -151,10 +152,68 @@ def test_certify_a_decision_between_texts(command):
         assert row["violated"] is False
     # all tokens together move less than every token alone may
     assert rows[0]["radius"] <= rows[1]["radius"]
-    with np.load("out/worst.npz") as kept:
+    (points,) = Path("out").glob("worst-*.npz")
+    with np.load(points) as kept:
         assert kept["x"].shape == (6, 12)
     (row,) = command("certify", *options, "--jsonl", "--ball", "token", "--pool", "first").rows
     assert row["pool"] == "first"
+
+
+QUICK = ["--random", "1", "--ascents", "1", "--steps", "1"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["bounds", "--attack", "--ascent-steps", "1"],
+        ["attack", "--steps", "1"],
+        ["certify", *QUICK],
+        ["certify", *QUICK, *BETWEEN],
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-2:-1]),
+)
+def test_repeating_a_finished_run_answers_at_once(command, monkeypatch, asked):
+    verb, *options = asked
+    options += ["--text", "text.txt", "--length", "6", "--out", "out"]
+    first = command(verb, BERT, *options)
+    assert first.status == 0, first.err
+    held = {path: path.read_bytes() for path in Path("out").glob("*.jsonl")}
+
+    def loaded(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lipscope.engine.runs.load_model", loaded)
+        again = command(verb, BERT, *options)
+    assert again.status == 0, again.err
+    assert again.out == first.out
+    assert {path: path.read_bytes() for path in Path("out").glob("*.jsonl")} == held
+    points = sorted(Path("out").glob("worst*.npz"))
+    assert len(points) == (verb != "bounds")
+    for path in points:  # what is gone is found again
+        content = path.read_bytes()
+        path.write_bytes(content[:50])
+        assert command(verb, BERT, *options).out == first.out
+        assert path.read_bytes()[50:] == content[50:]
+
+
+def test_certificates_of_one_input_stand_beside_each_other(command):
+    options = ["--text", "text.txt", "--length", "6", "--out", "out", *QUICK]
+    first = command("certify", BERT, *options, "--eps", "0.01")
+    kept = {path: path.read_bytes() for path in Path("out").glob("worst-*.npz")}
+    assert command("certify", BERT, *options, "--eps", "0.02").status == 0
+    assert {path: path.read_bytes() for path in kept} == kept
+    assert len(list(Path("out").glob("worst-*.npz"))) == 2
+    assert {bound.eps for bound in read_run("out").bound_values()} == {0.01, 0.02}
+    assert command("certify", BERT, *options, "--eps", "0.01").out == first.out
+    assert len(read_run("out").measurements()) == 1
+
+
+def test_a_certificate_is_read_back_as_it_was(tmp_path, monkeypatch):
+    asked = {"length": 6, "eps": 0.01, "steps": 1, "out": tmp_path / "run"}
+    first = certify(BERT, TEXT, **asked)
+    monkeypatch.setattr("lipscope.engine.runs.load_model", None)
+    assert certify(BERT, TEXT, **asked) == first
 
 
 def test_certify_a_read_out_of_a_file(command):
@@ -261,7 +320,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
         (["certify", BERT, *BETWEEN, "--eps", "0.1"], ["its own radius", "leave them out"]),
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
-        (["certify", BERT, *BETWEEN[:2]], ["two classes at least"]),
+        (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
         (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),

@@ -211,3 +211,94 @@ def test_mistakes_are_said_in_one_line() -> None:
     masked, x = case("masked", 0)
     with pytest.raises(InputError, match="No certificate: its mask"):
         certified_radius(masked, x[:3], torch.eye(5))
+
+
+def third_along(layer, w: torch.Tensor, pool: str, x: torch.Tensor, e: torch.Tensor) -> float:
+    """``d^3/dt^3 g(X + t E)`` at 0, by automatic differentiation three times."""
+
+    def along(t: torch.Tensor) -> torch.Tensor:
+        return scores(layer, w[None], pool, x + t * e)[0]
+
+    function = along
+    for _ in range(3):
+        function = torch.func.grad(function)
+    return float(function(torch.zeros((), dtype=torch.float64)))
+
+
+def unit(e: torch.Tensor, ball: str) -> torch.Tensor:
+    size = e.norm() if ball == "frobenius" else e.norm(dim=-1, keepdim=True)
+    return e / size.clamp_min(1e-300)
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_third_derivative_exceeds_its_bound(kind: str, ball: str) -> None:
+    """7 kinds x 2 balls x 2 radii x 2 pools: random directions, and ascents of the derivative."""
+    g = torch.Generator().manual_seed(0)
+    layer, x = case(kind, 1)
+    w = gaussian(1, 1, 5)
+    for pool in POOLS:
+        read = ReadOut(layer, x, w, pool, ball)
+        for relative in (1e-3, 0.3):
+            radius = relative * float(x.norm(dim=1).max())
+            proved = float(read.third(radius)[0])
+            inside = x + move(x, radius, ball, g)
+            for trial in range(4):
+                e = unit(torch.randn(x.shape, generator=g, dtype=x.dtype), ball)
+                for _ in range(0 if trial else 6):  # E^3 T grows: T(E, E, .) is its direction
+                    point = e.requires_grad_(True)
+                    value = torch.func.grad(
+                        lambda d, z=inside, p=pool: _cubic(layer, w[0], p, z, d)
+                    )(point)
+                    e = unit(value.detach() + 0.5 * value.norm() * e.detach(), ball)
+                found = abs(third_along(layer, w[0], pool, inside, e.detach()))
+                assert found <= proved * (1 + 1e-9) + 1e-12
+
+
+def _cubic(layer, w: torch.Tensor, pool: str, x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+    """The third derivative as a function of the direction."""
+
+    def along(t: torch.Tensor) -> torch.Tensor:
+        return scores(layer, w[None], pool, x + t * e)[0]
+
+    return torch.func.grad(torch.func.grad(torch.func.grad(along)))(torch.zeros(()).double())
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fall_to_second_order_is_that_of_the_hessian(kind: str, ball: str) -> None:
+    """Never below what any direction gives; all but equal to it."""
+    layer, x = case(kind, 1)
+    w = gaussian(1, 2, 5)
+    read = ReadOut(layer, x, w, "mean", ball)
+    for r in range(2):
+        dense = torch.func.hessian(lambda z, r=r: scores(layer, w, "mean", z)[r])(x)
+        flat = -dense.reshape(x.numel(), x.numel())
+        if ball == "frobenius":
+            truth = float(torch.linalg.eigvalsh(flat)[-1])
+        else:
+            truth = 0.0
+            for seed in range(6):
+                e = gaussian(seed, *x.shape)
+                for _ in range(300):
+                    e = unit(e, ball)
+                    e = (flat @ e.flatten()).view_as(e) + 0.1 * flat.abs().sum(1).max() * e
+                e = unit(e, ball)
+                truth = max(truth, float(e.flatten() @ flat @ e.flatten()))
+        assert truth * (1 - 1e-9) <= float(read.fall[r]) <= truth * 1.1 + 1e-9
+
+
+def test_the_hessian_makes_radii_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where curvature counts, and only as far as an attack allows."""
+    from lipscope.certificates import decision
+
+    layer, x = case("rotary", 3)
+    weight = gaussian(4, 2, 5)
+    for ball in BALLS:
+        found = certified_radius(layer, x, weight, ball=ball)
+        with monkeypatch.context() as patch:
+            patch.setattr(decision, "_DENSE", 0)
+            before = certified_radius(layer, x, weight, ball=ball)
+        assert 1.1 * before.radius < found.radius
+        tried = attack_decision(layer, x, weight, radius=found.radius, ball=ball)
+        assert found.radius < tried.radius < 1.4 * found.radius

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from itertools import pairwise
 
 import pytest
@@ -275,3 +276,37 @@ def test_nothing_to_draw():
         sandwich_chart([row()], [])
     with pytest.raises(ls.InputError, match="positive sigma"):
         sandwich_chart([row(sigma=0.0)], [bound(row())])
+
+
+def test_the_sharpest_bounds_come_by_themselves_where_they_take_seconds(tmp_path):
+    found = ls.bounds(BERT, TEXT, lengths=[4], out=tmp_path / "run")
+    values = values_of(found)
+    assert values["measured"] <= values["row_gram_joint"] <= values["local_rows"]
+    same = ls.bounds(BERT, TEXT, lengths=[4], sharp=True)
+    assert values_of(same)["row_gram_joint"] == values["row_gram_joint"]
+    # what was asked is what the folder goes on with
+    longer = ls.bounds(BERT, TEXT, lengths=[6], out=tmp_path / "run")
+    assert [row.num_tokens for row in longer] == [4, 6]
+    assert sum(b.theorem == "row_gram_joint" and b.applicable for b in longer.bounds) == 2
+    with pytest.raises(ls.InputError, match="differs in sharp"):
+        ls.bounds(BERT, TEXT, lengths=[4], sharp=False, out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("sharp", [None, False])
+def test_what_would_take_long_says_how_long(sharp):
+    width = 12 * 64
+    weights = [torch.eye(width, dtype=torch.float64) for _ in range(4)]
+    layer, x = ls.DotProduct(*weights, heads=12), torch.ones(512, width, dtype=torch.float64)
+    (left,) = bounds_at(layer, x, names=["row_gram_joint"], sharp=sharp)
+    seconds = re.fullmatch(r"it takes about (\d+) s here; `sharp` \(`--sharp`\) .*", left.reason)
+    assert seconds is not None and int(seconds[1]) > 60
+    small, few = ls.DotProduct(*(w[:2, :2] for w in weights)), x[:3, :2]
+    (quick,) = bounds_at(small, few, names=["row_gram_joint"], sharp=sharp)
+    assert quick.applicable == (sharp is None)
+
+
+def test_theorems_that_are_named_are_computed_whatever_they_take(monkeypatch):
+    monkeypatch.setattr("lipscope.theorems.table.PATIENCE", 0.0)
+    named = ls.bounds(BERT, TEXT, lengths=[4], theorems=["row_gram_joint"]).bounds
+    assert [b.applicable for b in named] == [True]
+    assert "row_gram_joint" not in values_of(ls.bounds(BERT, TEXT, lengths=[4]))

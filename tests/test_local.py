@@ -106,6 +106,15 @@ def test_row_grams_are_those_of_the_dense_blocks(rotary, seed):
         probes_out = probes
     seen = torch.einsum("iajb,iam->ijbm", jacobian, probes_out).square().sum((2, 3))
     assert torch.allclose(rows.seen(probes), seen, rtol=1e-9, atol=1e-12)
+    assert_products_are_of_grams(rows, weights, probes)
+
+
+def assert_products_are_of_grams(rows, weights, probes):
+    """Directions go through a Gram matrix as through its factors."""
+    every = slice(0, len(weights))
+    formed = rows._grams(weights, every) @ probes
+    found = rows._products(weights, every)(probes)
+    assert torch.allclose(found, formed, rtol=1e-9, atol=1e-10 * float(formed.abs().max()))
 
 
 @pytest.mark.parametrize("slopes", [False, True])
@@ -133,6 +142,7 @@ def test_column_grams_are_those_of_the_dense_blocks(seed, d, rotary, slopes):
     seen = columns.seen(probes) / weights  # their weighted sum is the form of the Gram matrix
     total = torch.einsum("jam,jab,jbm->j", probes, grams, probes)
     assert torch.allclose(seen.sum(1), total, rtol=1e-9)
+    assert_products_are_of_grams(columns, weights, probes)
 
 
 def test_columns_are_often_the_sharper_side():

@@ -7,11 +7,13 @@ the numbers of `docs/reliability.md`.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import lipscope as ls
 from command import BERT, TEXT
 from damage import WHOLE, Count, campaign, changed_manifest, cuts, finished, flips, made, one_line
 from damage import snapshot as state
+from lipscope.engine.sweep import estimate
 from lipscope.errors import InputError
 from lipscope.records import files, jsonl
 from lipscope.records.folder import Finished, RunFolder
@@ -408,3 +411,19 @@ def test_windows_are_distinct_and_fewer_are_said(caplog):
     assert len(rows) == len({r.tokens_sha256 for r in rows}) == 5
     assert "fewer distinct windows than `samples = 10`: 1 of 6 tokens, 1 of 20" in caplog.text
     assert len(ls.measure(model, "ab" * 50, lengths=[7], samples=10)) == 2
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
+    """Back and forth by months at every look: no time is negative, every row is there."""
+    whole = ls.measure(BERT, TEXT, lengths=[6], samples=3)
+    jumps = itertools.cycle([1e9, -1e7, 5e8, 0.0])
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int((now() + next(jumps)) * 1e9))
+    found = ls.measure(BERT, TEXT, lengths=[6], samples=3, out=tmp_path / "run")
+    again = ls.measure(BERT, TEXT, lengths=[6], samples=3, out=tmp_path / "run")
+    assert [row.sigma for row in found] == [row.sigma for row in again]
+    assert [row.sigma for row in found] == [row.sigma for row in whole]
+    assert all(0 <= row.seconds < 60 for row in found)
+    spec = {"models": BERT, "lengths": [6], "samples": 5, "layers": [0]}
+    assert 0 < estimate(spec).seconds < 600

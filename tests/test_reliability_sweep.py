@@ -270,7 +270,8 @@ def test_kills_of_workers_and_drivers_at_random_moments(tmp_path, capsys):
                 driver.send_signal(chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
                 kills += 1
             _, said = driver.communicate(timeout=60)
-            assert "Traceback" not in said
+            # Before it reads a line of ours, Python ends in its own way.
+            assert "Traceback" not in said or "lipscope" not in said
         for _ in range(2):  # the second one tries again what failed for want of a worker
             ls.sweep(SPEC, folder, workers=2)
         found = ls.read_run(folder).rows

@@ -105,6 +105,7 @@ def test_hostile_layers(form: str) -> None:
 def test_columns_through_a_norm_keep_their_digits() -> None:
     """``1 - κ |u|^2`` is 1e-24 for tokens far above ε; 1e-16 of rounding in it were 1e-8."""
     assert below("plain", 58, "pre-norm") == []
+    assert below("zero", 8, "post-norm") == []  # a norm at zero, its slope in float64
 
 
 @hostile_only

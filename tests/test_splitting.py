@@ -13,6 +13,7 @@ from agreement import gaussian
 from lipscope import DotProduct, to_dense, variants
 from lipscope.attention import Attention, Rotary
 from lipscope.errors import InputError
+from lipscope.experiments.castin2024.splitting import ratios
 from lipscope.measures import (
     TokenMeasure,
     conditional_distance,
@@ -127,6 +128,15 @@ def test_witness_reaches_the_gain() -> None:
     assert float(e.norm()) == pytest.approx(1.0, rel=1e-12)
     by_solver = token_gains(own, tol=1e-8)
     torch.testing.assert_close(by_solver, found.gains, rtol=1e-7, atol=1e-12)
+
+
+def test_many_inputs_at_once() -> None:
+    """What the maps of the experiment are drawn from, one input at a time."""
+    layer, _ = case("plain", 4)
+    x = gaussian(7, 3, 5)
+    torch.testing.assert_close(
+        ratios(layer, x), torch.tensor([split_at(layer, one).ratio for one in x]).double()
+    )
 
 
 def test_permuting_tokens_permutes_gains() -> None:
@@ -273,10 +283,11 @@ def test_masked_mean_field_generalises_the_causal_layer() -> None:
     out = push_forward(layer, mu)
     torch.testing.assert_close(out.points, layer(x), rtol=1e-12, atol=1e-12)
     assert torch.equal(out.positions, mu.positions)
-    added = push_forward(layer.replace(output=layer.output[:5]), mu, residual=True)
+    added = push_forward(layer, mu, residual=True)
     assert torch.equal(added.positions, mu.positions)
     assert conditional_distance(added, mu) < math.inf
     order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    assert mu.positions is not None
     shuffled = TokenMeasure(x[order], None, mu.positions[order])
     torch.testing.assert_close(push_forward(layer, shuffled).points, layer(x)[order])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,41 @@ def test_no_scheduler_is_one_line(tmp_path, monkeypatch):
             assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="exclude each other"):
         ls.sweep(SPEC, tmp_path / "run", cluster=address, workers=2)
+
+
+def started(module: str, *words: str) -> subprocess.Popen[bytes]:
+    """A part of Dask in a process of its own, heard by this machine only."""
+    command = [sys.executable, "-m", f"distributed.cli.{module}", "--host", "127.0.0.1"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([*command, "--no-dashboard", *words], **quiet)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Dask, about what was killed
+@pytest.mark.slow
+def test_a_scheduler_that_dies_ends_the_sweep_in_one_line_and_keeps_its_rows(
+    tmp_path, local, monkeypatch
+):
+    monkeypatch.setattr("lipscope.engine.sweep.cluster._CONNECT", "120s")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    scheduler = started("dask_scheduler", "--port", str(port))
+    worker = started("dask_worker", address, "--nthreads", "1", "--no-nanny")
+
+    def kill(done: int, total: int, row: object) -> None:
+        del total, row
+        if done:
+            scheduler.kill()
+
+    try:
+        with pytest.raises(InputError, match="went away") as caught:
+            ls.sweep(SPEC, tmp_path / "run", cluster=address, progress=kill)
+    finally:
+        for process in (scheduler, worker):
+            process.kill()
+            process.wait()
+    assert "Finished rows are kept" in str(caught.value) and "\n" not in str(caught.value)
+    assert 0 < len(ls.read_run(tmp_path / "run").rows) < JOBS
+    ls.sweep(SPEC, tmp_path / "run", workers=cores())
+    same_run(tmp_path / "run", local)

@@ -67,8 +67,8 @@ def test_checkpoints_in_a_folder(tmp_path):
 
 
 WRONG = {
-    "an unknown key": ("lenghts: [16]", 4, "`lenghts` is no entry.*Did you mean `lengths`"),
-    "a key twice": ("models: [smollm2]", 4, "`models` should stand once.*line 3"),
+    "an unknown key": ("lenghts: [16]", 4, "`lenghts` is not an entry.*Did you mean `lengths`"),
+    "a key twice": ("models: [smollm2]", 4, "`models` should appear once.*line 3"),
     "an unknown map": ("maps: [atention]", 4, "`maps` should be one of heads.*mean `attention`"),
     "its line in a list": ("maps:\n  - heads\n  - blok", 6, "Found `blok`.*mean `block`"),
     "an unknown theorem": ("theorems: [castin_thm_33]", 4, "mean `castin_thm_3_3`"),
@@ -79,12 +79,12 @@ WRONG = {
     "yes": ("rest: yes", 4, "`rest` should be true or false. Found `yes`"),
     "a missing text": ("texts: [no.txt]", 4, "`texts` should be readable.*`no.txt`"),
     "a radius": ("radii: [-1]", 4, "`radii` should be positive numbers, or text"),
-    "radii of nothing": ("radii: [3]", 4, "`radii` are those of built inputs"),
+    "radii of nothing": ("radii: [3]", 4, "`radii` go with inputs that are built"),
     "tokens beyond": ("move: 3:300", 4, "`move 3:300` should name tokens"),
     "built, of a block": (
         "inputs: [real, ascent]\nmaps: [block]", 4, "`inputs` that are built.*`ascent` with `block`"
     ),
-    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "`theorems` speak of the maps"),
+    "theorems of a block": ("theorems: all\nmaps: [block]", 4, "`theorems` are about the maps"),
     "no yaml": ("maps: [", 5, "should be YAML"),
 }  # fmt: skip
 

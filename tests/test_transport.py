@@ -155,6 +155,7 @@ def at_positions(seed: int, n: int, d: int) -> TokenMeasure:
 @given(SEEDS, WIDTHS, POWERS)
 def test_conditional_distance_is_transport_at_a_prohibitive_cost(seed, d, p) -> None:
     mu, nu = at_positions(seed, 6, d), at_positions(seed + 1, 6, d)
+    assert mu.positions is not None and nu.positions is not None
     across = 1e4 * (mu.positions[:, None] != nu.positions).double()
     found = float(conditional_distance(mu, nu, p=p))
     assert found == pytest.approx(linear_programme(mu, nu, p, across), rel=1e-7)

@@ -7,11 +7,13 @@ from lipscope.attention import (
     DotProduct,
     L2Attention,
     LipschitzNormAttention,
+    MultiheadAttention,
     ScaledCosineAttention,
     SigmoidAttention,
     SinkhornAttention,
     variants,
 )
+from lipscope.attention.functional import attention
 from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
@@ -19,6 +21,7 @@ from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
+from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
 from lipscope.errors import InputError
@@ -43,6 +46,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Measurement",
     "Monitor",
+    "MultiheadAttention",
     "Operator",
     "Restraint",
     "Rows",
@@ -50,9 +54,11 @@ __all__ = [
     "ScaledCosineAttention",
     "SigmoidAttention",
     "SinkhornAttention",
+    "Smoothed",
     "TokenShare",
     "TopSingular",
     "attack",
+    "attention",
     "bounds",
     "capture",
     "catalogue",
@@ -64,6 +70,7 @@ __all__ = [
     "report",
     "restrain",
     "sigma",
+    "smooth",
     "split",
     "sweep",
     "to_dense",

@@ -1,6 +1,13 @@
-"""Attention layers with their Jacobian in closed form; one variant is one file."""
+"""Attention layers with their Jacobian in closed form; one variant is one file.
+
+Called, ``lipscope.attention(q, k, v)`` is the function `lipscope.attention.functional.attention`.
+"""
+
+import sys
+from types import ModuleType
 
 from lipscope.attention.core import Attention, variant, variants
+from lipscope.attention.functional import attention
 from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
 from lipscope.attention.kinds.divided import DividedAttention
@@ -10,6 +17,7 @@ from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
 from lipscope.attention.kinds.sigmoid import SigmoidAttention
 from lipscope.attention.kinds.sinkhorn import SinkhornAttention
 from lipscope.attention.layer import Map, MovingSide
+from lipscope.attention.multihead import MultiheadAttention
 from lipscope.attention.norms import TokenNorm
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.weighting import Softmax, Weighting
@@ -23,6 +31,7 @@ __all__ = [
     "LipschitzNormAttention",
     "Map",
     "MovingSide",
+    "MultiheadAttention",
     "Rotary",
     "ScaledCosineAttention",
     "SigmoidAttention",
@@ -35,3 +44,12 @@ __all__ = [
 ]
 # Every variant stands here by being registered; names above are for type checkers too.
 globals().update({one.__name__: one for one in variants()})
+
+
+class _Room(ModuleType):
+    """This room: its name is that of the function, so that it is the function when called."""
+
+    __call__ = staticmethod(attention)
+
+
+sys.modules[__name__].__class__ = _Room

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention.norms import Clip, TokenNorm
 from lipscope.attention.rotary import Rotary
@@ -137,9 +138,10 @@ class Layer(nn.Module, ABC):
     def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
         """A layer with some fields replaced, by their names in the constructor.
 
-        The others are shared with this layer, not copied: parameters stay the same ones.
+        The others are shared with this layer, not copied: parameters stay the same ones. Of what
+        is parametrised, the present value is.
         """
-        return type(self)(**(self.fields() | changes))
+        return type_before_parametrizations(self)(**(self.fields() | changes))
 
     def head(self: AnyLayer, index: int) -> AnyLayer:
         """One query head as a layer, with its group's keys and values.
@@ -174,7 +176,7 @@ class Layer(nn.Module, ABC):
                 fields[name] = tensor[index]
             elif name in _STORED:
                 fields[name] = 1
-        return type(self)(**fields)
+        return type_before_parametrizations(self)(**fields)
 
     def in_double(self: AnyLayer) -> AnyLayer:
         """A copy in float64 on the CPU, without gradients."""
@@ -237,6 +239,7 @@ class Layer(nn.Module, ABC):
         heads: slice = slice(None),
         log_weights: Tensor | None = None,
         num_keys: int | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """Attention weights ``(..., h, c, m)`` of scaled queries and keys, for autograd.
 
@@ -247,11 +250,18 @@ class Layer(nn.Module, ABC):
             heads: Which heads these are.
             log_weights: As in `Attention.forward`.
             num_keys: How many keys there are, where ``k`` holds the first of them only.
+            added: What a call adds to the scores, -inf where it hides.
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
         bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys)
-        p = self.weighting.weights(s if bias is None else s + of_heads(bias, heads))
+        s = s if bias is None else s + of_heads(bias, heads)
+        if added is None:
+            p = self.weighting.weights(s)
+        else:
+            s = s + added
+            hidden = (s == -torch.inf).all(-1, keepdim=True)
+            p = self.weighting.weights(s.masked_fill(hidden, 0.0)).masked_fill(hidden, 0.0)
         empty = self.empty_rows(k)
         if empty is None:
             return p

@@ -22,6 +22,7 @@ from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError
 
 _FAR = 0.1  # of the nearest distance, below which a radius says so
+_DENSE = 1024  # entries of X up to which the Hessian of a margin is formed
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ def certified_radius(
     """The largest radius found within which ``argmax(W pool(f(X)) + b)`` cannot change.
 
     With ``g_l = <W_k - W_l, pool(f(X))> + b_k - b_l`` for decision ``k`` and rival ``l``: the
-    exact ``∇g_l(X)``, all heads and rows together, and a bound ``M_l(s)`` of the second
-    derivative over the ball of radius ``s``. The radius is the largest ``eps`` with
-    ``eps ‖∇g_l‖* + int_0^eps (eps - s) M_l(s) ds < g_l`` for all rivals; ``‖·‖*`` is the sum of
-    the tokens' norms (``token``) or the Frobenius norm.
+    exact ``∇g_l(X)``, all heads and rows together, and bounds ``M_l(s)`` and ``T_l(s)`` of the
+    second and third derivative over the ball of radius ``s``. The radius is the largest ``eps`` with
+    ``eps ‖∇g_l‖* + int_0^eps (eps - s) B_l(s) ds < g_l`` for all rivals; ``‖·‖*`` is the sum of
+    the tokens' norms (``token``) or the Frobenius norm. ``B_l(s)`` is the lesser of ``M_l(s)`` and,
+    where X has at most 1,024 entries, ``H_l + int_0^s T_l`` with ``H_l`` from the Hessian at X.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary embedding;
     exact where f is linear in X. It speaks of moves of the map's input, not of exchanged
@@ -104,8 +106,7 @@ def certified_radius(
         limit, radius = int(at.rivals[0]), 0.0
     else:
         try:
-            bound = ReadOut(at.layer, at.x, at.differences, pool, ball)
-            radii = bound.radii(at.margins[at.rivals] - at.rounding, steps)
+            radii = _radii(at, ball, steps)
         except NotApplicableError as error:
             raise InputError(f"No certificate: {error}.") from error
         limit, radius = int(at.rivals[radii.argmin()]), float(radii.min())
@@ -121,6 +122,21 @@ def certified_radius(
         fraction=fraction,
         note=_note(radius, fraction),
     )
+
+
+def _radii(at: Decision, ball: BallName, steps: int) -> Tensor:
+    """Radii of all rivals; from the Hessian at X where they are the least and it is small enough."""
+    margins = at.margins[at.rivals] - at.rounding
+    radii = ReadOut(at.layer, at.x, at.differences, at.pool, ball).radii(margins, steps)
+    sharp: set[int] = set()
+    while at.x.numel() <= _DENSE and (least := int(radii.argmin())) not in sharp:
+        if not 0 < float(radii[least]) < math.inf:
+            break
+        sharp.add(least)
+        alone = ReadOut(at.layer, at.x, at.differences[[least]], at.pool, ball)
+        again = alone.radii(margins[[least]], steps, exact=True)
+        radii[least] = torch.maximum(radii[least], again[0])
+    return radii
 
 
 def _note(radius: float, fraction: float) -> str | None:
@@ -152,12 +168,12 @@ class Decision:
             width = self.layer(self.x).shape[1]
         if weight.ndim != 2 or len(weight) < 2 or weight.shape[1] != width:
             raise InputError(
-                f"`weight` should have shape (classes, {width}), two classes at least. "
+                f"`weight` should have shape (classes, {width}), at least two classes. "
                 f"Found {tuple(weight.shape)}."
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise InputError(
-                f"`bias` should have shape ({len(weight)},), one number a class. "
+                f"`bias` should have shape ({len(weight)},), one number per class. "
                 f"Found {tuple(bias.shape)}."
             )
         self.bias = None if bias is None else bias.detach().to("cpu", torch.float64)

@@ -1,12 +1,14 @@
-"""A linear read-out of a layer over a ball: its exact gradient at X, its curvature bounded.
+"""A linear read-out of a layer over a ball: exact derivatives at X, curvature bounded elsewhere.
 
-Derived here; statement and proof: ``docs/theory/ball-certificate.md``, "The decision".
+Derived here; statement and proof: ``docs/theory/ball-certificate.md``, "The decision" and "The
+third order".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -15,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
+from lipscope.certificates.hessian import hessian, largest_form
 from lipscope.errors import InputError
 from lipscope.theorems.derived.ball import Ball
 from lipscope.theorems.derived.intervals import BallName
@@ -24,6 +27,7 @@ from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import eigenvalue
 
 Pool = Literal["mean", "first"]
+Form = tuple[Tensor, Tensor, Tensor]
 _SLACK = 1e-9  # float64 rounding of the sums, with room
 _FAR = 1e150  # beyond it, squares of radii overflow
 _BALANCES = tuple(2.0**k for k in range(-5, 6))
@@ -40,7 +44,9 @@ class ReadOut:
 
     For ``E`` in the ball of radius ``eps``
 
-        ``|g_r(X + E) - g_r(X)| <= eps slope_r + int_0^eps (eps - s) curvature_r(s) ds``.
+        ``g_r(X) - g_r(X + E) <= eps slope_r + int_0^eps (eps - s) B_r(s) ds``
+
+    with ``B(s)`` the curvature within ``s`` or ``fall + int_0^s third``, whichever is less.
 
     Args:
         layer: The layer, in float64.
@@ -59,6 +65,8 @@ class ReadOut:
         ball: BallName,
     ) -> None:
         self.ball: BallName = ball
+        self.layer, self.x, self.w = layer, x, w
+        self._held: tuple[float, list[_Rows]] = (-1.0, [])
         self.share = x.new_zeros(len(x))
         self.share[:] = 1 / len(x)
         if pool == "first":
@@ -109,14 +117,27 @@ class ReadOut:
             total += 2 * float(moved.max())
         return total
 
-    def radii(self, margins: Float[Tensor, " r"], steps: int) -> Float[Tensor, " r"]:
-        """Radii within which ``g_r`` moves by less than its margin, as far as is proved.
+    @cached_property
+    def fall(self) -> Tensor:
+        """``>= sup -<E, H_r(X) E>`` over the unit ball, ``(r,)``, from the Hessian itself."""
+        found = [
+            largest_form(-hessian(self.layer, self.x, w, self.share), len(self.x), self.ball)
+            for w in self.w
+        ]
+        hidden = sum(_hidden_bend(c) @ self.share for c in self.centres)
+        return self.slope.new_tensor(found) + hidden
+
+    def radii(
+        self, margins: Float[Tensor, " r"], steps: int, *, exact: bool = False
+    ) -> Float[Tensor, " r"]:
+        """Radii within which ``g_r`` falls by less than its margin, as far as is proved.
 
         Exact only for the least of them, the others may be cut off at twice the least.
 
         Args:
             margins: Positive margins.
-            steps: Pieces on which the curvature is taken as constant, from above.
+            steps: Pieces on which curvature, or the third order, is constant, from above.
+            exact: Whether the Hessian at X is used, which takes all its entries.
 
         Raises:
             NotApplicableError: If derivatives overflow.
@@ -129,11 +150,18 @@ class ReadOut:
         top = self._scale(margins)
         if top == 0.0:
             raise NotApplicableError("no radius is small enough: its derivatives overflow")
-        edges, bends, kept = [0.0], [], torch.zeros_like(margins)
+        edges, pieces, kept = [0.0], [], torch.zeros_like(margins)
+        at = self.fall if exact else torch.full_like(margins, math.inf)
         for step in range(1, 4 * steps + 1):  # pieces may reach beyond what one alone does
             edges.append(top * step / steps)
-            bends.append(self.curvature(edges[-1]))
-            reached = _largest(self.slope, edges, bends, margins)
+            bend, rise = self.curvature(edges[-1]), torch.zeros_like(at)
+            if bool(at.isfinite().any()):
+                rise = self.third(edges[-1])
+            end = at + rise * (edges[-1] - edges[-2])
+            less = at + end < 2 * bend
+            pieces.append((torch.where(less, at, bend), torch.where(less, rise, 0.0)))
+            at = torch.minimum(end, bend) if exact else at
+            reached = _largest(self.slope, edges, pieces, margins)
             if not bool((reached > kept).any()):
                 break
             kept = torch.maximum(kept, reached)
@@ -154,23 +182,38 @@ class ReadOut:
 
     def curvature(self, radius: float) -> Tensor:
         """``>= |<E, H_r(X') E>|`` for X' within ``radius`` and E in the unit ball, ``(r,)``."""
-        rows = [_Rows(Ball(centre, radius, self.ball)) for centre in self.centres]
+        return self._over_ball([(r, r.second) for r in self._rows(radius)])
+
+    def third(self, radius: float) -> Tensor:
+        """``>= |d^3/dt^3 g_r(X' + t E)|`` at t = 0, for X' within ``radius``, E in the unit ball."""
+        return self._over_ball([(r, r.third) for r in self._rows(radius)])
+
+    def _rows(self, radius: float) -> list[_Rows]:
+        if self._held[0] != radius:
+            self._held = radius, [_Rows(Ball(c, radius, self.ball)) for c in self.centres]
+        return self._held[1]
+
+    def _over_ball(self, rows: list[tuple[_Rows, Form]]) -> Tensor:
+        """Forms of all rows and heads, added."""
         if self.ball == "token":
-            each = [r.own + 2 * r.cross * r.spread + r.others * r.spread**2 for r in rows]
+            each = [
+                own + 2 * cross * r.spread + others * r.spread**2
+                for r, (own, cross, others) in rows
+            ]
             found = torch.stack(each).sum(0) @ self.share
         else:
             found = self._over_frobenius(rows)
         # the slack, and no NaN from infinities that meet
         return torch.nan_to_num(found * (1 + _SLACK), nan=math.inf, posinf=math.inf)
 
-    def _over_frobenius(self, rows: list[_Rows]) -> Tensor:
+    def _over_frobenius(self, rows: list[tuple[_Rows, Form]]) -> Tensor:
         """``min_κ max_j d_j``: the quadratic form made diagonal by ``2 A S <= κ A^2 + S^2 / κ``."""
         best = None
         for balance in _BALANCES:
             total = sum(
-                self.share * (r.own + balance * r.cross)
-                + (self.share * (r.others + r.cross / balance)) @ r.weights
-                for r in rows
+                self.share * (own + balance * cross)
+                + (self.share * (others + cross / balance)) @ r.weights
+                for r, (own, cross, others) in rows
             )
             assert isinstance(total, Tensor)
             worst = total.amax(-1)
@@ -180,49 +223,92 @@ class ReadOut:
 
 
 class _Rows:
-    """``|o''_i| <= own_i |e_i|^2 + 2 cross_i |e_i| S_i + others_i S_i^2``, each ``(r, n)``.
+    """Forms ``own_i |e_i|^2 + 2 cross_i |e_i| S_i + others_i S_i^2`` of rows, each ``(r, n)``.
 
+    They bound the second and the third derivative of ``o_i`` along every E in the unit ball.
     ``S_i^2 >= Var_P'(<u, e>)`` for unit ``u``: ``spread_i^2`` in the unit token ball,
     ``sum_j weights_ij |e_j|^2`` in a Frobenius ball.
     """
 
     def __init__(self, ball: Ball) -> None:
         c, p = ball.c, ball.p
-        self.ball = ball
-        value, a = c.head.value, c.norm_a
-        v = (value.norm(dim=1) + UNIT * c.head.size_v)[:, None]
-        rho = ball.rho.amax(-1)
+        self.ball, self.a = ball, c.norm_a
+        self.v = (c.head.value.norm(dim=1) + UNIT * c.head.size_v)[:, None]
+        self.rho = ball.rho.amax(-1)
         # >= |e_j - sum_l P'_il e_l|, which is (1 - P'_ij) times a difference of two moves
         apart = 2 * p.apart * ball.visible_eps[:, None]
-        moved = torch.minimum(apart, (ball.visible_eps + ball.shift)[:, None])
+        self.moved = torch.minimum(apart, (ball.visible_eps + ball.shift)[:, None])
         # >= |z'_ij - z_ij|
-        dz = a * moved + (p.change * c.mu).sum(-1, keepdim=True)
-        parts = [self._moments(rows, v[..., None] * moved, dz) for rows in c.chunks()]
-        spread_v, spread_z, third, mixed, top = (
-            torch.cat(part, dim=-1) for part in zip(*parts, strict=True)
-        )
-        sd_v, sd_z = spread_v + v * ball.spread, spread_z + a * ball.spread
-        self.own = third
-        self.cross = v * sd_z + a * sd_v + rho * mixed
-        self.others = 2 * self._linear(v, rho) + rho.square() * top
+        self.dz = self.a * self.moved + (p.change * c.mu).sum(-1, keepdim=True)
 
-    def _moments(self, rows: slice, dv: Tensor, dz: Tensor) -> tuple[Tensor, ...]:
-        """Second and third moments of ``y'`` and ``z'`` in the rows, weighted by ``U``."""
+    @cached_property
+    def second(self) -> Form:
+        """Of the second derivative."""
+        third, mixed, top = self._passed(self._moments)
+        sd_v, sd_z = self.deviations
+        cross = self.v * sd_z + self.a * sd_v + self.rho * mixed
+        return third, cross, 2 * self._linear(self.v, self.rho) + self.rho.square() * top
+
+    @cached_property
+    def third(self) -> Form:
+        """Of the third derivative, one factor of each product taken at its largest."""
+        v, a, rho, (sd_v, sd_z) = self.v, self.a, self.rho, self.deviations
+        own, cross, others, mixed, top = self._passed(self._cubes)
+        spread = self.spread if self.ball.ball == "token" else self.weights.amax(-1).sqrt()
+        most = 3 * sd_v * (sd_z + rho * spread)
+        own = own + most * sd_z.square()
+        cross = rho * (cross + most * sd_z) + 3 * a * mixed
+        return own, cross, rho.square() * (others + most) + 6 * a * (v + top * rho)
+
+    @cached_property
+    def deviations(self) -> tuple[Tensor, Tensor]:
+        """``>= sqrt(Var v')``, ``(r, n)``, and ``sqrt(λ(Cov z'))``."""
+        ball = self.ball
+
+        def roots(rows: slice) -> tuple[Tensor, ...]:
+            upper, z = ball.p.upper[rows], ball.c.z(rows)
+            y = ball.c.y(rows).permute(2, 0, 1)
+            of_z = _root_of(upper[None], z, torch.zeros_like(upper))
+            return (upper * y.square()).sum(-1).sqrt(), of_z
+
+        of_v, of_z = self._passed(roots)
+        return of_v + self.v * ball.spread, of_z + self.a * ball.spread
+
+    def _passed(self, part: Callable[[slice], tuple[Tensor, ...]]) -> list[Tensor]:
+        found = [part(rows) for rows in self.ball.c.chunks()]
+        return [torch.cat(each, dim=-1) for each in zip(*found, strict=True)]
+
+    def _values(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """``y``, ``(r, rows, n)``, and ``>= |y' - y|``."""
         c, p = self.ball.c, self.ball.p
-        upper, z, dz = p.upper[rows], c.z(rows), dz[rows]
-        y = c.y(rows).permute(2, 0, 1)  # (r, rows, n)
+        y = c.y(rows).permute(2, 0, 1)
         rounding = UNIT * c.head.size_v * c.x.norm(dim=-1).max()
-        dy = dv[:, rows] + (p.change[rows] * y.abs()).sum(-1, keepdim=True) + rounding
+        dy = self.v[..., None] * self.moved[rows]
+        return y, dy + (p.change[rows] * y.abs()).sum(-1, keepdim=True) + rounding
+
+    def _moments(self, rows: slice) -> tuple[Tensor, ...]:
+        """Moments of ``y'`` with two ``z'`` in the rows, weighted by ``U``; the largest ``y'``."""
+        upper, z, dz = self.ball.p.upper[rows], self.ball.c.z(rows), self.dz[rows]
+        y, dy = self._values(rows)
         signed = [(s * y + dy).clamp_min(0.0) for s in (1, -1)]
         top = torch.stack([torch.where(upper > 0, s, 0.0).amax(-1) for s in signed]).amax(0)
         third = torch.stack([_root_of(upper * s, z, dz).square() for s in signed]).amax(0)
         mixed = _root_of(upper * torch.maximum(*signed).square(), z, dz)
+        return third, mixed, top
+
+    def _cubes(self, rows: slice) -> tuple[Tensor, ...]:
+        """The same with ``|y'| b + 3 |V| m`` for ``y'``, ``b`` how fast a logit moves; and ``y'``."""
+        upper, z, dz = self.ball.p.upper[rows], self.ball.c.z(rows), self.dz[rows]
+        y, dy = self._values(rows)
+        y, apart = y.abs() + dy, self.moved[rows] / self.ball.eps.max()
+        reach = self.ball.c.mu[rows] + dz + self.rho[rows, None] * apart
+        size = y * reach + 3 * self.v[..., None] * apart
         return (
-            (upper * y.square()).sum(-1).sqrt(),
-            _root_of(upper[None], z, torch.zeros_like(dz)),
-            third,
-            mixed,
-            top,
+            _root_of(upper * size, z, dz).square(),
+            _root_of(upper * size.square(), z, dz),
+            torch.where(upper > 0, size, 0.0).amax(-1),
+            _root_of(upper * y.square(), z, dz),
+            torch.where(upper > 0, y, 0.0).amax(-1),
         )
 
     def _linear(self, v: Tensor, rho: Tensor) -> Tensor:
@@ -252,15 +338,22 @@ class _Rows:
         )
 
 
-def _largest(slope: Tensor, edges: list[float], bends: list[Tensor], margins: Tensor) -> Tensor:
-    """The largest radii up to the last edge with ``eps slope + int (eps - s) bend ds < margin``."""
+def _largest(
+    slope: Tensor, edges: list[float], pieces: list[tuple[Tensor, Tensor]], margins: Tensor
+) -> Tensor:
+    """The largest radii up to the last edge with ``eps slope + int (eps - s) B(s) ds < margin``.
+
+    On each piece ``B`` is a start and a rise from there on.
+    """
     low, high = torch.zeros_like(margins), torch.full_like(margins, edges[-1])
     left, right = torch.tensor(edges[:-1]).to(low), torch.tensor(edges[1:]).to(low)
-    bend = torch.stack(bends, -1)
+    bend, rise = (torch.stack(part, -1) for part in zip(*pieces, strict=True))
 
     def keeps(eps: Tensor) -> Tensor:
-        far, near = ((eps[:, None] - edge).clamp_min(0.0).square() for edge in (left, right))
-        bent = torch.where(far > near, bend * (far - near) / 2, 0.0)  # no inf * 0
+        far, near = ((eps[:, None] - edge).clamp_min(0.0) for edge in (left, right))
+        flat = (far.square() - near.square()) / 2
+        bent = bend * flat + rise * (far * flat - (far**3 - near**3) / 3).clamp_min(0.0)
+        bent = torch.where(far > near, bent, 0.0)  # no inf * 0
         return (eps * slope + bent.sum(-1)) * (1 + _SLACK) < margins
 
     for _ in range(60):
@@ -275,6 +368,20 @@ def _root_of(weights: Tensor, z: Tensor, dz: Tensor) -> Tensor:
     grams = [(part[..., None] * z).mT @ z for part in weights.view(-1, *z.shape[:2])]
     roots = torch.stack([eigenvalue(gram).sqrt() for gram in grams])
     return roots.view(weights.shape[:-1]) + (weights * dz.square()).sum(-1).sqrt()
+
+
+def _hidden_bend(c: HeadAt) -> Tensor:
+    """What rounding may hide of ``<E, H E>`` over the unit ball, ``(n,)``; as `AtInput.slack`."""
+    unit = UNIT * len(c.x) ** 0.5
+    share, v, a, rho = 2 * c.rounding + unit, c.head.size_v, c.norm_a, c.rho.amax(-1)
+    y, z = c.nu.amax(-1), c.mu.amax(-1)
+    dv = unit * v * c.x.norm(dim=-1).max()
+    dz = unit * float(c.head.query.norm() * c.k.norm(dim=-1).max())
+    if c.rotary is not None:
+        dz = dz * c.head.rotation_norm
+    moved = z + 2 * rho
+    exact = 2 * v * moved + 2 * a * y + y * moved.square()
+    return 4 * (share * exact + 2 * v * dz + 2 * a * dv + dv * moved.square() + 2 * y * moved * dz)
 
 
 def _gradient(layer: DotProduct, x: Tensor, w: Tensor, share: Tensor) -> Tensor:

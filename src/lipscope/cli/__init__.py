@@ -23,6 +23,7 @@ from lipscope.cli import (
     report,
     reproduce,
     rows,
+    smooth,
     split,
     sweep,
     theorems,
@@ -68,7 +69,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, split)
+COMMANDS = (measure, bounds, attack, certify, split, smooth)
 COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, errors, resumable
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -61,7 +61,7 @@ def attack(
     place = Place(out, f"{model}-attack", force=force)
     from lipscope.engine.attack import attack as run
 
-    with resumable():
+    with resumable(), Bar() as bar:
         found = run(
             model,
             content,
@@ -69,6 +69,7 @@ def attack(
             length=None if "images" in given else length,
             steps=steps,
             out=place,
+            progress=bar.update,
             **given,
         )
     if jsonl:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 import sys
 from pathlib import Path
@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lipscope.cli import decision
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, errors
+from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
 from lipscope.errors import InputError
-from lipscope.records.files import replaced
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
     from lipscope.cli import decision
     from lipscope.models import LoadedModel
+    from lipscope.records.folder import RunFolder
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
@@ -28,11 +27,9 @@ _FORMS = {
     "sum": "the sum of their bounds",
     "projection": "the norm of the output projection",
     "joint": "one bound of the whole layer",
-    "expansion": "sigma at X, and a bound of what is of second order",
+    "expansion": "a bound of sigma at X, and one of what is of second order",
 }
 _BALLS = ("token", "frobenius")
-_OF_INPUT = ("windows", "special_tokens", "position_offset", "images", "resolutions")
-_OF_INPUT += ("seed", "modules", "allow_pickle")
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
@@ -62,7 +59,9 @@ def certify(
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
-    sharp: Annotated[bool, typer.Option(help="Also the sharpest bound, slow.")] = True,
+    sharp: Annotated[
+        bool | None, typer.Option(help="Sharpest bound, slow; unset: up to seconds.")
+    ] = None,
     random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
     ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
     out: Annotated[
@@ -82,7 +81,6 @@ def certify(
     docs/commands.md.
     """
     deciding = read_out is not None or bool(between)
-    place_of = None if out is None else Place(out, force=force)
     content, given = asked(options)
     _check(ball, pool, random, ascents)
     if deciding and (eps is not None or head is not None or given["map"] != "attention"):
@@ -91,45 +89,45 @@ def certify(
             "`--map` beside `--read-out` or `--between`; leave them out."
         )
     from lipscope.cli import decision
-    from lipscope.engine.capture import captures
-    from lipscope.models import load_model
+    from lipscope.engine.certify import answered
 
-    loaded = load_model(model, seed=given["seed"], allow_pickle=given["allow_pickle"])
-    place = {"layer": layer, "length": None if "images" in given else length}
+    place = {"layer": layer, "length": None if "images" in given else length} | given
     attempts = {"random": random, "ascents": ascents, "seed": given["seed"]}
     if deciding:
         pooled = cast("decision.Pool", pool)
-        real = next(captures(loaded, content, **of_input(place | given)))
-        rows, points = decision.decide(
-            real,
-            decision.classifier_for(
-                loaded,
-                layer,
-                read_out,
-                between or [],
-                pooled,
-                special_tokens=given["special_tokens"],
-            ),
-            [cast("decision.BallName", one) for one in (_BALLS if ball is None else [ball])],
-            pooled,
-            steps=8 if steps is None else steps,
-            **attempts,
-        )
-        if place_of is not None:
-            decision.keep(loaded, content, rows, place_of, place | given)
+        balls = [cast("decision.BallName", one) for one in (_BALLS if ball is None else [ball])]
+        how: dict[str, Any] = {
+            "balls": balls,
+            "pool": pooled,
+            "steps": 8 if steps is None else steps,
+        }
+        stored = decision.stored(read_out, between or [])
+        wanted = {**how, "between": between, "read_out": stored and decision.digest_of(stored)}
+
+        def find(loaded: LoadedModel, out: RunFolder | None) -> tuple[Any, Any]:
+            decide = functools.partial(decision.decide, between=between or [], stored=stored)
+            return decide(loaded, content, place=place, out=out, attempts=attempts, **how)
     else:
-        certificate = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
-        certificate |= {"steps": 4 if steps is None else steps, "sharp": sharp}
-        rows, points = _bound(loaded, content, place | given, certificate, attempts, place_of)
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
-    if out is not None:
-        _save(out, points)
+        wanted = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
+        wanted |= {"steps": 4 if steps is None else steps, "sharp": sharp}
+
+        def find(loaded: LoadedModel, out: RunFolder | None) -> tuple[Any, Any]:
+            return _bound(loaded, content, place, wanted, attempts, out)
+
+    with resumable(), Bar() as bar:
+        where = None if out is None else Place(out, force=force)
+        every = {**wanted, **attempts}
+        about = {"asked": every, "out": where, "progress": bar.update}
+        rows, file = answered(model, content, find, **about, **place)
     if jsonl:
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         sys.stdout.write("".join(lines))
     elif deciding:
         decision.show(rows)
     else:
         _show(rows[0])
+    if out is not None:
+        errors.print(f"Row: {out}; inputs: {out / file}", markup=False, soft_wrap=True)
     if any(row["violated"] for row in rows):
         raise typer.Exit(1)
 
@@ -152,16 +150,16 @@ def _bound(
     place: dict[str, Any],
     certificate: dict[str, Any],
     attempts: dict[str, int],
-    out: Place | None,
+    out: RunFolder | None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The ball certificate and the attack on it: one row, and the worst input found."""
     from lipscope.attacks.in_ball import attack_in_ball
-    from lipscope.cli.decision import plain
+    from lipscope.cli import decision
     from lipscope.engine.capture import captures
     from lipscope.engine.certify import certify as run
 
     found = run(loaded, content, out=out, **place, **certificate)
-    real = next(captures(loaded, content, **of_input(place)))
+    real = next(captures(loaded, content, **decision.of_input(place)))
     same = {name: certificate[name] for name in ("ball", "head")}
     tried = attack_in_ball(
         real.attention, real.x, certificate["eps"], map=place["map"], **attempts, **same
@@ -187,30 +185,7 @@ def _bound(
         "violated": tried.ratio > found.value * (1 + 1e-9),
         "note": found.note,
     }
-    return [plain(row)], {"x": real.x, "worst": tried.worst}
-
-
-def of_input(place: dict[str, Any]) -> dict[str, Any]:
-    """What `captures` takes of a verb's arguments."""
-    kept = {name: place[name] for name in _OF_INPUT if name in place}
-    lengths = None if place["length"] is None else [place["length"]]
-    return kept | {"layers": [place["layer"]], "lengths": lengths}
-
-
-def _save(folder: Path, points: dict[str, Any]) -> None:
-    """The inputs that the attack found."""
-    import numpy as np
-
-    arrays: dict[str, Any] = {name: point.numpy() for name, point in points.items()}
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    try:
-        replaced(folder / "worst.npz", content.getvalue())
-    except OSError as problem:
-        raise InputError(
-            f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
-        ) from None
-    errors.print(f"Row and inputs: {folder}", markup=False, soft_wrap=True)
+    return [decision.plain(row)], {"x": real.x, "worst": tried.worst}
 
 
 def _show(row: dict[str, Any]) -> None:

@@ -17,51 +17,68 @@ if TYPE_CHECKING:
     from lipscope.engine.capture import Captured
     from lipscope.engine.classifier import Classifier
     from lipscope.models import LoadedModel
-    from lipscope.records.place import Place
+    from lipscope.records.folder import RunFolder
 
+_OF_INPUT = ("windows", "special_tokens", "position_offset", "images", "resolutions")
+_OF_INPUT += ("seed", "modules", "allow_pickle")
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 
 
-def classifier_for(
-    model: LoadedModel,
-    layer: int,
-    read_out: Path | None,
-    between: Sequence[str],
-    pool: Pool,
-    *,
-    special_tokens: bool,
-) -> Classifier:
-    """The read-out that was asked for: of a file, or nearest to some texts."""
-    from lipscope.engine.classifier import classifier_of_file, classifier_of_texts
+def stored(read_out: Path | None, between: Sequence[str]) -> Classifier | None:
+    """The read-out of a file, if one was asked for."""
+    from lipscope.engine.classifier import classifier_of_file
 
     if read_out is not None and between:
         raise InputError("`--read-out` and `--between` exclude each other. Found both.")
-    if read_out is not None:
-        return classifier_of_file(read_out)
-    return classifier_of_texts(
-        model, between, layer=layer, pool=pool, special_tokens=special_tokens
-    )
+    return None if read_out is None else classifier_of_file(read_out)
+
+
+def digest_of(classifier: Classifier) -> list[str]:
+    """What tells one read-out from another."""
+    from lipscope.models.data.windows import digest
+
+    both = classifier.weight, classifier.bias
+    return [digest(one) for one in both if one is not None]
 
 
 def decide(
-    real: Captured,
-    classifier: Classifier,
+    model: LoadedModel,
+    content: str | None,
+    *,
+    stored: Classifier | None,
+    between: Sequence[str],
+    place: dict[str, Any],
+    out: RunFolder | None,
     balls: Sequence[BallName],
     pool: Pool,
-    *,
     steps: int,
-    random: int,
-    ascents: int,
-    seed: int,
+    attempts: dict[str, int],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One row a ball, and the inputs at which an attack changed the decision."""
+    from lipscope.engine.capture import captures
+    from lipscope.engine.classifier import classifier_of_texts
+
+    real = next(captures(model, content, **of_input(place)))
+    special = place["special_tokens"]
+    classifier = stored or classifier_of_texts(
+        model, between, layer=place["layer"], pool=pool, special_tokens=special
+    )
     rows, points = [], {"x": real.x}
     for ball in balls:
-        row, point = _row(real, classifier, ball, pool, steps, random, ascents, seed)
+        row, point = _row(real, classifier, ball, pool, steps, **attempts)
         rows.append(row)
         if row["flip_radius"] is not None:
             points[f"flip_{ball}"] = point
+    if out is not None:
+        _keep(model, content, rows, out, place)
     return rows, points
+
+
+def of_input(place: dict[str, Any]) -> dict[str, Any]:
+    """What `captures` takes of a verb's arguments."""
+    kept = {name: place[name] for name in _OF_INPUT if name in place}
+    lengths = None if place["length"] is None else [place["length"]]
+    return kept | {"layers": [place["layer"]], "lengths": lengths}
 
 
 def _row(
@@ -116,11 +133,11 @@ def _row(
     return plain(row), tried.point
 
 
-def keep(
+def _keep(
     loaded: LoadedModel,
     content: str | None,
     rows: Sequence[dict[str, Any]],
-    out: Place,
+    out: RunFolder,
     place: dict[str, Any],
 ) -> None:
     """The row of sigma at the input, and the radii beside it, into a run folder."""

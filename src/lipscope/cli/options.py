@@ -15,7 +15,7 @@ from lipscope.engine.ranges import parse_integers
 from lipscope.errors import InputError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_SWITCHES = {"special_tokens": True}  # with a --no-… of their own
+_SWITCHES = ("special_tokens", "sharp")  # with a --no-… of their own
 # What determines which input is read, how a question is answered, and what is asked besides.
 INPUT = ("text", "windows", "special_tokens", "position_offset", "images")
 SOLVER = ("tol", "delta", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "inputs": (str, "real", "or adversarial, ascent, a construction; several by commas."),
     "ascent_steps": (int | None, None, "Steps of gradient ascent."),
     "theorems": (str | None, None, "Names, or all that are quick."),
-    "sharp": (bool | None, None, "Also the bounds that take seconds a head."),
+    "sharp": (bool | None, None, "Bounds that may take long; unset: up to seconds."),
     "radius": (str | None, None, "Largest token norm of bounds: a number, norm, inputs, row."),
     "tol": (float, 1e-3, "How wide intervals may be."),
     "delta": (float, 0.01, "Their failure probability."),

@@ -63,7 +63,7 @@ def rows(
     if out is not None:
         _write(out, content)
     elif to == "parquet" and sys.stdout.isatty():
-        raise InputError("Parquet is no text for a terminal; name a file with `--out`.")
+        raise InputError("Parquet cannot be shown in a terminal; name a file with `--out`.")
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(content)

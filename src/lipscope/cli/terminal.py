@@ -62,8 +62,13 @@ def resumable() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+_ALWAYS = 1e9  # seconds: what is left is told from all rows that this run has finished
+
+
 class Bar:
     """A progress bar on standard error, silent where that is no terminal.
+
+    What is left is told from the rows that this run has finished, not from those of earlier ones.
 
     Attributes:
         anew: Whether a row was measured, and not read from the folder.
@@ -82,6 +87,7 @@ class Bar:
                 TimeRemainingColumn(),
                 console=errors,
                 transient=True,
+                speed_estimate_period=_ALWAYS,
             )
         self._task: Any = None
 

@@ -203,7 +203,7 @@ def _chosen(layers: Any, count: int) -> list[int]:
         )
     for i in several:
         if not 0 <= i < count:
-            raise InputError(f"`layers` should be between 0 and {count - 1}. Found {i}.")
+            raise InputError(f"`layers` should be between 0 and {count - 1}. Found {shown(i)}.")
     return sorted(set(several))
 
 

@@ -80,7 +80,7 @@ def restrain(
     >>> {i: round(factor, 2) for i, factor in capped.step().items()}
     {0: 0.5}
     """
-    kind = restraints().get(how)
+    kind = restraints().get(how) if isinstance(how, str) else None
     if kind is None:
         raise InputError(f"`how` should be one of {', '.join(restraints())}. Found `{shown(how)}`.")
     probe = Probe(model, data, layers=layers, modules=modules)

@@ -14,6 +14,9 @@ from lipscope.errors import InputError, shown
 Batch = Tensor | Mapping[str, Any] | None
 
 
+_LARGEST = 1e30  # cap that anybody means
+
+
 class Restraint:
     """A penalty or a constraint on chosen layers of a model in training.
 
@@ -72,7 +75,7 @@ def _checked(kind: type[Restraint], cap: float | None) -> float | None:
         return None
     if kind.cap_is == "none":
         raise InputError(f"`{kind.name}` takes no `cap`. Found `cap = {shown(cap)}`.")
-    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf"):
+    if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < _LARGEST:
         raise InputError(f"`cap` should be positive and finite. Found `cap = {shown(cap)}`.")
     return float(cap)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 
 from lipscope.attacks import WorstInput
 from lipscope.engine.checks import argument, is_number, whole
-from lipscope.engine.runs import LocalRun, Progress, of_one_window
+from lipscope.engine.runs import LocalRun, Progress, of_one_window, told
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.files import replaced
 from lipscope.records.place import Place
 
+_WORST = "worst.npz"
 _WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
 
@@ -30,7 +29,8 @@ class Attacked:
 
     Attributes:
         rows: Sigma at the input that was given, and at the worst one, measured anew.
-        found: Every construction for every head, and the ascent, worst first.
+        found: Every construction for every head, and the ascent, worst first; where the attack
+            is read from a folder, only the first has its tokens.
         radius: Largest token norm that was allowed.
         given_radius: That of the input that was given.
     """
@@ -99,15 +99,29 @@ def attack(
         out=out,
         asked={"verb": "attack"},
     ) as run:
-        session, (real, worse) = run.session, run.jobs
-        built, _, _ = session.place(real)
-        given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
-        made = session.input_for(worse)
+        tried: list[WorstInput] = []
+
+        def find() -> dict[str, Any]:
+            session, (real, worse) = run.session, run.jobs
+            built, _, _ = session.place(real)
+            given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
+            tried.extend(session.input_for(worse).tried)
+            first = tried[0]
+            assert first.x is not None
+            v = first.v if first.v is not None else torch.zeros_like(first.x)
+            run.save(_WORST, {"x": first.x, "v": v})
+            radius = session.allowed(real, built)[0] or given
+            plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
+            return {"found": plain, "radius": radius, "given_radius": given}
+
+        told(progress)(0, 2, None)
+        held = run.once("attack", {}, find, _WORST)
         rows = run.rows(progress)
-        if run.folder is not None:
-            _save(run.folder.path, made.tried[0])
-        allowed = session.allowed(real, built)[0] or given
-    return Attacked(rows, made.tried, allowed, given)
+        if not tried:  # it was attacked before
+            assert run.folder is not None
+            tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]
+            tried[0] = replace(tried[0], **_load(run.folder.path / _WORST))
+    return Attacked(rows, tried, held["radius"], held["given_radius"])
 
 
 def _radius(radius: float | str | None) -> float | str:
@@ -120,17 +134,9 @@ def _radius(radius: float | str | None) -> float | str:
     return float(radius)
 
 
-def _save(folder: Path, first: WorstInput) -> None:
-    """The worst input and the direction in which it is worst."""
+def _load(path: Path) -> dict[str, Tensor]:
+    """The worst input, and the direction in which it is worst."""
     import numpy as np
 
-    assert first.x is not None
-    v = first.v if first.v is not None else first.x.new_zeros(first.x.shape)
-    content = io.BytesIO()
-    np.savez(content, x=first.x.cpu().numpy(), v=v.cpu().numpy())
-    try:
-        replaced(folder / "worst.npz", content.getvalue())
-    except OSError as problem:
-        raise InputError(
-            f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
-        ) from None
+    with np.load(path, allow_pickle=False) as held:
+        return {name: torch.from_numpy(held[name]) for name in ("x", "v")}

@@ -48,9 +48,12 @@ def bounds(
         out: As for `measure`.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
-            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and measures sigma in
-            it (all theorems, and sigma in the Frobenius norm, without); ``theorems`` are all;
-            ``sharp=False``: without the bounds that take seconds a head; ``radius="inputs"``: that
+            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
+            measures sigma in it (all theorems, and sigma in the Frobenius norm, without);
+            ``theorems`` are all;
+            ``sharp``: always (True) or never (False) the bounds that may take long, of which the
+            row-Gram certificate is the sharpest at an input; by default where they are expected
+            to take up to 5 seconds each, else the record says how long; ``radius="inputs"``: that
             of the largest input, not with a norm in front, whose bounds on all inputs hold for
             tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
 
@@ -68,7 +71,7 @@ def bounds(
     True
     """
     attack = argument(flag, "attack", attack)
-    wanted: dict[str, Any] = {"sharp": False, "radius": "inputs", **_given(options)}
+    wanted: dict[str, Any] = {"radius": "inputs", **_given(options)}
     if attack and (wanted.get("per_head") or wanted.get("map", "attention") != "attention"):
         per_head = ", per head" * bool(wanted.get("per_head"))
         raise InputError(
@@ -76,7 +79,9 @@ def bounds(
             f"`map = {wanted.get('map', 'attention')}`{per_head}."
         )
     more: dict[str, Any] = {}
-    if "theorems" not in wanted:
+    if isinstance(named := wanted.get("theorems", "all"), str) and named == "all":
+        if "sharp" not in wanted:  # else, and where theorems are named, it is as it is asked
+            more["sharp"] = None
         metric = wanted.get("metric")
         more["theorems"] = tuple(t.name for t in catalogue() if metric in (None, t.metric))
         wanted["theorems"] = "all"

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.certificates.certify import BallCertificate, certify_ball
+from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
-from lipscope.engine.runs import AnyData, AnyModel, LocalRun, of_one_window
+from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, Progress, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import Finished
+from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
-from lipscope.records.rows import Bound, Measurement, TokenShare
-from lipscope.theorems import DERIVED
+from lipscope.records.rows import Bound, Measurement, TokenShare, stable_id
+from lipscope.theorems import (
+    DERIVED,
+    PATIENCE,
+    AskedLayer,
+    catalogue,
+    expected_seconds,
+    how_long,
+)
 from lipscope.theorems.derived.intervals import BallName
 
+_SHARP = [one for one in catalogue() if one.name in ("row_gram", "row_gram_joint")]
 _WITHOUT = ("metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")
 
@@ -37,16 +45,17 @@ def certify(
     ball: BallName = "token",
     head: int | None = None,
     steps: int = 4,
-    sharp: bool = True,
-    out: str | Path | Place | None = None,
+    sharp: bool | None = None,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> BallCertificate:
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding whose weights are read in closed form; deterministic, up to float64 rounding. Proof:
-    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take some 20 seconds with
-    ``sharp``, a few without.
+    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take a few seconds, and some
+    40 with ``sharp``.
 
     Args:
         model: As for `measure`; an `Attention` layer with its input as ``data``.
@@ -58,8 +67,12 @@ def certify(
         ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
         head: One query head alone, or None for all.
         steps: Radii of the mean that the certificate takes; the cost grows with it.
-        sharp: Also use the row-Gram certificate at X; all heads together take long.
-        out: Run folder for the row of sigma at X and for the certificate.
+        sharp: Also use the row-Gram certificate at X; if None, where that is expected to take up
+            to 5 seconds, else the note says how long.
+        out: Run folder for the row of sigma at X and for the certificate; several of one input may
+            stand in it.
+        progress: Called as ``progress(done, total, row)``, at the start, and when sigma at X is
+            known.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``, and ``dtype`` float64.
 
@@ -86,41 +99,89 @@ def certify(
             "`eps` should be positive: a ball of radius 0 holds one input. Found "
             f"`eps = {shown(eps)}`."
         )
-    steps, sharp = argument(whole(1, 1000), "steps", steps), argument(flag, "sharp", sharp)
+    steps = argument(whole(1, 1000), "steps", steps)
+    sharp = None if sharp is None else argument(flag, "sharp", sharp)
     ball = argument(one_of("token", "frobenius"), "ball", ball)
     head = None if head is None else argument(whole(0, 10_000), "head", head)
     asked = dict(options) | {"per_head": head is not None}
     map = argument(word, "map", options.get("map", "attention"))
     if map not in ("attention", "heads"):
         raise InputError(
-            f"`map` should be attention or heads, of which theorems speak. Found `{shown(map)}`."
+            "`map` should be attention or heads, the maps that certificates are for. Found "
+            f"`{shown(map)}`."
         )
     with _run(model, data, layer, length, asked, out) as run:
-        own, _ = run.session.layer(run.jobs[0])
-        built, _, _ = run.session.place(run.jobs[0])
-        assert isinstance(own, Attention)  # the map is not `normed`
-        if head is not None and not 0 <= head < own.num_heads:
-            raise InputError(
-                f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
-            )
-        rows = run.rows(keep=False)
-        row = rows[head or 0]
-        if row.sigma is None or row.upper is None:
-            raise InputError(f"No certificate: {row.error or row.note}.")
-        found = certify_ball(
-            own,
-            built.x,
-            eps=eps,
-            ball=ball,
-            head=head,
-            map=map,
-            steps=steps,
-            sharp=sharp,
-            sigma=(row.sigma, row.upper),
-        )
-        if run.folder is not None:
-            run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
-    return found
+
+        def find() -> dict[str, Any]:
+            own, _ = run.session.layer(run.jobs[0])
+            built, _, _ = run.session.place(run.jobs[0])
+            assert isinstance(own, Attention)  # the map is not `normed`
+            if head is not None and not 0 <= head < own.num_heads:
+                raise InputError(
+                    f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
+                )
+            rows = run.rows(progress, keep=False)
+            row = rows[head or 0]
+            if row.sigma is None or row.upper is None:
+                raise InputError(f"No certificate: {row.error or row.note}.")
+            sigma = row.sigma, row.upper
+            whole = AskedLayer(own, map, head, built.x)
+            seconds = sum(expected_seconds(one, whole) for one in _SHARP)
+            wanted = how | {"sharp": seconds <= PATIENCE if sharp is None else sharp}
+            found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **wanted)
+            if sharp is None and not wanted["sharp"]:
+                left = f"the row-Gram certificate is left out: {how_long(seconds)}"
+                found = replace(found, note="; ".join(filter(None, [left, found.note])))
+            if run.folder is not None:
+                run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
+            return asdict(found)
+
+        how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
+        size = eps.tolist() if isinstance(eps, Tensor) else eps
+        held = run.once("certificate", how | {"eps": size}, find)
+    heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
+    return BallCertificate(heads=heads, **held)
+
+
+def answered(
+    model: str,
+    data: AnyData,
+    find: Callable[[LoadedModel, RunFolder | None], tuple[list[dict[str, Any]], dict[str, Tensor]]],
+    *,
+    asked: Mapping[str, Any],
+    layer: int,
+    length: int | None,
+    out: Place | None,
+    progress: Progress,
+    **options: Any,
+) -> tuple[list[dict[str, Any]], str]:
+    """What is said of certificates and attacks on them, from the folder if it was said before.
+
+    Args:
+        model: A name.
+        data: As for `certify`.
+        find: Given the model and the folder, what is said as plain values, and inputs by their
+            names.
+        asked: What determines it, besides the input.
+        layer: Index of the layer from 0.
+        length: Number of tokens of the text window.
+        out: The folder; None for none.
+        progress: As for `certify`.
+        **options: As for `certify`.
+
+    Returns:
+        What is said, and the name of the file with the inputs; one for each ``asked``.
+    """
+    file = f"worst-{stable_id(dict(asked))[:8]}.npz"
+    with _run(model, data, layer, length, options, out) as run:
+
+        def make() -> dict[str, Any]:
+            said, points = find(run.loaded, run.folder)
+            run.save(file, points)
+            return {"said": said}
+
+        progress(0, 1, None)
+        return run.once("certify", asked, make, file)["said"], file
 
 
 def keep(
@@ -130,7 +191,7 @@ def keep(
     *,
     layer: int,
     length: int | None,
-    out: str | Path | Place,
+    out: AnyFolder,
     **options: Any,
 ) -> None:
     """Write what was certified at an input into a run folder, beside the row of sigma there.
@@ -156,7 +217,7 @@ def _run(
     layer: int,
     length: int | None,
     options: Mapping[str, Any],
-    out: str | Path | Place | None,
+    out: AnyFolder,
 ) -> LocalRun:
     """The run that measures sigma of one layer at one input."""
     return LocalRun(

@@ -86,15 +86,15 @@ def classifier_of_texts(
     said = {" ".join(text.split()) for text in texts}
     if len(texts) < 2 or "" in said or len(said) < len(texts):
         raise InputError(
-            "`between` should name two classes at least, each by another text with words in it. "
+            "`between` should name at least two classes, each by its own text with words in it. "
             f"Found {list(texts)}."
         )
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     points = torch.stack([_point(loaded, text, layer, pool, special_tokens) for text in texts])
     if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
         raise InputError(
-            "`between` should name texts that this layer tells apart. Found two with one and the "
-            "same pooled output; take another layer or `pool`."
+            "`between` should name texts that this layer can tell apart. Found two with the same "
+            "pooled output; choose another layer or `pool`."
         )
     found = nearest_centroid(points, [_name(text) for text in texts])
     return replace(found, by="which of these texts has the nearest pooled output at this layer")
@@ -149,7 +149,7 @@ def classifier_of_file(path: str | Path) -> Classifier:
         raise InputError(f"`read-out` cannot be read as `{path.suffix}`: {words}") from None
     if weight.ndim != 2 or not weight.is_floating_point() or len(weight) < 2:
         raise InputError(
-            "`read-out` should hold a matrix (classes, width) of floats, two classes at least. "
+            "`read-out` should hold a matrix (classes, width) of floats, at least two classes. "
             f"Found {str(weight.dtype)[6:]} of shape {tuple(weight.shape)}."
         )
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -6,14 +6,16 @@ import contextlib
 import copy
 import functools
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, MultiheadAttention
 from lipscope.engine.checks import argument, path
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
@@ -25,6 +27,7 @@ from lipscope.errors import InputError
 from lipscope.models import LoadedModel, Sample, adopt_model, device_of, given, load_model, parted
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
+from lipscope.records.files import replaced, sha256_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
@@ -104,7 +107,7 @@ class LocalRun:
             models = {self.spec.models[0].name: self._load}
             self.session = Session(self.spec, {"": self.data}, models, norms=self._norms)
             stack.callback(self.session.close)
-            key = survey_key(self.spec, 0, self._more) if self._named else None
+            self._key = key = survey_key(self.spec, 0, self._more) if self._named else None
             self.survey, held = surveyed(
                 surveys_in(self.folder if key else None),
                 self.folder,
@@ -204,6 +207,51 @@ class LocalRun:
             bounds=bounds,
         )
 
+    def once(
+        self,
+        part: str,
+        asked: Mapping[str, Any],
+        make: Callable[[], dict[str, Any]],
+        file: str | None = None,
+    ) -> dict[str, Any]:
+        """What is found besides rows; from the folder if it is there, whole.
+
+        Args:
+            part: What it is called.
+            asked: What determines it, besides what this run asks for.
+            make: Finds it, as plain values.
+            file: Name of the file that belongs to it, if any; ``make`` writes it.
+        """
+        if self.folder is None or self._key is None:
+            return make()
+        key = stable_id({"asked": dict(asked), "of": self._key})
+        held = self.folder.values(part).get(key)
+        path = None if file is None else self.folder.path / file
+        if held is not None and (path is None or held["sha256"] == sha256_of(path)):
+            return held
+        made = make()
+        return self.folder.add_value(
+            part, key, made | ({"sha256": sha256_of(path)} if path else {})
+        )
+
+    def save(self, file: str, points: Mapping[str, Tensor]) -> None:
+        """Inputs into a file of the folder, in one move; nowhere if there is no folder.
+
+        Raises:
+            InputError: If the disk takes no more.
+        """
+        if self.folder is None:
+            return
+        content, folder = io.BytesIO(), self.folder.path
+        arrays: dict[str, Any] = {name: point.cpu().numpy() for name, point in points.items()}
+        np.savez(content, **arrays)
+        try:
+            replaced(folder / file, content.getvalue())
+        except OSError as problem:
+            raise InputError(
+                f"`--out {folder}` cannot be written ({problem.strerror}); choose another folder."
+            ) from None
+
     def keep(self, finished: Sequence[Finished]) -> None:
         """Write rows with more side tables than the run itself asks for."""
         assert self.folder is not None
@@ -300,6 +348,8 @@ def loaded_model(
     allow_pickle: bool = False,
 ) -> LoadedModel:
     """The model that is meant: by its name, loaded already, a module, or one attention layer."""
+    if isinstance(model, MultiheadAttention):
+        model = model.attention.replace()
     if isinstance(model, LoadedModel):
         loaded = model
     elif isinstance(model, Attention):
@@ -317,7 +367,7 @@ def loaded_model(
         return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
         raise InputError(
-            "`tokenizer` should be one of transformers, or like it. Found "
+            "`tokenizer` should be a tokenizer of transformers, or behave like one. Found "
             f"`{type(tokenizer).__name__}`."
         )
     return replace(loaded, tokenizer=tokenizer)

@@ -56,7 +56,7 @@ class Source:
         for key in self.values:
             if key not in known:
                 hint = nearest(str(key), known) or f" Known are {', '.join(known)}."
-                self.fail(f"`{key}` is no entry of a sweep.{hint}", key)
+                self.fail(f"`{key}` is not an entry of a sweep.{hint}", key)
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
@@ -127,8 +127,8 @@ def _source(name: str, node: Any) -> Source:
         line = key_node.start_mark.line + 1
         if key in values:
             raise InputError(
-                f"`{name}`, line {line}: `{key}` should stand once. Found it on line "
-                f"{lines[key,]} too."
+                f"`{name}`, line {line}: `{key}` should appear once. Found it on "
+                f"line {lines[key,]} too."
             )
         lines[key,] = line
         values[key] = loader.construct_object(value_node, deep=True)

@@ -120,7 +120,8 @@ class Spec:
         theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
             head); asked about rows of the maps ``attention``, ``heads``, ``normed`` and
             ``residual``.
-        sharp: Whether theorems that take seconds a head are computed where they are named.
+        sharp: Whether theorems that may take long are computed where they are named; None
+            for those that are expected to take a few seconds.
         radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
             input (``row``), of the layer's largest input (``inputs``), of the largest that
             the norm before the layer lets through (``norm``), or a number.
@@ -144,7 +145,7 @@ class Spec:
     dtypes: tuple[str, ...] = ("float32",)
     seeds: tuple[int, ...] = (0,)
     theorems: tuple[str, ...] = ()
-    sharp: bool = True
+    sharp: bool | None = True
     radius: Radius = "row"
     ascent_steps: int = 20
     windows: str = "spread"
@@ -304,7 +305,7 @@ def check_together(source: Source, spec: Spec) -> None:
             "`images` take the place of a text. Found `lengths`; leave them out.", "lengths"
         )
     if not pictures and spec.resolutions is not None:
-        source.fail("`resolutions` are those of `images`. Found no images.", "resolutions")
+        source.fail("`resolutions` go with `images`. Found no `images`.", "resolutions")
     for option in ("move", "read"):
         try:
             for n in spec.lengths or ():
@@ -352,7 +353,7 @@ def _check_inputs(source: Source, spec: Spec) -> None:
             "inputs",
         )
     if OF_TEXT not in spec.radii and not built:
-        source.fail("`radii` are those of built inputs. Found only `real` in `inputs`.", "radii")
+        source.fail("`radii` go with inputs that are built. Found only `real`.", "radii")
 
 
 def _check_theorems(source: Source, spec: Spec) -> None:
@@ -361,13 +362,13 @@ def _check_theorems(source: Source, spec: Spec) -> None:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
         source.fail(
-            f"`theorems` speak of the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
+            f"`theorems` are about the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
             "`maps`.",
             "theorems",
         )
     if spec.side != "self":
         source.fail(
-            f"`theorems` speak of self-attention. Found `side = {spec.side}`; leave one of them "
+            f"`theorems` are about self-attention. Found `side = {spec.side}`; leave one of them "
             "out.",
             "side",
         )

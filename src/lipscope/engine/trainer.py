@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
 from lipscope.errors import InputError
 
-if TYPE_CHECKING:
-    from lipscope.engine.monitor import Monitor
+
+class Watching(Protocol):
+    """What is called around steps: a monitor."""
+
+    log: Any
+
+    def start(self, step: int) -> None:
+        """Training begins at this step."""
+
+    def before(self) -> None:
+        """The optimiser is about to step."""
+
+    def after(self) -> None:
+        """It has."""
+
+    def see(self, loss: float) -> None:
+        """A loss was logged."""
+
+    def rose(self) -> str:
+        """What to say where a number is not finite."""
+        ...
+
+    def close(self) -> None:
+        """Training has ended."""
 
 
-def callback_of(monitor: Monitor, trainer: Any) -> TrainerCallback:
+def callback_of(monitor: Watching, trainer: Any) -> TrainerCallback:
     """The callback that reads a monitor.
 
     Gradients are clipped when ``on_pre_optimizer_step`` is called, and gone at ``on_step_end``;
@@ -32,7 +54,7 @@ def callback_of(monitor: Monitor, trainer: Any) -> TrainerCallback:
 
 
 class _Callback(TrainerCallback):
-    def __init__(self, monitor: Monitor) -> None:
+    def __init__(self, monitor: Watching) -> None:
         self.monitor = monitor
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,18 +17,20 @@ from lipscope.engine.measure import measure, measure_built
 from lipscope.engine.runs import Progress as RowProgress
 from lipscope.engine.runs import folder_of
 from lipscope.errors import InputError
-from lipscope.experiments.findings import Findings, page
+from lipscope.experiments.findings import Findings, findings_of, page
 from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import LoadedModel, load_model
+from lipscope.models.stamp import stamp, stamp_of_folder
 from lipscope.pages.rows import Rows
 from lipscope.records.files import replaced
 from lipscope.records.folder import RunFolder
 from lipscope.records.place import Place
-from lipscope.records.rows import Measurement, provenance, stable_id
+from lipscope.records.rows import Measurement, provenance, stable_id, version
 
 Progress = Callable[[int, int, str], None]
 ValueJob = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 T = TypeVar("T")
+_PAGE, _FINDINGS = "findings.md", "findings"
 Function = TypeVar("Function", bound=Callable[..., Findings])
 
 
@@ -235,6 +238,10 @@ def reproduce(
         spec["images"] = str(images)
     origin = provenance()
     with RunFolder(folder_of(out), spec, origin) as folder:
+        key = _key(folder.spec)
+        found = folder.values(_FINDINGS).get(key or "")
+        if found is not None and all((folder.path / one).exists() for one in found["files"]):
+            return findings_of(found["findings"])
         study = Study(folder, chosen, held, quick, progress, images or "random")
         findings = entry.function(study)
         text = page(
@@ -246,8 +253,21 @@ def reproduce(
             origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
             f"{origin['transformers']}",
         )
-        _write(folder.path / "findings.md", text)
+        _write(folder.path / _PAGE, text)
+        if key is not None and not any(row.passing for row in folder.done.values()):
+            files = [_PAGE, *(name for name, _ in study.figures)]
+            folder.add_value(_FINDINGS, key, {"findings": asdict(findings), "files": files})
     return findings
+
+
+def _key(spec: Mapping[str, Any]) -> str | None:
+    """What the findings of a run depend on; None where that takes loading a model."""
+    stamps = [stamp(name) for name in spec["models"]]
+    if None in stamps:
+        return None
+    folder = Path(os.path.expanduser(spec.get("images", "random")))
+    seen = stamp_of_folder(folder) if folder.is_dir() else ""
+    return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "version": version()})
 
 
 def _file_name(words: str) -> str:

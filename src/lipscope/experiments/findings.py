@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lipscope.records.growth import Growth
 from lipscope.records.sampling import CONFIDENCE
@@ -54,6 +55,16 @@ class Findings:
     claims: tuple[Claim, ...]
     tables: tuple[Table, ...] = ()
     remarks: tuple[str, ...] = ()
+
+
+def findings_of(plain: Mapping[str, Any]) -> Findings:
+    """Findings from plain values, as `dataclasses.asdict` gives them."""
+    tables = [
+        Table(one["title"], tuple(one["columns"]), tuple(map(tuple, one["lines"])))
+        for one in plain["tables"]
+    ]
+    claims = [Claim(**one) for one in plain["claims"]]
+    return Findings(tuple(claims), tuple(tables), tuple(plain["remarks"]))
 
 
 def page(

@@ -71,7 +71,7 @@ def _ag_news() -> Text:
     except Exception as problem:  # every transport has errors of its own
         said = " ".join(str(problem).split())[:200]
         raise InputError(
-            f"The text `{AG_NEWS}` should be had from the hub or its cache. Found "
+            f"The text `{AG_NEWS}` should come from the hub or its cache. Found "
             f"{type(problem).__name__}: {said}; leave it out, or pass a file."
         ) from None
     return Text(AG_NEWS_TITLE, " ".join(lines))

@@ -64,8 +64,8 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
     quotients: list[Tensor] = []
     for size in _SIZES:
         step = e * (base * size)
-        ahead, behind = (f(z).detach().double() for z in (x + step, x - step))
-        quotient = (ahead - behind) / (2 * base * size)
+        ends = (f(x + sign * step).detach().double() for sign in (1, -1))
+        quotient = torch.sub(*ends) / (2 * base * size)
         error = _apart(quotient, product)
         if best is None or error < best.error:
             best = Difference(error, float(product.norm()), float(quotient.norm()), "unsettled")

@@ -120,7 +120,7 @@ def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
     if layer.positional:
         raise InputError("not available: logits depend on position; copies are not alike.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):
-        raise InputError("not available: copies count otherwise than as a weight of their key.")
+        raise InputError("not available: copies do not act like a weight of their key.")
     hides = layer.mask is not None and not bool(layer.mask.all())
     if layer.causal or layer.window is not None or hides:
         raise InputError("not available: the layer is masked, so copies read different tokens.")

@@ -47,8 +47,8 @@ def lipschitz_ratio(
             "The two measures should be at a positive and finite distance. Found "
             f"{before}: they are equal, or their positions differ."
         )
-    images = (push_forward(layer, one, residual=residual) for one in (mu, nu))
-    return _distance(layer, *images, p) / before
+    image, other = (push_forward(layer, one, residual=residual) for one in (mu, nu))
+    return _distance(layer, image, other, p) / before
 
 
 def _distance(layer: Attention, mu: TokenMeasure, nu: TokenMeasure, p: float) -> float:
@@ -201,9 +201,12 @@ def _climb(
     best, size = value(state), 0.3
     for _ in range(steps):
         scale = size * 10 ** float(normal(1))
-        sizes = (radius, state[1].norm(dim=-1, keepdim=True) + 1e-6 * radius, 1.0)
-        trial = tuple(
-            one + scale * s * normal(*one.shape) for one, s in zip(state, sizes, strict=True)
+        first, move, logits = state
+        far = move.norm(dim=-1, keepdim=True) + 1e-6 * radius
+        trial = (
+            first + scale * radius * normal(n, d),
+            move + scale * far * normal(n, d),
+            logits + scale * normal(n),
         )
         tried = value(trial)
         if tried > best:

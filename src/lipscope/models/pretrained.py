@@ -134,7 +134,7 @@ def _explained(source: str, problem: Exception, known: Collection[str]) -> Input
     close = difflib.get_close_matches(source, list(known), n=1)
     hint = f" Did you mean `{close[0]}`?" if close else ""
     return InputError(
-        f"`{source}` is none of {', '.join([*known, 'random:FAMILY'])}, no local folder, and could "
-        f"not be had from the hub ({type(problem).__name__}).{hint} Without a network, pass the "
-        "path of a local folder in Hugging Face format."
+        f"`{source}` is none of {', '.join([*known, 'random:FAMILY'])}, not a local folder, and "
+        f"could not be loaded from the hub ({type(problem).__name__}).{hint} Without a network, "
+        "pass the path of a local folder in Hugging Face format."
     )

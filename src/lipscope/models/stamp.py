@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lipscope.models.asked import parted
-from lipscope.models.loading import _PACKAGES
+from lipscope.models.loading import PACKAGES
 
 
 def stamp(name: str, revision: str | None = None) -> str | None:
@@ -26,8 +26,8 @@ def stamp(name: str, revision: str | None = None) -> str | None:
     try:
         if plain.startswith("random:"):
             return f"transformers {importlib.metadata.version('transformers')}"
-        if plain in _PACKAGES:
-            return importlib.metadata.version(_PACKAGES[plain].distribution)
+        if plain in PACKAGES:
+            return importlib.metadata.version(PACKAGES[plain].distribution)
         if os.path.exists(folder):
             return stamp_of_folder(folder)
         from huggingface_hub import try_to_load_from_cache

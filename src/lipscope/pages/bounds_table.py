@@ -150,7 +150,7 @@ def _remarks(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
         if not bound.applicable:
             reasons.setdefault(bound.reason, []).append(bound.theorem)
     if reasons:
-        yield "Not applicable:"
+        yield "Without a value:"
     yield from (
         f"  {', '.join(dict.fromkeys(names))}: {reason}." for reason, names in reasons.items()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import stat
@@ -35,6 +36,15 @@ def opened(path: Path, mode: str = "rb") -> IO[Any]:
     return os.fdopen(handle, mode, buffering=-1 if mode == "rb" else 0)
 
 
+def sha256_of(path: Path) -> str | None:
+    """Digest of a file of a run folder; None if there is none that can be read."""
+    try:
+        with opened(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except (InputError, OSError):
+        return None
+
+
 def refuse_links(path: Path) -> None:
     """Refuse a path that stands for another place, or for no file."""
     try:
@@ -44,7 +54,7 @@ def refuse_links(path: Path) -> None:
     if not stat.S_ISREG(kind):
         names = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
         raise InputError(
-            f"`{path}` should be a file of its own. Found "
+            f"`{path}` should be a regular file. Found "
             f"{names.get(stat.S_IFMT(kind), 'a pipe or device')}; choose another `--out`."
         )
 

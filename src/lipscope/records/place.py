@@ -56,8 +56,10 @@ class Place:
         if not self._force:
             return
         names = [f"{table}.{kind}" for table in _TABLES for kind in _KINDS]
-        for name in (*names, MANIFEST, "worst.npz"):
+        for name in (*names, MANIFEST):
             (self.path / name).unlink(missing_ok=True)
+        for path in self.path.glob("worst*.npz"):
+            path.unlink(missing_ok=True)
 
     @property
     def replaces(self) -> bool:

@@ -20,10 +20,17 @@ from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
-from lipscope.theorems.register import DERIVED, NotApplicableError, Theorem, catalogue, theorem
+from lipscope.theorems.register import (
+    DERIVED,
+    PATIENCE,
+    NotApplicableError,
+    Theorem,
+    catalogue,
+    theorem,
+)
 from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
-from lipscope.theorems.table import Bound, bounds_at
+from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
 # What enters theorems into the catalogue by being imported.
 PAPERS = (
@@ -44,6 +51,7 @@ PAPERS = (
 __all__ = [
     "DERIVED",
     "PAPERS",
+    "PATIENCE",
     "AskedLayer",
     "BallName",
     "Bound",
@@ -62,7 +70,9 @@ __all__ = [
     "bounds_at",
     "catalogue",
     "evaluate",
+    "expected_seconds",
     "heads_of",
+    "how_long",
     "infinity_norm",
     "max_token_norm",
     "norm_of",

@@ -39,7 +39,7 @@ class Behind:
     @property
     def sizes(self) -> Float[Tensor, " n"]:
         """Bounds of the norms of the rows' derivatives."""
-        return self.gain.abs().max() * self.slope
+        return self.gain.abs().max() * self.slope * (1 + UNIT)
 
     def at(self, i: int) -> Float[Tensor, "d d"]:
         """The derivative at token i."""

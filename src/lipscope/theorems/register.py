@@ -23,7 +23,10 @@ from lipscope.records.rows import Bound
 
 BoundKind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
+Cost = Callable[[int, int], float]
 DERIVED = "derived here"
+PATIENCE = 5.0
+"""Seconds that a theorem may take on one core without being asked for, as `Theorem.cost` says."""
 
 
 class NotApplicableError(Exception):
@@ -48,7 +51,9 @@ class Theorem:
         by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
         inside: Whether it takes what is ``around`` attention, so that the identity is inside it.
         sound: False for a statement that is exposed as found although it fails.
-        slow: Whether it is left out unless sharper forms are asked for.
+        cost: About how many seconds it takes on one core at a number of tokens and a width of
+            values, where it may take long; None where it does not. What takes longer than
+            `PATIENCE` is left out unless sharper forms are asked for.
         note: What a reader must know about it, or "".
     """
 
@@ -64,8 +69,13 @@ class Theorem:
     by_token: bool
     inside: bool
     sound: bool
-    slow: bool
+    cost: Cost | None
     note: str
+
+    @property
+    def slow(self) -> bool:
+        """Whether it may take seconds."""
+        return self.cost is not None
 
     @property
     def summary(self) -> str:
@@ -108,7 +118,7 @@ def theorem(
     metric: Metric = "frobenius",
     scope: Scope | None = None,
     sound: bool = True,
-    slow: bool = False,
+    cost: Cost | None = None,
     note: str = "",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
     """Enter a function into the catalogue.
@@ -120,7 +130,7 @@ def theorem(
         metric: Metric of input and output.
         scope: For which inputs; read off the signature if None.
         sound: False for a statement shown as found although it fails.
-        slow: Computed only where sharper forms are asked for.
+        cost: About how many seconds it takes, of tokens and width, if that may be many.
         note: What a reader must know, in one sentence.
 
     Returns:
@@ -148,7 +158,7 @@ def theorem(
             "slope" in rest,
             "around" in rest,
             sound,
-            slow,
+            cost,
             note,
         )
         return function

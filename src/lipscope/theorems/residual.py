@@ -105,7 +105,7 @@ class Residual:
     def everywhere(self) -> Around:
         """What is around attention at all inputs: norms are steepest at 0."""
         second, outer = (
-            None if one is None else _behind(one, torch.tensor([one.steepest(0.0)]).double())
+            None if one is None else _behind(one, torch.tensor([one.steepest(0.0)], dtype=torch.float64))
             for one in self.norms
         )
         return Around(1, self.width, second, outer, here=False)

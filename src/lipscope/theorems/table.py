@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention, Map
+from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
 from lipscope.theorems.around import Around
+from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.normed import Normed
-from lipscope.theorems.register import NotApplicableError, Theorem, catalogue
+from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.residual import Residual
 from lipscope.theorems.several import AskedLayer, evaluate
 
@@ -38,7 +39,7 @@ def bounds_at(
     head: int | None = None,
     metric: Metric | None = None,
     names: Collection[str] | None = None,
-    sharp: bool = False,
+    sharp: bool | None = None,
 ) -> list[Bound]:
     """Ask every theorem of the catalogue about a layer.
 
@@ -61,7 +62,8 @@ def bounds_at(
         head: One query head alone; all together if None. Not for `Residual`.
         metric: Only bounds in this metric; all if None.
         names: Only these theorems; all if None.
-        sharp: Also the forms that take seconds a head.
+        sharp: Whether forms that may take long are computed: always (True), never (False),
+            or where `Theorem.cost` says that they take a few seconds here (None).
 
     Returns:
         One entry per theorem: what does not apply says why.
@@ -90,14 +92,38 @@ def bounds_at(
         try:
             if "eps" in theorem.needs:
                 raise NotApplicableError("it holds in a ball; ask `certify`")
-            if theorem.slow and not sharp:
-                raise NotApplicableError("it takes seconds a head; ask for sharper forms")
+            seconds = 0.0 if sharp else expected_seconds(theorem, question.layer)
+            if seconds > PATIENCE or (seconds and sharp is False):
+                raise NotApplicableError(how_long(seconds))
             value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
         radius = None if question.map == "normed" else question.radius
         found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
     return found
+
+
+def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
+    """About how long a theorem takes for a layer at its input, on one core; 0 where never long.
+
+    It depends on shapes alone, so that the same question always has the same answer.
+
+    Args:
+        theorem: An entry of the catalogue.
+        layer: The layer at its input.
+    """
+    if theorem.cost is None or layer.x is None or not isinstance(layer.attention, DotProduct):
+        return 0.0
+    subjects = [layer.bare] if theorem.subject is HeadsAt else [[head] for head in layer.heads]
+    if theorem.subject is HeadAt and layer.projected and len(subjects) > 1:
+        subjects += [[head] for head in layer.bare]
+    widths = [sum(len(head.value) for head in some) for some in subjects]
+    return sum(theorem.cost(len(layer.x), width) for width in widths)
+
+
+def how_long(seconds: float) -> str:
+    """Why something is left out that takes so long."""
+    return f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
 
 
 @dataclass(frozen=True)

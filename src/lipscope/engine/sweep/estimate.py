@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from lipscope.engine.known import Held
 from lipscope.engine.plan import Job, Shape, plan
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
-from lipscope.engine.sweep.local import start_time
+from lipscope.engine.sweep.local import start_time, threads_of
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
 from lipscope.records.folder import SURVEY
@@ -25,10 +27,12 @@ from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
 
 _BUDGET = 10.0  # seconds of calibration
+_LONG = 5.0  # seconds of a job that is not done at a second length when the budget is spent
 _SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
 _SLOPES = (1.0, 3.0)  # what two noisy times may say
 
-JobKind = tuple[Any, ...]  # model, floating type, map, input
+# Model, floating type, map, input, and whether it is the first of a length, which is checked.
+JobKind = tuple[Any, ...]
 Times = dict[JobKind, dict[int, float]]  # seconds of a job by number of tokens
 
 
@@ -39,7 +43,7 @@ class Estimate(NamedTuple):
         jobs: All jobs.
         done: Those whose rows are in the folder.
         seconds: Expected time for the others.
-        basis: Where the time is from, as a sentence.
+        basis: What the time is from, as a sentence.
     """
 
     jobs: int
@@ -57,11 +61,11 @@ def estimate(
 ) -> Estimate:
     """How many jobs a sweep is and how long it should take; nothing is written.
 
-    The times of jobs are those of rows that the folder holds already, if it holds some of every
-    kind (model, floating type, map and input) that is left; else some jobs are done now, for
-    about ten seconds, at increasing lengths. Other lengths are interpolated on logarithms,
-    and beyond the longest one the time grows like the last two lengths say, or like n². Looking
-    at the models, starting a worker and loading come on top, as long as they take now.
+    Of every kind that is left (model, floating type, map, input, first of its length or not) some
+    jobs are done now, with a worker's threads, at increasing lengths: for about ten seconds, or as
+    long as two lengths of each take, one where that takes long. Other lengths are interpolated on logarithms, and beyond
+    the longest one the time grows like the last two lengths say, or like n². Looking at the
+    models, starting a worker and loading come on top, as long as they take now.
 
     Args:
         spec: As for `sweep`.
@@ -86,21 +90,20 @@ def estimate(
     if not todo:
         return Estimate(len(jobs), len(jobs), 0.0, "Nothing is left to do.")
     wanted = Counter((_kind(job), job.num_tokens or 0) for job in todo)
-    times, basis = _from_rows(jobs, held), "the solving times of rows measured before"
-    basis += " (capturing the inputs comes on top)"
-    if not {kind for kind, _ in wanted} <= set(times):
-        times, basis = _calibrated(request, shapes, todo), "jobs done just now to see"
-    total = math.fsum(n * seconds_at(times[kind], size) for (kind, size), n in wanted.items())
+    times = _calibrated(request, shapes, todo, threads_of(count))
+    each_job = {one: seconds_at(times[one[0]], one[1]) for one in wanted}
+    total = math.fsum(n * each_job[one] for one, n in wanted.items())
+    working = max(total / count, *each_job.values())  # a job is never divided
     loads = len({(job.model, job.weights) for job in todo})
     each = looked / len({model.entry for model in request.spec.models})
     start = looked + loads * each / count + (0.0 if cluster is not None else start_time())
     measured = sorted({n for by_length in times.values() for n in by_length})
     beyond = sorted({n for _, n in wanted} - set(measured))
-    words = f"From {basis}, at {_listed(measured)} tokens"
+    words = f"From jobs done just now to see, at {_listed(measured)} tokens"
     if beyond:
         words += f"; {_listed(beyond)} tokens by interpolation or beyond"
     words += f". Of it {start:.0f} s to start and to load."
-    return Estimate(len(jobs), len(jobs) - len(todo), start + total / count, words)
+    return Estimate(len(jobs), len(jobs) - len(todo), start + working, words)
 
 
 def seconds_at(times: Mapping[int, float], num_tokens: int) -> float:
@@ -150,46 +153,45 @@ def _held(place: Place, request: Request) -> tuple[Request, dict[str, Measuremen
 
 
 def _kind(job: Job) -> JobKind:
-    return job.model, job.dtype, job.map, job.input
+    return job.model, job.dtype, job.map, job.input, job.sample == 0
 
 
-def _from_rows(jobs: Sequence[Job], rows: Mapping[str, Measurement]) -> Times:
-    """Mean seconds of the rows of each kind and length; of all heads together."""
-    found: dict[JobKind, dict[int, list[float]]] = {}
-    for job in jobs:
-        row = rows.get(job.id)
-        if row is not None and row.status != "failed":
-            found.setdefault(_kind(job), {}).setdefault(job.num_tokens or 0, []).append(row.seconds)
-    return {
-        kind: {n: math.fsum(some) / len(some) for n, some in by_length.items()}
-        for kind, by_length in found.items()
-    }
-
-
-def _calibrated(request: Request, shapes: Sequence[Shape], jobs: Sequence[Job]) -> Times:
+def _calibrated(
+    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], threads: int
+) -> Times:
     """Seconds of one job of each kind, then of longer ones as long as there is time.
 
-    The time of a window's forward pass is shared out among its jobs.
+    The time of a window's forward pass is shared out among its jobs. What only a process's
+    very first job takes is not counted.
     """
     first: dict[tuple[int, JobKind], Job] = {}
     windows = Counter(job.window for job in jobs)
     for job in jobs:
         first.setdefault((job.num_tokens or 0, _kind(job)), job)
     times: Times = {}
-    session = Session(request.spec, request.sources)
+    session, before = Session(request.spec, request.sources), torch.get_num_threads()
+    torch.set_num_threads(threads)
     began = time.perf_counter()
     kinds = {kind for _, kind in first}
     try:
         for (n, kind), job in sorted(first.items(), key=lambda one: (one[0][0], one[1].model)):
             late = time.perf_counter() - began > _BUDGET
-            if late and kinds <= set(times):
+            if late and all(_enough(times.get(one)) for one in kinds):
                 break
-            if not late or kind not in times:
+            if not late or not _enough(times.get(kind)):
                 capture, whole = session.seconds(job, shapes[job.model])
+                if not times and capture + whole < 1:
+                    capture, whole = session.seconds(job, shapes[job.model])
                 times.setdefault(kind, {})[n] = whole + capture / windows[job.window]
     finally:
         session.close()
+        torch.set_num_threads(before)
     return times
+
+
+def _enough(times: Mapping[int, float] | None) -> bool:
+    """Whether two lengths say how the time grows, or the first took long enough."""
+    return times is not None and (len(times) > 1 or max(times.values()) > _LONG)
 
 
 def _listed(lengths: Sequence[int]) -> str:

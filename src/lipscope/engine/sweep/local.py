@@ -74,6 +74,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of(workers: int) -> int:
+    """Threads of each of so many workers."""
+    return max(1, cores() // workers)
+
+
 def start_time() -> float:
     """Seconds that a worker takes to start: one with nothing to do ends when it has."""
     began = time.perf_counter()
@@ -115,7 +120,7 @@ class _Pool:
     ) -> None:
         self.spec, self.shapes, self.batches = request.spec, shapes, batches
         self.count = min(count, len(batches))
-        threads = max(1, cores() // count)
+        threads = threads_of(count)
         self.start_line = json.dumps(
             {"spec": request.spec.as_dict(), "sources": dict(request.sources), "threads": threads}
         )

@@ -47,6 +47,7 @@ def table_of_maps(study: Study) -> Table:
     )
 
 
+_ENCODER = "model without positions: two encoder layers"
 _L2 = "never: the own block is T plus a positive matrix"
 _PROVED = {
     "L2Attention, A = -I": _L2,
@@ -78,6 +79,13 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
 
         return both
 
+    def encoder(d: int) -> Map:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)
+            one = nn.TransformerEncoderLayer(d, 1, 4 * d, dropout=0.0, batch_first=True)
+            both = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
+        return both.double().eval().requires_grad_(False)
+
     made: dict[str, tuple[Callable[[int], Map], int]] = {}
     for kind in variants():
         for name, sign in SIGNS.items():
@@ -85,6 +93,7 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
     made["residual, A = -I"] = (lambda d: _plus(multiple(-1.0, d)), 3)
     made["residual, A = +I"] = (lambda d: _plus(multiple(1.0, d)), 3)
     made["block: attention, then MLP"] = (block, 3)
+    made[_ENCODER] = (encoder, 3)
     made["A = 0 (uniform attention)"] = (lambda d: multiple(0.0, d), 3)
     made["one token"] = (lambda d: multiple(-1.0, d), 1)
     made["token by token (MLP, LayerNorm)"] = (mlp, 3)
@@ -106,20 +115,21 @@ def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
             for name, one in inspect.signature(kind.__init__).parameters.items()
             if one.default is inspect.Parameter.empty and name != "self"
         ]
-        weights = {"query": sign * eye, "key": eye, "value": eye}
-        return kind(**{name: weights.get(name, _OPTIONS.get(name, 1.0)) for name in needed})
+        given: dict[str, Any] = {"query": sign * eye, "key": eye, "value": eye, **_OPTIONS}
+        return kind(**{name: given.get(name, 1.0) for name in needed})
 
     return build
 
 
 def _map_job(study: Study, name: str) -> ValueJob:
-    starts, steps = study.pick((4, 25), (8, 100))
+    starts, steps = study.pick((4, 25), (6, 60))
 
     def compute() -> dict[str, Any]:
         make, n = _maps()[name]
-        found = [_search(make(d), n, d, starts, steps, name) for d in (1, 2)]
+        widths = (4,) if name == _ENCODER else (1, 2)  # a norm of two entries is constant
+        found = [_search(make(d), n, d, starts, steps, name) for d in widths]
         kept = [one for one in found if one is not None]
-        return {"largest": max(kept, default=None), "inputs": 2 * starts * (steps + 1)}
+        return {"largest": max(kept, default=None), "inputs": len(widths) * starts * (steps + 1)}
 
     return {"map": name, "starts": starts, "steps": steps}, compute
 

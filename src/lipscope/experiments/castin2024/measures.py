@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts.panels import LineKind, Panel, Series
 from lipscope.engine.capture import captures
 from lipscope.experiments.castin2024.maps import SIGNS, multiple
 from lipscope.experiments.experiment import Study, ValueJob, experiment
@@ -271,7 +271,7 @@ def _search_jobs(study: Study) -> list[ValueJob]:
 
 
 def _search_job(study: Study, sign: str, radius: float) -> ValueJob:
-    steps, starts = study.pick((300, 2), (2000, 8))
+    steps, starts = study.pick((300, 2), (1000, 4))
 
     def compute() -> dict[str, Any]:
         layer = multiple(SIGNS[sign], 1)
@@ -325,8 +325,11 @@ def _draw(
         )
         for kind in kinds
     )
-    norms = [("largest ratio", "ratio", "line"), ("stated", "stated", "dashes")]
-    norms += [("corrected: 2 (Hardy)", "corrected", "dashes")]
+    norms: list[tuple[str, str, LineKind]] = [
+        ("largest ratio", "ratio", "line"),
+        ("stated", "stated", "dashes"),
+        ("corrected: 2 (Hardy)", "corrected", "dashes"),
+    ]
     means = tuple(Series(n, tuple((r["n"], r[k]) for r in hardy), kind) for n, k, kind in norms)
     under = (
         Series("ratio / bound", tuple((r["n"], r["found"] / r["bound"]) for r in finite), "points"),

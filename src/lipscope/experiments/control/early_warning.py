@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -66,9 +66,9 @@ def early_warning(study: Study) -> Findings:
     """Small decoders trained at rates that grow, about half of them too far."""
     text = study.texts[0]
     data = torch.tensor(list(text.content.encode()[:200_000]))
-    seeds = study.pick(range(2), range(3))
+    seeds = study.pick(range(2), range(4))
     depths = study.pick((1,), (1, 2, 3))
-    peaks = study.pick((0.2, 0.8), (0.15, 0.25, 0.45, 0.7))
+    peaks = study.pick((0.2, 0.8), (0.3, 0.36, 0.43))
     every = study.pick(8, 2)
     jobs = [
         _job(data, {"depth": d, "peak": p, "seed": s, "every": every, "text": text.sha256})
@@ -172,16 +172,36 @@ def _judged(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
         for level in levels
     ]
-    pairs = [(tops[id(b)], tops[id(g)]) for b in bad for g in good]
-    wins = [1.0 if b > g else 0.5 if b == g else 0.0 for b, g in pairs]
     return {
         "threshold": threshold,
         "steps": warned,
         "missed": len(bad) - len(warned),
         "false": sum(_first(one, name, threshold) is not None for one in good),
-        "area": fmean(wins) if wins else None,
+        "area": _area(runs, lambda one: tops[id(one)]),
+        "alike": _area(runs, lambda one: tops[id(one)], alike=True),
         "curve": curve,
     }
+
+
+def _area(
+    runs: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float], *, alike: bool = False
+) -> float | None:
+    """The share of pairs of a diverging and a stable run that a number puts in this order.
+
+    Args:
+        runs: The runs.
+        of: The number.
+        alike: Only pairs of the same rate and depth.
+    """
+    pairs = [
+        (of(bad), of(good))
+        for bad in runs
+        for good in runs
+        if bad["onset"] is not None and good["onset"] is None
+        if not alike or all(bad[name] == good[name] for name in ("peak", "depth"))
+    ]
+    wins = [1.0 if b > g else 0.5 if b == g else 0.0 for b, g in pairs]
+    return fmean(wins) if wins else None
 
 
 def _first(run: dict[str, Any], name: str, threshold: float) -> int | None:
@@ -213,7 +233,7 @@ def _draw(study: Study, found: dict[str, dict[str, Any]]) -> None:
 def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) -> Findings:
     bad = [one["onset"] for one in runs if one["onset"] is not None]
     stable = len(runs) - len(bad)
-    lines = tuple(
+    lines = [
         (
             name,
             f"{one['threshold']:g}",
@@ -221,13 +241,15 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
             f"{median(one['steps']):g}" if one["steps"] else "–",
             str(one["missed"]),
             f"{one['false']} of {stable}",
-            "–" if one["area"] is None else f"{one['area']:.2f}",
+            _share(one["area"]),
+            _share(one["alike"]),
         )
         for name, one in found.items()
-    )
+    ]
+    rate = _area(runs, lambda one: one["peak"])
+    lines.append(("the peak rate itself", *["–"] * 5, _share(rate), "–"))
     columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
-    ranked = sorted((n for n in found if found[n]["area"] is not None), key=_area(found))
-    best = f"{ranked[-1]}, area {found[ranked[-1]]['area']:.2f}" if ranked else "–"
+    columns += ("area, same rate and depth",)
     usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
     return Findings(
         (
@@ -235,10 +257,15 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
             Claim(
                 "signal that tells diverging runs from stable ones best",
                 "practitioners: the norm of updates moves first, not every rise leads to a spike",
-                best,
+                f"{_best(found, 'area')}; the peak rate itself {_share(rate)}",
+            ),
+            Claim(
+                "the same among runs of one rate and one depth",
+                "–",
+                _best(found, "alike"),
             ),
         ),
-        (Table("Signals", columns, lines),),
+        (Table("Signals", columns, tuple(lines)),),
         (
             f"A run diverges at the step whose mean loss over five steps is {number(_TOO_HIGH)} "
             f"nat above the lowest before, or not finite ({usual} of {_STEPS} steps). Readings up "
@@ -251,9 +278,28 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
             f"{_MOMENTUM}, whose rate grows linearly over {_STEPS} steps: norms of updates grow "
             "with it in stable runs, too. Stable runs have more readings than those that stop "
             "early, and so more chances of a false alarm.",
+            "A rate that is too large moves every signal and makes runs diverge: an area that is "
+            "no larger than that of the rate says nothing that the rate does not. Pairs of one "
+            f"rate and one depth, of which there are {_alike(runs)}, leave it out.",
         ),
     )
 
 
-def _area(found: dict[str, dict[str, Any]]) -> Any:
-    return lambda name: found[name]["area"]
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _best(found: dict[str, dict[str, Any]], which: str) -> str:
+    known = {name: one[which] for name, one in found.items() if one[which] is not None}
+    if not known:
+        return "no such pair"
+    name = max(known, key=lambda one: known[one])
+    return f"{name}, area {known[name]:.2f}"
+
+
+def _alike(runs: Sequence[dict[str, Any]]) -> int:
+    places = {(one["peak"], one["depth"]) for one in runs}
+    some = [
+        [one["onset"] is None for one in runs if (one["peak"], one["depth"]) == at] for at in places
+    ]
+    return sum(sum(each) * (len(each) - sum(each)) for each in some)

@@ -49,7 +49,7 @@ def witness(study: Study) -> Findings:
             ),
             Claim(
                 "every step of the proof",
-                "as in a draft of a note, its last step derived here",
+                "each inequality at random heads; the last step is derived here",
                 f"largest relative error {max(worst.values()):.1e} over {len(steps)} random heads",
             ),
         ),

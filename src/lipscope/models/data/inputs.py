@@ -47,7 +47,7 @@ def inputs_of(
     """
     if images is None:
         if resolutions is not None:
-            raise InputError("`resolutions` are those of `images`. Found no images.")
+            raise InputError("`resolutions` go with `images`. Found no `images`.")
         found = samples_of(loaded, data, lengths, samples, windows, special_tokens)
     else:
         if data is not None or lengths is not None:

@@ -234,8 +234,8 @@ def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
         return value
     if name in _PAIRS and value.ndim == 2 and value.shape[0] == value.shape[1] and count > 1:
         raise InputError(
-            f"`{name}` should tell samples from tokens. Found {count} of each; pass the samples "
-            "one by one."
+            f"`{name}` should have different numbers of samples and tokens, to tell them apart. "
+            f"Found {count} of each; pass the samples one by one."
         )
     return value if name in _PAIRS and value.ndim == 2 else value.narrow(at, sample, 1)
 

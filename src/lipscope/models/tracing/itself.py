@@ -120,8 +120,8 @@ class Ends:
                     held.copy_(before)
         if not found:
             raise InputError(
-                f"The model should run twice in the same way. Found that it did not come from "
-                f"`{self.enters}` to `{self.leaves}` again on the same input."
+                f"The model should run twice in the same way. Found that a second run on the same "
+                f"input did not lead from `{self.enters}` to `{self.leaves}`."
             )
         y = as_tokens(found[0], self.token_axis)
         return y if self.read is None else y[self.read]

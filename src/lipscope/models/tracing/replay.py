@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lipscope.attention import Attention, Map
+from lipscope.attention import Attention, Map, MultiheadAttention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, over_leading
 from lipscope.models.tracing.calls import BlockCall, Stream, as_tokens, first_tensor
@@ -18,6 +18,7 @@ from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.sites import AttentionCall, is_plain
 
 Kind = inspect._ParameterKind
+_OUT = ("out_proj.weight", "out_proj.bias")  # of torch's own attention
 
 
 def count_heads(module: nn.Module) -> int | None:
@@ -131,11 +132,13 @@ class Replayed:
         """The map ``heads``."""
         if isinstance(self.call.module, nn.MultiheadAttention):
             # It never calls its projection: an identity in its place leaves the heads.
-            weight = self.call.module.out_proj.weight
+            own = isinstance(self.call.module, MultiheadAttention)
+            names = ("attention.output", "attention.output_bias") if own else _OUT
+            weight, bias = self.call.module.out_proj.weight, self.call.module.out_proj.bias
             identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
-            bare: dict[str, Tensor] = {"out_proj.weight": identity}
-            if self.call.module.out_proj.bias is not None:
-                bare["out_proj.bias"] = torch.zeros_like(self.call.module.out_proj.bias)
+            bare: dict[str, Tensor] = {names[0]: identity}
+            if bias is not None:
+                bare[names[1]] = torch.zeros_like(bias)
             return self._run(x, bare)
         if not self.call.projection_inside:
             return self._run(x)

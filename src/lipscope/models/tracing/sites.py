@@ -110,7 +110,7 @@ class NotCoveredError(Exception):
 
 
 Reader = Callable[[AttentionCall], Attention]
-_FAMILIES: dict[str, tuple[str, Reader]] = {}
+_FAMILIES: dict[str, tuple[tuple[str, ...], Reader]] = {}
 Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 
@@ -148,13 +148,15 @@ _OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
 
 def family(
-    *class_names: str, package: str = "transformers", scores: Scores = "plain"
+    *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
 ) -> Callable[[Reader], Reader]:
     """Register how to read the weights of a package's attention modules with these names."""
+    packages = (package,) if isinstance(package, str) else package
 
     def register(reader: Reader) -> Reader:
         _REGISTRY.append(Family(reader, class_names, scores))
-        _FAMILIES.update(dict.fromkeys(class_names, (package, reader)))
+        starts = tuple(f"{one}." for one in packages)
+        _FAMILIES.update(dict.fromkeys(class_names, (starts, reader)))
         return reader
 
     return register
@@ -167,8 +169,8 @@ def reader_of(module: nn.Module) -> Reader | None:
     layer of another kind in it: an adapter or packed weights are run, not read.
     """
     kind = type_before_parametrizations(module)
-    package, reader = _FAMILIES.get(kind.__name__, ("", None))
-    known = kind.__module__.startswith(package + ".")
+    starts, reader = _FAMILIES.get(kind.__name__, ((), None))
+    known = kind.__module__.startswith(starts)
     plain = all(map(is_plain, linears(module)))
     plain = plain and all(
         is_linear(c) or type(c).__module__.startswith(_OWN)
@@ -235,8 +237,8 @@ def attention_sites(
             ) from None
         except TimeoutError:
             raise InputError(
-                f"`modules` should be found or not in a second. Found `{modules}`, which tries too "
-                "many ways; write it without nested repetitions."
+                "`modules` should match, or fail to match, within a second. Found "
+                f"`{modules}`, which tries too many ways; write it without nested repetitions."
             ) from None
         if not found:
             raise InputError(
@@ -256,7 +258,9 @@ def attention_sites(
                     f"`{name}.{held}`; match that, or give the whole path of one module."
                 )
         return outer
-    found = {name: m for name, m in named.items() if is_attention(m)}
+    # A variant inside lipscope's own is no module that is called.
+    whole = tuple(f"{n}." for n, m in named.items() if isinstance(m, nn.MultiheadAttention))
+    found = {n: m for n, m in named.items() if is_attention(m) and not n.startswith(whole)}
     inner = {
         name: m
         for name, m in found.items()

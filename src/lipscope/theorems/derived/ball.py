@@ -297,7 +297,7 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
     return least(Ball(at, eps).forms())
 
 
-@theorem(cite=DERIVED, statement="ball certificate, rows", slow=True)
+@theorem(cite=DERIVED, statement="ball certificate, rows")
 def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
@@ -306,7 +306,7 @@ def ball_rows(at: HeadAt, eps: float) -> float:
     return least({"rows": Ball(at, eps).by_rows})
 
 
-@theorem(cite=DERIVED, statement="ball certificate, blocks", slow=True)
+@theorem(cite=DERIVED, statement="ball certificate, blocks")
 def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 

@@ -6,13 +6,32 @@ positive weights. Proof: ``docs/theory/local-certificates.md``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
 from lipscope.theorems.around import Around
-from lipscope.theorems.derived.gram_rows import JacobianRows
+from lipscope.theorems.derived.gram_rows import JacobianRows, span
 from lipscope.theorems.head_at import HeadsAt
+
+
+class _Parts(NamedTuple):
+    """A column's Gram matrix before its weights: ``V^T A V + V^T M K + (…)^T + K^T C K``.
+
+    Its diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
+    """
+
+    values: Tensor  # A, (H k_v, H k_v)
+    mixed: Tensor  # M, (H k_v, H k)
+    keys: Tensor  # C, (H k, H k)
+    own: Tensor  # P_jj, (H,)
+    y: Tensor  # P_jj y_jj, (H, k_v)
+    q: Tensor  # (H, k)
+    covariance: Tensor  # (H, k_v, k)
+    inverse: Tensor  # 1 / p_jj
 
 
 class JacobianColumns(JacobianRows):
@@ -81,14 +100,51 @@ class JacobianColumns(JacobianRows):
             written[i] += probes
         return written.square().sum((1, 2))
 
+    def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
+        """What `_grams` do to some directions each, ``(r, width, m)``, head by head."""
+        if self.around is not None:
+            return super()._products(weights, rows)
+        parts = [self._parts(j, weights[j]) for j in span(rows)]
+        a, m, k, own, y, q, cov, inverse = map(torch.stack, zip(*parts, strict=True))
+        values, keys, queries = (w.flatten(0, 1) for w in (self.value, self.key, self.query))
+        heads = y.shape[1]
+
+        def bent(z: Tensor) -> Tensor:
+            some = [self._bent(j, one) for j, one in zip(span(rows), z, strict=True)]
+            return z if self.slope is None else torch.stack(some)
+
+        def split(w: Tensor) -> Tensor:
+            return w.unflatten(1, (heads, -1))
+
+        def through(w: Tensor, z: Tensor) -> Tensor:
+            return (z.mT @ w.T).mT
+
+        def product(z: Tensor) -> Tensor:
+            z = bent(z)
+            vz, kz = through(values, z), through(keys, z)
+            # The diagonal block: (Y + S)^T (Y + S) - Y^T Y with S the covariance.
+            apart = own[..., None, None] * split(vz) + y[..., None] * (q[:, :, None] @ split(kz))
+            extra = (cov @ split(through(queries, z))).flatten(1, 2)
+            seen = through(self.outer_gram, extra)
+            both = through(self.outer_gram, apart.flatten(1, 2) + extra)
+            seen, both = (inverse[:, None, None] * one for one in (seen, both))
+            on_values = a @ vz + m @ kz + (own[..., None, None] * split(seen)).flatten(1, 2)
+            pulled = q[..., None] * (y[:, :, None] @ split(seen))
+            on_keys = m.mT @ vz + k @ kz + pulled.flatten(1, 2)
+            on_queries = (cov.mT @ split(both)).flatten(1, 2)
+            back = through(values.T, on_values) + through(keys.T, on_keys)
+            return bent(back + through(queries.T, on_queries))
+
+        return product
+
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
         """``sum_k J_kj^T J_kj / p_kj`` for some columns, ``(r, width, width)``."""
-        return torch.stack([self._gram(j, weights[j]) for j in range(rows.start, rows.stop)])
+        return torch.stack([self._gram(j, weights[j]) for j in span(rows)])
 
     def _inverse(self, i: int, weights: Tensor) -> Tensor:
         return torch.where(self.support[i], 1 / weights, 0.0)
 
-    def _gram(self, i: int, weights: Tensor) -> Tensor:
+    def _parts(self, i: int, weights: Tensor) -> _Parts:
         at, inverse = self.at, self._inverse(i, weights)
         heads, n, kv = at.v.shape
         k = at.q.shape[-1]
@@ -96,26 +152,37 @@ class JacobianColumns(JacobianRows):
         y = c[..., None] * (at.v[:, None, i] - at.o)  # (H, n, k_v)
         scaled = c * inverse
         blocks = self.outer_gram.view(heads, kv, heads, kv)
-        values, keys = self.value.flatten(0, 1), self.key.flatten(0, 1)
         # values with values
         scalars = (scaled @ c.T)[:, None, :, None]
-        gram = values.T @ (scalars * blocks).reshape(self.concat, -1) @ values
         # values with keys: sum_k c_hk / p_k (W_h^T W_g y_gk) q_gk^T
         left = scaled[:, None, :, None] * y  # (h, g, k, k_v)
         mixed = torch.einsum("hvgw,hgwq->hvgq", blocks, left.mT @ q)
-        mixed = values.T @ mixed.reshape(self.concat, -1) @ keys
-        gram = gram + mixed + mixed.T
         # keys with keys: sum_k <W_h y_hk, W_g y_gk> / p_k q_hk q_gk^T
         written = torch.einsum("how,hkw->kho", self.outer, y)
         inner = (written @ written.mT) * inverse[:, None, None]
         right = inner[..., None] * q.transpose(0, 1)[:, None]  # (n, h, g, k)
         crossed = q.mT @ right.permute(1, 0, 2, 3).reshape(heads, n, heads * k)
-        gram = gram + keys.T @ crossed.reshape(heads * k, -1) @ keys
+        return _Parts(
+            (scalars * blocks).reshape(self.concat, -1),
+            mixed.reshape(self.concat, -1),
+            crossed.reshape(heads * k, -1),
+            c[:, i],
+            y[:, i],
+            q[:, i],
+            self._covariance(i),
+            inverse[i],
+        )
+
+    def _gram(self, i: int, weights: Tensor) -> Tensor:
+        a, m, k, own, y, q, cov, inverse = self._parts(i, weights)
+        values, keys = self.value.flatten(0, 1), self.key.flatten(0, 1)
+        half = values.T @ (a @ values / 2 + m @ keys)
+        gram = half + half.T + keys.T @ (k @ keys)
         # the covariance of the diagonal block
-        own = (self.outer @ self._covariance(i) @ self.query).sum(0)
-        parts = c[:, i, None, None] * self.value + y[:, i, :, None] * (q[:, i, None] @ self.key)
-        rest = (self.outer @ parts).sum(0).T @ own
-        gram = gram + (rest + rest.T + own.T @ own) * inverse[i]
+        extra = (self.outer @ cov @ self.query).sum(0)
+        apart = own[:, None, None] * self.value + y[:, :, None] * (q[:, None] @ self.key)
+        rest = ((self.outer @ apart).sum(0) + extra / 2).T @ extra
+        gram = gram + (rest + rest.T) * inverse
         bent = self._bent(i, self._bent(i, (gram + gram.T) / 2).T)
         if self.around is not None:
             own = self._own_block(i)

@@ -6,7 +6,7 @@ What the row-Gram certificate (`lipscope.theorems.derived.row_gram`) is computed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -105,12 +105,13 @@ class JacobianRows:
         """Lower values of ``ω_i``, the directions that carry them, and what these see."""
         omega, directions, seen = [], [], []
         for rows in self._chunks():
-            grams, basis = self._grams(weights, rows), probes[rows]
-            if not bool(grams.isfinite().all()):
-                return weights.new_full((len(weights),), math.inf), probes, weights
+            product, basis = self._products(weights, rows), probes[rows]
             for _ in range(3):  # subspace iteration
-                basis = torch.linalg.qr(grams @ basis).Q
-            values, turn = torch.linalg.eigh(basis.mT @ grams @ basis)
+                basis = torch.linalg.qr(product(basis)).Q
+            small = basis.mT @ product(basis)
+            if not bool(small.isfinite().all()):
+                return weights.new_full((len(weights),), math.inf), probes, weights
+            values, turn = torch.linalg.eigh(small)
             omega.append(values[:, -1])
             # Directions near the top share the weight: one alone would leave the others
             # to the next round, and the search would swing between them.
@@ -125,7 +126,7 @@ class JacobianRows:
         return torch.cat([self._seen(probes[rows], rows) for rows in self._chunks()])
 
     def _seen(self, probes: Tensor, rows: slice) -> Tensor:
-        return torch.stack([self._seen_row(i, probes[i - rows.start]) for i in _span(rows)])
+        return torch.stack([self._seen_row(i, probes[i - rows.start]) for i in span(rows)])
 
     def _seen_row(self, i: int, probes: Tensor) -> Tensor:
         """One row of `seen`: sizes of ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
@@ -185,13 +186,22 @@ class JacobianRows:
         along[:, i] += (self._covariance(i) @ self.own_queries[:, i, :, None])[..., 0]
         return along
 
+    def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
+        """What `_grams` do to some directions each, ``(r, width, m)``; formed if it must be."""
+        factor = self.factor
+        if factor is None or self.around is not None:
+            grams = self._grams(weights, rows)
+            return lambda z: grams @ z
+        inner = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
+        return lambda z: ((inner @ (z.mT @ factor).mT).mT @ factor.T).mT
+
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
         """``sum_j J_ij J_ij^T / p_ij`` for some rows, ``(r, width, width)``."""
-        grams = torch.stack([self._gram(i, weights[i]) for i in _span(rows)])
+        grams = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
         if self.factor is not None:
             grams = self.factor @ grams @ self.factor.T
         if self.around is not None:
-            pairs = zip(_span(rows), grams, strict=True)
+            pairs = zip(span(rows), grams, strict=True)
             grams = torch.stack([self._beside(i, gram, weights[i]) for i, gram in pairs])
         return (grams + grams.mT) / 2
 
@@ -278,7 +288,7 @@ class JacobianRows:
         """``(Y + S)(Y + S)^T - Y Y^T`` for the block on the diagonal, ``S_h = Cov_h Q_h``."""
         at = self.at
         heads, _, kv = at.v.shape
-        cov = torch.block_diag(*self._covariance(i))  # (Hk_v, Hk)
+        cov = self._covariance(i)
         c = at.p[:, i, i]
         y = (at.v[:, i] - at.o[:, i]) * c[:, None]
         # Y Q_g^T for every g: c_h (V_h + y_h a_h^T) Q_g^T
@@ -286,11 +296,15 @@ class JacobianRows:
         a_query = torch.einsum("hk,hkg->hg", query, self.key_query.view(heads, k, -1))
         y_query = c.repeat_interleave(kv)[:, None] * self.value_query
         y_query = y_query + y.reshape(-1, 1) * a_query.repeat_interleave(kv, 0)
-        crossed = y_query @ cov.T
-        return crossed + crossed.T + cov @ self.query_gram @ cov.T
+        # (Y + S / 2) S^T and its transpose, head by head: S is block diagonal before Q.
+        half = y_query + (cov @ self.query_gram.view(heads, k, -1)).view(self.concat, -1) / 2
+        crossed = half.view(self.concat, heads, k).transpose(0, 1) @ cov.mT
+        crossed = crossed.transpose(0, 1).reshape(self.concat, self.concat)
+        return crossed + crossed.T
 
 
-def _span(rows: slice) -> range:
+def span(rows: slice) -> range:
+    """The indices of some rows."""
     return range(rows.start, rows.stop)
 
 

@@ -92,14 +92,21 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None 
     return spectral_norm(beta)
 
 
-@theorem(cite=DERIVED, statement="Largest token norm, at x", metric="max-token", slow=True)
+def _eigenproblems(tokens: int, width: int) -> float:
+    """Seconds of an eigenproblem of the head's width for each token, about."""
+    return 3e-10 * tokens * width**3
+
+
+@theorem(
+    cite=DERIVED, statement="Largest token norm, at x", metric="max-token", cost=_eigenproblems
+)
 def local_max_token(at: HeadAt, slope: Tensor | None = None) -> float:
     """`global_max_token` with what attention does at this input.
 
     ``max_i (√(w_i Σ_j P_ij s_j²) + ‖V C_i A‖ s_i)``, ``s_j = 1`` without a norm in front.
 
     Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
-    head's width, a second or two a head at 512 tokens.
+    head's width.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """

@@ -1,0 +1,120 @@
+"""Processor time and peak memory of `lipscope.attention` beside attention written out.
+
+Every figure comes from a fresh process, which reports its own peak. This file is also that
+process: ``python benchmarks/functional.py WHICH PASS N``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from memory import peak
+from tables import Section, milliseconds, say, table
+
+HEADS, WIDTH, ROUNDS = 2, 64, 3
+PASSES = ("forward", "jvp", "grad", "grad of jvp")
+WHICH = ("eager", "lipscope")
+
+
+def once(which: str, name: str, n: int) -> dict[str, Any]:
+    """Best time of some rounds of a pass, and what it adds to the peak."""
+    import torch
+    from torch import Tensor
+    from torch.func import grad, jvp
+
+    import lipscope as ls
+
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(1)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT * WIDTH**-0.5, -1) @ v
+
+    function: Callable[..., Tensor] = eager if which == "eager" else ls.attention
+    torch.manual_seed(0)
+    small = [torch.randn(1, 8, WIDTH) for _ in range(6)]
+    x = [torch.randn(HEADS, n, WIDTH) for _ in range(6)]
+    every = tuple(range(6))
+
+    def moved(*z: Tensor) -> Tensor:
+        return jvp(function, z[:3], z[3:])[1]
+
+    passes: dict[str, Callable[..., Any]] = {
+        "forward": lambda *z: function(*z[:3]),
+        "jvp": moved,
+        "grad": lambda *z: grad(lambda *y: function(*y).square().sum(), (0, 1, 2))(*z[:3]),
+        "grad of jvp": grad(lambda *y: moved(*y).square().sum(), every),
+    }
+    run = passes[name]
+    run(*small)  # imports and pools
+    before, best = peak(), float("inf")
+    for _ in range(max(1, min(ROUNDS, 4096 // n))):
+        began = time.process_time()
+        run(*x)
+        best = min(best, time.process_time() - began)
+    return {"seconds": best, "bytes": peak() - before}
+
+
+def section(*, quick: bool) -> Section:
+    """Both of them at every length, in turn."""
+    lengths = (512, 1024) if quick else (512, 1024, 2048, 4096, 8192)
+    out = Section("Attention as a function")
+    out.add(
+        f"""`lipscope.attention` beside `softmax(q k^T / sqrt(k)) v` written out and differentiated
+by torch: {HEADS} heads of width {WIDTH}, no mask, float32, one thread, denormals flushed. *grad of
+jvp* is the gradient, in all inputs and their tangents, of a function of `torch.func.jvp`, as
+consistency and flow models take it; torch's own fused attention has no forward-mode derivative on a
+CPU. Times in milliseconds of the processor, which load from elsewhere disturbs less than those of
+the clock: the best of {ROUNDS} rounds, of one from n = 4,096 on. Memory in MiB: what the pass adds
+to the peak of its process. Each figure is of a fresh process; the two that a ratio compares ran one
+after the other."""
+    )
+    rows: list[list[object]] = []
+    for name in PASSES:
+        for n in lengths:
+            found = {which: _fresh(which, name, n) for which in WHICH}
+            rows.append([name, n, *_cells(found["eager"], found["lipscope"])])
+    headers = [
+        "pass",
+        "n",
+        "eager",
+        "lipscope",
+        "faster by",
+        "eager MiB",
+        "lipscope MiB",
+        "less by",
+    ]
+    out.add(table(headers, rows))
+    return out
+
+
+def _cells(eager: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
+    times = [milliseconds(one["seconds"]) if one else "no memory" for one in (eager, ours)]
+    sizes = [f"{one['bytes'] / 2**20:.0f}" if one else "" for one in (eager, ours)]
+    if not eager or not ours:
+        return [*times, "", *sizes, ""]
+    faster, less = eager["seconds"] / ours["seconds"], eager["bytes"] / max(ours["bytes"], 2**20)
+    return [*times, f"{faster:.1f}", *sizes, f"{less:.0f}"]
+
+
+def _fresh(which: str, name: str, n: int) -> dict[str, Any] | None:
+    """One figure from a process of its own; None where it was killed."""
+    say(f"functional: {which}, {name}, n = {n}")
+    done = subprocess.run(
+        [sys.executable, __file__, which, name, str(n)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(once(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

@@ -1,0 +1,334 @@
+"""Any variant in the place of ``torch.nn.MultiheadAttention``, with its calls and its masks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention import passes
+from lipscope.attention.core import Attention, variants
+from lipscope.attention.functional import attention
+from lipscope.attention.kinds.dot_product import DotProduct
+from lipscope.attention.weighting import Softmax
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator
+
+_WEIGHTS = ("query", "key", "value", "output")
+_BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """Multi-head attention of any variant, called as ``torch.nn.MultiheadAttention`` is.
+
+    It holds one attention layer, ``attention``, which is also what `lipscope.sigma`, `measure` and
+    `bounds` speak of: what is trained is what is measured. Weights start as those of torch's
+    module do (Xavier uniform for queries, keys and values, biases zero), for one seed the same.
+
+    ``state_dict()`` holds ``attention.query``, ``attention.key``, ``attention.value`` and
+    ``attention.output``, each ``(embed_dim, embed_dim)``, ``attention.query_bias`` and so on where
+    there are biases, and what else the variant keeps. That of an ``nn.MultiheadAttention`` can be
+    loaded where the variant has the same weights; dot products then give the same output.
+
+    Not covered: appended keys (``add_bias_kv``, ``add_zero_attn``), keys or values of another
+    width (``kdim``, ``vdim``), nested tensors. A query that may read nothing gives zero heads,
+    where torch gives NaN if weights are asked for and zero if not.
+
+    Args:
+        embed_dim: Width of tokens and outputs.
+        num_heads: Number of heads, a divisor of ``embed_dim``.
+        variant: Name of a variant: ``dot-product``, ``l2``, ``scaled-cosine``, …, or its class.
+        dropout: Share of attention weights that are dropped in training.
+        bias: Whether projections have biases; None: where the variant can.
+        batch_first: Tensors are ``(batch, tokens, width)``; else ``(tokens, batch, width)``.
+        device: Device of the weights.
+        dtype: Dtype of the weights.
+        **options: What the variant asks for besides, such as ``temperature`` or ``causal``; a
+            ``nn.Parameter`` is trained.
+
+    Raises:
+        InputError: If sizes do not fit, the variant is unknown or misses an option.
+
+    >>> layer = MultiheadAttention(8, 2, "l2", batch_first=True)
+    >>> y, weights = layer(*[torch.zeros(1, 3, 8)] * 3)
+    >>> y.shape, weights.shape
+    (torch.Size([1, 3, 8]), torch.Size([1, 3, 3]))
+    """
+
+    attention: Attention
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        variant: str | type[Attention] = "dot-product",
+        *,
+        dropout: float = 0.0,
+        bias: bool | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super(nn.MultiheadAttention, self).__init__()
+        kind = _named(variant)
+        taken = inspect.signature(kind.__init__).parameters
+        _check_sizes(kind, taken, embed_dim, num_heads, dropout)
+        _check_options(kind, taken, options, bias)
+        self.embed_dim = self.kdim = self.vdim = embed_dim
+        self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
+        self.dropout, self.batch_first = dropout, batch_first
+        # What torch's encoder layers ask of their attention before they fuse it.
+        self._qkv_same_embed_dim, self.add_zero_attn = True, False
+        self.in_proj_weight = self.in_proj_bias = self.bias_k = self.bias_v = None
+        start = nn.MultiheadAttention(
+            embed_dim, num_heads, bias=bias is not False, device=device, dtype=dtype
+        )
+        found = _parted(start.state_dict())
+        given = {n: nn.Parameter(t.clone()) for n, t in found.items() if n in taken}
+        heads = {"heads": num_heads} if "heads" in taken else {}
+        self.attention = kind(**given, **heads, **options)
+        self.register_load_state_dict_pre_hook(_from_torch)
+
+    def extra_repr(self) -> str:
+        """What the layer inside does not say."""
+        said = [f"dropout {self.dropout}"] if self.dropout else []
+        return ", ".join([*said, *["batch first"] * self.batch_first])
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Outputs, and weights if they are needed, as torch's module returns them.
+
+        Args:
+            query: ``(n, embed_dim)``, or with a batch where ``batch_first`` says.
+            key: Likewise, m tokens.
+            value: As ``key``.
+            key_padding_mask: ``(batch, m)``: True, or -inf, where a key is not to be read.
+            need_weights: Whether weights are returned. If not, dot products of more scores than
+                fit a cache are computed in blocks, in memory linear in n (`lipscope.attention`).
+            attn_mask: ``(n, m)`` or ``(batch * num_heads, n, m)``: True, or -inf, where a query may
+                not read a key; other numbers are added to the scores.
+            average_attn_weights: Whether weights are the mean over heads.
+            is_causal: Says that ``attn_mask`` is the causal one; alone it is refused, as there.
+
+        Returns:
+            Output, in the shape of ``query``; weights, ``(batch, n, m)`` or
+            ``(batch, num_heads, n, m)``, or None.
+
+        Raises:
+            InputError: If shapes do not fit, or the variant takes no such mask.
+        """
+        layer, single = self.attention, query.ndim == 2
+        self._check(query, key, value, attn_mask, is_causal=is_causal)
+        axis = 1 if single or not self.batch_first else 0
+        x, c, w = (t.unsqueeze(1) if single else t for t in (query, key, value))
+        x, c, w = (t.movedim(axis, 0) for t in (x, c, w))
+        mask = self._mask(x, c, key_padding_mask, attn_mask)
+        q, k, v = layer.project(x, None if key is query else c)
+        if value is not key:
+            v = layer.project(x, w)[2]
+        live = self.dropout if self.training else 0.0
+        p = None
+        if need_weights or live or not self._in_blocks(q, k):
+            p = layer.weights(q, k, added=mask)
+            p = nn.functional.dropout(p, live) if live else p
+            o = p @ v
+        else:
+            o = attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
+        y = layer.project_out(o.transpose(-3, -2).flatten(-2)).movedim(0, axis)
+        y = y.squeeze(1) if single else y
+        if not need_weights or p is None:
+            return y, None
+        p = p.mean(1) if average_attn_weights else p
+        return y, p.squeeze(0) if single else p
+
+    @property
+    def out_proj(self) -> nn.Linear:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The output projection as torch keeps it, of the same weights; not a part of its own."""
+        weight, bias = self.attention.output, self.attention.output_bias
+        assert weight is not None
+        found = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+        found.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        if bias is not None:
+            found.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        return found
+
+    def linearise(self, x: Tensor, **options: Any) -> Operator:
+        """The Jacobian of self-attention at one input ``(n, d)``: that of ``attention``."""
+        return self.attention.linearise(_one(x), **options)
+
+    def stretch(self, x: Tensor, g: Tensor, e: Tensor, **options: Any) -> Tensor:
+        """As `Attention.stretch`, of ``attention``."""
+        return self.attention.stretch(_one(x), g, e, **options)
+
+    def _in_blocks(self, q: Tensor, k: Tensor) -> bool:
+        """Whether `functional.attention` computes it, and is worth its calls."""
+        layer = self.attention
+        plain = isinstance(layer, DotProduct) and isinstance(layer.weighting, Softmax)
+        other = (layer.mask, layer.window, layer.score_bias, layer.softcap)
+        if not plain or any(one is not None for one in other) or torch.compiler.is_compiling():
+            return False
+        size = q.shape[:-1].numel() * k.shape[-2] * q.element_size()
+        return size > passes.BLOCK_BYTES
+
+    def _mask(
+        self, x: Tensor, c: Tensor, padding: Tensor | None, attn_mask: Tensor | None
+    ) -> Tensor | None:
+        """Both masks as numbers to add, ``(batch or 1, heads or 1, n or 1, m)``."""
+        (batch, n), m, found = x.shape[:2], c.shape[1], None
+        if (attn_mask is not None or padding is not None) and (why := _unmasked(self.attention)):
+            raise InputError(
+                "`attn_mask` and `key_padding_mask` should be None for "
+                f"{type(self.attention).__name__}, {why}. Found a mask."
+            )
+        shapes: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
+            "attn_mask": (attn_mask, [(n, m), (batch * self.num_heads, n, m)]),
+            "key_padding_mask": (padding, [(batch, m), (m,)] if batch == 1 else [(batch, m)]),
+        }
+        for name, (mask, wanted) in shapes.items():
+            if mask is None:
+                continue
+            if tuple(mask.shape) not in wanted:
+                raise InputError(
+                    f"`{name}` should have shape {' or '.join(map(str, wanted))}. "
+                    f"Found {tuple(mask.shape)}."
+                )
+            if mask.dtype != torch.bool and not mask.is_floating_point():
+                raise InputError(f"`{name}` should hold booleans or floats. Found {mask.dtype}.")
+            shown = mask
+            if mask.dtype == torch.bool:
+                shown = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf)
+            if name == "key_padding_mask":
+                shown = shown.reshape(batch, 1, 1, m)
+            elif mask.ndim == 3:
+                shown = shown.unflatten(0, (batch, self.num_heads))
+            found = shown if found is None else found + shown
+        return found
+
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
+    ) -> None:
+        layer = self.attention
+        shapes = [tuple(t.shape) for t in (query, key, value)]
+        batches = [s[:-2] if self.batch_first else s[1:-1] for s in shapes]
+        fit = query.ndim in (2, 3) and {len(s) for s in shapes} == {query.ndim}
+        fit = fit and {s[-1] for s in shapes} == {self.embed_dim} and shapes[1] == shapes[2]
+        if not fit or (query.ndim == 3 and batches[0] != batches[1]):
+            first = "batch, tokens" if self.batch_first else "tokens, batch"
+            raise InputError(
+                f"`query`, `key` and `value` should have shapes (tokens, {self.embed_dim}) or "
+                f"({first}, {self.embed_dim}), the last two the same one. "
+                f"Found {', '.join(map(str, shapes))}."
+            )
+        if is_causal and mask is None:
+            raise InputError(
+                "`is_causal` says what `attn_mask` is. Found no mask; give it, or build the module "
+                "with `causal=True`."
+            )
+        if key is not value and not layer.by_token:
+            raise InputError(
+                f"`value` should be `key`: {type(layer).__name__} divides by what both are made "
+                "of. Found two tensors."
+            )
+
+
+def _one(x: Tensor) -> Tensor:
+    if x.ndim != 2:
+        raise InputError(f"`x` should be one input, (tokens, width). Found shape {tuple(x.shape)}.")
+    return x
+
+
+def _named(variant: str | type[Attention]) -> type[Attention]:
+    """The class of a variant by its name: ``scaled-cosine`` for ``ScaledCosineAttention``."""
+    if isinstance(variant, type) and issubclass(variant, Attention):
+        return variant
+    known = {
+        re.sub(r"(?<=[a-z])(?=[A-Z])", "-", one.__name__.removesuffix("Attention")).lower(): one
+        for one in variants()
+    }
+    if variant not in known:
+        raise InputError(
+            f"`variant` should be one of {', '.join(known)}. Found {variant!r}; other arguments "
+            "go by their names."
+        )
+    return known[variant]
+
+
+def _unmasked(layer: Attention) -> str:
+    """Why a variant takes no mask in a call; empty if it takes one."""
+    if "mask" not in layer.fields():
+        return "in which every token reads every other"
+    return "whose weights depend on the scores of other rows" if layer.weighting.all_rows else ""
+
+
+def _check_sizes(
+    kind: type[Attention], taken: Any, embed_dim: int, num_heads: int, dropout: float
+) -> None:
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if not isinstance(size, int) or size < 1:
+            raise InputError(f"`{name}` should be a positive integer. Found `{name} = {size!r}`.")
+    if embed_dim % num_heads:
+        raise InputError(
+            "`embed_dim` should be a multiple of `num_heads`. "
+            f"Found `embed_dim = {embed_dim}`, `num_heads = {num_heads}`."
+        )
+    if "heads" not in taken and num_heads > 1:
+        raise InputError(
+            f"`num_heads` should be 1 for {kind.__name__}. Found `num_heads = {num_heads}`."
+        )
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout <= 1:
+        raise InputError(f"`dropout` should be between 0 and 1. Found `dropout = {dropout!r}`.")
+
+
+def _check_options(
+    kind: type[Attention], taken: Any, options: dict[str, Any], bias: bool | None
+) -> None:
+    own = [n for n in taken if n not in ("self", "heads", "groups", *_WEIGHTS, *_BIASES)]
+    if unknown := [name for name in options if name not in own]:
+        raise InputError(
+            f"Options of {kind.__name__} should be among {', '.join(own)}. "
+            f"Found `{unknown[0]} = {options[unknown[0]]!r}`."
+        )
+    needed = [n for n in own if taken[n].default is inspect.Parameter.empty and n not in options]
+    if needed:
+        raise InputError(
+            f"{kind.__name__} needs {', '.join(f'`{name}`' for name in needed)}. Found none; give "
+            "it by its name."
+        )
+    if bias and "query_bias" not in taken:
+        raise InputError(
+            f"`bias` should be False or None for {kind.__name__}, which has no biases. Found True."
+        )
+
+
+def _parted(state: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The weights of torch's module by the names that layers have for them."""
+    found: dict[str, Tensor] = {}
+    for last, end in (("weight", ""), ("bias", "_bias")):
+        if (packed := state.get(f"{prefix}in_proj_{last}")) is not None:
+            names = (f"{name}{end}" for name in _WEIGHTS[:3])
+            found |= dict(zip(names, packed.chunk(3), strict=True))
+        if (output := state.get(f"{prefix}out_proj.{last}")) is not None:
+            found[f"output{end}"] = output
+    return found
+
+
+def _from_torch(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Rename the weights of an ``nn.MultiheadAttention`` on their way in."""
+    del module, others
+    for name, tensor in _parted(state, prefix).items():
+        state[f"{prefix}attention.{name}"] = tensor
+    for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
+        state.pop(prefix + name, None)

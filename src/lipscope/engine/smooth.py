@@ -1,0 +1,269 @@
+"""A pretrained model with layers rescaled to a largest sigma on a text, and what that costs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.control import Restraint, restrain
+from lipscope.engine.checks import argument, flag, path, whole
+from lipscope.engine.measure import measure
+from lipscope.engine.runs import loaded_model
+from lipscope.errors import InputError, memory_for, shown
+from lipscope.models import LoadedModel, given, inputs_of
+from lipscope.models.loading import fingerprint
+from lipscope.models.quiet import quiet
+from lipscope.pages.rows import Rows
+
+_RATE = 1e-4  # of the fine-tuning
+_LARGEST = 1e30  # sigma that anybody means
+_EVERY = 10  # of its steps the cap is enforced
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Smoothed:
+    """What became of a model.
+
+    Attributes:
+        before: Rows of the layers on the text, as the model was.
+        after: The same rows as it is saved.
+        quality: ``perplexity`` of a decoder with a language head, else ``agreement``: the mean
+            cosine between pooled outputs before and after.
+        quality_before: On the same windows of the text; 1 for the agreement.
+        quality_after: Likewise.
+        path: Folder of the saved model.
+    """
+
+    before: Rows
+    after: Rows
+    quality: Literal["perplexity", "agreement"]
+    quality_before: float
+    quality_after: float
+    path: Path
+
+
+def smooth(
+    model: str | Path | LoadedModel = "minilm",
+    data: str | Path | None = None,
+    *,
+    target: float,
+    out: str | Path,
+    layers: Sequence[int] | int | str | Literal["all"] = "all",
+    length: int = 64,
+    samples: int = 4,
+    steps: int = 0,
+    force: bool = False,
+    seed: int = 0,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> Smoothed:
+    """Rescale a model's attention layers to a largest sigma on a text, and save it.
+
+    The output projection of each layer is multiplied by what brings its sigma, map ``attention``,
+    to the target at all windows of the text (``sigma-cap`` of `lipscope.restrain`); layers below
+    it stay as they are. With ``steps`` the chosen layers are then trained to give the original
+    model's last hidden states again, under the same cap.
+
+    Holds for layers whose weights are read in closed form, and at the windows it was given: no
+    bound on other texts. Sigma of the layers, not of the model, whose residual stream is left
+    alone.
+
+    Args:
+        model: A name for `load_model`, or a loaded model, which is left as it is.
+        data: Text, or the ``Path`` of a text file; the default text if None.
+        target: Largest sigma, positive.
+        out: Folder for the model, in the format of Hugging Face; with the language head, where
+            the model is a decoder that has one.
+        layers: Indices from 0, or "all".
+        length: Tokens of a window.
+        samples: Windows.
+        steps: Steps of training.
+        force: Write into a folder that holds something.
+        seed: Of random starts, and of the weights of a random model.
+        allow_pickle: As for `measure`.
+        progress: Told what is being done.
+
+    Returns:
+        Rows and quality before and after.
+
+    Raises:
+        InputError: If the target cannot be reached, the folder is taken, or the model cannot be
+            measured on text.
+    """
+    if progress is not None and not callable(progress):
+        raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")
+    tell = progress or (lambda _: None)
+    steps, force = argument(whole(0, 1_000_000), "steps", steps), argument(flag, "force", force)
+    length = argument(whole(1, 10**6), "length", length)
+    samples = argument(whole(1, 100_000), "samples", samples)
+    number = isinstance(target, int | float) and not isinstance(target, bool)
+    if not number or not 0 < target < _LARGEST:
+        raise InputError(f"`target` should be positive and finite. Found `{shown(target)}`.")
+    folder = _free(Path(argument(path, "out", out)), force)
+    tell("loading")
+    loaded = _loaded(model, seed, allow_pickle)
+    head = _language_model(loaded, allow_pickle)
+    text = given(data)
+    asked = {"lengths": [length], "samples": samples, "seed": seed, "tol": 1e-3}
+    tell("measuring")
+    before = measure(loaded, text, layers=layers, **asked)
+    ids = _ids(loaded, text, length, samples)
+    chosen = sorted({row.layer for row in before if row.layer is not None})
+    held = restrain(loaded.model, ids, "sigma-cap", layers=chosen, cap=float(target), seed=seed)
+    original = _outputs(loaded.model, ids)
+    start = None if head is None else _perplexity(head, ids)
+    tell("rescaling")
+    held.step()
+    if steps:
+        tell("training")
+        _tune(loaded.model, held, ids, original, steps)
+    after = measure(
+        replace(loaded, revision=f"sha256:{fingerprint(loaded.model)}"),
+        text,
+        layers=layers,
+        **asked,
+    )
+    _save(loaded, head, folder)
+    if head is not None and start is not None:
+        return Smoothed(before, after, "perplexity", start, _perplexity(head, ids), folder)
+    agreement = _agreement(original, _outputs(loaded.model, ids))
+    return Smoothed(before, after, "agreement", 1.0, agreement, folder)
+
+
+def _free(folder: Path, force: bool) -> Path:
+    folder = Path(os.path.expanduser(folder))
+    try:
+        taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as problem:
+        raise InputError(
+            f"`out` should be a folder. Found `{folder}`: {problem.strerror}."
+        ) from None
+    if taken and not (force and folder.is_dir()):
+        raise InputError(
+            f"`{folder}` should be a new folder. Found that something is there; see `--force`."
+        )
+    return folder
+
+
+def _loaded(model: Any, seed: int, allow_pickle: bool) -> LoadedModel:
+    """The model with weights of its own, in float32 at least."""
+    name = str(model) if isinstance(model, Path) else model
+    loaded = loaded_model(name, seed=seed, allow_pickle=allow_pickle)
+    if not hasattr(loaded.model, "save_pretrained") or isinstance(loaded.model, Attention):
+        raise InputError(
+            "`model` should be one of transformers, which can be saved in its format. Found "
+            f"`{type(loaded.model).__name__}`."
+        )
+    own = copy.deepcopy(loaded.model) if isinstance(model, LoadedModel) else loaded.model
+    narrow = any(p.dtype.itemsize < 4 for p in own.parameters() if p.is_floating_point())
+    return replace(loaded, model=(own.float() if narrow else own).eval())
+
+
+def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
+    """The decoder with its language head, the model itself inside, or None."""
+    from transformers import AutoModelForCausalLM
+
+    names = getattr(loaded.config, "architectures", None) or ()
+    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return None
+    with quiet():
+        if getattr(loaded.config, "tie_word_embeddings", False):
+            with torch.device("meta"):  # all its weights are those of the embedding
+                found: Any = AutoModelForCausalLM.from_config(loaded.config)
+        elif os.path.isdir(loaded.name):
+            kinds = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
+            found = AutoModelForCausalLM.from_pretrained(loaded.name, **kinds)
+        else:
+            return None
+    setattr(found, found.base_model_prefix, loaded.model)
+    found.tie_weights()
+    return None if any(p.is_meta for p in found.parameters()) else found.eval()
+
+
+def _ids(loaded: LoadedModel, text: Any, length: int, samples: int) -> Tensor:
+    """The windows, one under another."""
+    found = inputs_of(
+        loaded, text, lengths=[length], samples=samples, windows="spread", special_tokens=True
+    )
+    several = [
+        one.arguments.get("input_ids") if isinstance(one.arguments, dict) else None for one in found
+    ]
+    if any(one is None for one in several) or any(len(one.arguments) > 1 for one in found):
+        raise InputError(
+            "`model` should read one sequence of token ids. Found "
+            f"`{type(loaded.model).__name__}`, which reads something else."
+        )
+    return torch.cat([one for one in several if one is not None])
+
+
+@memory_for("The model's own forward pass")
+def _outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(input_ids=one[None]).last_hidden_state for one in ids]
+
+
+def _perplexity(head: Any, ids: Tensor) -> float:
+    """``exp`` of the mean loss of the next token over all windows."""
+    with torch.no_grad():
+        logits = [head(input_ids=one[None]).logits[0, :-1] for one in ids]
+    if len(ids[0]) < 2:
+        raise InputError("`length` should be at least 2 for a perplexity. Found 1.")
+    return math.exp(nn.functional.cross_entropy(torch.cat(logits), ids[:, 1:].flatten()).item())
+
+
+def _agreement(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    """Mean cosine between means over tokens."""
+    pooled = [torch.cat([one.mean(1) for one in some]) for some in (before, after)]
+    return float(torch.cosine_similarity(*pooled, dim=-1).mean())
+
+
+def _tune(
+    model: nn.Module, held: Restraint, ids: Tensor, original: Sequence[Tensor], steps: int
+) -> None:
+    """Train the chosen layers towards the outputs of the original model, under the cap."""
+    own = {id(p): p for i in held.probe.indices for p in held.probe.module(i).parameters()}
+    own |= {
+        id(p): p
+        for i in held.probe.indices
+        for h, _ in held.probe.weights(i)
+        for p in h.parameters()
+    }
+    rest = {p: p.requires_grad for p in model.parameters() if id(p) not in own}
+    for p in rest:
+        p.requires_grad_(False)
+    optimiser = torch.optim.AdamW(own.values(), lr=_RATE, weight_decay=0.0)
+    scale = float(torch.stack([one.square().mean() for one in original]).mean())
+    for step in range(1, steps + 1):
+        at = step % len(ids)
+        output: Any = model(input_ids=ids[at : at + 1])
+        loss = (output.last_hidden_state - original[at]).square().mean() / scale
+        if not bool(loss.isfinite()):
+            raise InputError(f"Training should have a finite loss. Found {loss.item()} at {step}.")
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % _EVERY == 0 or step == steps:
+            held.step()
+    for p, needs in rest.items():
+        p.requires_grad_(needs)
+
+
+def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
+    whole: Any = loaded.model if head is None else head
+    try:
+        with quiet():
+            whole.save_pretrained(folder)
+            if hasattr(loaded.tokenizer, "save_pretrained"):
+                loaded.tokenizer.save_pretrained(folder)
+    except OSError as problem:
+        raise InputError(f"`{folder}` cannot be written ({problem.strerror}).") from problem
