@@ -67,6 +67,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "sweeps": lambda: sweeps.section(quick=quick),
         "page": lambda: report.section(quick=quick),
         "control": lambda: control.section(quick=quick),
+        "estimate": lambda: control.estimate_section(quick=quick),
         "certificate-times": lambda: certificates.times_section(quick=quick),
     }
 

@@ -50,7 +50,7 @@ class SigmaEstimate(Penalty):
 
     Never above sigma, and nearer to it with each call at the same inputs while the weights move
     slowly. Another batch starts from the ``v`` of the same place where its length is the same.
-    ``docs/benchmarks.md`` says how far below it stays.
+    How far below it stays: ``docs/benchmarks.md``.
     """
 
     def __init__(self, *args: object, **options: object) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from transformers import TrainerCallback
 
 from lipscope.errors import InputError
 
 
+@runtime_checkable
 class Watching(Protocol):
     """What is called around steps: a monitor."""
 

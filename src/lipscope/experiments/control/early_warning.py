@@ -68,7 +68,7 @@ def early_warning(study: Study) -> Findings:
     data = torch.tensor(list(text.content.encode()[:200_000]))
     seeds = study.pick(range(2), range(4))
     depths = study.pick((1,), (1, 2, 3))
-    peaks = study.pick((0.2, 0.8), (0.3, 0.36, 0.43))
+    peaks = study.pick((0.2, 0.8), (0.36, 0.43, 0.52))
     every = study.pick(8, 2)
     jobs = [
         _job(data, {"depth": d, "peak": p, "seed": s, "every": every, "text": text.sha256})
