@@ -1,36 +1,32 @@
 """Processor time and peak memory of `lipscope.attention` beside attention written out.
 
-Every figure comes from a fresh process, which reports its own peak. This file is also that
-process: ``python benchmarks/functional.py WHICH PASS N``.
+Every figure comes from a process of its own, forked off before any tensor is made, which reports
+its own peak.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from memory import peak
 from tables import Section, milliseconds, say, table
+from torch import Tensor
+from torch.func import grad, jvp
+
+import lipscope as ls
 
 HEADS, WIDTH, ROUNDS = 2, 64, 3
 PASSES = ("forward", "jvp", "grad", "grad of jvp")
 WHICH = ("eager", "lipscope")
 
 
-def once(which: str, name: str, n: int) -> dict[str, Any]:
+def once(answer: Connection, which: str, name: str, n: int) -> None:
     """Best time of some rounds of a pass, and what it adds to the peak."""
-    import torch
-    from torch import Tensor
-    from torch.func import grad, jvp
-
-    import lipscope as ls
-
-    torch.set_flush_denormal(True)
     torch.set_num_threads(1)
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,7 +54,7 @@ def once(which: str, name: str, n: int) -> dict[str, Any]:
         began = time.process_time()
         run(*x)
         best = min(best, time.process_time() - began)
-    return {"seconds": best, "bytes": peak() - before}
+    answer.send({"seconds": best, "bytes": peak() - before})
 
 
 def section(*, quick: bool) -> Section:
@@ -72,8 +68,8 @@ jvp* is the gradient, in all inputs and their tangents, of a function of `torch.
 consistency and flow models take it; torch's own fused attention has no forward-mode derivative on a
 CPU. Times in milliseconds of the processor, which load from elsewhere disturbs less than those of
 the clock: the best of {ROUNDS} rounds, of one from n = 4,096 on. Memory in MiB: what the pass adds
-to the peak of its process. Each figure is of a fresh process; the two that a ratio compares ran one
-after the other."""
+to the peak of its process, one for each figure. The two that a ratio compares ran one after the
+other."""
     )
     rows: list[list[object]] = []
     for name in PASSES:
@@ -106,15 +102,14 @@ def _cells(eager: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[st
 def _fresh(which: str, name: str, n: int) -> dict[str, Any] | None:
     """One figure from a process of its own; None where it was killed."""
     say(f"functional: {which}, {name}, n = {n}")
-    done = subprocess.run(
-        [sys.executable, __file__, which, name, str(n)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
-
-
-if __name__ == "__main__":
-    print(json.dumps(once(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    forked = multiprocessing.get_context("fork")
+    ours, theirs = forked.Pipe()
+    process = forked.Process(target=once, args=(theirs, which, name, n))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()

@@ -1,8 +1,8 @@
 """How loose bounds were before some sharpenings, and are now: bound over sigma, 1 is exact.
 
 Random layers of six tokens of width 8: the old form is computed from the same parts. Proofs:
-docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md (moments,
-the third order). For decisions: radii over those without the Hessian.
+docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md
+(moments, the third order). For decisions: radii over those without the Hessian.
 
 Run: python examples/sharper_bounds.py
 """
@@ -15,7 +15,15 @@ from torch import nn
 from lipscope import DotProduct, to_dense
 from lipscope.certificates.decision import Decision
 from lipscope.certificates.read_out import ReadOut
-from lipscope.theorems import HeadAt, HeadsAt, Normed, Residual, bounds_at, heads_of
+from lipscope.theorems import (
+    BallName,
+    HeadAt,
+    HeadsAt,
+    Normed,
+    Residual,
+    bounds_at,
+    heads_of,
+)
 from lipscope.theorems.derived.ball import Ball
 from lipscope.theorems.derived.column_gram import JacobianColumns
 from lipscope.theorems.derived.gram_rows import JacobianRows
@@ -67,6 +75,7 @@ for seed in range(20):
 residual: dict[str, list[tuple[float, float]]] = {"plain": [], "pre-norm": [], "post-norm": []}
 for seed in range(12):
     layer, x = drawn(seed, 4)
+    assert layer.output is not None
     layer = layer.replace(output=layer.output / 4)  # beside the stream, as in models
     norm = nn.LayerNorm(8, dtype=torch.float64)
     norm.weight.data += 0.3 * torch.randn(8, generator=torch.Generator().manual_seed(seed)).double()
@@ -77,7 +86,7 @@ for seed in range(12):
         ("post-norm", layer, Residual(layer, outer=norm)),
     ):
         bare, inside = (
-            bounds_at(one, x, names=["row_gram_joint"], sharp=True)[0].value
+            bounds_at(one, x, names=["row_gram_joint"], sharp=True)[0].value or 0.0
             for one in (branch, whole)
         )
         slope, true = 1.0, sigma(whole, x)
@@ -85,7 +94,7 @@ for seed in range(12):
             slopes = torch.func.vmap(torch.func.jacrev(norm))(x + layer(x))
             slope = float(torch.linalg.matrix_norm(slopes, 2).max())
         residual[form].append((slope * (1 + bare) / true, inside / true))
-radii: dict[str, list[float]] = {"token": [], "frobenius": []}
+radii: dict[BallName, list[float]] = {"token": [], "frobenius": []}
 for seed in range(6):
     layer, x = drawn(seed, 1)
     weight = torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)).double()
@@ -103,4 +112,5 @@ for form, pairs in residual.items():
     before, after = (median(column) for column in zip(*pairs, strict=True))
     print(f"row-Gram of x + f(x), {form:9} median {before:.3f} with 1 + |J|, {after:.3f} now")
 for ball, found in radii.items():
-    print(f"radii of decisions, {ball:9} ball: {median(found):.2f} of before, {max(found):.2f} at most")
+    middle, most = median(found), max(found)
+    print(f"radii of decisions, {ball:9} ball: {middle:.2f} of before, {most:.2f} at most")

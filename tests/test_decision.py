@@ -267,7 +267,7 @@ def _cubic(layer, w: torch.Tensor, pool: str, x: torch.Tensor, e: torch.Tensor) 
 @pytest.mark.parametrize("ball", BALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_fall_to_second_order_is_that_of_the_hessian(kind: str, ball: str) -> None:
-    """Never below what any direction gives; all but equal to it."""
+    """Never below what any direction gives; in the token ball by a relaxation, within a quarter."""
     layer, x = case(kind, 1)
     w = gaussian(1, 2, 5)
     read = ReadOut(layer, x, w, "mean", ball)
@@ -275,17 +275,18 @@ def test_the_fall_to_second_order_is_that_of_the_hessian(kind: str, ball: str) -
         dense = torch.func.hessian(lambda z, r=r: scores(layer, w, "mean", z)[r])(x)
         flat = -dense.reshape(x.numel(), x.numel())
         if ball == "frobenius":
-            truth = float(torch.linalg.eigvalsh(flat)[-1])
+            truth, loose = float(torch.linalg.eigvalsh(flat)[-1]), 1 + 1e-6
         else:
-            truth = 0.0
+            truth, loose = 0.0, 1.25
+            step = 1 / float(torch.linalg.eigvalsh(flat)[0].abs())
             for seed in range(6):
                 e = gaussian(seed, *x.shape)
-                for _ in range(300):
-                    e = unit(e, ball)
-                    e = (flat @ e.flatten()).view_as(e) + 0.1 * flat.abs().sum(1).max() * e
-                e = unit(e, ball)
+                for _ in range(400):  # inside the ball, too: the form is not convex
+                    e = e / e.norm(dim=-1, keepdim=True).clamp_min(1.0)
+                    e = e + step * (flat @ e.flatten()).view_as(e)
+                e = e / e.norm(dim=-1, keepdim=True).clamp_min(1.0)
                 truth = max(truth, float(e.flatten() @ flat @ e.flatten()))
-        assert truth * (1 - 1e-9) <= float(read.fall[r]) <= truth * 1.1 + 1e-9
+        assert truth * (1 - 1e-9) <= float(read.fall[r]) <= truth * loose + 1e-9
 
 
 def test_the_hessian_makes_radii_larger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ from scipy import stats
 
 from lipscope import Measurement
 from lipscope.errors import InputError
-from lipscope.records.growth import Growth, groups, growth
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import groups, growth
 from lipscope.records.sampling import paired_lack_of_fit, unpaired_lack_of_fit
 from rows import curve, row
 

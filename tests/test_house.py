@@ -34,7 +34,7 @@ INSIDE = {
     "models": "capture dinov2 families settings sides",
     "pages": "identity page",
     "records": "changed cli_rows engine_bounds folder growth normed parquet perturb record report "
-    "reliability reliability_sweep reproduce run sweep",
+    "reliability reliability_sweep reproduce residual_bounds run sweep",
     "theorems": "bounds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.

@@ -309,6 +309,8 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         block.log_determinant(gaussian(2, 3, D), terms=3)
     with pytest.raises(InputError, match="`terms` should be left out of the method `roulette`"):
         block.log_determinant(gaussian(2, 3, D), method="roulette", terms=3)
+    with pytest.raises(InputError, match="`probes` should be given for samples of more than 1024"):
+        block.log_determinant(gaussian(300, D))
     with pytest.raises(InputError, match="`widths` should be two or more"):
         ContractiveMLP([2, 3], 0.5)
     with pytest.raises(InputError, match=r"`blocks` should be of `InvertibleResidual`"):

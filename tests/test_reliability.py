@@ -23,7 +23,6 @@ import lipscope as ls
 from command import BERT, TEXT
 from damage import WHOLE, Count, campaign, changed_manifest, cuts, finished, flips, made, one_line
 from damage import snapshot as state
-from lipscope.engine.sweep import estimate
 from lipscope.errors import InputError
 from lipscope.records import files, jsonl
 from lipscope.records.folder import Finished, RunFolder
@@ -425,5 +424,3 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     assert [row.sigma for row in found] == [row.sigma for row in again]
     assert [row.sigma for row in found] == [row.sigma for row in whole]
     assert all(0 <= row.seconds < 60 for row in found)
-    spec = {"models": BERT, "lengths": [6], "samples": 5, "layers": [0]}
-    assert 0 < estimate(spec).seconds < 600

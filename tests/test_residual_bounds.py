@@ -1,4 +1,4 @@
-"""The map `residual`: bounds that hold for attention with the stream beside it, and norms around."""
+"""The map `residual`: bounds that hold with the stream beside attention, and norms around it."""
 
 import itertools
 

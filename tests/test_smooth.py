@@ -38,8 +38,8 @@ def perplexity(folder: Path, rows: ls.Rows) -> float:
     """Of a saved model on the windows of these rows, whose tokens are bytes."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     losses = []
-    for row in dict.fromkeys((row.start, row.num_tokens) for row in rows):
-        ids = torch.tensor([list(TEXT.encode()[row[0] : row[0] + row[1]])])
+    for start, n in dict.fromkeys((row.start or 0, row.num_tokens) for row in rows):
+        ids = torch.tensor([list(TEXT.encode()[start : start + n])])
         losses.append(float(model(ids, labels=ids).loss.detach()))
     return math.exp(sum(losses) / len(losses))
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from agreement import agree, gaussian
-from lipscope import to_dense
+from lipscope import bounds, to_dense
+from lipscope.attacks import constant
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -187,6 +188,33 @@ def test_one_token_and_none(kind) -> None:
     for ask in (layer, layer.linearise, lambda z: layer(gaussian(1, 4), z)):
         with pytest.raises(InputError, match="at least one token"):
             ask(none)
+
+
+@each_variant
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_tokens_are_predicted_exactly_or_not_at_all(kind, causal) -> None:
+    layer = build(kind)
+    if causal and not EXAMPLES[kind].masked:
+        pytest.skip("no causal mask in this variant")
+    layer = layer.replace(causal=True) if causal else layer
+    found = constant(layer, num_tokens=5, radius=2.0)
+    sigma = float(torch.linalg.matrix_norm(to_dense(layer.linearise(found.x)), 2))
+    assert found.predicted is None or found.predicted == pytest.approx(sigma, rel=1e-9)
+    assert (found.predicted is None) == (
+        kind in (ScaledCosineAttention, SigmoidAttention, SinkhornAttention, ClippedAttention)
+    )
+
+
+@each_variant
+def test_a_layer_in_training_is_measured_between_its_bounds(kind) -> None:
+    """Without a warning: the parameters' graph is left alone."""
+    layer, x = build(kind), gaussian(N, 4)
+    rows = bounds(layer, x)
+    truth = float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2))
+    assert rows[0].sigma == pytest.approx(truth, rel=1e-3)
+    values = [b.value for b in rows.bounds if b.metric == "frobenius" and b.kind == "upper"]
+    found = [value for value in values if value is not None]
+    assert found and min(found) >= truth * (1 - 1e-9)
 
 
 def test_a_norm_of_all_heads_leaves_none_alone() -> None:
@@ -439,12 +467,12 @@ def test_divided_is_dot_product_over_the_catalogues_bound(by, causal) -> None:
     inner = DotProduct(
         layer.query, layer.key, layer.value, heads=2, query_bias=layer.query_bias, causal=causal
     )
-    bounds = layer.bounds()
-    for h, bound in enumerate(bounds.tolist()):
+    divisors = layer.bounds()
+    for h, bound in enumerate(divisors.tolist()):
         given = evaluate(theorem, inner.head(h), num_tokens=9, radius=1.5)
         assert given == pytest.approx(bound, rel=1e-12)
     heads = layer(x).unflatten(1, (2, -1)) - layer.value_bias.unflatten(0, (2, -1))
-    torch.testing.assert_close(heads * bounds[:, None], inner(x).unflatten(1, (2, -1)))
+    torch.testing.assert_close(heads * divisors[:, None], inner(x).unflatten(1, (2, -1)))
     names = [name for name, _ in layer.named_parameters()]
 
     def f(*moved):

@@ -35,8 +35,9 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     Raises:
         InputError: If a value exceeds the largest number of the precision.
     """
+    exact = torch.promote_types(layer.query.dtype, torch.float32)  # no norms in half precision
     query, key, value = (
-        w.unflatten(0, (heads, -1)).repeat_interleave(layer.num_heads // heads, 0)
+        w.to(exact).unflatten(0, (heads, -1)).repeat_interleave(layer.num_heads // heads, 0)
         for w, heads in zip(
             (layer.query, layer.key, layer.value),
             (layer.num_heads, layer.num_groups, layer.num_groups),
@@ -46,7 +47,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     alpha = layer.scale * product_norm(key, query) * radius**2
     beta = alpha
     if layer.query_bias is not None:
-        bias = layer.query_bias.unflatten(0, (layer.num_heads, -1, 1))
+        bias = layer.query_bias.to(exact).unflatten(0, (layer.num_heads, -1, 1))
         beta = alpha + layer.scale * radius * (key.mT @ bias).square().sum((1, 2)).sqrt()
     if by == "theorem-3.3":
         n = num_tokens

@@ -65,7 +65,7 @@ def certified_radius(
 
     With ``g_l = <W_k - W_l, pool(f(X))> + b_k - b_l`` for decision ``k`` and rival ``l``: the
     exact ``∇g_l(X)``, all heads and rows together, and bounds ``M_l(s)`` and ``T_l(s)`` of the
-    second and third derivative over the ball of radius ``s``. The radius is the largest ``eps`` with
+    second and third derivative over the ball of radius ``s``. The radius is the largest with
     ``eps ‖∇g_l‖* + int_0^eps (eps - s) B_l(s) ds < g_l`` for all rivals; ``‖·‖*`` is the sum of
     the tokens' norms (``token``) or the Frobenius norm. ``B_l(s)`` is the lesser of ``M_l(s)`` and,
     where X has at most 1,024 entries, ``H_l + int_0^s T_l`` with ``H_l`` from the Hessian at X.
@@ -125,7 +125,7 @@ def certified_radius(
 
 
 def _radii(at: Decision, ball: BallName, steps: int) -> Tensor:
-    """Radii of all rivals; from the Hessian at X where they are the least and it is small enough."""
+    """Radii of all rivals, the least of them from the Hessian at X if that is small enough."""
     margins = at.margins[at.rivals] - at.rounding
     radii = ReadOut(at.layer, at.x, at.differences, at.pool, ball).radii(margins, steps)
     sharp: set[int] = set()
@@ -155,7 +155,8 @@ class Decision:
     def __init__(
         self, layer: Attention, x: Tensor, weight: Tensor, bias: Tensor | None, pool: Pool
     ) -> None:
-        self.layer, self.pool = in_double(layer, None), pool
+        self.layer = in_double(layer, None)
+        self.pool: Pool = pool
         self.x = tokens_of(self.layer, x)
         self.weight = weight.detach().to("cpu", torch.float64)
         if pool not in ("mean", "first"):

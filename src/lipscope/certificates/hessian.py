@@ -5,6 +5,8 @@ Derived here; statement and proof: ``docs/theory/ball-certificate.md``, "The thi
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,8 +14,12 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.theorems.derived.intervals import BallName
 
-_STEPS = 200  # of the ascent that finds weights for the token ball
-_LEAST = 1e-3  # smallest weight of a token beside the mean
+_STARTS, _STEPS = 4, 300  # of the ascents
+_FIRST = 1e-3  # smallest weight of a token beside the largest, after them
+_ROUNDS = 16  # of the descent that finds weights for the token ball
+_NEAR = 32  # power that tells top eigenvalues from the rest
+_STEP = 5.0  # largest change of a weight asked for in a round
+_LEAST = 1e-6  # smallest weight of a token at the end
 _SLACK = 1e-10  # of an eigenvalue in float64, with room
 
 
@@ -36,38 +42,44 @@ def largest_form(h: Float[Tensor, "nd nd"], tokens: int, ball: BallName) -> floa
     """``>= sup <E, H E>`` over the unit ball, 0 at least.
 
     In the Frobenius ball the largest eigenvalue. In the token ball, for any ``μ_j > 0``,
-    ``λ_max(D^(-1/2) H D^(-1/2)) sum_j μ_j`` with ``D = diag(μ_j I)``; the multipliers of a maximum
-    make it one, nearly always to all digits, and an ascent finds them.
+    ``λ_max(D^(-1/2) H D^(-1/2)) sum_j μ_j`` with ``D = diag(μ_j I)``: a descent takes weights to
+    the tokens that carry the top eigenvectors, from the multipliers of the best maximum that
+    ascents find. Any weights hold.
     """
-    best = _top(h)
-    if ball == "frobenius" or best == 0.0:
-        return best
-    best *= tokens
-    d = len(h) // tokens
-    for start in range(2):
-        weights = _multipliers(h, tokens, start)
-        root = weights.rsqrt().repeat_interleave(d)
-        best = min(best, _top(root[:, None] * h * root) * float(weights.sum()))
+    if not bool(h.isfinite().all()):
+        return math.inf
+    if ball == "frobenius":
+        return _top(torch.linalg.eigvalsh(h))
+    weights, best = _multipliers(h, tokens), math.inf
+    for _ in range(_ROUNDS):
+        root = weights.rsqrt().repeat_interleave(len(h) // tokens)
+        values, vectors = torch.linalg.eigh(root[:, None] * h * root)
+        best = min(best, _top(values) * float(weights.sum()))
+        if best == 0.0:
+            break
+        near = (values / values[-1]).clamp_min(0.0) ** _NEAR
+        carried = (vectors.square() @ (near / near.sum())).view(tokens, -1).sum(1)
+        step = (carried * weights.sum() / weights).clamp(1 / _STEP, _STEP) ** 0.4
+        weights = (weights * step).clamp_min(_LEAST * float(weights.max()))
     return best
 
 
-def _top(h: Tensor) -> float:
-    if not bool(h.isfinite().all()):
-        return torch.inf
-    values = torch.linalg.eigvalsh(h)
-    rounding = _SLACK * float(values.abs().max())
-    return max(float(values[-1]) + rounding, 0.0)
-
-
-def _multipliers(h: Tensor, tokens: int, start: int) -> Tensor:
-    """``<e_j, (H e)_j>`` after an ascent over tokens of norm 1, made positive; their mean is 1."""
-    generator = torch.Generator().manual_seed(start)
-    e = torch.randn(tokens, len(h) // tokens, generator=generator, dtype=h.dtype)
-    shift = 0.1 * h.abs().sum(1).max()  # of the sum that the ascent climbs: it does not swing
+def _multipliers(h: Tensor, tokens: int) -> Tensor:
+    """``<e_j, (H e)_j>`` at the best point of some ascents in the token ball, made positive."""
+    generator = torch.Generator().manual_seed(0)
+    size = _STARTS, tokens, len(h) // tokens
+    e = torch.randn(size, generator=generator, dtype=h.dtype)
+    low = float(torch.linalg.eigvalsh(h)[0])
     for _ in range(_STEPS):
-        e = e / e.norm(dim=1, keepdim=True).clamp_min(1e-300)
-        e = (h @ e.flatten()).view_as(e) + shift * e
-    e = e / e.norm(dim=1, keepdim=True).clamp_min(1e-300)
-    found = (e * (h @ e.flatten()).view_as(e)).sum(1).clamp_min(0.0)
-    mean = found.mean()
-    return (found / mean if mean > 0 else torch.ones_like(found)).clamp_min(_LEAST)
+        e = e / e.norm(dim=2, keepdim=True).clamp_min(1.0)
+        e = e + (e.flatten(1) @ h).view(size) / max(-low, 1e-300)
+    e = e / e.norm(dim=2, keepdim=True).clamp_min(1.0)
+    found = (e * (e.flatten(1) @ h).view(size)).sum(2)
+    best = found[int(found.sum(1).argmax())]
+    most = best.max()
+    return (best / most).clamp_min(_FIRST) if most > 0 else torch.ones_like(best)
+
+
+def _top(values: Tensor) -> float:
+    """The last of some eigenvalues, with what rounding may hide of it, 0 at least."""
+    return max(float(values[-1] + _SLACK * values.abs().max()), 0.0)

@@ -185,7 +185,7 @@ class ReadOut:
         return self._over_ball([(r, r.second) for r in self._rows(radius)])
 
     def third(self, radius: float) -> Tensor:
-        """``>= |d^3/dt^3 g_r(X' + t E)|`` at t = 0, for X' within ``radius``, E in the unit ball."""
+        """``>= |d^3/dt^3 g_r(X' + t E)|`` at 0, for X' within ``radius``, E in the unit ball."""
         return self._over_ball([(r, r.third) for r in self._rows(radius)])
 
     def _rows(self, radius: float) -> list[_Rows]:
@@ -297,7 +297,7 @@ class _Rows:
         return third, mixed, top
 
     def _cubes(self, rows: slice) -> tuple[Tensor, ...]:
-        """The same with ``|y'| b + 3 |V| m`` for ``y'``, ``b`` how fast a logit moves; and ``y'``."""
+        """The same with ``|y'| b + 3 |V| m``, ``b`` how fast a logit moves; and with ``y'``."""
         upper, z, dz = self.ball.p.upper[rows], self.ball.c.z(rows), self.dz[rows]
         y, dy = self._values(rows)
         y, apart = y.abs() + dy, self.moved[rows] / self.ball.eps.max()

@@ -14,6 +14,7 @@ from lipscope.control.contraction import Contraction
 from lipscope.errors import InputError
 
 _DENSE = 64  # entries of a sample up to which its Jacobian is formed
+_TRACED = 1024  # up to which traces are exact: they take as many products a term
 _CERTAIN = 4  # terms of the roulette that are never left out
 _GOES_ON = 0.5  # its chance of one more term, at least
 
@@ -57,7 +58,7 @@ def log_determinant(
             None.
         terms: ``K`` of the series; as many as ``tol`` asks for if None.
         probes: Random signs ``v`` of each sample, ``E v^T J^k v = tr(J^k)``; exact traces, ``n d``
-            products a term, if None.
+            products a term, if None, for up to 1,024 entries.
         tol: Of ``error`` where ``terms`` is None.
         generator: Of signs and of the roulette.
 
@@ -79,6 +80,11 @@ def log_determinant(
                 f"`{name}` should be positive, and left out of the method `exact`. "
                 f"Found `{name} = {number}` and `{method}`."
             )
+    if size > _TRACED and probes is None:
+        raise InputError(
+            f"`probes` should be given for samples of more than {_TRACED} entries. Found {size}, "
+            "which exact traces would take as many products for."
+        )
     if method == "exact":
         return LogDeterminant(_dense(g, x), 0.0, 0, 0)
     if method == "series":

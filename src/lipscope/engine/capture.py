@@ -155,7 +155,7 @@ def captures(
     asked = {"layers": layers, "lengths": lengths, "samples": samples, **options}
     for run, job in _places(model, data, asked, chosen, dtype="float64"):
         layer, norm = run.session.layer(job)
-        attention = layer.attention if isinstance(layer, Normed) else layer
+        attention = layer if isinstance(layer, Attention) else layer.attention
         # Copies: the model is put back as it was, and may be changed or freed by its owner.
         own = copy.deepcopy(attention).requires_grad_(False)
         x = run.session.place(job)[0].x.detach().clone()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.records.growth import Growth
+from lipscope.records.exponent import Growth
 from lipscope.records.sampling import CONFIDENCE
 
 

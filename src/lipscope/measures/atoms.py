@@ -86,9 +86,9 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
 
     With equal tokens ``x_j - m_i = 0``, so only ``P ⊗ V`` is left of the Jacobian.
 
-    Holds for unmasked and causal layers of every variant whose values are linear, without
-    rotary embedding or a bias of the scores; None for the others, for other masks, and with a
-    causal mask beyond 1,024 tokens.
+    Holds for unmasked and causal layers of every variant whose values are linear and whose
+    weights add up to 1 row by row, without rotary embedding or a bias of the scores; None for
+    the others, for other masks, and with a causal mask beyond 1,024 tokens.
 
     Source: derived here (``docs/theory/inputs.md``).
     """
@@ -96,6 +96,8 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
     if layer.mask is not None and not bool(layer.mask.all()):
         return None
     if layer.positional or layer.window is not None or layer.norms()[2] is not None:
+        return None
+    if layer.entrance() is not None or not layer.weighting.normalised:
         return None
     if layer.causal and n > _LARGEST_DENSE:
         return None

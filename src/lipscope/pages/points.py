@@ -13,7 +13,8 @@ from lipscope.errors import InputError
 from lipscope.pages.items import REAL, SETTING, Item, by_setting
 from lipscope.pages.runs import paired
 from lipscope.pages.table import Line, middle, stable_rank
-from lipscope.records.growth import Growth, Of, group_of, growth
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import Of, group_of, growth
 from lipscope.records.rows import Measurement
 
 MAX_POINTS = 10_000

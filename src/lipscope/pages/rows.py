@@ -18,7 +18,8 @@ from rich.table import Table
 from lipscope.charts.pieces import printable, readable
 from lipscope.errors import InputError
 from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
-from lipscope.records.growth import Group, Growth, groups, growth, usable
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import Group, groups, growth, usable
 from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts.pieces import printable, readable
-from lipscope.records.growth import LACK_OF_FIT, NEAR, Group, Growth, groups
+from lipscope.records.exponent import LACK_OF_FIT, NEAR, Growth
+from lipscope.records.growth import Group, groups
 from lipscope.records.rows import Measurement, TokenShare
 
 MAX_WIDTH = 100

@@ -1,7 +1,7 @@
 """The map ``residual``: attention, the stream that it is added to, and norms on the way.
 
-Bounds go from attention (or from the map ``normed``) to it by ``1 + ‖J‖``, or take the identity into
-their diagonal blocks. Proofs: ``docs/theory/local-certificates.md``, on the map ``residual``.
+Bounds go from attention, or from the map ``normed``, to it by ``1 + ‖J‖``, or take the identity
+into their diagonal blocks. Proofs: ``docs/theory/local-certificates.md``, on the map ``residual``.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class Residual:
     def everywhere(self) -> Around:
         """What is around attention at all inputs: norms are steepest at 0."""
         second, outer = (
-            None if one is None else _behind(one, torch.tensor([one.steepest(0.0)], dtype=torch.float64))
+            None
+            if one is None
+            else _behind(one, torch.tensor([one.steepest(0.0)], dtype=torch.float64))
             for one in self.norms
         )
         return Around(1, self.width, second, outer, here=False)

@@ -106,13 +106,14 @@ class DividedAttention(InnerProduct):
     def bounds(self) -> Float[Tensor, " h"]:
         """``B_h`` of every head."""
         n = self.num_tokens if self.mask is None else self.mask.shape[-1]
-        return on_ball(self, self.by, num_tokens=n, radius=self.radius)
+        with torch.autocast(self.query.device.type, enabled=False):
+            return on_ball(self, self.by, num_tokens=n, radius=self.radius)
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values are divided; a head without values has nothing to divide."""
         bounds = self.bounds()
         divisor = torch.where(bounds > 0, bounds, 1.0).repeat_interleave(self.value_width)
-        return self.query, self.key, self.value / divisor[:, None]
+        return self.query, self.key, self.value / divisor[:, None].to(self.value.dtype)
 
     def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As in every layer.

@@ -63,9 +63,9 @@ def estimate(
 
     Of every kind that is left (model, floating type, map, input, first of its length or not) some
     jobs are done now, with a worker's threads, at increasing lengths: for about ten seconds, or as
-    long as two lengths of each take, one where that takes long. Other lengths are interpolated on logarithms, and beyond
-    the longest one the time grows like the last two lengths say, or like n². Looking at the
-    models, starting a worker and loading come on top, as long as they take now.
+    long as two lengths of each take, one where that takes long. Other lengths are interpolated on
+    logarithms, and beyond the longest one the time grows like the last two lengths say, or like n².
+    Looking at the models, starting a worker and loading come on top, as long as they take now.
 
     Args:
         spec: As for `sweep`.

@@ -15,7 +15,8 @@ from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.growth import Growth, groups, growth, slope_of
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import groups, growth, slope_of
 from lipscope.records.rows import Measurement
 
 # Radii of the published scripts for the first and the middle layer (adversarial.py): the first

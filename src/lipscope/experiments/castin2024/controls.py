@@ -22,7 +22,8 @@ from lipscope.models import (
 )
 from lipscope.models.data.windows import special_tokens_of
 from lipscope.pages.table import number
-from lipscope.records.growth import Growth, groups, growth, top_held_fixed
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import groups, growth, top_held_fixed
 from lipscope.records.rows import Measurement
 
 

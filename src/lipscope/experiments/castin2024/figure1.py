@@ -24,7 +24,8 @@ from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.models.tracing.maps import MapName
 from lipscope.pages.rows import Rows
-from lipscope.records.growth import Growth, growth, slope_of, steps, top_held_fixed
+from lipscope.records.exponent import Growth
+from lipscope.records.growth import growth, slope_of, steps, top_held_fixed
 from lipscope.records.rows import Measurement
 
 # What the scripts call attention: for BERT with residual and norm, for GPT-2 without.

@@ -18,7 +18,7 @@ from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.starts import start_named
 from lipscope.measures import TokenMeasure, finite_split, split_at, tiny_mass_gain, tiny_mass_ratio
 from lipscope.pages.table import number
-from lipscope.records.sampling import share_interval
+from lipscope.records.sampling import mean_interval, share_interval
 
 _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
@@ -85,6 +85,8 @@ def splitting(study: Study) -> Findings:
         (
             "Split / moved above 1: two copies of a token that move against each other change "
             "the output more than any move of whole tokens does.",
+            "Intervals are 95 %: Clopper–Pearson over inputs that were drawn independently, "
+            "Student's over windows of text.",
             "Not found is no proof. What is proved stands in docs/theory/splitting.md.",
             "With a causal mask or positions, copies share those of their token; a text has no "
             "such copies.",
@@ -222,7 +224,7 @@ def _texts(study: Study) -> tuple[str, Table]:
     """Tokens of windows of texts, layers and heads of models."""
     length = study.pick(16, 32)
     count = study.pick(1, 4)
-    lines, better, total, above, rows = [], 0, 0, 0, 0
+    lines, shares, better, total, above, rows = [], [], 0, 0, 0, 0
     for model, text in study.places():
         layers = study.pick([0], [0, 2, 5])
         for window in range(count):
@@ -231,16 +233,18 @@ def _texts(study: Study) -> tuple[str, Table]:
             ratios = [found.ratio(i) for i in range(len(found.moved))]
             held = [one for one in ratios if one is not None]
             alone = max(one.split / one.moved for one in found.tokens)
-            better += sum(one.better_split for one in found.tokens)
+            hits = sum(one.better_split for one in found.tokens)
+            better, shares = better + hits, [*shares, hits / len(found.tokens)]
             total, rows = total + len(found.tokens), rows + len(held)
             above += sum(one > 1 for one in held)
             lines.append((model.name, text.name, str(window), number(max(held)), number(alone)))
     columns = ("model", "text", "window", "largest split / moved", "of one token, moved alone")
     table = Table(f"Layers, heads and tokens of texts, {length} tokens", columns, tuple(lines))
-    low, high = share_interval(better, total)
+    mean, low, high = mean_interval(shares)
+    ends = "" if math.isnan(low) else f" [{max(low, 0.0):.2%}, {high:.2%}]"
     return (
-        f"{better} of {total:,} tokens [{low:.2%}, {high:.2%}]; in {above} of {rows:,} layers and "
-        "heads splitting beats every move",
+        f"{better} of {total:,} tokens in all layers, {mean:.2%}{ends} of a window; in {above} of "
+        f"{rows:,} layers and heads splitting beats every move",
         table,
     )
 

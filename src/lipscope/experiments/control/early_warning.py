@@ -247,7 +247,7 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
         for name, one in found.items()
     ]
     rate = _area(runs, lambda one: one["peak"])
-    lines.append(("the peak rate itself", *["–"] * 5, _share(rate), "–"))
+    lines.append(("the peak rate itself", "–", "–", "–", "–", "–", _share(rate), "–"))
     columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
     columns += ("area, same rate and depth",)
     usual = f"between {min(bad)} and {max(bad)}" if bad else "none"

@@ -172,6 +172,8 @@ def _findings(study: Study, found: list[dict[str, Any]]) -> Findings:
             "The paper's own figure and settings were not seen: its blocks may have been trained.",
             "Tokens and weights are normal, weights of variance 1 / d; float64. The error is that "
             "of the iterate with the smallest residual: a diverging iteration keeps its best one.",
+            "At one c the two are not equally strong: a contractive block uses little of its c, "
+            "and a dot product multiplied by c has a sigma above 1.",
             "Mixing is Anderson's, as in `InvertibleResidual.inverse`.",
         ),
     )

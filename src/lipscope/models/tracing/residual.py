@@ -24,7 +24,7 @@ from lipscope.models.tracing.sums import NormCall, Sum, close
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms on the way of a residual map ``x -> N_o(x + N_s(f(N_b(x))))``, None where there is none.
+    """Norms of a residual map ``x -> N_o(x + N_s(f(N_b(x))))``, None where there is none.
 
     Attributes:
         before: ``N_b``, in front of the attention.

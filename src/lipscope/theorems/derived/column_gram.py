@@ -186,7 +186,7 @@ class JacobianColumns(JacobianRows):
         bent = self._bent(i, self._bent(i, (gram + gram.T) / 2).T)
         if self.around is not None:
             own = self._own_block(i)
-            bent = bent + inverse[i] * (own + own.T + torch.eye(self.width, dtype=own.dtype))
+            bent = bent + inverse * (own + own.T + torch.eye(self.width, dtype=own.dtype))
         return (bent + bent.T) / 2
 
     def _sizes(self, i: int) -> Tensor:

@@ -72,8 +72,8 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None 
 
     ``‖[β_ij s_j]‖`` with ``β_ii = ‖J_ii‖`` and, else,
     ``β_ij = P_ij min(‖V‖ ‖I + y a^T‖, ‖V‖ + |V y| |a|)``, where
-    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``. A residual map of one head
-    has ``‖D_i + L_i J_ii‖`` on the diagonal, ``‖L_i‖ β_ij`` else.
+    ``‖I + y a^T‖ = (g + sqrt(g^2 + 4 + 4 <y, a>)) / 2``, ``g = |y| |a|``. A residual map of one
+    head has ``‖D_i + L_i J_ii‖`` on the diagonal, ``‖L_i‖ β_ij`` else.
 
     Holds for any mask and bias, at ``x``; not for rotary embeddings.
     """
