@@ -253,7 +253,9 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
     usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
     return Findings(
         (
-            Claim("runs that diverge", "about half of them, by design", f"{len(bad)} of {len(runs)}"),
+            Claim(
+                "runs that diverge", "about half of them, by design", f"{len(bad)} of {len(runs)}"
+            ),
             Claim(
                 "signal that tells diverging runs from stable ones best",
                 "practitioners: the norm of updates moves first, not every rise leads to a spike",
