@@ -265,6 +265,7 @@ def _tune(
 def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
     whole: Any = loaded.model if head is None else head
     # What came from a quantised file has plain weights now, and is saved as such.
+    part: Any
     for part in (whole, loaded.model):
         if getattr(part, "hf_quantizer", None) is not None:
             part.hf_quantizer = None
