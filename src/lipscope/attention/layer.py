@@ -222,10 +222,10 @@ class Layer(nn.Module, ABC):
         del q, k, v
         return None
 
-    def shift(self, num_keys: int) -> float:
-        """What is added to every score where there are so many keys."""
-        del num_keys
-        return 0.0
+    def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
+        """What is added to all scores of so many keys, of which ``added`` may hide some; None: 0."""
+        del num_keys, added
+        return None
 
     # --- from tokens to weights
 
@@ -254,7 +254,7 @@ class Layer(nn.Module, ABC):
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
-        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys)
+        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys, added)
         s = s if bias is None else s + of_heads(bias, heads)
         if added is None:
             p = self.weighting.weights(s)
@@ -338,18 +338,21 @@ class Layer(nn.Module, ABC):
         keys: slice,
         log_weights: Tensor | None = None,
         num_keys: int | None = None,
+        called: Tensor | None = None,
     ) -> Tensor | None:
         """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
         The layer's own bias and shift, the weights of the keys, and -inf where the mask hides;
         None if nothing. Rows that may read no token are left unmasked here; their weights are set
-        to zero.
+        to zero. What a call adds besides, ``called``, only decides on the shift here.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:
             added = log_weights[keys] if added is None else added + log_weights[keys]
-        if shift := self.shift(k.shape[-2] if num_keys is None else num_keys):
-            added = k.new_full((1,), shift) if added is None else added + shift
+        shift = self.shift(k.shape[-2] if num_keys is None else num_keys, called)
+        if shift is not None:
+            own = torch.as_tensor(shift, dtype=k.dtype, device=k.device)
+            added = own if added is None else added + own
         visible = self.visible(rows, keys, k.device)
         if visible is None:
             return added
