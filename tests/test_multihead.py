@@ -308,6 +308,8 @@ def test_what_it_refuses(unchecked) -> None:
         ("should hold booleans or floats", lambda: module(x, x, x, attn_mask=HIDDEN[:, :N].long())),
         ("`is_causal` says what `attn_mask` is", lambda: module(x, x, x, is_causal=True)),
         (r"one input, \(tokens, width\). Found shape \(3, 5, 8\)", lambda: ls.sigma(module, x)),
+        ("weights, float64. Found float32, float32", lambda: module(*[x.float()] * 3)),
+        ("weights, float64. Found float64, list, list", lambda: module(x, [1], [1])),
     ]  # fmt: skip
     for said, ask in refused:
         with pytest.raises(ls.InputError, match=said) as found:
@@ -325,3 +327,10 @@ def test_a_padded_sample_is_the_sample_alone(kind: type[Attention]) -> None:
     for sample, pad, y in zip(c, PADDING, found, strict=True):
         alone = sample[~pad]
         torch.testing.assert_close(y[~pad], module(alone, alone, alone)[0])
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_numbers_of_a_mask_may_have_another_dtype(weights: bool) -> None:
+    module, x, mask = build().float(), gaussian(B, N, D).float(), gaussian(N, N)
+    found = module(x, x, x, attn_mask=mask, need_weights=weights)[0]
+    torch.testing.assert_close(found, module(x, x, x, attn_mask=mask.float())[0])

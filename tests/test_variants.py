@@ -439,6 +439,8 @@ def test_sigmoid_is_its_definition() -> None:
     fixed = layer.replace(offset=-1.0, causal=True)
     torch.testing.assert_close(fixed(x), torch.sigmoid(s - 1).tril() @ (x @ layer.value.T))
     torch.testing.assert_close(fixed(x)[:3], fixed(x[:3]))
+    with pytest.raises(InputError, match=r"`offset` should be finite. Found `offset = nan`"):
+        layer.replace(offset=math.nan)
 
 
 @pytest.mark.parametrize("by_head", [False, True], ids=["one mask", "by head"])
@@ -451,7 +453,7 @@ def test_sigmoid_counts_the_keys_that_may_be_read(by_head: bool) -> None:
         mask = masks if by_head else masks[h]
         layer = SigmoidAttention(*weights, heads=2, mask=mask).head(h)
         alone, e = layer.replace(mask=None), gaussian(N, 4, seed=4)
-        expected, change = torch.func.jvp(lambda t: alone(t, t[:m]), (x,), (e,))
+        expected, change = torch.func.jvp(lambda t, f=alone, m=m: f(t, t[:m]), (x,), (e,))
         torch.testing.assert_close(layer(x), expected)
         torch.testing.assert_close(layer.linearise(x, memory=1).matvec(e), change)
         with torch.no_grad():

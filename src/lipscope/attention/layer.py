@@ -223,7 +223,7 @@ class Layer(nn.Module, ABC):
         return None
 
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
-        """What is added to all scores of so many keys, of which ``added`` may hide some; None: 0."""
+        """What is added to all scores of so many keys; a call's ``added`` may hide some."""
         del num_keys, added
         return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.weighting import At, Weighting
+from lipscope.errors import InputError
 
 
 class Sigmoid(Weighting):
@@ -63,7 +64,7 @@ class SigmoidAttention(InnerProduct):
         mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
-        InputError: If the shapes do not fit together.
+        InputError: If the shapes do not fit together or the offset is not finite.
 
     Source: sigmoid attention of [ramapuram2024].
 
@@ -91,6 +92,8 @@ class SigmoidAttention(InnerProduct):
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
+        if offset is not None and not math.isfinite(offset):
+            raise InputError(f"`offset` should be finite. Found `offset = {offset}`.")
         super().__init__(
             query,
             key,
