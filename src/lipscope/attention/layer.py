@@ -225,7 +225,6 @@ class Layer(nn.Module, ABC):
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
         """What is added to all scores of so many keys; a call's ``added`` may hide some."""
         del num_keys, added
-        return None
 
     # --- from tokens to weights
 
@@ -342,17 +341,17 @@ class Layer(nn.Module, ABC):
     ) -> Tensor | None:
         """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
-        The layer's own bias and shift, the weights of the keys, and -inf where the mask hides;
-        None if nothing. Rows that may read no token are left unmasked here; their weights are set
-        to zero. What a call adds besides, ``called``, only decides on the shift here.
+        The layer's own bias and shift (what a call adds decides on it, too), the weights of the
+        keys, and -inf where the mask hides; None if nothing. Rows that may read no token are left
+        unmasked here; their weights are set to zero.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:
             added = log_weights[keys] if added is None else added + log_weights[keys]
-        shift = self.shift(k.shape[-2] if num_keys is None else num_keys, called)
+        shift = self.shift(num_keys or k.shape[-2], called)
         if shift is not None:
-            own = torch.as_tensor(shift, dtype=k.dtype, device=k.device)
-            added = own if added is None else added + own
+            shift = torch.as_tensor(shift, dtype=k.dtype, device=k.device)
+            added = shift if added is None else added + shift
         visible = self.visible(rows, keys, k.device)
         if visible is None:
             return added
