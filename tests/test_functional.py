@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -269,11 +270,20 @@ def test_what_it_refuses(unchecked) -> None:
             lambda: ls.attention(q, v, v),
         ),
         (
-            r"at least one key. Found \(2, 3, 0, 2\)",
+            r"at least one key, of one entry or more. Found \(2, 3, 0, 2\)",
             lambda: ls.attention(q, k[..., :0, :], v[..., :0, :]),
         ),
         ("of one dtype. Found float64, float32, float64", lambda: ls.attention(q, k.float(), v)),
         ("of one dtype. Found int64", lambda: ls.attention(*[t.long() for t in (q, k, v)])),
+        (
+            r"one entry or more. Found \(2, 3, 7, 0\)",
+            lambda: ls.attention(q[..., :0], k[..., :0], v),
+        ),
+        ("`k` should be a tensor. Found `list`", lambda: ls.attention(q, k.tolist(), v)),
+        ("`v` should be a tensor. Found `ndarray`", lambda: ls.attention(q, k, v.numpy())),
+        ("`mask` should be a tensor", lambda: ls.attention(q, k, v, mask=[[True]])),
+        ("finite number. Found `scale = nan`", lambda: ls.attention(q, k, v, scale=math.nan)),
+        ("finite number. Found `scale = '1'`", lambda: ls.attention(q, k, v, scale="1")),
         ("should broadcast, or the heads", lambda: ls.attention(q, k[:, :2], v[:, :2])),
         ("should broadcast, or the heads", lambda: ls.attention(q, torch.cat([k, k, k]), v)),
         ("hold booleans or float64. Found int64", lambda: ls.attention(q, k, v, mask=SEEN.long())),

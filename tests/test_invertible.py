@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from agreement import gaussian
-from lipscope import sigma
+from lipscope import MultiheadAttention, sigma
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -190,6 +190,13 @@ def test_log_determinants_are_those_of_the_dense_jacobian(name) -> None:
     torch.testing.assert_close(found.value, truth, rtol=0, atol=1e-6)
 
 
+def test_a_large_jacobian_is_formed_where_that_is_asked() -> None:
+    g, x = mlp(0.5), gaussian(300, D)  # more entries than exact traces of a series are taken of
+    found = log_determinant(g, x, method="exact")
+    alone = log_determinant(g, x[:, None], method="exact")  # tokens do not know of each other
+    torch.testing.assert_close(found.value, alone.value.sum())
+
+
 def test_random_traces_and_the_roulette_are_right_on_average() -> None:
     g, x = mlp(0.8, (D, D)), gaussian(1, 2, D)
     truth = float(log_determinant(g, x, method="exact").value.detach())
@@ -305,7 +312,7 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         block.inverse(gaussian(2, 3, D), max_steps=3)
     with pytest.raises(InputError, match=r"`tol` should be positive"):
         block.inverse(gaussian(2, 3, D), tol=0.0)
-    with pytest.raises(InputError, match="`terms` should be positive, and left out of the method"):
+    with pytest.raises(InputError, match="`terms` should be a positive integer, and left out"):
         block.log_determinant(gaussian(2, 3, D), terms=3)
     with pytest.raises(InputError, match="`terms` should be left out of the method `roulette`"):
         block.log_determinant(gaussian(2, 3, D), method="roulette", terms=3)
@@ -315,3 +322,12 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         ContractiveMLP([2, 3], 0.5)
     with pytest.raises(InputError, match=r"`blocks` should be of `InvertibleResidual`"):
         Flow([])
+
+
+def test_other_types_are_refused(unchecked) -> None:
+    with pytest.raises(InputError, match="`method` should be one of exact, series, roulette"):
+        log_determinant(mlp(0.5), gaussian(2, 3, D), method="exakt")  # pyright: ignore
+    with pytest.raises(InputError, match="`layer` should be an attention layer"):
+        ContractiveAttention(MultiheadAttention(D, 2, "l2"), 0.5)  # pyright: ignore
+    with pytest.raises(InputError, match="`c` should be above 0"):
+        ContractiveAttention(LAYERS["L2"](), "0.5")  # pyright: ignore

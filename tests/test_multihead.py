@@ -141,9 +141,10 @@ def test_two_steps_of_training_and_what_it_keeps(kind) -> None:
             p.grad is not None and bool(p.grad.isfinite().all()) for p in module.parameters()
         )
         optimiser.step()
-    moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+    trained = dict(module.named_parameters())  # numbers given as such are kept, not trained
+    moved = {n for n, p in trained.items() if not torch.equal(p, before[n])}
     # A bias of the keys shifts all scores of a row alike: softmax does not see it.
-    assert moved | {"attention.key_bias"} == {*before, "attention.key_bias"}
+    assert moved | {"attention.key_bias"} == {*trained, "attention.key_bias"}
     fresh = build(kind).eval()
     fresh.load_state_dict(module.state_dict())
     y = module.eval()(x, x, x)[0]
@@ -307,8 +308,29 @@ def test_what_it_refuses(unchecked) -> None:
         ("should hold booleans or floats", lambda: module(x, x, x, attn_mask=HIDDEN[:, :N].long())),
         ("`is_causal` says what `attn_mask` is", lambda: module(x, x, x, is_causal=True)),
         (r"one input, \(tokens, width\). Found shape \(3, 5, 8\)", lambda: ls.sigma(module, x)),
+        ("weights, float64. Found float32, float32", lambda: module(*[x.float()] * 3)),
+        ("weights, float64. Found float64, list, list", lambda: module(x, [1], [1])),
     ]  # fmt: skip
     for said, ask in refused:
         with pytest.raises(ls.InputError, match=said) as found:
             ask()
         assert "\n" not in str(found.value)
+
+
+@each_variant
+def test_a_padded_sample_is_the_sample_alone(kind: type[Attention]) -> None:
+    """Up to rounding: what padding hides decides on nothing, such as how many keys there are."""
+    if not takes_masks(kind):
+        pytest.skip("takes no mask")
+    module, c = build(kind), gaussian(B, M, D)
+    found, _ = module(c, c, c, key_padding_mask=PADDING)
+    for sample, pad, y in zip(c, PADDING, found, strict=True):
+        alone = sample[~pad]
+        torch.testing.assert_close(y[~pad], module(alone, alone, alone)[0])
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_numbers_of_a_mask_may_have_another_dtype(weights: bool) -> None:
+    module, x, mask = build().float(), gaussian(B, N, D).float(), gaussian(N, N)
+    found = module(x, x, x, attn_mask=mask, need_weights=weights)[0]
+    torch.testing.assert_close(found, module(x, x, x, attn_mask=mask.float())[0])

@@ -339,6 +339,8 @@ CAUSAL, _ = case("heads", 0)
         ),
         (lambda: lipschitz_ratio(PLAIN, TokenMeasure(X), TokenMeasure(X)), "positive and finite"),
         (lambda: search_ratio(PLAIN, radius=0.0), "`radius` should be positive and finite."),
+        (lambda: search_ratio(PLAIN, radius=1.0, starts=0), "`starts` should be at least 1."),
+        (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite numbers, (n, d)."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),

@@ -439,6 +439,27 @@ def test_sigmoid_is_its_definition() -> None:
     fixed = layer.replace(offset=-1.0, causal=True)
     torch.testing.assert_close(fixed(x), torch.sigmoid(s - 1).tril() @ (x @ layer.value.T))
     torch.testing.assert_close(fixed(x)[:3], fixed(x[:3]))
+    with pytest.raises(InputError, match=r"`offset` should be finite. Found `offset = nan`"):
+        layer.replace(offset=math.nan)
+
+
+@pytest.mark.parametrize("by_head", [False, True], ids=["one mask", "by head"])
+def test_sigmoid_counts_the_keys_that_may_be_read(by_head: bool) -> None:
+    """A padded layer is the layer without padding: value, Jacobian and gradient."""
+    weights = [gaussian(4, 4, seed=i) for i in range(3)]
+    x, keep = gaussian(N, 4), [N - 2, 2]  # of the tokens, the first so many
+    masks = torch.stack([(torch.arange(N) < m).expand(N, N) for m in keep])
+    for h, m in enumerate(keep):
+        mask = masks if by_head else masks[h]
+        layer = SigmoidAttention(*weights, heads=2, mask=mask).head(h)
+        alone, e = layer.replace(mask=None), gaussian(N, 4, seed=4)
+        expected, change = torch.func.jvp(lambda t, f=alone, m=m: f(t, t[:m]), (x,), (e,))
+        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(layer.linearise(x, memory=1).matvec(e), change)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected)
+        g = gaussian(*expected.shape, seed=5)
+        torch.testing.assert_close(layer.stretch(x, g, e, memory=1), (g * change).sum())
 
 
 def test_clipped_is_dot_product_in_the_ball() -> None:

@@ -55,7 +55,7 @@ def attention(
     >>> attention(q, q, torch.tensor([[1.0], [3.0]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
-    _check(q, k, v)
+    _check(q, k, v, mask, scale)
     dtype = q.dtype
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -72,15 +72,23 @@ def attention(
     return o.to(dtype).reshape(*lead, n, v.shape[-1])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask)):
+        if not isinstance(t, Tensor) and (name != "mask" or t is not None):
+            raise InputError(f"`{name}` should be a tensor. Found `{type(t).__name__}`.")
+    number = isinstance(scale, int | float) and math.isfinite(scale)
+    if scale is not None and not number and not isinstance(scale, Tensor):
+        raise InputError(f"`scale` should be a finite number. Found `scale = {scale!r}`.")
     shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise InputError(
             "`q`, `k` and `v` should have shapes (..., n, k), (..., m, k) and (..., m, v). "
             f"Found {shapes}."
         )
-    if not k.shape[-2]:
-        raise InputError(f"`k` should hold at least one key. Found {tuple(k.shape)}.")
+    if not k.shape[-2] or not k.shape[-1]:
+        raise InputError(
+            f"`k` should hold at least one key, of one entry or more. Found {tuple(k.shape)}."
+        )
     kinds = {t.dtype for t in (q, k, v)}
     mixed = len(kinds) > 1 and not torch.is_autocast_enabled(q.device.type)
     if mixed or not all(kind.is_floating_point for kind in kinds):

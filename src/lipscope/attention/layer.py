@@ -222,10 +222,9 @@ class Layer(nn.Module, ABC):
         del q, k, v
         return None
 
-    def shift(self, num_keys: int) -> float:
-        """What is added to every score where there are so many keys."""
-        del num_keys
-        return 0.0
+    def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor | None:
+        """What is added to all scores of so many keys; a call's ``added`` may hide some."""
+        del num_keys, added
 
     # --- from tokens to weights
 
@@ -254,7 +253,7 @@ class Layer(nn.Module, ABC):
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
-        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys)
+        bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys, added)
         s = s if bias is None else s + of_heads(bias, heads)
         if added is None:
             p = self.weighting.weights(s)
@@ -338,18 +337,21 @@ class Layer(nn.Module, ABC):
         keys: slice,
         log_weights: Tensor | None = None,
         num_keys: int | None = None,
+        called: Tensor | None = None,
     ) -> Tensor | None:
         """What is added to a block of scores, ``(h or none, rows or none, keys)``, like ``k``.
 
-        The layer's own bias and shift, the weights of the keys, and -inf where the mask hides;
-        None if nothing. Rows that may read no token are left unmasked here; their weights are set
-        to zero.
+        The layer's own bias and shift (what a call adds decides on it, too), the weights of the
+        keys, and -inf where the mask hides; None if nothing. Rows that may read no token are left
+        unmasked here; their weights are set to zero.
         """
         added = None if self.score_bias is None else self.score_bias[..., rows, keys]
         if log_weights is not None:
             added = log_weights[keys] if added is None else added + log_weights[keys]
-        if shift := self.shift(k.shape[-2] if num_keys is None else num_keys):
-            added = k.new_full((1,), shift) if added is None else added + shift
+        shift = self.shift(num_keys or k.shape[-2], called)
+        if shift is not None:
+            shift = torch.as_tensor(shift, dtype=k.dtype, device=k.device)
+            added = shift if added is None else added + shift
         visible = self.visible(rows, keys, k.device)
         if visible is None:
             return added

@@ -207,7 +207,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 )
             if mask.dtype != torch.bool and not mask.is_floating_point():
                 raise InputError(f"`{name}` should hold booleans or floats. Found {mask.dtype}.")
-            shown = mask
+            shown = mask if mask.dtype == torch.bool else mask.to(x.dtype)
             if mask.dtype == torch.bool:
                 shown = torch.zeros_like(mask, dtype=x.dtype).masked_fill(mask, -torch.inf)
             if name == "key_padding_mask":
@@ -220,8 +220,17 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
     ) -> None:
-        layer = self.attention
-        shapes = [tuple(t.shape) for t in (query, key, value)]
+        layer, own = self.attention, self.attention.query
+        given = (query, key, value)
+        kinds = [t.dtype if isinstance(t, Tensor) else type(t).__name__ for t in given]
+        cast = torch.is_autocast_enabled(own.device.type)
+        if not all(kind == own.dtype or (cast and isinstance(kind, torch.dtype)) for kind in kinds):
+            found = ", ".join(str(kind).removeprefix("torch.") for kind in kinds)
+            raise InputError(
+                "`query`, `key` and `value` should be tensors of the dtype of the weights, "
+                f"{str(own.dtype)[6:]}. Found {found}."
+            )
+        shapes = [tuple(t.shape) for t in given]
         batches = [s[:-2] if self.batch_first else s[1:-1] for s in shapes]
         fit = query.ndim in (2, 3) and {len(s) for s in shapes} == {query.ndim}
         fit = fit and {s[-1] for s in shapes} == {self.embed_dim} and shapes[1] == shapes[2]

@@ -30,7 +30,7 @@ class Contraction(nn.Module, ABC):
 
     def __init__(self, c: float) -> None:
         super().__init__()
-        if not 0 < c < 1:
+        if not isinstance(c, int | float) or not 0 < c < 1:
             raise InputError(f"`c` should be above 0 and below 1 to contract. Found `c = {c}`.")
         self.c = c
 
@@ -66,6 +66,11 @@ class ContractiveAttention(Contraction):
 
     def __init__(self, layer: Attention, c: float) -> None:
         super().__init__(c)
+        if not isinstance(layer, Attention):
+            raise InputError(
+                "`layer` should be an attention layer, such as `attention` of a "
+                f"`lipscope.MultiheadAttention`. Found `{type(layer).__name__}`."
+            )
         d = layer.query.shape[1]
         width = layer.num_heads * layer.value_width if layer.output is None else len(layer.output)
         if width != d:

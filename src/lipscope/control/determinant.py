@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,9 @@ _DENSE = 64  # entries of a sample up to which its Jacobian is formed
 _TRACED = 1024  # up to which traces are exact: they take as many products a term
 _CERTAIN = 4  # terms of the roulette that are never left out
 _GOES_ON = 0.5  # its chance of one more term, at least
+
+
+_Method = Literal["exact", "series", "roulette"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ def log_determinant(
     g: Contraction,
     x: Float[Tensor, "*b n d"],
     *,
-    method: Literal["exact", "series", "roulette"] | None = None,
+    method: _Method | None = None,
     terms: int | None = None,
     probes: int | None = None,
     tol: float = 1e-3,
@@ -74,13 +77,16 @@ def log_determinant(
         raise InputError(f"`g` should be certified to contract. Found `{type(g).__name__}`.")
     size = x.shape[-2] * x.shape[-1]
     method = method or ("exact" if size <= _DENSE else "series")
+    if method not in get_args(_Method):
+        known = ", ".join(get_args(_Method))
+        raise InputError(f"`method` should be one of {known}. Found `{method}`.")
     for name, number in (("terms", terms), ("probes", probes)):
-        if number is not None and (number < 1 or method == "exact"):
+        if number is not None and (type(number) is not int or number < 1 or method == "exact"):
             raise InputError(
-                f"`{name}` should be positive, and left out of the method `exact`. "
+                f"`{name}` should be a positive integer, and left out of the method `exact`. "
                 f"Found `{name} = {number}` and `{method}`."
             )
-    if size > _TRACED and probes is None:
+    if size > _TRACED and probes is None and method != "exact":
         raise InputError(
             f"`probes` should be given for samples of more than {_TRACED} entries. Found {size}, "
             "which exact traces would take as many products for."

@@ -100,10 +100,12 @@ def search_ratio(
         The best pair.
 
     Raises:
-        InputError: As `push_forward`, or if ``radius`` is not positive.
+        InputError: As `push_forward`, or if ``radius`` or ``starts`` is not positive.
     """
     if not 0 < radius < float("inf"):
         raise InputError(f"`radius` should be positive and finite. Found `radius = {radius}`.")
+    if starts < 1:
+        raise InputError(f"`starts` should be at least 1. Found `starts = {starts}`.")
     layer = layer.in_double()
     found = [
         _climb(layer, radius, num_atoms, steps, p, start_named(f"ratio|{seed}|{i}"))

@@ -84,7 +84,8 @@ def split_at(
         `Split`, exact up to rounding; to 1e-6 for large inputs.
 
     Raises:
-        InputError: If a function tells copies or permuted tokens apart, or has weights.
+        InputError: If the input is not finite, or a function tells copies or permuted tokens
+            apart, or has weights.
 
     Source: derived here (``docs/theory/splitting.md``).
 
@@ -94,6 +95,11 @@ def split_at(
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
     (1, 1.5535, 1.2187)
     """
+    if x.ndim != 2 or not bool(x.isfinite().all()):
+        raise InputError(
+            f"`x` should be finite numbers, (n, d). Found {tuple(x.shape)}"
+            f"{', NaN or Inf among them' if x.ndim == 2 else ''}."
+        )
     if in_closed_form(f):
         assert isinstance(f, Attention)
         own = own_operator(f, x, log_weights=log_weights)

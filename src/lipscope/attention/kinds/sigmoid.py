@@ -11,6 +11,7 @@ from torch import Tensor
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.weighting import At, Weighting
+from lipscope.errors import InputError
 
 
 class Sigmoid(Weighting):
@@ -40,7 +41,8 @@ class SigmoidAttention(InnerProduct):
     """Attention with weights ``P_ij = σ(scale <q_i, k_j> + b)``, ``b = -log m`` for ``m`` keys.
 
     Each weight is between 0 and 1; those of a row need not add up to 1. With ``b = -log m`` they
-    add up to about 1 at small scores. ``m`` counts all keys, those that a mask hides too.
+    add up to about 1 at small scores. ``m`` counts the keys that some token may read, in every
+    head: padding that a mask hides changes nothing.
 
     Holds for encoders and decoders, biases and any 0/-inf mask. A causal layer that should not see
     how many tokens follow is given a number as ``offset``. Sigma is not bounded over all
@@ -62,7 +64,7 @@ class SigmoidAttention(InnerProduct):
         mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
-        InputError: If the shapes do not fit together.
+        InputError: If the shapes do not fit together or the offset is not finite.
 
     Source: sigmoid attention of [ramapuram2024].
 
@@ -90,6 +92,8 @@ class SigmoidAttention(InnerProduct):
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
+        if offset is not None and not math.isfinite(offset):
+            raise InputError(f"`offset` should be finite. Found `offset = {offset}`.")
         super().__init__(
             query,
             key,
@@ -106,6 +110,18 @@ class SigmoidAttention(InnerProduct):
         )
         self.offset = offset
 
-    def shift(self, num_keys: int) -> float:
-        """``b``."""
-        return -math.log(num_keys) if self.offset is None else self.offset
+    def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor:
+        """``b``; where a mask hides keys, of every head, and of every sample of a call."""
+        if self.offset is not None:
+            return self.offset
+        if self.mask is None and added is None:
+            return -math.log(num_keys)
+        n = num_keys if self.mask is None else self.mask.shape[-2]
+        if added is not None and added.shape[-2] > 1:
+            n = added.shape[-2]
+        seen = self.visible(slice(0, n), slice(0, num_keys), self.query.device)
+        if added is not None:
+            seen = added > -torch.inf if seen is None else seen & (added > -torch.inf)
+        assert seen is not None
+        m = seen.any(-2, keepdim=True).sum(-1, keepdim=True)
+        return -m.clamp_min(1).to(self.query.dtype).log()

@@ -77,12 +77,13 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     ``n (‖V‖ σ(s + b) + (‖V‖ R + |b_V|) (2 ‖A‖ R + |K^T b_Q| + |Q^T b_K|) σ'_max)``,
     ``σ'_max = max_{|t|≤s} σ'(t + b)``, where
     ``s = ‖A‖ R² + (|K^T b_Q| + |Q^T b_K|) R + |<b_Q, b_K>|`` bounds the scores. Without biases and
-    with ``b = -log n`` it is at most ``‖V‖ e^α (1 + 2 α)`` for every n.
+    with ``b = -log n`` it is at most ``‖V‖ e^α (1 + 2 α)`` for every n, without a mask.
 
     Holds for any mask on n tokens of norm at most R.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
+    _mask_of(layer, num_tokens)
     own, n = layer.in_double(), num_tokens
     query, key, value = _by_head(own)
     query_bias, key_bias, value_bias = (
@@ -94,9 +95,9 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     of_key = own.scale * (query.mT @ key_bias[..., None]).norm(dim=(1, 2))
     fixed = own.scale * (query_bias * key_bias).sum(-1).abs()
     scores = a * radius**2 + (of_query + of_key) * radius + fixed
-    b = own.shift(n)
+    b = torch.as_tensor(own.shift(n), dtype=scores.dtype, device=scores.device).flatten()
     top = torch.sigmoid(scores + b)
-    nearest = (abs(b) - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
+    nearest = (b.abs() - scores).clamp_min(0).sigmoid()  # to the steepest point, 0
     steep = nearest * (1 - nearest)
     moved = (norm_v * radius + value_bias.norm(dim=-1)) * (2 * a * radius + of_query + of_key)
     return float(of_heads(n * (norm_v * top + moved * steep), own.output))
