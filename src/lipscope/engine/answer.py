@@ -168,7 +168,7 @@ class _Solve:
             product = product.sum(0)  # contributions, of which there is one without `per_head`
         if not bool(product.isfinite().all()):
             return None, None  # reported as non-finite by the solver
-        product = self.layer.onward(product, e)
+        product = self.layer.onward(product)
         found = difference(itself.function, self.layer.x.to(itself.dtype), e, product)
         if found.status == "disagrees":
             raise InputError(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import answer
@@ -333,11 +333,27 @@ class Session:
 
 
 def _residual(layer: Attention, norms: Norms) -> Residual:
-    """Attention with its norms, each in the precision of what it takes, added to its input."""
-    before, second, outer = (
-        None if one is None else ExactNorm(one) for one in (norms.before, norms.second, norms.outer)
-    )
+    """Attention with its norms, each in the precision of what it takes, added to its input.
+
+    A scale is taken into the output projection, or into the norm that takes the attention's output.
+    """
+    before, outer = (None if one is None else ExactNorm(one) for one in (norms.before, norms.outer))
+    second = None if norms.second is None else ExactNorm(norms.second, norms.scale)
+    if norms.scale is not None and second is None:
+        layer = _scaled(layer, norms.scale.double().cpu())
     return Residual(layer if before is None else Normed(layer, before), second, outer)
+
+
+def _scaled(layer: Attention, scale: Tensor) -> Attention:
+    """The layer in float64, its output times one number or one for every channel."""
+    layer = layer.in_double()
+    fields = layer.fields()
+    concat, bias = layer.num_heads * layer.value_width, fields.get("output_bias")
+    output = torch.eye(concat, dtype=torch.float64) if layer.output is None else layer.output
+    changes: dict[str, Tensor] = {"output": scale.reshape(-1, 1) * output}
+    if bias is not None:
+        changes["output_bias"] = scale * bias
+    return layer.replace(**changes)
 
 
 def _item(sample: Sample) -> InputKey:

@@ -63,6 +63,11 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
             key side, it is not given the keys' tokens as they are.
     """
     block, axis = _block_around(record, call), call.token_axis
+    if block.returned > 1:
+        raise InputError(
+            f"The map `block` needs a block that hands on one stream. Found that `{block.name}` "
+            f"returns {block.returned}; use the map `attention` or `model`."
+        )
     if record.side == "key":
         moved = Streams([Stream(_names_of_states(block, call), call.kept[0], None)], axis)
     else:
@@ -84,7 +89,7 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
         )
     if record.side != "self":
         found = found[:1]  # the decoder's own
-    if len({one.x.shape[-1] for one in found}) > 1 or (len(found) > 1 and block.returned > 1):
+    if len({one.x.shape[-1] for one in found}) > 1:
         names = ", ".join(f"`{one.names[0]}`" for one in found)
         raise InputError(
             f"The map `block` needs one stream, or several of one width that become one. Found "
@@ -108,7 +113,8 @@ def model_parts(record: Trace) -> Whole:
     """
     name, first, start = _first_block(record)
     ends = record.output
-    if ends is None or not (record.hidden or ends.shape[-1] == start.x.shape[-1]):
+    whole = start.x.numel(), start.x.shape[-1]  # one token of logits may be as wide
+    if ends is None or not (record.hidden or (ends.numel(), ends.shape[-1]) == whole):
         raise InputError(
             "The map `model` goes from the first block to a last hidden state of the same width. "
             "Found another output; leave out the head, or take one part of a composite model."

@@ -52,7 +52,7 @@ class BlockCall:
         streams: Those of its tensors that depend on the model's input; of a block that is given
             none, its first tensor.
         output: What it returns, its first tensor of the streams' width.
-        returned: How many tensors it returns that may be streams.
+        returned: How many tensors of the streams' shape it returns that depend on the input.
     """
 
     name: str
@@ -379,7 +379,8 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
 
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         for call in started:
-            several = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
+            like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
+            several = {t.data_ptr() for t in like if t.requires_grad or not torch.is_grad_enabled()}
             call.output, call.returned = record.kept.keep(first_tensor(out)), len(several)
             record.blocks.append(call)
 

@@ -24,7 +24,7 @@ from lipscope.models.tracing.flow import each_tensor
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.replay import Streams
 from lipscope.models.tracing.sites import AttentionCall
-from lipscope.models.tracing.sums import NormCall
+from lipscope.models.tracing.sums import AtSum, NormCall
 from lipscope.models.tracing.trace import run
 
 
@@ -44,7 +44,8 @@ class Ends:
         until: Path of the module at whose end the run ends: it, or one around it.
         token_axis: Axis of the tokens, 0 or 1.
         place: Which of the tensors that it returns is read.
-        onward: ``(J e, e)`` to the derivative of what is read.
+        total: Which of the sums of the pass is read instead; None for none.
+        onward: From ``J e`` to the derivative of what is read.
         moved: Which tokens the map's input holds; None for all.
         read: Which tokens its output holds; None for all.
     """
@@ -56,7 +57,8 @@ class Ends:
     until: str
     token_axis: int
     place: int = 0
-    onward: Callable[[Tensor, Tensor], Tensor] = lambda product, _: product
+    total: int | None = None
+    onward: Callable[[Tensor], Tensor] = lambda product: product
     moved: Tensor | None = None
     read: Tensor | None = None
 
@@ -103,7 +105,14 @@ class Ends:
             if found:
                 raise _Reached
 
+        def at_sum(value: Tensor) -> None:
+            if written:
+                found[:] = [value.clone()]  # it may lie where the tokens are put back
+                raise _Reached
+
         with contextlib.ExitStack() as stack:
+            if self.total is not None:
+                stack.enter_context(AtSum(self.total, at_sum))
             start = model.get_submodule(self.enters)
             stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(model.get_submodule(self.leaves).register_forward_hook(leave).remove)
@@ -146,7 +155,7 @@ def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False
     if not heads or projection is None:
         return ends
 
-    def projected(product: Tensor, _: Tensor) -> Tensor:
+    def projected(product: Tensor) -> Tensor:
         with torch.no_grad():
             return projection(product) - projection(torch.zeros_like(product))
 
@@ -166,9 +175,9 @@ def to_norm(norm: NormCall, ends: Ends) -> Ends:
     return replace(ends, leaves=norm.name, until=norm.name, place=0)
 
 
-def plus_input(ends: Ends) -> Ends:
-    """The ends of a branch, for the map that adds its input to it."""
-    return replace(ends, onward=lambda product, e: product - e)
+def to_sum(index: int, ends: Ends) -> Ends:
+    """The same beginning, but a sum that the model forms is read."""
+    return replace(ends, leaves="", until="", total=index)
 
 
 def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> Ends:

@@ -79,9 +79,9 @@ class LayerMap:
         """The map at another input."""
         return self.function(x)
 
-    def onward(self, product: Tensor, e: Tensor) -> Tensor:
-        """Derivative along ``e``, whose product with the Jacobian this is, of what `ends` reads."""
-        return product if self.ends is None else self.ends.onward(product, e)
+    def onward(self, product: Tensor) -> Tensor:
+        """Derivative of what `ends` reads, from this product with the Jacobian."""
+        return product if self.ends is None else self.ends.onward(product)
 
     def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
         """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""

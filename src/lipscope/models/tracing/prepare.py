@@ -79,16 +79,23 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 class ExactNorm(nn.Module):
-    """A norm that computes in the precision of its input, whatever its own code asks for."""
+    """A norm that computes in the precision of its input, whatever its own code asks for.
 
-    def __init__(self, module: nn.Module) -> None:
+    Its output may be multiplied by a scale, one number or one for every channel.
+    """
+
+    scale: Tensor | None
+
+    def __init__(self, module: nn.Module, scale: Tensor | None = None) -> None:
         super().__init__()
         self.module = module
+        self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of every token."""
         with exact_maths(x.dtype):
-            return self.module(x)
+            y = self.module(x)
+        return y if self.scale is None else y * self.scale
 
 
 @contextlib.contextmanager

@@ -14,27 +14,29 @@ from lipscope.models.tracing.itself import (
     Ends,
     ends_of_attention,
     from_norm,
-    plus_input,
     to_norm,
+    to_sum,
 )
 from lipscope.models.tracing.replay import ClosedForm, Replayed, TokenModule
 from lipscope.models.tracing.sites import AttentionCall
-from lipscope.models.tracing.sums import NormCall, Sum, close
+from lipscope.models.tracing.sums import NormCall, close, distance
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of a residual map ``x -> N_o(x + N_s(f(N_b(x))))``, None where there is none.
+    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``, None where there is none.
 
     Attributes:
         before: ``N_b``, in front of the attention.
         second: ``N_s``, which takes the attention's own output.
         outer: ``N_o``, which takes the sum.
+        scale: ``s``, one number, ``()``, or one for every channel, ``(d,)``.
     """
 
     before: nn.Module | None = None
     second: nn.Module | None = None
     outer: nn.Module | None = None
+    scale: Tensor | None = None
 
 
 # Input, the model's own output, the function, how to linearise it, where it is, and its norms.
@@ -67,7 +69,7 @@ def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
 def residual(
     record: Trace, call: AttentionCall, norm: NormCall | None, core: ClosedForm | Replayed
 ) -> Parts:
-    """``x + f(N(x))`` (pre-norm) or ``N(u + f(u))`` (post-norm), with further norms.
+    """``x + s f(N(x))`` (pre-norm) or ``N(u + s f(u))`` (post-norm), with further norms.
 
     Which of them the model computes is read off the trace. Its sum is one that the model
     formed; it is the stream if the model adds to it again, and enters the stream through
@@ -89,21 +91,26 @@ def residual(
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
     own = None if after is None else after.module
-    ends = ends_of_attention(record, call)
-    ends = plus_input(ends if after is None else to_norm(after, ends))
+    place = call.kept[-1].data_ptr() if after is None else after.y_place
+    ends, scale = ends_of_attention(record, call), None
+
+    def behind(y: Tensor) -> Tensor:
+        y = y if second is None else second(y)
+        return y if scale is None else y * scale
 
     def branch(u: Tensor) -> Tensor:
-        return core.attend(u) if second is None else second(core.attend(u))
+        return behind(core.attend(u))
 
     def branch_operator(u: Tensor, memory: int, per_head: bool) -> Operator:
         op = core.linearise_attention(u, memory, per_head)
-        return op if second is None else compose(linearise(second, core.attend(u)), op)
+        plain = second is None and scale is None
+        return op if plain else compose(linearise(behind, core.attend(u)), op)
 
     if norm is not None:
         x = as_tokens(norm.x, call.token_axis)
-        total = _sum_of(record, call, x, added)
-        if total is not None:
-            before = TokenModule(norm.module, norm.x)
+        index, scale = _sum_of(record, call, x, added, place)
+        if index is not None:
+            total, before = record.seen.sums[index], TokenModule(norm.module, norm.x)
             return (
                 x,
                 as_tokens(total.value, call.token_axis),
@@ -111,23 +118,24 @@ def residual(
                 lambda x, m, h: plus_identity(
                     compose(branch_operator(before(x), m, h), linearise(before, x))
                 ),
-                from_norm(record, norm, ends),
-                Norms(norm.module, own),
+                to_sum(index, from_norm(record, norm, ends)),
+                Norms(norm.module, own, scale=scale),
             )
-    total = _sum_of(record, call, call.x, added)
-    if total is None:
+    index, scale = _sum_of(record, call, call.x, added, place)
+    if index is None:
         raise InputError(
             f"The map `residual` needs a sum of the layer's input and output from which the model "
             f"goes on. Found none after `{call.name}`; use the map `block`."
         )
+    total = record.seen.sums[index]
     if total.norm is None or total.added:
         return (
             call.x,
             as_tokens(total.value, call.token_axis),
             lambda u: u + branch(u),
             lambda u, m, h: plus_identity(branch_operator(u, m, h)),
-            ends,
-            Norms(second=own),
+            to_sum(index, ends),
+            Norms(second=own, scale=scale),
         )
     outer = TokenModule(total.norm.module, total.norm.x)
     return (
@@ -137,18 +145,29 @@ def residual(
         lambda u, m, h: compose(
             linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
         ),
-        to_norm(total.norm, ends_of_attention(record, call)),
-        Norms(second=own, outer=total.norm.module),
+        to_norm(total.norm, ends),
+        Norms(second=own, outer=total.norm.module, scale=scale),
     )
 
 
-def _sum_of(record: Trace, call: AttentionCall, x: Tensor, added: Tensor) -> Sum | None:
-    """The sum ``x + added`` that the model formed and went on from."""
+def _sum_of(
+    record: Trace, call: AttentionCall, x: Tensor, added: Tensor, place: int
+) -> tuple[int | None, Tensor | None]:
+    """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
+
+    ``s`` is a factor that the model multiplied with what lies at this place, the attention's
+    output; None for 1.
+    """
     if x.shape != added.shape:
-        return None
-    for total in record.seen.sums[call.sums_before :]:
+        return None, None
+    scales = (None, *record.seen.factors(place, call.sums_before))
+    expected = [x + (added if scale is None else added * scale) for scale in scales]
+    for index, total in enumerate(record.seen.sums[call.sums_before :], call.sums_before):
         if not total.read or total.value.numel() != x.numel():
             continue
-        if close(as_tokens(total.value, call.token_axis), x + added):
-            return total
-    return None
+        value = as_tokens(total.value, call.token_axis)
+        # Beside a large x, several of them are close.
+        off = {i: distance(value, one) for i, one in enumerate(expected) if close(value, one)}
+        if off:
+            return index, scales[min(off, key=off.__getitem__)]
+    return None, None

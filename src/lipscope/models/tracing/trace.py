@@ -29,9 +29,6 @@ from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.sites import Side, block_of, first_block_of
 from lipscope.models.tracing.sums import Kept, SeenSums
 
-# Modules that may stand between an attention layer and the sum that it enters (`residual`).
-_TOKEN_BY_TOKEN = ("norm", "layerscale")
-
 
 def trace(
     model: nn.Module,
@@ -105,7 +102,7 @@ def _traced(
             hook_site(stack, record, name, module)
         if norms:
             for name, module in model.named_modules():
-                if any(kind in type(module).__name__.lower() for kind in _TOKEN_BY_TOKEN):
+                if "norm" in type(module).__name__.lower():
                     hook_norm(stack, record, name, module)
             stack.enter_context(record.seen)
         if blocks:
