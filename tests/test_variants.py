@@ -453,7 +453,7 @@ def test_sigmoid_counts_the_keys_that_may_be_read(by_head: bool) -> None:
         mask = masks if by_head else masks[h]
         layer = SigmoidAttention(*weights, heads=2, mask=mask).head(h)
         alone, e = layer.replace(mask=None), gaussian(N, 4, seed=4)
-        expected, change = torch.func.jvp(lambda t, f=alone, m=m: f(t, t[:m]), (x,), (e,))
+        expected, change, *_ = torch.func.jvp(lambda t, f=alone, m=m: f(t, t[:m]), (x,), (e,))
         torch.testing.assert_close(layer(x), expected)
         torch.testing.assert_close(layer.linearise(x, memory=1).matvec(e), change)
         with torch.no_grad():
