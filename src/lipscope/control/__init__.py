@@ -6,7 +6,7 @@ from lipscope.control.flow import Flow
 from lipscope.control.inverse import Inverse, InvertibleResidual, solve
 from lipscope.control.restrain import restrain
 from lipscope.control.restraint import Restraint, restraints
-from lipscope.control.signals import entropy_and_sink, largest_logits
+from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
 
 __all__ = [
     "Contraction",
@@ -16,8 +16,10 @@ __all__ = [
     "Inverse",
     "InvertibleResidual",
     "LogDeterminant",
+    "Reading",
     "Restraint",
     "entropy_and_sink",
+    "joint_norm",
     "largest_logits",
     "log_determinant",
     "restrain",

@@ -1,12 +1,63 @@
-"""What can be read off a layer at an input besides sigma: logits, entropy, sinks."""
+"""What a monitor reads off a layer at an input: sigma, and logits, entropy, sinks beside it."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The signals of one layer after a step; None where there is none.
+
+    Attributes:
+        step: Step of training.
+        layer: Index from 0.
+        module: Path of its module.
+        sigma: The largest over the entries of the probe; likewise the two that follow.
+        relative: ``sigma ‖X‖ / ‖f(X)‖``.
+        top_share: Share of the most sensitive token.
+        radius: Largest token norm of the map's input.
+        largest_logit: Over heads, pairs of tokens and entries.
+        entropy: Mean over rows, of the head where it is least, in nats.
+        sink_mass: Mean over rows of the attention that one token gets, of the head where it is
+            most.
+        weight_norm: Frobenius norm of all its parameters.
+        update_norm: Frobenius norm of what the step changed in them.
+        logits: Largest logit of every head.
+        entropies: Entropy of every head.
+        sinks: Sink mass of every head.
+    """
+
+    step: int
+    layer: int
+    module: str
+    sigma: float | None
+    relative: float | None
+    top_share: float | None
+    radius: float | None
+    largest_logit: float | None
+    entropy: float | None
+    sink_mass: float | None
+    weight_norm: float
+    update_norm: float | None
+    logits: tuple[float, ...] = ()
+    entropies: tuple[float, ...] = ()
+    sinks: tuple[float, ...] = ()
+
+    def signals(self) -> dict[str, float | None]:
+        """The numbers, one for each signal."""
+        return {k: v for k, v in asdict(self).items() if k not in _NO_SIGNALS}
+
+
+_NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks")
 
 
 @torch.no_grad()
@@ -51,3 +102,11 @@ def entropy_and_sink(
     p = layer.weights(q, k)
     p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
     return torch.special.entr(p).sum(-1).mean(-1), p.mean(-2).amax(-1)
+
+
+def joint_norm(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:
+    """Frobenius norm of all tensors together, or of what has changed in them since ``before``."""
+    parts = [t.detach().float() for t in tensors]
+    if before is not None:
+        parts = [now - then for now, then in zip(parts, before, strict=True)]
+    return math.sqrt(sum(float(part.square().sum()) for part in parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.control.alarm import Alarm, Alert
-from lipscope.control.signals import entropy_and_sink, largest_logits
+from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
 from lipscope.engine.checks import argument, whole
 from lipscope.engine.runs import LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
@@ -31,53 +31,6 @@ from lipscope.records.rows import Measurement, provenance, stable_id
 PART = "monitor"
 """The part of the values of a run folder that holds the signals."""
 _TOL = 1e-2  # of the intervals: a curve over training needs no more
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The signals of one layer after a step; None where there is none.
-
-    Attributes:
-        step: Step of training.
-        layer: Index from 0.
-        module: Path of its module.
-        sigma: The largest over the entries of the probe; likewise the two that follow.
-        relative: ``sigma ‖X‖ / ‖f(X)‖``.
-        top_share: Share of the most sensitive token.
-        radius: Largest token norm of the map's input.
-        largest_logit: Over heads, pairs of tokens and entries.
-        entropy: Mean over rows, of the head where it is least, in nats.
-        sink_mass: Mean over rows of the attention that one token gets, of the head where it is
-            most.
-        weight_norm: Frobenius norm of all its parameters.
-        update_norm: Frobenius norm of what the step changed in them.
-        logits: Largest logit of every head.
-        entropies: Entropy of every head.
-        sinks: Sink mass of every head.
-    """
-
-    step: int
-    layer: int
-    module: str
-    sigma: float | None
-    relative: float | None
-    top_share: float | None
-    radius: float | None
-    largest_logit: float | None
-    entropy: float | None
-    sink_mass: float | None
-    weight_norm: float
-    update_norm: float | None
-    logits: tuple[float, ...] = ()
-    entropies: tuple[float, ...] = ()
-    sinks: tuple[float, ...] = ()
-
-    def signals(self) -> dict[str, float | None]:
-        """The numbers, one for each signal."""
-        return {k: v for k, v in asdict(self).items() if k not in _NO_SIGNALS}
-
-
-_NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks")
 
 
 class Monitor:
@@ -312,8 +265,8 @@ class Monitor:
                     largest_logit=_largest(logits),
                     entropy=min(entropies, default=None),
                     sink_mass=_largest(sinks),
-                    weight_norm=_norm(own),
-                    update_norm=None if moved is None else _norm(_differences(own, moved)),
+                    weight_norm=joint_norm(own),
+                    update_norm=None if moved is None else joint_norm(own, moved),
                     logits=logits,
                     entropies=entropies,
                     sinks=sinks,
@@ -427,14 +380,6 @@ def _in_full(model: nn.Module) -> Iterator[None]:
 def _largest(values: Any) -> float | None:
     found = [value for value in values if value is not None]
     return max(found, default=None)
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(t.detach().float().square().sum()) for t in tensors))
-
-
-def _differences(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-    return [a.detach() - b for a, b in zip(now, before, strict=True)]
 
 
 def _plain(content: Mapping[str, Any]) -> dict[str, Any]:

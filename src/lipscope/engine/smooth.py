@@ -173,8 +173,12 @@ def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
     """The decoder with its language head, the model itself inside, or None."""
     from transformers import AutoModelForCausalLM
 
-    names = getattr(loaded.config, "architectures", None) or ()
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+    names = getattr(loaded.config, "architectures", None)
+    if names is None:  # of a GGUF file, which does not say; random weights predict nothing
+        with_head = not loaded.weights.startswith("random")
+    else:
+        with_head = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    if not with_head or type(loaded.config) not in AutoModelForCausalLM._model_mapping:
         return None
     with quiet():
         if getattr(loaded.config, "tie_word_embeddings", False):
@@ -260,6 +264,13 @@ def _tune(
 
 def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
     whole: Any = loaded.model if head is None else head
+    # What came from a quantised file has plain weights now, and is saved as such.
+    part: Any
+    for part in (whole, loaded.model):
+        if getattr(part, "hf_quantizer", None) is not None:
+            part.hf_quantizer = None
+        if hasattr(part.config, "quantization_config"):
+            del part.config.quantization_config
     try:
         with quiet():
             whole.save_pretrained(folder)
