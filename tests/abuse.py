@@ -116,6 +116,8 @@ def calls() -> Iterator[Call]:
             for said, value in (WORDS | THINGS).items():
                 if (name, said) == ("progress", "type"):  # is called, and says so itself
                     continue
+                if (verb, name, said) == ("smooth", "out", "nobody"):  # somebody, elsewhere
+                    continue
                 yield Call(f"{verb}({name}={said})", _with(function, base, {name: value}))
     for key in (*(one.name for one in _fields()), 3):
         for said, value in (WORDS | THINGS).items():

@@ -216,7 +216,7 @@ def test_pictures_from_a_folder(tmp_path):
         ({"images": "random", "resolutions": [6]}, "multiples of 4"),
         ({"images": "random", "samples": 0}, "at least 1"),
         ({"images": "random", "lengths": [6]}, "take the place of a text"),
-        ({"resolutions": [8]}, "no images"),
+        ({"resolutions": [8]}, "Found no `images`"),
         ({"images": "random", "position_offset": 2}, "leave it out"),
     ],
 )

@@ -134,7 +134,8 @@ def test_the_manifest_says_what_was_done(uninterrupted):
     manifest = ls.read_run(uninterrupted).manifest
     spec = read_spec(SPEC).spec
     assert manifest["spec"] == json.loads(json.dumps(spec.as_dict()))
-    assert manifest["models"] == {BERT: {"revision": None, "weights": "random"}}
+    about = {"revision": None, "weights": "random", "trained_length": None}
+    assert manifest["models"] == {BERT: about}
     assert {"lipscope", "torch", "python", "machine", "cores"} <= set(manifest["provenance"])
     assert manifest["files"]["rows"]["lines"] == JOBS
 

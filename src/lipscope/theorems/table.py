@@ -111,6 +111,9 @@ def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
     Args:
         theorem: An entry of the catalogue.
         layer: The layer at its input.
+
+    Raises:
+        NotApplicableError: If no theorem reads such a layer.
     """
     if theorem.cost is None or layer.x is None or not isinstance(layer.attention, DotProduct):
         return 0.0
