@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DividedAttention": {"by": "G2", "num_tokens": M, "radius": 3.0},
 }
 each_variant = pytest.mark.parametrize("kind", ls.variants(), ids=lambda one: one.__name__)
+SLOW = pytest.mark.slow
 PADDING = torch.arange(M) >= torch.tensor([[7], [4], [5]])
 HIDDEN = (gaussian(N, M) > 0.5) & (torch.arange(M) != 0)
 
@@ -258,7 +259,14 @@ def test_parametrised_weights(kind) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # Dynamo's own, of gradients of what is no leaf
-@each_variant
+@pytest.mark.parametrize(
+    "kind",
+    [
+        one if one in (ls.DotProduct, ls.SinkhornAttention) else pytest.param(one, marks=SLOW)
+        for one in ls.variants()
+    ],
+    ids=lambda one: one.__name__,
+)
 def test_it_compiles(kind, unchecked) -> None:
     """In one piece, but where values decide on the steps (a balance), or must be finite."""
     module, x = build(kind), gaussian(B, N, D)
