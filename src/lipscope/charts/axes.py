@@ -132,10 +132,10 @@ def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
     )
     place = x.copy()
     place.shorthand = "at:Q"
-    word = base.mark_text(align="right", baseline="top", dx=-4, color=QUIET, fontSize=11)
+    word = base.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
     return [
         base.mark_rule(color=QUIET, strokeWidth=1).encode(x=place),
-        word.encode(x=place, y=alt.value(4), text="said:N"),
+        word.encode(x=place, y=alt.value("height"), text="said:N"),
     ]
 
 

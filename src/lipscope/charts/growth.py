@@ -217,8 +217,8 @@ def _training_end(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
     said = f"trained to {end[0]}"
     base = alt.Chart(alt.InlineData(values=[{"at": end[1], "said": said}])).encode(x=x)
     rule = base.mark_rule(color=QUIET, strokeWidth=1)
-    word = base.mark_text(align="right", baseline="top", dx=-4, color=QUIET, fontSize=11)
-    return [rule, word.encode(y=alt.value(4), text="said:N")]
+    word = base.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
+    return [rule, word.encode(y=alt.value("height"), text="said:N")]
 
 
 def _references(
