@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -21,17 +23,22 @@ _FOLLOWED = 20  # subspace iterations for the directions of the certificate, thr
 _SMALLEST = 1e-30  # a spread below it is none
 
 
-class Penalty(Restraint):
+class Penalty(Restraint, ABC):
     """The mean of a quantity over layers and entries; above a cap, if there is one."""
 
+    @abstractmethod
     def of(self, seen: Seen) -> Tensor:
         """The quantity of one layer."""
-        raise NotImplementedError
 
     def penalty(self, data: Batch = None) -> Tensor:
         """As `Restraint.penalty`."""
         values = torch.stack([self.of(seen) for seen in self.probe.seen(data)])
-        return (values if self.cap is None else (values - self.cap).clamp_min(0)).mean()
+        return _above(values, self.cap)
+
+
+def _above(values: Tensor, cap: float | None) -> Tensor:
+    """The mean of what values have above a cap; their mean where there is none."""
+    return (values if cap is None else (values - cap).clamp_min(0)).mean()
 
 
 @restraint("sigma")
@@ -175,7 +182,7 @@ def _spread(top: Tensor, k: int) -> Tensor:
 
 
 @restraint("weight-norms")
-class WeightNorms(Penalty):
+class WeightNorms(Restraint):
     """The mean spectral norm of the weight matrices of a layer, whatever the input."""
 
     def penalty(self, data: Batch = None) -> Tensor:
@@ -185,8 +192,7 @@ class WeightNorms(Penalty):
             torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
             for held in map(self.probe.weights, self.probe.indices)
         ]
-        found = torch.stack(values)
-        return (found if self.cap is None else (found - self.cap).clamp_min(0)).mean()
+        return _above(torch.stack(values), self.cap)
 
 
 def _spectral_norm(weight: Tensor) -> Tensor:
