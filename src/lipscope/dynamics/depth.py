@@ -1,0 +1,197 @@
+"""Sigma along depth: of the flow map, beside what its layers allow one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.dynamics.fields import Field, Function
+from lipscope.dynamics.integrate import Happened, integrate
+from lipscope.dynamics.particles import residual
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator, compose, linearise, plus_identity, to_dense
+from lipscope.linalg.singular import top_singular
+from lipscope.linalg.starts import start_named
+
+_DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
+
+
+@dataclass(frozen=True, eq=False)
+class Depth:
+    """Local constants of the map from the start to several depths.
+
+    Attributes:
+        times: Depths.
+        sigma: Of the map from the start, ``(t,)``: a lower value where it is that of a solver.
+        upper: An upper value, with the probability of the solver; ``sigma`` where it is exact.
+        product: Of the layers' constants; ``exp ∫ μ`` in the limit of thin ones.
+        norms: ``exp ∫ ‖J‖``, what ``‖I + h J‖ <= 1 + h ‖J‖`` leaves of the product; None for given
+            operators.
+        events: What ended it early.
+    """
+
+    times: Float[Tensor, " t"]
+    sigma: Float[Tensor, " t"]
+    upper: Float[Tensor, " t"]
+    product: Float[Tensor, " t"]
+    norms: Float[Tensor, " t"] | None
+    events: tuple[Happened, ...] = ()
+
+    @property
+    def excess(self) -> Float[Tensor, " t"]:
+        """``product / sigma``: by how much the product overestimates, at most."""
+        return self.product / self.sigma
+
+
+def sigma_along(
+    f: Attention | Function,
+    x: Float[Tensor, "n d"],
+    times: Sequence[float] | Tensor,
+    *,
+    rtol: float = 1e-8,
+) -> Depth:
+    """``‖DΦ_t(X)‖`` of the flow ``X' = f(X)``, and the product of infinitely thin layers.
+
+    ``M' = J(X) M`` is solved along with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the logarithmic
+    norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of thickness h
+    tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
+
+    Args:
+        f: The layer, or a differentiable function ``(n, d) -> (n, d)`` in float64.
+        x: The start; at most 1,024 numbers.
+        times: Depths; increasing, from 0 on.
+        rtol: Relative tolerance of a step.
+
+    Returns:
+        `Depth`, exact up to the tolerance.
+
+    Raises:
+        InputError: As `evolve`, or for a larger start.
+
+    Source: derived here (``docs/theory/dynamics.md``).
+
+    A rotation keeps all lengths, and μ knows it:
+
+    >>> turn = torch.tensor([[0.0, -1.0], [1.0, 0.0]]).double()
+    >>> found = sigma_along(lambda x: x @ turn.T, torch.ones(1, 2), [0.0, 1.0])
+    >>> [round(float(v[-1]), 6) for v in (found.sigma, found.product, found.norms)]
+    [1.0, 1.0, 2.718282]
+    """
+    field = Field(f, x)
+    start, size = field.start, field.start.numel()
+    if size > _DENSE:
+        raise InputError(
+            f"`x` should hold at most {_DENSE:,} numbers. Found {size:,}; use `sigma_through` on "
+            "residual layers."
+        )
+
+    def velocity(_: float, state: Tensor) -> Tensor:
+        at, moved = state[: start.shape[0] * start.shape[1]], state[size:-2].reshape(size, size)
+        at = at.reshape(start.shape)
+        jacobian = to_dense(linearise(field.f, at))
+        rate = torch.linalg.eigvalsh((jacobian + jacobian.T) / 2)[-1]
+        norm = torch.linalg.matrix_norm(jacobian, 2)
+        out = [field.read(at).flatten(), (jacobian @ moved).flatten(), rate[None], norm[None]]
+        return torch.cat(out)
+
+    both = torch.cat([start.flatten(), torch.eye(size).to(start).flatten(), start.new_zeros(2)])
+    found = integrate(velocity, both, times, rtol=rtol)
+    moved = found.states[:, size:-2].unflatten(1, (size, size))
+    sigma = torch.linalg.matrix_norm(moved, 2)
+    rate, norm = found.states[:, -2:].unbind(1)
+    return Depth(found.times, sigma, sigma, rate.exp(), norm.exp(), found.events)
+
+
+def sigma_through(
+    f: Attention | Sequence[Attention],
+    x: Float[Tensor, "n d"],
+    *,
+    step: float,
+    layers: int | None = None,
+    tol: float = 1e-3,
+    delta: float = 0.01,
+) -> Depth:
+    """Sigma of residual layers ``x <- x + step f(X)`` together, and the product of them one by one.
+
+    By products with the closed form of every layer: any number of tokens and widths.
+
+    Args:
+        f: The layer, or one for every step.
+        x: The start.
+        step: Size of a step.
+        layers: How many; as many as were given if None.
+        tol: As for `top_singular`, likewise the next.
+        delta: Failure probability of each upper value.
+
+    Returns:
+        `Depth` at every layer.
+
+    Raises:
+        InputError: As `residual`.
+    """
+    path = residual(f, x, step=step, layers=layers)
+    given = [f] if isinstance(f, Attention) else list(f)
+    given = [layer.in_double() for layer in given]
+    jacobians = []
+    for i, state in enumerate(path.states[:-1]):
+        inner = given[i % len(given)].linearise(state)
+        jacobians.append(plus_identity(_times(step, inner)))
+    return _joined(jacobians, path.times, tol, delta, "residual")
+
+
+def sigma_of_blocks(blocks: Sequence[Operator], *, tol: float = 1e-3, delta: float = 0.01) -> Depth:
+    """Sigma from the entrance of the first block to the end of each, and the products.
+
+    Args:
+        blocks: Jacobians, one after another: each at the output of the one before, such as those of
+            the map ``block`` at all layers of a model on one input.
+        tol: As for `top_singular`, likewise the next.
+        delta: Failure probability of each upper value.
+
+    Returns:
+        `Depth` at 0, 1, …, the number of blocks.
+
+    Raises:
+        InputError: If there is none, or shapes do not follow each other.
+    """
+    pairs = zip(blocks, blocks[1:], strict=False)
+    if not blocks or any(a.out_shape != b.in_shape for a, b in pairs):
+        raise InputError(
+            "`blocks` should be Jacobians whose shapes follow each other, at least one."
+        )
+    times = torch.arange(len(blocks) + 1, dtype=torch.float64)
+    return _joined(blocks, times, tol, delta, "blocks")
+
+
+def _joined(
+    jacobians: Sequence[Operator], times: Tensor, tol: float, delta: float, name: str
+) -> Depth:
+    sigma, upper, product, together = [1.0], [1.0], [1.0], None
+    for i, own in enumerate(jacobians):
+        together = own if together is None else compose(own, together)
+        options = {"tol": tol, "delta": delta}
+        alone = top_singular(own, generator=start_named(f"{name}|{i}|alone"), **options)
+        whole = alone
+        if i:
+            whole = top_singular(together, generator=start_named(f"{name}|{i}"), **options)
+        sigma.append(whole.sigma)
+        upper.append(whole.upper)
+        product.append(product[-1] * alone.sigma)
+    values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, product))
+    return Depth(times[: len(sigma)], *values, None)
+
+
+def _times(factor: float, op: Operator) -> Operator:
+    return Operator(
+        lambda e: factor * op.matvec(e),
+        lambda g: factor * op.rmatvec(g),
+        op.in_shape,
+        op.out_shape,
+        op.dtype,
+        op.device,
+    )

@@ -1,0 +1,261 @@
+"""Normal laws under attention: a few equations in the place of any number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention
+from lipscope.dynamics.fields import value_maps
+from lipscope.dynamics.integrate import Event, Happened, Status, integrate
+from lipscope.errors import InputError
+
+Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+_LEFT = 1e-9  # share of the elapsed time that is left until a blow-up when it is told
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianTrajectory:
+    """A normal law at several times.
+
+    Attributes:
+        times: As for `Solution`, likewise the last five.
+        means: ``(t, d)``.
+        covariances: ``(t, d, d)``.
+        eigenvalues: Of the covariances, largest first, ``(t, d)``; relative to the largest one
+            they are known to 1e-30, not to 1e-16.
+        events: What happened: ``blow-up`` with its time, ``overflow``.
+        status: Why it ended.
+        note: The same in words.
+        steps: Steps that were accepted.
+        evaluations: Of the closure.
+    """
+
+    times: Tensor
+    means: Float[Tensor, "t d"]
+    covariances: Float[Tensor, "t d d"]
+    eigenvalues: Float[Tensor, "t d"]
+    events: tuple[Happened, ...]
+    status: Status
+    note: str | None
+    steps: int
+    evaluations: int
+
+    @property
+    def blow_up(self) -> float | None:
+        """The time of the blow-up, if one was met."""
+        return next((one.time for one in self.events if one.name == "blow-up"), None)
+
+    def ranks(self, tol: float = 1e-6) -> list[int]:
+        """Eigenvalues above ``tol`` times the largest, at every time.
+
+        The rank itself never changes: see the theory. This is the numerical one.
+        """
+        return (self.eigenvalues > tol * self.eigenvalues[:, :1]).sum(-1).tolist()
+
+
+def closure(layer: Attention) -> Closure:
+    """What a layer does to tokens of a normal law: ``(m, Σ) -> (L, c)``, ``Γ(x) = L x + c``.
+
+    With ``M_h = W_h V_h``, ``A_h = scale K_h^T Q_h``, ``b_h = scale K_h^T b_Q``:
+
+    - dot products: ``L = Σ_h M_h Σ A_h``, ``c = Σ_h M_h (m + Σ b_h)``;
+    - L2, ``S = -|W (x - y)|²``: ``L = Σ_h M_h G_h 2 Σ W_h^T W_h``, ``c = Σ_h M_h G_h m`` with
+      ``G_h = (I + 2 Σ W_h^T W_h)^-1``;
+    - Sinkhorn: ``L = Σ_h M_h N_h``, ``c = Σ_h M_h (m - N_h m)`` with ``N_h = R k(B B^T) R A_h``,
+      ``R = Σ^(1/2)``, ``B = R A_h R``, ``k(s) = 2 / (1 + √(1 + 4 s))``.
+
+    Exact: the map is affine, so a normal law stays one. Biases of values and outputs are added
+    to ``c``. Holds for these three without mask, rotary embedding, bias of scores, cap or norms.
+
+    Raises:
+        InputError: For any other layer.
+
+    Source: [castin2025] for dot products; derived here for the others
+    (``docs/theory/dynamics.md``).
+
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> slope, shift = closure(DotProduct(2 * one, one, one))(one[0], 3 * one)
+    >>> slope.item(), shift.item()
+    (6.0, 1.0)
+    """
+    layer = layer.in_double()
+    kind = next((k for k in _CLOSURES if type(layer) is k), None)
+    given = (layer.mask, layer.rotary, layer.score_bias, layer.softcap, layer.window)
+    given += (layer.query_norm, layer.key_norm, layer.value_norm)
+    if kind is None or layer.causal or any(one is not None for one in given):
+        raise InputError(
+            "not available: a normal law stays one under dot-product, L2 and Sinkhorn attention "
+            "without mask, positions, cap or norms. Found another layer."
+        )
+    maps = value_maps(layer)
+    if maps.shape[1] != maps.shape[2]:
+        raise InputError(
+            "A flow needs a layer that keeps the width of its tokens. Found "
+            f"{maps.shape[2]} and {maps.shape[1]}."
+        )
+    means = _CLOSURES[kind](layer)
+    fixed = layer.project_out(layer.repeat_groups(_value_bias(layer)).flatten())
+
+    def affine(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+        slopes, shifts = means(m, cov)
+        return (maps @ slopes).sum(0), (maps @ shifts[..., None]).sum(0)[:, 0] + fixed
+
+    return affine
+
+
+def gaussian_flow(
+    layer: Attention,
+    mean: Float[Tensor, " d"],
+    covariance: Float[Tensor, "d d"],
+    times: Sequence[float] | Tensor,
+    *,
+    rtol: float = 1e-8,
+    max_evaluations: int = 200_000,
+) -> GaussianTrajectory:
+    """Mean and covariance of tokens of a normal law that follow ``x' = Γ(x)``.
+
+    ``m' = L m + c`` and ``Σ' = L Σ + Σ L^T`` with the layer's `closure`. What is solved is
+    ``F' = L F`` with ``Σ = F F^T``: the covariance stays positive semidefinite, and keeps its rank.
+
+    Under dot products it may become infinite in finite time: the event ``blow-up``, told when
+    what is left at the present rate is 1e-9 of the time that has passed.
+
+    Args:
+        layer: As for `closure`.
+        mean: ``m`` at time 0.
+        covariance: ``Σ`` then; positive semidefinite.
+        times: When to report; increasing, from 0 on.
+        rtol: Relative tolerance of a step.
+        max_evaluations: Of the closure.
+
+    Returns:
+        `GaussianTrajectory`.
+
+    Raises:
+        InputError: For a layer without closure, or a law that is none.
+
+    Source: [castin2025]; in one dimension ``σ² = σ_0² / (1 - 2 v a σ_0² t)``.
+
+    >>> one = torch.ones(1, 1, dtype=torch.float64)
+    >>> found = gaussian_flow(DotProduct(one, one, one), one[0], one, [0.0, 0.25, 1.0])
+    >>> round(found.covariances[1].item(), 6), round(found.blow_up, 6)
+    (2.0, 0.5)
+    """
+    affine = closure(layer)
+    d = layer.query.shape[1]
+    start = torch.cat([_mean(mean, d)[:, None], _root(covariance, d)], 1)
+
+    def velocity(_: float, state: Tensor) -> Tensor:
+        m, f = state[:, 0], state[:, 1:]
+        slope, shift = affine(m, f @ f.T)
+        return torch.cat([(slope @ m + shift)[:, None], slope @ f], 1)
+
+    def left(t: float, state: Tensor) -> float:
+        f = state[:, 1:]
+        cov = f @ f.T
+        moved = velocity(t, state)[:, 1:] @ f.T
+        size = float(cov.square().sum())
+        rate = 2 * float((cov * moved).sum()) / size if size > 0 else 0.0
+        return 1 - _LEFT * t * rate
+
+    options = {"rtol": rtol, "max_evaluations": max_evaluations}
+    found = integrate(velocity, start, times, events=[Event("blow-up", left)], **options)
+    means, factors = found.states[..., 0], found.states[..., 1:]
+    return GaussianTrajectory(
+        found.times,
+        means,
+        factors @ factors.mT,
+        torch.linalg.svdvals(factors).square(),
+        found.events,
+        found.status,
+        found.note,
+        found.steps,
+        found.evaluations,
+    )
+
+
+# --- what a head reads at x: slope x + shift, before its values
+
+
+def _dot_product(layer: Attention) -> Closure:
+    query, key = _by_head(layer)
+    a = layer.scale * key.mT @ query
+    held = layer.query_bias
+    bias = torch.zeros(len(query), query.shape[1]).to(query)
+    bias = bias if held is None else held.unflatten(0, (layer.num_heads, -1))
+    b = layer.scale * (key.mT @ bias[..., None])[..., 0]
+    return lambda m, cov: (cov @ a, m + b @ cov)
+
+
+def _l2(layer: Attention) -> Closure:
+    w, _ = _by_head(layer)
+    gram = 2 * w.mT @ w
+
+    def means(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+        pulled = cov @ gram
+        both = torch.cat([pulled, m[:, None].expand(len(w), len(m), 1)], -1)
+        solved = torch.linalg.solve(torch.eye(len(m)).to(m) + pulled, both)
+        return solved[..., :-1], solved[..., -1]
+
+    return means
+
+
+def _sinkhorn(layer: Attention) -> Closure:
+    query, key = _by_head(layer)
+    a = layer.scale * key.mT @ query
+
+    def means(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(cov)
+        root = vectors * values.clamp_min(0).sqrt() @ vectors.T
+        b = root @ a @ root
+        squares, frame = torch.linalg.eigh(b @ b.mT)
+        shrink = 2 / (1 + (1 + 4 * squares.clamp_min(0)).sqrt())
+        slope = root @ (frame * shrink[:, None, :]) @ frame.mT @ root @ a
+        return slope, m - (slope @ m)
+
+    return means
+
+
+_CLOSURES = {DotProduct: _dot_product, L2Attention: _l2, SinkhornAttention: _sinkhorn}
+
+
+def _by_head(layer: Attention) -> tuple[Tensor, Tensor]:
+    """Queries and keys of every head, ``(h, k, d)``."""
+    query, key, _ = layer.projections()
+    keys = layer.repeat_groups(key.unflatten(0, (layer.num_groups, -1)))
+    return query.unflatten(0, (layer.num_heads, -1)), keys
+
+
+def _value_bias(layer: Attention) -> Tensor:
+    """``b_V``, ``(groups, 1, d_v)``."""
+    if layer.value_bias is None:
+        return torch.zeros(layer.num_groups, 1, layer.value_width).to(layer.value)
+    return layer.value_bias.unflatten(0, (layer.num_groups, 1, -1))
+
+
+def _mean(mean: Tensor, d: int) -> Tensor:
+    if mean.shape != (d,) or not bool(mean.isfinite().all()):
+        raise InputError(f"`mean` should be {d} finite numbers. Found {tuple(mean.shape)}.")
+    return mean.detach().to("cpu", torch.float64)
+
+
+def _root(covariance: Tensor, d: int) -> Tensor:
+    if covariance.shape != (d, d) or not bool(covariance.isfinite().all()):
+        raise InputError(
+            f"`covariance` should be finite numbers, {(d, d)}. Found {tuple(covariance.shape)}."
+        )
+    cov = covariance.detach().to("cpu", torch.float64)
+    values, vectors = torch.linalg.eigh((cov + cov.T) / 2)
+    off, size = float((cov - cov.T).abs().max()), float(values.abs().max())
+    if off > 1e-6 * size or float(values.min()) < -1e-6 * size:
+        raise InputError(
+            "`covariance` should be symmetric and positive semidefinite. Found a least eigenvalue "
+            f"of {float(values.min()):.3g}, and entries {off:.2g} apart from their mirror image."
+        )
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T

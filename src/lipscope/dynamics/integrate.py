@@ -1,0 +1,273 @@
+"""Ordinary differential equations to a stated tolerance, until the end or until something happens."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from scipy.integrate import DOP853
+from scipy.optimize import brentq
+from torch import Tensor
+
+from lipscope.errors import InputError
+
+Velocity = Callable[[float, Tensor], Tensor]
+Status = Literal["done", "event", "stuck", "evaluations"]
+
+LIMIT = 1e100  # beyond it squares, and scores made of them, near the end of the float range
+_TIME = 4 * np.finfo(float).eps  # events are found to this share of a step
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens when a margin falls to zero.
+
+    Attributes:
+        name: What happens.
+        margin: ``(t, X) -> number``: positive before; continuous, so that the time can be found.
+        terminal: Whether the flow ends there.
+    """
+
+    name: str
+    margin: Callable[[float, Tensor], float]
+    terminal: bool = True
+
+
+@dataclass(frozen=True)
+class Happened:
+    """An event and its time.
+
+    Attributes:
+        name: Of the event.
+        time: When its margin fell to zero; 0 if it was so from the start.
+    """
+
+    name: str
+    time: float
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """States of a flow at the times that were asked for, and why it ended.
+
+    Attributes:
+        times: Those asked for up to the end, ``(t,)``; the time of the end itself comes last
+            where the flow ended early.
+        states: The states then, ``(t, ...)``.
+        events: What happened, in order.
+        status: ``done``; ``event``: a terminal event; ``stuck``: no step is small enough (the
+            velocity ceases to be finite, or changes too fast); ``evaluations``: too many.
+        note: Why, where the flow ended early.
+        steps: Steps that were accepted.
+        evaluations: Of the velocity.
+    """
+
+    times: Tensor
+    states: Tensor
+    events: tuple[Happened, ...]
+    status: Status
+    note: str | None
+    steps: int
+    evaluations: int
+
+
+def integrate(
+    velocity: Velocity,
+    start: Tensor,
+    times: Sequence[float] | Tensor,
+    *,
+    events: Sequence[Event] = (),
+    rtol: float = 1e-8,
+    atol: float | None = None,
+    max_evaluations: int = 200_000,
+) -> Solution:
+    """Solve ``X' = velocity(t, X)`` from time 0, of order 8 with steps of its own choice.
+
+    The local error of a step is at most ``rtol |X| + atol`` in the root mean square. Events are
+    looked for between steps: a margin that falls below zero and rises again within one is
+    missed. Once the state exceeds 1e100 it ends with the event ``overflow``: nothing here is ever
+    infinite or NaN.
+
+    Args:
+        velocity: Of a float64 state; what it raises as `InputError`, or answers with numbers that
+            are not finite, makes the step smaller.
+        start: The state at time 0.
+        times: Increasing, from 0 on.
+        events: What to look for.
+        rtol: Relative tolerance.
+        atol: Absolute one; ``rtol`` times the root mean square of the start if None.
+        max_evaluations: When to give up.
+
+    Raises:
+        InputError: If times or tolerances are none, or the velocity at the start is refused.
+
+    Source: DOP853 of scipy.
+
+    >>> found = integrate(lambda t, x: -x, torch.ones(1).double(), [0.0, 1.0])
+    >>> bool(abs(found.states[-1] - math.exp(-1)) < 1e-8)
+    True
+    """
+    at = times_of(times)
+    rtol, atol = _tolerances(rtol, atol, start)
+    shape, asked = start.shape, _Asked(velocity, start.shape)
+    first = velocity(0.0, start)  # a mistake of the caller's is told as such
+    if not bool(first.isfinite().all()):
+        raise InputError("`x` should be small enough for a finite velocity. Found another.")
+    events = (*events, Event("overflow", lambda _, x: LIMIT - float(x.abs().max())))
+    happened = [Happened(e.name, 0.0) for e in events if not e.margin(0.0, start) > 0]
+    watched = [e for e in events if e.margin(0.0, start) > 0]
+    found = _Found(at, start)
+    ended = any(e.terminal for e in events if e not in watched)
+    if ended or at[-1] == 0:
+        found.end(0.0, start)
+        why = happened[0].name if ended else None
+        status: Status = "event" if ended else "done"
+        return found.solution(happened, status, why, 0, asked.count)
+    with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
+        solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1], rtol=rtol, atol=atol)
+        steps, status, note = 0, "evaluations", f"more than {max_evaluations:,} evaluations"
+        while asked.count < max_evaluations:
+            solver.step()
+            if solver.status == "failed":
+                status, note = "stuck", asked.said or "no step is small enough"
+                break
+            steps += 1
+            path = _Path(solver, shape)
+            new = sorted(_crossings(watched, path), key=lambda one: one[0])
+            last = next((i for i, (_, e) in enumerate(new) if e.terminal), None)
+            new = new if last is None else new[: last + 1]
+            happened += [Happened(e.name, t) for t, e in new]
+            watched = [e for e in watched if all(e is not one for _, one in new)]
+            found.until(new[-1][0] if last is not None else solver.t, path)
+            if last is not None:
+                status, note = "event", new[-1][1].name
+                found.end(new[-1][0], path(new[-1][0]))
+                break
+            if solver.status == "finished":
+                status, note = "done", None
+                break
+        else:
+            found.end(solver.t, torch.from_numpy(solver.y.copy()).reshape(shape))
+        if status == "stuck":
+            found.end(solver.t, torch.from_numpy(solver.y.copy()).reshape(shape))
+    return found.solution(happened, status, note, steps, asked.count)
+
+
+def times_of(times: Sequence[float] | Tensor) -> list[float]:
+    """Times as numbers: increasing, finite, from 0 on.
+
+    Raises:
+        InputError: If they are none.
+    """
+    try:
+        at = [float(t) for t in times]
+    except (TypeError, ValueError):
+        at = []
+    if not at or not all(map(math.isfinite, at)) or at[0] < 0 or at != sorted(set(at)):
+        raise InputError(
+            "`times` should be increasing numbers from 0 on. Found others, or none at all."
+        )
+    return at
+
+
+def _tolerances(rtol: float, atol: float | None, start: Tensor) -> tuple[float, float]:
+    if not 1e-13 <= rtol < 1:
+        raise InputError(f"`rtol` should be between 1e-13 and 1. Found `rtol = {rtol}`.")
+    if atol is None:
+        atol = rtol * max(float(start.square().mean().sqrt()), 1e-300)
+    if not 0 < atol < math.inf:
+        raise InputError(f"`atol` should be positive. Found `atol = {atol}`.")
+    return rtol, atol
+
+
+class _Asked:
+    """The velocity as scipy asks for it: on flat arrays, NaN where it is refused."""
+
+    def __init__(self, velocity: Velocity, shape: torch.Size) -> None:
+        self.velocity, self.shape = velocity, shape
+        self.count, self.said = 0, ""
+
+    def __call__(self, t: float, y: np.ndarray) -> np.ndarray:
+        self.count += 1
+        if not np.isfinite(y).all():
+            return np.full_like(y, np.nan)
+        try:
+            out = self.velocity(t, torch.from_numpy(y).reshape(self.shape)).numpy().ravel()
+        except InputError as problem:
+            self.said = str(problem)
+            return np.full_like(y, np.nan)
+        if not np.isfinite(out).all():
+            self.said = "the velocity is not finite"
+        return out
+
+
+class _Path:
+    """The state within the last step, interpolated when it is first asked for."""
+
+    def __init__(self, solver: Any, shape: torch.Size) -> None:
+        self.solver, self.shape, self.dense = solver, shape, None
+
+    def __call__(self, t: float) -> Tensor:
+        if t == self.solver.t:
+            y = self.solver.y.copy()
+        else:
+            self.dense = self.dense or self.solver.dense_output()
+            y = self.dense(t)
+        return torch.from_numpy(y).reshape(self.shape)
+
+
+def _crossings(watched: Sequence[Event], path: _Path) -> list[tuple[float, Event]]:
+    old, new = path.solver.t_old, path.solver.t
+    found = []
+    for event in watched:
+        if event.margin(new, path(new)) > 0:
+            continue
+        at_old = event.margin(old, path(old))
+        if at_old > 0:
+            time = brentq(
+                lambda t, e=event: e.margin(t, path(t)), old, new, xtol=1e-300, rtol=_TIME
+            )
+        else:
+            time = old
+        found.append((float(time), event))
+    return found
+
+
+class _Found:
+    """States at the times asked for, as far as the flow has come."""
+
+    def __init__(self, at: list[float], start: Tensor) -> None:
+        self.at, self.times, self.states = at, [], []
+        if at[0] == 0:
+            self.times, self.states = [0.0], [start.clone()]
+
+    def until(self, time: float, path: _Path) -> None:
+        """Take what lies up to a time of the last step."""
+        done = len(self.times)
+        for t in self.at[done : bisect.bisect_right(self.at, time)]:
+            self.times.append(t)
+            self.states.append(path(t))
+
+    def end(self, time: float, state: Tensor) -> None:
+        """Close with a time that was not asked for."""
+        if not self.times or self.times[-1] < time:
+            self.times.append(time)
+            self.states.append(state.clone())
+
+    def solution(
+        self,
+        happened: list[Happened],
+        status: Status,
+        note: str | None,
+        steps: int,
+        evaluations: int,
+    ) -> Solution:
+        """All of it as a record."""
+        times = torch.tensor(self.times, dtype=torch.float64)
+        states = torch.stack(self.states)
+        return Solution(times, states, tuple(happened), status, note, steps, evaluations)

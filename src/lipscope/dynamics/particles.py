@@ -1,0 +1,156 @@
+"""Tokens that follow attention: continuous flows, and the residual layers that discretise them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lipscope.attention import Attention
+from lipscope.dynamics.fields import Field, Function, Norm
+from lipscope.dynamics.integrate import LIMIT, Event, Happened, Solution, Status, integrate
+from lipscope.errors import InputError
+from lipscope.measures import TokenMeasure
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory(Solution):
+    """Tokens at several times.
+
+    The fields of `Solution`; states are ``(t, n, d)``, where renormalised those of ``y``.
+
+    Attributes:
+        field: What moved them.
+    """
+
+    field: Field
+
+    @property
+    def end(self) -> Tensor:
+        """The last state, ``(n, d)``."""
+        return self.states[-1]
+
+    def attention(self, index: int) -> Tensor:
+        """Attention weights at a time, ``(h, n, n)``."""
+        return self.field.weights(float(self.times[index]), self.states[index])
+
+
+def evolve(
+    f: Attention | Function,
+    x: Tensor | TokenMeasure,
+    times: Sequence[float] | Tensor,
+    *,
+    renormalise: bool = False,
+    norm: Norm | None = None,
+    events: Sequence[Event] = (),
+    rtol: float = 1e-8,
+    max_evaluations: int = 200_000,
+) -> Trajectory:
+    """The flow ``x_i' = f(X)_i`` of tokens under a layer, with adaptive steps of order 8.
+
+    ``renormalise``: ``y = e^(-tV) x``, ``V = Σ_h W_h V_h``, which follows
+    ``y_i' = Σ_h W_h V_h Σ_j P_ij^h(e^(tV) y) y_j - V y_i``. ``e^(tV)`` enters through scores alone,
+    in the log domain: no time is too long for it. ``norm``: ``x_i' = Π_i f(X)_i``, ``Π_i`` the
+    projection along ``x_i``, so that every token keeps its norm: the limit of residual layers with
+    RMSNorm after each; with ``layer`` tokens and outputs are centred too, as by LayerNorm.
+
+    Holds for every layer of this package, heads, masks and biases included, and any function of
+    tokens that keeps its shape; renormalised for layers whose values are linear and commute.
+    Computed in float64 on the CPU.
+
+    Args:
+        f: The layer, or a function ``(n, d) -> (n, d)`` in float64.
+        x: Tokens ``(n, d)``, or a measure: weighted atoms, with positions for a causal layer.
+        times: When to report states; increasing, from 0 on.
+        renormalise: Whether states are those of ``y``.
+        norm: Norm of the residual stream, ``rms`` or ``layer``; none if None.
+        events: What to look for besides; states are as reported.
+        rtol: Relative tolerance of a step.
+        max_evaluations: Of the layer, after which the flow ends with a note.
+
+    Returns:
+        `Trajectory`; a flow that leaves the float range ends with the event ``overflow``.
+
+    Raises:
+        InputError: For tokens, weights or times that are none, or a layer that does not fit.
+
+    Source: [geshkovski2023]; [sander2022].
+
+    All weight on one token: x' = x.
+
+    >>> from lipscope.attention import DotProduct
+    >>> one = torch.ones(1, 1)
+    >>> evolve(DotProduct(one, one, one), one, [0.0, 1.0]).end.item()
+    2.71828...
+    """
+    field = Field(f, x, renormalise=renormalise, norm=norm)
+    seen = [Event(e.name, lambda t, s, e=e: e.margin(t, field.onto(s)), e.terminal) for e in events]
+    options = {"events": seen, "rtol": rtol, "max_evaluations": max_evaluations}
+    found = integrate(field, field.start, times, **options)
+    states = torch.stack([field.onto(state) for state in found.states])
+    return _with_states(found, states, field)
+
+
+def residual(
+    f: Attention | Function | Sequence[Attention | Function],
+    x: Tensor | TokenMeasure,
+    *,
+    step: float,
+    layers: int | None = None,
+    renormalise: bool = False,
+    norm: Norm | None = None,
+) -> Trajectory:
+    """Residual layers ``x <- x + step f(X)``: Euler's steps of fixed size, of order 1.
+
+    With a norm ``x <- N(x + step f(X))``, which keeps every token's norm. Its distance to `evolve`
+    is of the order of the step where the step is small; where it is not, nothing is promised.
+
+    Args:
+        f: The layer, or one for every step.
+        x: As for `evolve`, likewise the last two.
+        step: Size of a step, ``1 / L`` for L layers in unit time.
+        layers: How many; as many as were given if None.
+        renormalise: Steps of the renormalised flow instead.
+        norm: Norm after every layer.
+
+    Returns:
+        `Trajectory` with every state; it ends early with the event ``overflow``.
+
+    Raises:
+        InputError: As `evolve`, or for a step or number of layers that is none.
+
+    >>> from lipscope.attention import DotProduct
+    >>> one = torch.ones(1, 1)
+    >>> residual(DotProduct(one, one, one), one, step=0.5, layers=2).end.item()
+    2.25
+    """
+    several = list(f) if isinstance(f, Sequence) else None
+    count = layers if several is None else len(several)
+    if count is None or count < 1 or (several is not None and layers not in (None, count)):
+        raise InputError(f"`layers` should be a number of layers. Found `layers = {layers}`.")
+    if not 0 < step < float("inf"):
+        raise InputError(f"`step` should be positive. Found `step = {step}`.")
+    options = {"renormalise": renormalise, "norm": norm}
+    of = [Field(one, x, **options) for one in (several or [f])]
+    states, times, status, why = [of[0].start], [0.0], "done", None
+    happened: tuple[Happened, ...] = ()
+    for layer in range(count):
+        field, state = of[layer % len(of)], states[-1]
+        new = field.onto(state + step * field(times[-1], state))
+        if not float(new.abs().max()) <= LIMIT:
+            happened, status, why = (Happened("overflow", (layer + 1) * step),), "event", "overflow"
+            break
+        states.append(new)
+        times.append((layer + 1) * step)
+    at, taken = torch.tensor(times, dtype=torch.float64), len(times) - 1
+    ended: Status = "done" if status == "done" else "event"
+    return _with_states(
+        Solution(at, states[0], happened, ended, why, taken, taken), torch.stack(states), of[0]
+    )
+
+
+def _with_states(found: Solution, states: Tensor, field: Field) -> Trajectory:
+    held = {one.name: getattr(found, one.name) for one in fields(Solution)}
+    return Trajectory(**(held | {"states": states}), field=field)
