@@ -1,5 +1,6 @@
 """What `lipscope` offers: the verbs, sigma, linearise, the variants, the records."""
 
+import lipscope.dynamics  # noqa: F401  (the room `ls.dynamics`)
 from lipscope.attention import (
     Attention,
     ClippedAttention,

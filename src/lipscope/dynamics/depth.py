@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,7 @@ from lipscope.linalg.singular import top_singular
 from lipscope.linalg.starts import start_named
 
 _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
+_SMALL = 256  # numbers up to which Jacobians of layers are formed
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +29,8 @@ class Depth:
 
     Attributes:
         times: Depths.
-        sigma: Of the map from the start, ``(t,)``: a lower value where it is that of a solver.
+        sigma: Of the map from the start, ``(t,)``: a lower value where a solver was asked, for
+            more than 256 numbers.
         upper: An upper value, with the probability of the solver; ``sigma`` where it is exact.
         product: Of the layers' constants; ``exp ∫ μ`` in the limit of thin ones.
         norms: ``exp ∫ ‖J‖``, what ``‖I + h J‖ <= 1 + h ‖J‖`` leaves of the product; None for given
@@ -53,13 +56,13 @@ def sigma_along(
     x: Float[Tensor, "n d"],
     times: Sequence[float] | Tensor,
     *,
-    rtol: float = 1e-8,
+    rtol: float = 1e-6,
 ) -> Depth:
     """``‖DΦ_t(X)‖`` of the flow ``X' = f(X)``, and the product of infinitely thin layers.
 
-    ``M' = J(X) M`` is solved along with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the logarithmic
-    norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of thickness h
-    tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
+    ``M' = J(X) M`` is solved along with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the
+    logarithmic norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of
+    thickness h tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
 
     Args:
         f: The layer, or a differentiable function ``(n, d) -> (n, d)`` in float64.
@@ -91,8 +94,7 @@ def sigma_along(
         )
 
     def velocity(_: float, state: Tensor) -> Tensor:
-        at, moved = state[: start.shape[0] * start.shape[1]], state[size:-2].reshape(size, size)
-        at = at.reshape(start.shape)
+        at, moved = state[:size].reshape(start.shape), state[size:-2].reshape(size, size)
         jacobian = to_dense(linearise(field.f, at))
         rate = torch.linalg.eigvalsh((jacobian + jacobian.T) / 2)[-1]
         norm = torch.linalg.matrix_norm(jacobian, 2)
@@ -159,8 +161,7 @@ def sigma_of_blocks(blocks: Sequence[Operator], *, tol: float = 1e-3, delta: flo
     Raises:
         InputError: If there is none, or shapes do not follow each other.
     """
-    pairs = zip(blocks, blocks[1:], strict=False)
-    if not blocks or any(a.out_shape != b.in_shape for a, b in pairs):
+    if not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
         raise InputError(
             "`blocks` should be Jacobians whose shapes follow each other, at least one."
         )
@@ -171,19 +172,27 @@ def sigma_of_blocks(blocks: Sequence[Operator], *, tol: float = 1e-3, delta: flo
 def _joined(
     jacobians: Sequence[Operator], times: Tensor, tol: float, delta: float, name: str
 ) -> Depth:
-    sigma, upper, product, together = [1.0], [1.0], [1.0], None
+    """Every operator alone, and all up to it together."""
+    sigma, upper, product = [1.0], [1.0], [1.0]
+    dense = all(op.in_size <= _SMALL for op in jacobians)
+    matrix, together = torch.eye(jacobians[0].in_size, dtype=torch.float64), None
     for i, own in enumerate(jacobians):
-        together = own if together is None else compose(own, together)
-        options = {"tol": tol, "delta": delta}
-        alone = top_singular(own, generator=start_named(f"{name}|{i}|alone"), **options)
-        whole = alone
-        if i:
+        if dense:
+            alone = to_dense(own).double()
+            matrix = alone @ matrix
+            ends = float(torch.linalg.matrix_norm(matrix, 2))
+            found, top = (ends, ends), float(torch.linalg.matrix_norm(alone, 2))
+        else:
+            options = {"tol": tol, "delta": delta}
+            together = own if together is None else compose(own, together)
             whole = top_singular(together, generator=start_named(f"{name}|{i}"), **options)
-        sigma.append(whole.sigma)
-        upper.append(whole.upper)
-        product.append(product[-1] * alone.sigma)
+            found = (whole.sigma, whole.upper)
+            top = top_singular(own, generator=start_named(f"{name}|{i}|alone"), **options).sigma
+        sigma.append(found[0])
+        upper.append(found[1])
+        product.append(product[-1] * top)
     values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, product))
-    return Depth(times[: len(sigma)], *values, None)
+    return Depth(times, *values, None)
 
 
 def _times(factor: float, op: Operator) -> Operator:

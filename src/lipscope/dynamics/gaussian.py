@@ -16,6 +16,7 @@ from lipscope.errors import InputError
 
 Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
+_LIMIT = 1e50  # of the factor: closures take the fourth power of it
 _LEFT = 1e-9  # share of the elapsed time that is left until a blow-up when it is told
 
 
@@ -103,7 +104,7 @@ def closure(layer: Attention) -> Closure:
     fixed = layer.project_out(layer.repeat_groups(_value_bias(layer)).flatten())
 
     def affine(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
-        slopes, shifts = means(m, cov)
+        slopes, shifts = means(m.double(), cov.double())
         return (maps @ slopes).sum(0), (maps @ shifts[..., None]).sum(0)[:, 0] + fixed
 
     return affine
@@ -157,14 +158,13 @@ def gaussian_flow(
         return torch.cat([(slope @ m + shift)[:, None], slope @ f], 1)
 
     def left(t: float, state: Tensor) -> float:
-        f = state[:, 1:]
+        size = state[:, 1:].abs().max().clamp_min(1e-300)  # squares stay in the float range
+        f, moved = state[:, 1:] / size, velocity(t, state)[:, 1:] / size
         cov = f @ f.T
-        moved = velocity(t, state)[:, 1:] @ f.T
-        size = float(cov.square().sum())
-        rate = 2 * float((cov * moved).sum()) / size if size > 0 else 0.0
-        return 1 - _LEFT * t * rate
+        rate = 2 * (cov * (moved @ f.T)).sum() / cov.square().sum().clamp_min(1e-300)
+        return 1 - _LEFT * t * float(rate)
 
-    options = {"rtol": rtol, "max_evaluations": max_evaluations}
+    options = {"rtol": rtol, "max_evaluations": max_evaluations, "limit": _LIMIT}
     found = integrate(velocity, start, times, events=[Event("blow-up", left)], **options)
     means, factors = found.states[..., 0], found.states[..., 1:]
     return GaussianTrajectory(

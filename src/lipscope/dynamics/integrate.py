@@ -1,4 +1,4 @@
-"""Ordinary differential equations to a stated tolerance, until the end or until something happens."""
+"""Ordinary differential equations to a stated tolerance, to the end or until something happens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lipscope.errors import InputError
 Velocity = Callable[[float, Tensor], Tensor]
 Status = Literal["done", "event", "stuck", "evaluations"]
 
-LIMIT = 1e100  # beyond it squares, and scores made of them, near the end of the float range
+LIMIT = 1e100  # beyond it scores, which are squares, come near the end of the float range
 _TIME = 4 * np.finfo(float).eps  # events are found to this share of a step
 
 
@@ -85,13 +85,14 @@ def integrate(
     rtol: float = 1e-8,
     atol: float | None = None,
     max_evaluations: int = 200_000,
+    limit: float = LIMIT,
 ) -> Solution:
     """Solve ``X' = velocity(t, X)`` from time 0, of order 8 with steps of its own choice.
 
     The local error of a step is at most ``rtol |X| + atol`` in the root mean square. Events are
     looked for between steps: a margin that falls below zero and rises again within one is
-    missed. Once the state exceeds 1e100 it ends with the event ``overflow``: nothing here is ever
-    infinite or NaN.
+    missed. Once an entry of the state reaches the limit it ends with the event ``overflow``:
+    nothing here is ever infinite or NaN.
 
     Args:
         velocity: Of a float64 state; what it raises as `InputError`, or answers with numbers that
@@ -102,6 +103,7 @@ def integrate(
         rtol: Relative tolerance.
         atol: Absolute one; ``rtol`` times the root mean square of the start if None.
         max_evaluations: When to give up.
+        limit: What the velocity can be asked for.
 
     Raises:
         InputError: If times or tolerances are none, or the velocity at the start is refused.
@@ -118,7 +120,7 @@ def integrate(
     first = velocity(0.0, start)  # a mistake of the caller's is told as such
     if not bool(first.isfinite().all()):
         raise InputError("`x` should be small enough for a finite velocity. Found another.")
-    events = (*events, Event("overflow", lambda _, x: LIMIT - float(x.abs().max())))
+    events = (*events, Event("overflow", lambda _, x: limit - float(x.abs().max())))
     happened = [Happened(e.name, 0.0) for e in events if not e.margin(0.0, start) > 0]
     watched = [e for e in events if e.margin(0.0, start) > 0]
     found = _Found(at, start)
@@ -228,14 +230,12 @@ def _crossings(watched: Sequence[Event], path: _Path) -> list[tuple[float, Event
         if event.margin(new, path(new)) > 0:
             continue
         at_old = event.margin(old, path(old))
-        if at_old > 0:
-            time = brentq(
-                lambda t, e=event: e.margin(t, path(t)), old, new, xtol=1e-300, rtol=_TIME
-            )
-        else:
-            time = old
-        found.append((float(time), event))
+        found.append((_zero(event, path, old, new) if at_old > 0 else old, event))
     return found
+
+
+def _zero(event: Event, path: _Path, old: float, new: float) -> float:
+    return float(brentq(lambda t: event.margin(t, path(t)), old, new, xtol=1e-300, rtol=_TIME))
 
 
 class _Found:

@@ -1,0 +1,474 @@
+"""Flows of tokens: exact solutions, what is conserved, invariances, orders, events, closures."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import quad
+from torch import Tensor
+
+from agreement import gaussian
+from lipscope import DotProduct, L2Attention, Operator, SinkhornAttention, linearise, variants
+from lipscope.attention import Attention
+from lipscope.dynamics import (
+    Event,
+    closure,
+    clusters,
+    consensus,
+    diameter,
+    evolve,
+    gaussian_flow,
+    leaders,
+    outgrows,
+    phases,
+    residual,
+    sigma_along,
+    sigma_of_blocks,
+    sigma_through,
+)
+from lipscope.errors import InputError
+from lipscope.measures import TokenMeasure, in_order
+from test_variants import build as build_variant
+
+ONE = torch.ones(1, 1, dtype=torch.float64)
+
+
+def eye(d: int) -> Tensor:
+    return torch.eye(d, dtype=torch.float64)
+
+
+def single(a: Tensor, value: Tensor | None = None, **options) -> DotProduct:
+    """One head with ``A = a``."""
+    return DotProduct(a, eye(len(a)), eye(len(a)) if value is None else value, scale=1.0, **options)
+
+
+def cloud(seed: int, n: int = 40, d: int = 2) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).double()
+
+
+# --- exact solutions
+
+
+@pytest.mark.parametrize("v", [1.0, -2.0])
+def test_tokens_without_scores_follow_their_mean(v) -> None:
+    """A = 0: the mean grows with e^(vt), and differences stay as they are."""
+    x, times = gaussian(5, 2), [0.3, 1.0]
+    found = evolve(single(0 * eye(2), v * eye(2)), x, times)
+    for t, state in zip(times, found.states, strict=True):
+        expected = x + (math.exp(v * t) - 1) * x.mean(0)
+        torch.testing.assert_close(state, expected, rtol=1e-7, atol=1e-7)
+
+
+def test_two_opposite_tokens() -> None:
+    """r' = r tanh(r²), so that t is the integral of 1 / (r tanh(r²))."""
+    end = evolve(single(eye(1)), torch.tensor([[0.7], [-0.7]]), [1.5]).end.flatten()
+    time, _ = quad(lambda r: 1 / (r * math.tanh(r * r)), 0.7, float(end[0]))
+    assert time == pytest.approx(1.5, rel=1e-6) and float(end.sum()) == 0.0
+
+
+def test_a_measure_is_its_copies() -> None:
+    x, layer = gaussian(3, 2), single(gaussian(2, 2), gaussian(2, 2, seed=1))
+    few = evolve(layer, TokenMeasure(x, torch.tensor([0.5, 0.25, 0.25])), [1.0]).end
+    torch.testing.assert_close(evolve(layer, x[[0, 0, 1, 2]], [1.0]).end[1:], few)
+    causal = layer.replace(causal=True)
+    torch.testing.assert_close(evolve(causal, in_order(x), [1.0]).end, evolve(causal, x, [1.0]).end)
+
+
+# --- what is conserved, and invariances
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_every_token_stays_on_its_sphere(norm) -> None:
+    x, layer = gaussian(6, 4), single(gaussian(4, 4), gaussian(4, 4, seed=1), causal=True)
+    for found in (
+        evolve(layer, x, [0.0, 2.0], norm=norm),
+        residual(layer, x, step=0.5, layers=4, norm=norm),
+    ):
+        start, end = found.states[0], found.end
+        torch.testing.assert_close(end.norm(dim=-1), start.norm(dim=-1), rtol=1e-13, atol=0.0)
+        if norm == "layer":
+            assert float(found.states.mean(-1).abs().max()) < 1e-13
+        assert float((end - start).abs().max()) > 0.1
+
+
+def test_columns_that_add_up_to_one_leave_the_mean_alone() -> None:
+    """Sinkhorn: the mean follows V by itself, to the tolerance."""
+    x, v = gaussian(6, 2), gaussian(2, 2, seed=1)
+    layer = SinkhornAttention(gaussian(2, 2, seed=2), gaussian(2, 2, seed=3), v, scale=1.0)
+    end = evolve(layer, x, [1.0]).end.mean(0)
+    torch.testing.assert_close(end, torch.linalg.matrix_exp(v) @ x.mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_hulls_shrink_once_renormalised() -> None:
+    """V = I: tokens move towards means of others, so no two drift apart beyond the largest."""
+    found = evolve(single(eye(2)), cloud(0), [0.0, 1.0, 2.0], renormalise=True, rtol=1e-6)
+    sizes = [diameter(state) for state in found.states]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_order_and_rotation_of_tokens_do_not_matter() -> None:
+    x, order = gaussian(6, 2), torch.tensor([3, 1, 0, 5, 4, 2])
+    turn = torch.linalg.qr(gaussian(2, 2, seed=4))[0]
+    spiral = torch.tensor([[0.5, -1.0], [1.0, 0.5]]).double()  # commutes with rotations
+    turn = (
+        turn * torch.linalg.det(turn).sign()
+        if float(torch.linalg.det(turn)) > 0
+        else turn[:, [1, 0]]
+    )
+    for norm in (None, "rms"):
+        end = evolve(single(spiral, spiral.T), x, [1.0], norm=norm).end
+        for moved, expected in ((x[order], end[order]), (x @ turn.T, end @ turn.T)):
+            again = evolve(single(spiral, spiral.T), moved, [1.0], norm=norm).end
+            torch.testing.assert_close(again, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", variants(), ids=lambda kind: kind.__name__)
+def test_every_variant_flows_with_its_own_forward(kind) -> None:
+    layer = build_variant(kind, trained=False)
+    changes = {"output": gaussian(4, 4), "output_bias": None}
+    layer = layer.replace(**{k: v for k, v in changes.items() if k in layer.fields()})
+    x, h = 0.3 * gaussian(4, 4), 1e-4
+    found = evolve(layer, x, [h, 0.1])
+    torch.testing.assert_close((found.states[0] - x) / h, layer(x), rtol=1e-2, atol=1e-2)
+    assert found.status == "done" and bool(found.end.isfinite().all())
+
+
+# --- renormalised
+
+
+@pytest.mark.parametrize("kind", ["one head", "causal", "biased queries", "two heads"])
+def test_renormalised_is_the_same_flow(kind) -> None:
+    q, k, v = (0.5 * gaussian(4, 2, seed=i) for i in range(3))
+    if kind == "two heads":  # value maps that commute: polynomials of one matrix
+        a = gaussian(2, 2)
+        layer = DotProduct(q, k, torch.cat([a, a @ a]), torch.cat([eye(2), eye(2)], 1), heads=2)
+        rate = a + a @ a
+    else:
+        bias = gaussian(4) if kind == "biased queries" else None
+        layer = DotProduct(q, k, v[:2], causal=kind == "causal", query_bias=bias)
+        rate = v[:2]
+    x = gaussian(5, 2)
+    found = evolve(layer, x, [1.0], renormalise=True).end
+    expected = evolve(layer, x, [1.0]).end @ torch.linalg.matrix_exp(-rate).T
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_no_time_is_too_long_for_the_log_domain() -> None:
+    """x would be e^1000 by then; every token reads one leader alone."""
+    found = evolve(single(eye(2)), cloud(1, 12), [0.0, 1000.0], renormalise=True, rtol=1e-4)
+    assert found.status == "done" and bool(found.states.isfinite().all())
+    weights = found.attention(-1)
+    assert float(weights.amax(-1).min()) > 1 - 1e-9
+    assert len(leaders(weights)) == clusters(found.end, 0.05).count == 3
+
+
+# --- orders, and what Euler gets wrong
+
+
+def test_residual_layers_are_of_order_one() -> None:
+    layer, x = single(gaussian(2, 2), gaussian(2, 2, seed=1)), gaussian(4, 2)
+    exact = evolve(layer, x, [1.0], rtol=1e-11).end
+    errors = [
+        float((residual(layer, x, step=1 / k, layers=k).end - exact).norm()) for k in (32, 64)
+    ]
+    assert errors[0] / errors[1] == pytest.approx(2.0, abs=0.1)
+    loose, fine = (
+        float((evolve(layer, x, [1.0], rtol=r).end - exact).norm()) for r in (1e-4, 1e-8)
+    )
+    assert fine < 1e-2 * loose < 1e-3 * errors[1]
+
+
+def test_several_layers_and_one_after_another() -> None:
+    x = gaussian(3, 2)
+    layers = [single(gaussian(2, 2, seed=i)) for i in range(3)]
+    y = x
+    for layer in layers:
+        y = y + 0.2 * layer(y)
+    torch.testing.assert_close(residual(layers, x, step=0.2).end, y)
+
+
+def test_euler_counts_other_clusters() -> None:
+    """40 tokens, V = A = I, step 0.1 as in public code: four clusters for five, for good."""
+    x, layer = cloud(6), single(eye(2))
+    found = evolve(layer, x, [5.0, 10.0], renormalise=True, rtol=1e-6)
+    assert [clusters(state, 0.05).count for state in found.states] == [5, 5]
+    steps = residual(layer, x, step=0.1, layers=100, renormalise=True)
+    assert [clusters(steps.states[k], 0.05).count for k in (50, 100)] == [4, 4]
+
+
+# --- events
+
+
+def test_consensus_has_its_time() -> None:
+    """A = 0, renormalised: the diameter falls with e^(-t) exactly."""
+    x = gaussian(5, 2)
+    found = evolve(single(0 * eye(2)), x, [9.0], renormalise=True, events=[consensus(0.5)])
+    assert found.status == "event" and found.note == "consensus"
+    assert found.events[0].time == pytest.approx(math.log(diameter(x) / 0.5), rel=1e-7)
+    assert diameter(found.end) == pytest.approx(0.5, rel=1e-7)
+    assert float(found.times[-1]) == found.events[0].time
+
+
+def test_an_event_that_is_so_from_the_start() -> None:
+    found = evolve(single(ONE), ONE, [0.0, 1.0], events=[outgrows(0.5)])
+    assert (found.events[0].time, found.status, len(found.times)) == (0.0, "event", 1)
+    on = evolve(single(ONE), ONE, [0.0, 1.0], events=[outgrows(0.5, terminal=False)])
+    assert (on.events[0].time, on.status) == (0.0, "done")
+
+
+def test_what_leaves_the_float_range_is_an_event() -> None:
+    found = evolve(single(ONE), ONE, [0.0, 1.0, 1e4], rtol=1e-5)
+    assert found.note == "overflow" and bool(found.states.isfinite().all())
+    assert found.events[0].time == pytest.approx(100 * math.log(10), rel=1e-3)
+    steps = residual(single(ONE), ONE, step=3.0, layers=1000)
+    assert steps.note == "overflow" and bool(steps.states.isfinite().all())
+
+
+def test_a_layer_that_refuses_on_the_way_ends_the_flow() -> None:
+    def proud(x: Tensor) -> Tensor:
+        if float(x.abs().max()) > 2:
+            raise InputError("Tokens should be small.")
+        return x
+
+    found = evolve(proud, ONE, [0.0, 1.0])
+    assert (found.status, found.note) == ("stuck", "Tokens should be small.")
+    assert float(found.end) == pytest.approx(2.0, rel=1e-6)
+    asked = evolve(single(eye(2)), cloud(0), [9.0], max_evaluations=50)
+    assert asked.status == "evaluations" and "50" in str(asked.note)
+
+
+# --- normal laws
+
+
+def hermite(m: Tensor, cov: Tensor, side: int = 30) -> TokenMeasure:
+    """Atoms whose moments are those of a normal law up to a high order."""
+    z, w = np.polynomial.hermite_e.hermegauss(side)
+    z, w = torch.tensor(z), torch.tensor(w / w.sum())
+    grid = torch.cartesian_prod(z, z) if len(m) == 2 else z[:, None]
+    weights = torch.cartesian_prod(w, w).prod(-1) if len(m) == 2 else w
+    return TokenMeasure(m + grid @ torch.linalg.cholesky(cov).T, weights)
+
+
+def law(d: int = 2) -> tuple[Tensor, Tensor]:
+    root = 0.4 * gaussian(d, d, seed=7) + 0.4 * eye(d)
+    return 0.5 * gaussian(d, seed=8), root @ root.T
+
+
+@pytest.mark.parametrize("kind", [DotProduct, L2Attention])
+def test_closures_by_quadrature(kind) -> None:
+    q, v, o = (0.5 * gaussian(4, 2, seed=i) for i in range(3))
+    fields = {"query": q, "value": v, "output": o.T, "heads": 2}
+    if kind is DotProduct:
+        biases = {"query_bias": gaussian(4), "value_bias": gaussian(4), "output_bias": gaussian(2)}
+        fields |= {"key": 0.5 * gaussian(4, 2, seed=5), **biases}
+    layer, (m, cov), x = kind(**fields), law(), gaussian(3, 2)
+    atoms = hermite(m, cov)
+    expected = layer(x, atoms.points, log_weights=atoms.weights.log())
+    slope, shift = closure(layer)(m, cov)
+    torch.testing.assert_close(x @ slope.T + shift, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_closure_of_sinkhorn_by_its_own_iteration() -> None:
+    """Weighted atoms in one dimension, rows and columns scaled in turn."""
+    m, var, a = 0.4, 0.8, 1.3
+    atoms = hermite(torch.tensor([m]).double(), var * ONE, side=60)
+    x, w = atoms.points[:, 0], atoms.weights
+    s, f, g = a * x[:, None] * x, torch.zeros(60).double(), torch.zeros(60).double()
+    for _ in range(500):
+        f = -(s + g + w.log()).logsumexp(1)
+        g = -(s + f[:, None] + w.log()[:, None]).logsumexp(0)
+    read = (s + f[:, None] + g + w.log()).exp() @ x
+    slope, shift = closure(SinkhornAttention(a * ONE, ONE, ONE))(torch.tensor([m]), var * ONE)
+    near = (x - m).abs() < 2
+    torch.testing.assert_close((x * slope[0, 0] + shift)[near], read[near], rtol=1e-6, atol=1e-6)
+
+
+def test_sinkhorn_closure_solves_its_equation() -> None:
+    """(Σ - C Σ^-1 C^T) A = C Σ^-1 of the coupling's covariance, for any A."""
+    (m, cov), a = law(3), gaussian(3, 3, seed=2)
+    slope, _ = closure(SinkhornAttention(a, eye(3), eye(3), scale=1.0))(m, cov)
+    c = slope @ cov
+    left = (cov - c @ torch.linalg.solve(cov, c.T)) @ a
+    torch.testing.assert_close(left, slope, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [DotProduct, L2Attention, SinkhornAttention])
+def test_particles_follow_their_closure(kind) -> None:
+    """300 tokens with the exact first moments: what is left is of the order of the fourth ones."""
+    m, cov = law()
+    x = gaussian(300, 2)
+    x = (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(x.T.cov(correction=0))).T
+    x = m + x @ torch.linalg.cholesky(cov).T
+    q, v = 0.5 * gaussian(2, 2, seed=1), gaussian(2, 2, seed=2)
+    layer = kind(q, v) if kind is L2Attention else kind(q, 0.5 * eye(2), v)
+    found, law_ = evolve(layer, x, [0.5], rtol=1e-4), gaussian_flow(layer, m, cov, [0.5])
+    torch.testing.assert_close(found.end.mean(0), law_.means[-1], rtol=0.02, atol=0.02)
+    moved = found.end.T.cov(correction=0)
+    torch.testing.assert_close(moved, law_.covariances[-1], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("va", [1.0, -1.0])
+def test_one_dimension_exactly(va) -> None:
+    """σ² = σ_0² / (1 - 2 v a σ_0² t): blow-up at 1 / (2 v a σ_0²), or decay like 1 / t."""
+    found = gaussian_flow(single(va * eye(1)), torch.zeros(1), 2 * ONE, [0.0, 0.2, 3.0])
+    expected = 2 / (1 - 4 * va * 0.2)
+    assert float(found.covariances[1]) == pytest.approx(expected, rel=1e-7)
+    if va > 0:
+        assert found.blow_up == pytest.approx(0.25, rel=1e-7)
+        assert bool(found.covariances.isfinite().all())
+    else:
+        assert found.blow_up is None and found.status == "done"
+
+
+@pytest.mark.parametrize("d", [2, 5])
+def test_any_dimension_exactly(d) -> None:
+    """V = I: Σ^-1 = Σ_0^-1 - t (A + A^T), for every A."""
+    (m, cov), a = law(d), gaussian(d, d, seed=3)
+    both = a + a.T
+    first = 1 / float(torch.linalg.eigvals(cov @ both).real.max())
+    found = gaussian_flow(single(a), m, cov, [0.5 * first, 2 * first])
+    exact = torch.linalg.inv(torch.linalg.inv(cov) - 0.5 * first * both)
+    torch.testing.assert_close(found.covariances[0], exact, rtol=1e-6, atol=1e-8)
+    assert found.blow_up == pytest.approx(first, rel=1e-7)
+
+
+def test_rank_collapses_to_the_kernel_and_euler_misses_it() -> None:
+    """V = I, A = -Q^T Q: Σ tends to its inverse's compression to ker Q; the rank is its dimension.
+
+    Euler's steps, projected to semidefinite matrices as in public code, lose all of it.
+    """
+    q = torch.tensor([[2.0, 0.0, 0.0]]).double()
+    cov = torch.tensor([[6.0, 3.0, 2.0], [3.0, 4.0, 1.0], [2.0, 1.0, 3.0]]).double()
+    layer = DotProduct(q, -q, eye(3), scale=1.0)
+    found = gaussian_flow(layer, torch.zeros(3), cov, [1.0, 1e6])
+    limit = torch.linalg.inv(torch.linalg.inv(cov)[1:, 1:])
+    torch.testing.assert_close(found.covariances[-1][1:, 1:], limit, rtol=1e-5, atol=1e-5)
+    assert found.ranks() == [3, 2]
+    stepped = cov
+    for _ in range(500):
+        moved = stepped @ (-q.T @ q) @ stepped
+        values, vectors = torch.linalg.eigh(stepped + 0.09 * (moved + moved.T))
+        stepped = vectors * values.clamp_min(1e-14) @ vectors.T
+    assert int((torch.linalg.eigvalsh(stepped) > 0.1).sum()) == 1
+
+
+def test_only_dot_products_blow_up() -> None:
+    """Sinkhorn and L2 grow no faster than exponentially: beyond the float range is no blow-up."""
+    for layer in (SinkhornAttention(eye(2), eye(2), eye(2)), L2Attention(eye(2), eye(2))):
+        found = gaussian_flow(layer, torch.zeros(2), eye(2), [1.0, 1e4], rtol=1e-3)
+        assert found.blow_up is None and found.note == "overflow"
+
+
+# --- sigma along depth
+
+
+def test_sigma_along_by_differences_of_the_flow() -> None:
+    layer, x, h = single(gaussian(2, 2), gaussian(2, 2, seed=1)), gaussian(2, 2), 1e-4
+    found = sigma_along(layer, x, [0.0, 0.5], rtol=1e-4)
+    columns = []
+    for e in torch.eye(4).double().reshape(4, 2, 2):
+        ends = [evolve(layer, x + s * h * e, [0.5], rtol=1e-9).end for s in (1, -1)]
+        columns.append((ends[0] - ends[1]).flatten() / (2 * h))
+    sigma = float(torch.linalg.matrix_norm(torch.stack(columns, 1), 2))
+    assert float(found.sigma[-1]) == pytest.approx(sigma, rel=1e-4)
+    assert float(found.sigma[0]) == float(found.product[0]) == 1.0
+    assert float(found.sigma[-1]) <= float(found.product[-1]) <= float(found.norms[-1])
+    thin = sigma_through(layer, x, step=0.05, layers=10)
+    for name in ("sigma", "product"):
+        mine, theirs = float(getattr(thin, name)[-1]), float(getattr(found, name)[-1])
+        assert mine == pytest.approx(theirs, rel=0.05)
+
+
+def test_sigma_through_by_automatic_differentiation() -> None:
+    layer, x = single(gaussian(2, 2), gaussian(2, 2, seed=1), causal=True), gaussian(3, 2)
+    found = sigma_through(layer, x, step=0.3, layers=3, tol=1e-9)
+
+    def through(y: Tensor) -> Tensor:
+        for _ in range(3):
+            y = y + 0.3 * layer(y)
+        return y
+
+    whole = torch.func.jacrev(through)(x).reshape(6, 6)
+    assert float(found.sigma[-1]) == pytest.approx(
+        float(torch.linalg.matrix_norm(whole, 2)), rel=1e-8
+    )
+    assert bool((found.excess >= 1 - 1e-9).all()) and bool((found.upper >= found.sigma).all())
+
+
+def test_sigma_of_blocks_of_matrices() -> None:
+    first, second = torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([1.0, 2.0]))
+    found = sigma_of_blocks(
+        [linearise(lambda x, m=m: x @ m, torch.ones(2)) for m in (first, second)]
+    )
+    assert found.sigma.tolist() == pytest.approx([1.0, 3.0, 3.0], rel=1e-4)
+    assert found.product.tolist() == pytest.approx([1.0, 3.0, 6.0], rel=1e-4)
+    wide = Operator(lambda e: e, lambda g: g, (3,), (3,))
+    with pytest.raises(InputError, match="follow each other"):
+        sigma_of_blocks([linearise(lambda x: x, torch.ones(2)), wide])
+
+
+# --- clusters
+
+
+def test_clusters_and_phases() -> None:
+    x = torch.tensor([[0.0], [1.0], [5.0], [2.0]])
+    found = clusters(x, 1.0)
+    assert (found.count, found.labels.tolist(), found.sizes) == (2, [0, 0, 1, 0], (3, 1))
+    assert [clusters(x, r).count for r in (0.5, 1.0, 3.0)] == [4, 2, 1]
+    held = phases([0.0, 1.0, 2.0, 4.0], [4, 2, 2, 1])
+    assert [(p.count, p.start, p.end) for p in held] == [(4, 0, 1), (2, 1, 4), (1, 4, 4)]
+
+
+# --- what is refused, in one line
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: evolve(single(ONE), torch.zeros(0, 1), [1.0]), "at least one"),
+        (lambda: evolve(single(ONE), ONE * math.nan, [1.0]), "should be finite"),
+        (lambda: evolve(single(ONE), torch.ones(2, 3), [1.0]), "cannot"),
+        (lambda: evolve(DotProduct(ONE, ONE, ONE, eye(2)[:, :1]), ONE, [1.0]), "keeps the width"),
+        (lambda: evolve(single(ONE), ONE, []), "`times`"),
+        (lambda: evolve(single(ONE), ONE, [1.0, 1.0]), "`times`"),
+        (lambda: evolve(single(ONE), ONE, [-1.0]), "`times`"),
+        (lambda: evolve(single(ONE), ONE, [1.0], rtol=0.0), "`rtol`"),
+        (lambda: evolve(single(ONE), ONE, [1.0], norm="batch"), "`norm`"),
+        (lambda: evolve(single(ONE), 0 * ONE, [1.0], norm="rms"), "not zero"),
+        (lambda: evolve(single(ONE), ONE, [1.0], norm="rms", renormalise=True), "leave one out"),
+        (lambda: evolve(lambda x: x, ONE, [1.0], renormalise=True), "goes with a layer"),
+        (lambda: evolve(crossed(), torch.ones(2, 2), [1.0], renormalise=True), "commute"),
+        (lambda: evolve(lambda x: x / 0, ONE, [1.0]), "finite velocity"),
+        (lambda: evolve(single(ONE), TokenMeasure(ONE, 2 * ONE[0]), [1.0]), "add up to 1"),
+        (lambda: residual(single(ONE), ONE, step=0.0, layers=1), "`step`"),
+        (lambda: residual(single(ONE), ONE, step=0.1), "`layers`"),
+        (lambda: clusters(ONE, 0.0), "`radius`"),
+        (lambda: clusters(ONE * math.inf, 1.0), "`points`"),
+        (lambda: gaussian_flow(single(ONE), ONE[0], -ONE, [1.0]), "semidefinite"),
+        (lambda: gaussian_flow(single(ONE), ONE[0], eye(2), [1.0]), "`covariance`"),
+        (lambda: gaussian_flow(single(ONE), ONE, ONE, [1.0]), "`mean`"),
+        (lambda: closure(single(ONE, causal=True)), "normal law"),
+        (lambda: sigma_along(single(ONE), torch.ones(2000, 1), [1.0]), "at most 1,024"),
+    ],
+)
+def test_refused_in_one_line(call, said, unchecked) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        call()
+
+
+def crossed() -> Attention:
+    """Two heads whose value maps do not commute with their sum."""
+    up, across = torch.tensor([[1.0, 1.0], [0.0, 1.0]]), torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+    value = torch.cat([up, across]).double()
+    both = torch.cat([eye(2), eye(2)])
+    return DotProduct(both, both, value, torch.cat([eye(2), eye(2)], 1), heads=2)
+
+
+def test_the_face_has_the_room() -> None:
+    import lipscope as ls
+
+    assert ls.dynamics.Event is Event
