@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from lipscope.records.files import replaced
 from lipscope.records.folder import RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Measurement, provenance, stable_id, version
+
+if TYPE_CHECKING:
+    from lipscope.charts.motion import Scene
 
 Progress = Callable[[int, int, str], None]
 ValueJob = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
@@ -181,6 +184,20 @@ class Study:
         for kind in ("svg", "png"):
             save(chart, self.folder.path / f"{stem}.{kind}")
         self.figures.append((f"{stem}.svg", title))
+
+    def animate(
+        self, stem: str, title: str, scenes: Sequence[Scene], captions: Sequence[str]
+    ) -> list[str]:
+        """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
+        from lipscope.charts.motion import animate
+
+        name = f"{_file_name(stem)}.gif"
+        try:
+            animate(self.folder.path / name, scenes, captions)
+        except InputError as missing:
+            return [f"{title}: not drawn. {missing}"]
+        self.figures.append((name, title))
+        return []
 
     def _in(self, part: str) -> RowProgress:
         return lambda done, total, row: self._tell(done, total, part)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lipscope.pages.table import number
 from lipscope.records.exponent import Growth
-from lipscope.records.sampling import CONFIDENCE
+from lipscope.records.sampling import CONFIDENCE, mean_interval, share_interval
 
 
 @dataclass(frozen=True)
@@ -147,3 +148,25 @@ def middle(values: Iterable[float], digits: int = 2) -> str:
         return "–"
     low, mid, high = held[0], statistics.median(held), held[-1]
     return f"{mid:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def average(values: Sequence[float]) -> str:
+    """A mean with its 95 % interval, where there is one.
+
+    >>> average([1.0, 2.0, 3.0])
+    '2.00 [-0.484, 4.48]'
+    """
+    mean, low, high = mean_interval(values)
+    if len(values) < 3:  # an interval of two values says nothing
+        return number(mean, 3)
+    return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
+
+
+def share(hits: int, total: int) -> str:
+    """How often something happened, with the 95 % interval of the share.
+
+    >>> share(1, 4)
+    '1 of 4 (25 % [1 %, 81 %])'
+    """
+    low, high = (round(100 * end) for end in share_interval(hits, total))
+    return f"{hits} of {total} ({round(100 * hits / total)} % [{low} %, {high} %])"

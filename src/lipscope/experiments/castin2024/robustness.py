@@ -213,12 +213,12 @@ def _of_sigma(found: Sequence[Record]) -> Iterator[Claim]:
     yield Claim(
         f"layer: change / (sigma · size) along the top singular vector, {_percent(_SHARES[0])}",
         "tends to 1 as the size goes to 0 (Section 3.1)",
-        _interval(_gain(first, "singular")),
+        average(_gain(first, "singular")),
     )
     yield Claim(
         f"layer: random direction, {_percent(_SHARES[0])}",
         "at most sigma · size, far below in high dimension",
-        _interval(_gain(first, "random")),
+        average(_gain(first, "random")),
     )
     over = {share: sum(g > 1.01 for g in _gain(_at(found, share), "pgd")) for share in _SHARES}
     yield Claim(
@@ -236,7 +236,7 @@ def _of_the_certificate(found: Sequence[Record]) -> Claim:
         mine = _at(known, share)
         loose = [r["certificate"] / (r["sigma"] * r["size"]) for r in mine]
         asked = sum(r["asked"] for r in _at(found, share))
-        words = f", where it allows {_interval(loose)} times sigma · size" if mine else ""
+        words = f", where it allows {average(loose)} times sigma · size" if mine else ""
         given.append(f"given for {len(mine)} of {asked} windows at {_percent(share)}{words}")
     return Claim(
         "ball certificate",
@@ -271,8 +271,8 @@ def _layer_table(found: Sequence[Record]) -> Table:
                 (
                     _percent(share),
                     words,
-                    _interval(_gain(mine, kind)),
-                    _interval(part) if part else "–",
+                    average(_gain(mine, kind)),
+                    average(part) if part else "–",
                 )
             )
     columns = ("size / ‖X‖", "move", "change / (sigma · size)", "change / certificate")
@@ -290,8 +290,8 @@ def _model_table(found: Sequence[Record]) -> Table:
                 (
                     _percent(share),
                     _KINDS[kind],
-                    _interval(gains),
-                    _interval([r[f"{kind} relative"] for r in mine]),
+                    average(gains),
+                    average([r[f"{kind} relative"] for r in mine]),
                     f"{hits} of {total} [{low:.2f}, {high:.2f}]",
                 )
             )
@@ -303,13 +303,6 @@ def _model_table(found: Sequence[Record]) -> Table:
         "nearest neighbour changes",
     )
     return Table("The model: means with 95 % intervals over windows", columns, tuple(lines))
-
-
-def _interval(values: Sequence[float]) -> str:
-    mean, low, high = mean_interval(values)
-    if len(values) < 3:  # an interval of two values says nothing
-        return number(mean, 3)
-    return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
 
 
 # --- what is drawn ---------------------------------------------------------------------------

@@ -1,0 +1,105 @@
+"""Tokens that move: scenes side by side, frame by frame, as an animated GIF."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lipscope.charts import marks
+from lipscope.errors import InputError
+from lipscope.records.files import replaced
+
+_SIDE, _HEAD, _FINER = 300, 46, 2  # pixels of a scene, of what stands above it; drawn twice as fine
+_QUIET, _FRAME = "#6b6b6b", "#d4d4d4"
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """What one part of the picture shows.
+
+    Attributes:
+        title: Above it.
+        points: Places of the tokens, ``(t, n, 2)``.
+        groups: The group of every token, ``(n,)``: its colour.
+        outline: Closed curve behind them, ``(t, m, 2)``; none if None.
+    """
+
+    title: str
+    points: np.ndarray
+    groups: np.ndarray
+    outline: np.ndarray | None = None
+
+
+def animate(path: str | Path, scenes: Sequence[Scene], captions: Sequence[str]) -> Path:
+    """Write scenes of equal length as a GIF that starts again; the last frame stays a while.
+
+    On white, so that it reads in light and dark pages alike. Axes are equal, and the same in
+    all frames of a scene.
+
+    Args:
+        path: File to write, ending in ``.gif``.
+        scenes: Side by side.
+        captions: A line for every frame, such as the time.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: If Pillow is not installed, or scenes and captions differ in length.
+    """
+    if not scenes or any(len(one.points) != len(captions) for one in scenes):
+        raise InputError("`scenes` should have a frame for every caption. Found others.")
+    try:
+        from PIL import Image
+    except ImportError as missing:
+        raise InputError('Animations need Pillow: `pip install "lipscope[images]"`.') from missing
+    frames = []
+    for frame, caption in enumerate(captions):
+        parts = [_drawn(scene, frame, caption) for scene in scenes]
+        whole = Image.new("RGB", (_SIDE * len(parts), _SIDE + _HEAD), "white")
+        for i, part in enumerate(parts):
+            whole.paste(part, (i * _SIDE, 0))
+        frames.append(whole.quantize(64))
+    made = io.BytesIO()
+    times = [90] * (len(frames) - 1) + [1800]
+    frames[0].save(
+        made, "GIF", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True
+    )
+    path = Path(path)
+    replaced(path, made.getvalue())
+    return path
+
+
+def _drawn(scene: Scene, frame: int, caption: str) -> Any:
+    from PIL import Image, ImageDraw, ImageFont
+
+    side, head = _SIDE * _FINER, _HEAD * _FINER
+    image = Image.new("RGB", (side, side + head), "white")
+    draw = ImageDraw.Draw(image)
+    every = [scene.points, *([] if scene.outline is None else [scene.outline])]
+    low = np.min([one.min((0, 1)) for one in every], 0)
+    high = np.max([one.max((0, 1)) for one in every], 0)
+    middle, reach = (low + high) / 2, max(float((high - low).max()) / 2, 1e-12) * 1.08
+    pad = 12 * _FINER
+
+    def place(points: np.ndarray) -> np.ndarray:
+        unit = (points - middle) / reach * [1, -1]
+        return (unit + 1) / 2 * (side - 2 * pad) + [pad, pad + head]
+
+    fonts = [ImageFont.load_default(size * _FINER) for size in (13, 11)]
+    draw.text((pad, 7 * _FINER), scene.title, fill=marks.INK, font=fonts[0])
+    draw.text((pad, 25 * _FINER), caption, fill=_QUIET, font=fonts[1])
+    draw.rectangle((pad, pad + head, side - pad, side + head - pad), outline=_FRAME, width=_FINER)
+    if scene.outline is not None:
+        curve = place(scene.outline[frame])
+        draw.line([tuple(p) for p in (*curve, curve[0])], fill=_QUIET, width=_FINER)
+    hues = marks.palette(int(scene.groups.max()) + 1)
+    size = (4.0 if scene.points.shape[1] <= 100 else 2.2) * _FINER
+    for (x, y), group in zip(place(scene.points[frame]), scene.groups, strict=True):
+        draw.ellipse((x - size, y - size, x + size, y + size), fill=hues[group], outline="white")
+    return image.resize((_SIDE, _SIDE + _HEAD), Image.Resampling.LANCZOS)
