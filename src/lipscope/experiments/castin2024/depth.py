@@ -75,7 +75,7 @@ def _two_tied(d: int) -> Attention:
 
 def _sinkhorn(d: int) -> Attention:
     eye = torch.eye(d, dtype=torch.float64)
-    return SinkhornAttention(eye, eye, eye, scale=1.0)
+    return SinkhornAttention(eye, eye, eye, scale=0.1)
 
 
 _KINDS = {
@@ -84,7 +84,7 @@ _KINDS = {
     "A = +I, causal": lambda d: multiple(1.0, d).replace(causal=True),
     "V = -I": lambda d: multiple(1.0, d).replace(value=-torch.eye(d, dtype=torch.float64)),
     "L2": _two_tied,
-    "Sinkhorn": _sinkhorn,
+    "Sinkhorn, A = I / 10": _sinkhorn,
 }
 
 

@@ -23,11 +23,10 @@ from lipscope.experiments.castin2024.perturb import (
     split_change,
 )
 from lipscope.experiments.experiment import Study, ValueJob, experiment
-from lipscope.experiments.findings import Claim, Findings, Table
+from lipscope.experiments.findings import Claim, Findings, Table, average
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.models import LayerMap, LoadedModel
-from lipscope.pages.table import number
 from lipscope.records.sampling import mean_interval, share_interval
 
 Record = dict[str, Any]
