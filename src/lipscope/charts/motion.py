@@ -26,16 +26,18 @@ class Scene:
         title: Above it.
         points: Places of the tokens, ``(t, n, 2)``.
         groups: The group of every token, ``(n,)``: its colour.
+        captions: A line for every frame, such as the time.
         outline: Closed curve behind them, ``(t, m, 2)``; none if None.
     """
 
     title: str
     points: np.ndarray
     groups: np.ndarray
+    captions: Sequence[str]
     outline: np.ndarray | None = None
 
 
-def animate(path: str | Path, scenes: Sequence[Scene], captions: Sequence[str]) -> Path:
+def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
     """Write scenes of equal length as a GIF that starts again; the last frame stays a while.
 
     On white, so that it reads in light and dark pages alike. Axes are equal, and the same in
@@ -44,23 +46,23 @@ def animate(path: str | Path, scenes: Sequence[Scene], captions: Sequence[str]) 
     Args:
         path: File to write, ending in ``.gif``.
         scenes: Side by side.
-        captions: A line for every frame, such as the time.
 
     Returns:
         The path.
 
     Raises:
-        InputError: If Pillow is not installed, or scenes and captions differ in length.
+        InputError: If Pillow is not installed, or scenes differ in length.
     """
-    if not scenes or any(len(one.points) != len(captions) for one in scenes):
-        raise InputError("`scenes` should have a frame for every caption. Found others.")
+    lengths = {len(part) for one in scenes for part in (one.points, one.captions)}
+    if len(lengths) != 1:
+        raise InputError("`scenes` should have frames and captions of one number. Found others.")
     try:
         from PIL import Image
     except ImportError as missing:
         raise InputError('Animations need Pillow: `pip install "lipscope[images]"`.') from missing
     frames = []
-    for frame, caption in enumerate(captions):
-        parts = [_drawn(scene, frame, caption) for scene in scenes]
+    for frame in range(lengths.pop()):
+        parts = [_drawn(scene, frame) for scene in scenes]
         whole = Image.new("RGB", (_SIDE * len(parts), _SIDE + _HEAD), "white")
         for i, part in enumerate(parts):
             whole.paste(part, (i * _SIDE, 0))
@@ -75,7 +77,7 @@ def animate(path: str | Path, scenes: Sequence[Scene], captions: Sequence[str]) 
     return path
 
 
-def _drawn(scene: Scene, frame: int, caption: str) -> Any:
+def _drawn(scene: Scene, frame: int) -> Any:
     from PIL import Image, ImageDraw, ImageFont
 
     side, head = _SIDE * _FINER, _HEAD * _FINER
@@ -93,7 +95,7 @@ def _drawn(scene: Scene, frame: int, caption: str) -> Any:
 
     fonts = [ImageFont.load_default(size * _FINER) for size in (13, 11)]
     draw.text((pad, 7 * _FINER), scene.title, fill=marks.INK, font=fonts[0])
-    draw.text((pad, 25 * _FINER), caption, fill=_QUIET, font=fonts[1])
+    draw.text((pad, 25 * _FINER), scene.captions[frame], fill=_QUIET, font=fonts[1])
     draw.rectangle((pad, pad + head, side - pad, side + head - pad), outline=_FRAME, width=_FINER)
     if scene.outline is not None:
         curve = place(scene.outline[frame])

@@ -185,15 +185,13 @@ class Study:
             save(chart, self.folder.path / f"{stem}.{kind}")
         self.figures.append((f"{stem}.svg", title))
 
-    def animate(
-        self, stem: str, title: str, scenes: Sequence[Scene], captions: Sequence[str]
-    ) -> list[str]:
+    def animate(self, stem: str, title: str, scenes: Sequence[Scene]) -> list[str]:
         """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
         from lipscope.charts.motion import animate
 
         name = f"{_file_name(stem)}.gif"
         try:
-            animate(self.folder.path / name, scenes, captions)
+            animate(self.folder.path / name, scenes)
         except InputError as missing:
             return [f"{title}: not drawn. {missing}"]
         self.figures.append((name, title))

@@ -14,12 +14,13 @@ from lipscope.attention import Attention, DotProduct, L2Attention, SigmoidAttent
 from lipscope.attention import SinkhornAttention as Sinkhorn
 from lipscope.charts.motion import Scene
 from lipscope.charts.panels import Panel, Series
-from lipscope.dynamics import clusters, diameter, evolve, leaders, phases, residual
+from lipscope.dynamics import Trajectory, clusters, diameter, evolve, leaders, phases, residual
 from lipscope.experiments.castin2024.depth import Depths, depths
 from lipscope.experiments.castin2024.maps import multiple
 from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, average, share
 from lipscope.linalg.starts import start_named
+from lipscope.pages.table import number
 from lipscope.records.growth import slope_of
 
 _RADIUS = 0.05  # of clusters of renormalised tokens, whose own spread is about 1
@@ -43,7 +44,7 @@ def dynamics(study: Study) -> Findings:
     seeds = range(study.pick(8, 100))
     found = study.values("clusters", [_cluster_job(seed) for seed in seeds])
     kinds = study.values(
-        "variants", [_kind_job(k, s) for k in _KINDS for s in range(study.pick(2, 20))]
+        "variants", [_kind_job(k, s) for k in _KINDS for s in range(study.pick(2, 12))]
     )
     sphere = study.values(
         "sphere",
@@ -181,6 +182,9 @@ _KINDS: dict[str, Callable[[], Attention]] = {
 }
 
 
+_DRAWN = ("dot product", "causal", "two heads", "L2", "Sinkhorn, A = I / 10", "A = -I")
+
+
 def _kind_job(kind: str, seed: int) -> ValueJob:
     times = [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0]
     if kind.startswith("Sinkhorn"):  # scores grow like e^(2t), and its iteration ends before
@@ -305,34 +309,41 @@ def _draw(
     flow = evolve(layer, x, times, renormalise=True, rtol=1e-6)
     steps = residual(layer, x, step=_STEP, layers=60, renormalise=True)
     over = [
-        Series(name, _counted(one.times, one.states), "line")
+        Series(name, _counted(one.times, one.states))
         for name, one in (("flow", flow), (f"Euler, steps of {_STEP:g}", steps))
     ]
-    trail = flow.states[:, :, :].reshape(-1, 2)
     places = (
-        Series("on the way", _pairs(trail), "points"),
+        Series("on the way", _pairs(flow.states[::3].reshape(-1, 2)), "points"),
         Series("start", _pairs(x), "points"),
         Series("leaders", _pairs(flow.end[list(leaders(flow.attention(-1)))]), "points"),
-    )
-    shown = [r for r in kinds if r["seed"] == 0]
-    variants = tuple(
-        Series(r["kind"], tuple(zip(r["times"], r["counts"], strict=True))) for r in shown
-    )
-    balls = tuple(
-        Series(f"β = {b:g}, d = {d}", tuple(zip(r["times"], r["counts"], strict=True)))
-        for b, d in _BETAS
-        for r in sphere
-        if (r["beta"], r["d"], r["seed"]) == (b, d, 0)
     )
     panels = [
         Panel("40 tokens, V = A = I", places, "y₁", "y₂", log_x=False, log_y=False),
         Panel("the same: clusters", tuple(over), "t", "clusters", log_x=False),
-        Panel("on the unit sphere", balls, "t", "clusters"),
     ]
-    study.draw("clusters", "Tokens cluster once renormalised, and on spheres", panels)
-    title = "Clusters over time: variants of attention"
-    study.draw("variants", title, [Panel("one start", variants, "t", "clusters", log_x=False)])
+    study.draw("clusters", "Tokens cluster once renormalised", panels)
+    balls = tuple(
+        Series(f"β = {b:g}, d = {d}", _course(r))
+        for b, d in _BETAS
+        for r in sphere
+        if (r["beta"], r["d"], r["seed"]) == (b, d, 0)
+    )
+    drawn = {r["kind"]: r for r in kinds if r["seed"] == 0}
+    variants = tuple(Series(kind, _course(drawn[kind])) for kind in _DRAWN)
+    for stem, title, panel in (
+        ("sphere", "On spheres: consensus, and phases", Panel("V = I", balls, "t", "clusters")),
+        (
+            "variants",
+            "Clusters over time, variants of attention",
+            Panel("one start, renormalised", variants, "t", "clusters", log_x=False),
+        ),
+    ):
+        study.draw(stem, title, [panel])
     study.draw("depth", "Sigma of all layers together, and the product of them", deep.panels)
+
+
+def _course(r: dict[str, Any]) -> tuple[tuple[float, int], ...]:
+    return tuple(zip(r["times"], r["counts"], strict=True))
 
 
 def _counted(times: Tensor, states: Tensor) -> tuple[tuple[float, int], ...]:
@@ -350,28 +361,27 @@ def _animations(study: Study) -> list[str]:
     flow = evolve(layer, x, times, renormalise=True, rtol=1e-6)
     steps = residual(layer, x, step=_STEP, layers=60, renormalise=True)
     scenes = [
-        _scene(f"{name}: {clusters(one.end, _RADIUS).count} clusters", one.states, _RADIUS)
+        _scene(f"{name}: {clusters(one.end, _RADIUS).count} clusters", one, _RADIUS)
         for name, one in (("adaptive steps", flow), ("Euler, steps of 0.1", steps))
     ]
-    said = [f"t = {t:.1f}" for t in times.tolist()]
-    remarks = study.animate("clusters", "Renormalised tokens, V = A = I", scenes, said)
+    remarks = study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
     start = cloud("sphere", 0, 32, 3)
     start = start / start.norm(dim=-1, keepdim=True)
     times = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()])
     scenes = []
     for beta in (1.0, 9.0):
         flow = evolve(multiple(beta, 3), start, times, norm="rms", rtol=1e-6)
-        scenes.append(_scene(f"β = {beta:g}", flow.states, _NEAR, circle=True))
-    said = [f"t = {t:.2g}" for t in times.tolist()]
-    return remarks + study.animate("sphere", "Tokens on the unit sphere", scenes, said)
+        scenes.append(_scene(f"A = {beta:g} I", flow, _NEAR, circle=True))
+    return remarks + study.animate("sphere", "Tokens on the unit sphere", scenes)
 
 
-def _scene(title: str, states: Tensor, radius: float, circle: bool = False) -> Scene:
+def _scene(title: str, flow: Trajectory, radius: float, circle: bool = False) -> Scene:
     """Coloured by the clusters of the last state; a sphere from above."""
-    outline = None
+    states, outline = flow.states, None
     if circle:
         angle = np.linspace(0, 2 * np.pi, 120)
         curve = np.stack([np.cos(angle), np.sin(angle)], -1)
         outline = np.broadcast_to(curve, (len(states), *curve.shape))
     groups = clusters(states[-1], radius).labels.numpy()
-    return Scene(title, states[..., :2].numpy(), groups, outline)
+    said = [f"t = {number(t, 2)}" for t in flow.times.tolist()]
+    return Scene(title, states[..., :2].numpy(), groups, said, outline)

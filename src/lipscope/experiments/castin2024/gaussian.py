@@ -418,11 +418,10 @@ def _animation(study: Study) -> list[str]:
     grown = DotProduct(q, q, _eye(2), scale=1.0)
     first = 1 / float(torch.linalg.eigvals(cov @ (2 * q.T @ q)).real.max())
     scenes = [
-        _scene("K = -Q: a direction is lost", lost, cov, torch.linspace(0, 12, 41)),
+        _scene("K = -Q: a direction is lost", lost, cov, torch.linspace(0, 1, 41).square() * 40),
         _scene("K = Q: blow-up", grown, cov, torch.linspace(0, 0.93 * first, 41)),
     ]
-    said = [f"{k / 40:.0%} of the time" for k in range(41)]
-    return study.animate("gaussian", "Normal laws in the plane", scenes, said)
+    return study.animate("gaussian", "Normal laws in the plane", scenes)
 
 
 def _scene(title: str, layer: DotProduct, cov: Tensor, times: Tensor) -> Scene:
@@ -439,4 +438,5 @@ def _scene(title: str, layer: DotProduct, cov: Tensor, times: Tensor) -> Scene:
         return z @ affine(torch.zeros(2), z.T @ z / len(z))[0].T
 
     states = evolve(velocity, x, times, rtol=1e-6).states
-    return Scene(title, states.numpy(), np.zeros(len(x), dtype=int), outline.numpy())
+    said = [f"t = {t:.2f}" for t in times.tolist()]
+    return Scene(title, states.numpy(), np.zeros(len(x), dtype=int), said, outline.numpy())
