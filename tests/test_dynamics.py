@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.integrate import quad
 from torch import Tensor
 
+import lipscope as ls
 from agreement import gaussian
+from command import TEXT
 from lipscope import DotProduct, L2Attention, Operator, SinkhornAttention, linearise, variants
 from lipscope.attention import Attention
+from lipscope.charts.motion import Scene, animate
 from lipscope.dynamics import (
     Event,
     closure,
@@ -30,9 +35,11 @@ from lipscope.dynamics import (
     sigma_of_blocks,
     sigma_through,
 )
+from lipscope.engine.capture import layer_maps
 from lipscope.errors import InputError
 from lipscope.measures import TokenMeasure, in_order
 from test_variants import build as build_variant
+from tiny import tiny
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 
@@ -376,6 +383,7 @@ def test_sigma_along_by_differences_of_the_flow() -> None:
     sigma = float(torch.linalg.matrix_norm(torch.stack(columns, 1), 2))
     assert float(found.sigma[-1]) == pytest.approx(sigma, rel=1e-4)
     assert float(found.sigma[0]) == float(found.product[0]) == 1.0
+    assert found.norms is not None
     assert float(found.sigma[-1]) <= float(found.product[-1]) <= float(found.norms[-1])
     thin = sigma_through(layer, x, step=0.05, layers=10)
     for name in ("sigma", "product"):
@@ -411,6 +419,16 @@ def test_sigma_of_blocks_of_matrices() -> None:
         sigma_of_blocks([linearise(lambda x: x, torch.ones(2)), wide])
 
 
+def test_sigma_from_block_to_block_ends_in_that_of_the_model() -> None:
+    """Jacobians of all blocks of a model, one after another, against the map `model` itself."""
+    loaded = tiny("bert")
+    maps = layer_maps(loaded, TEXT, lengths=[7], map="block", dtype="float64")
+    found = sigma_of_blocks([one.linearise(one.x) for _, one in maps], tol=1e-6)
+    row = ls.measure(loaded, TEXT, lengths=[7], samples=1, map="model", dtype="float64")[0]
+    assert float(found.sigma[-1]) == pytest.approx(row.sigma, rel=2e-3)
+    assert float(found.excess[-1]) > 1
+
+
 # --- clusters
 
 
@@ -421,6 +439,15 @@ def test_clusters_and_phases() -> None:
     assert [clusters(x, r).count for r in (0.5, 1.0, 3.0)] == [4, 2, 1]
     held = phases([0.0, 1.0, 2.0, 4.0], [4, 2, 2, 1])
     assert [(p.count, p.start, p.end) for p in held] == [(4, 0, 1), (2, 1, 4), (1, 4, 4)]
+
+
+def test_animations(tmp_path) -> None:
+    points, groups = gaussian(3, 5, 2).numpy(), np.array([0, 0, 1, 1, 1])
+    scene = Scene("five tokens", points, groups, ["t = 0", "t = 1", "t = 2"], points)
+    with Image.open(animate(tmp_path / "a.gif", [scene, scene])) as found:
+        assert (found.n_frames, found.size) == (3, (600, 346))
+    with pytest.raises(InputError, match="captions of one number"):
+        animate(tmp_path / "b.gif", [replace(scene, captions=["t = 0"])])
 
 
 # --- what is refused, in one line
@@ -469,6 +496,4 @@ def crossed() -> Attention:
 
 
 def test_the_face_has_the_room() -> None:
-    import lipscope as ls
-
     assert ls.dynamics.Event is Event

@@ -23,11 +23,11 @@ INSIDE = {
     "attacks": "ascent",
     "attention": "blocks faults functional gradient multihead weighting",
     "certificates": "certify decision expansion hostile",
-    "charts": "engine_bounds figure page",
+    "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control",
-    "engine": "changed cli_habits measure ranges reliability_sweep split sweep sweep_cluster "
-    "sweep_spec",
+    "engine": "changed cli_habits dynamics measure ranges reliability_sweep split sweep "
+    "sweep_cluster sweep_spec",
     "experiments": "changed perturb reproduce splitting zero_token",
     "linalg": "ascent derivative interval operator singular",
     "measures": "splitting",

@@ -154,6 +154,7 @@ def test_exponent_says_where_no_power_law_fits() -> None:
         "castin2024/mean-field",
         "control/early-warning",
         "kim2021/invertibility",
+        pytest.param("castin2024/gaussian", marks=pytest.mark.slow),
     ],
 )
 def test_experiments_without_a_model(name: str, tmp_path) -> None:
@@ -188,6 +189,7 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "dynamics",
         "figure2",
         "figure4",
         "large-radius",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention
 from lipscope.dynamics.fields import value_maps
-from lipscope.dynamics.integrate import Event, Happened, Status, integrate
+from lipscope.dynamics.integrate import Event, Solution, integrate
 from lipscope.errors import InputError
 
 Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -21,31 +21,27 @@ _LEFT = 1e-9  # share of the elapsed time that is left until a blow-up when it i
 
 
 @dataclass(frozen=True, eq=False)
-class GaussianTrajectory:
+class GaussianTrajectory(Solution):
     """A normal law at several times.
 
-    Attributes:
-        times: As for `Solution`, likewise the last five.
-        means: ``(t, d)``.
-        covariances: ``(t, d, d)``.
-        eigenvalues: Of the covariances, largest first, ``(t, d)``; relative to the largest one
-            they are known to 1e-30, not to 1e-16.
-        events: What happened: ``blow-up`` with its time, ``overflow``.
-        status: Why it ended.
-        note: The same in words.
-        steps: Steps that were accepted.
-        evaluations: Of the closure.
+    The fields of `Solution`; states are ``(t, d, 1 + d)``: the mean, and ``F`` with ``Σ = F F^T``.
     """
 
-    times: Tensor
-    means: Float[Tensor, "t d"]
-    covariances: Float[Tensor, "t d d"]
-    eigenvalues: Float[Tensor, "t d"]
-    events: tuple[Happened, ...]
-    status: Status
-    note: str | None
-    steps: int
-    evaluations: int
+    @property
+    def means(self) -> Float[Tensor, "t d"]:
+        """``m``."""
+        return self.states[..., 0]
+
+    @property
+    def covariances(self) -> Float[Tensor, "t d d"]:
+        """``Σ``."""
+        factors = self.states[..., 1:]
+        return factors @ factors.mT
+
+    @property
+    def eigenvalues(self) -> Float[Tensor, "t d"]:
+        """Of the covariances, largest first; small ones are resolved to 1e-30 of the largest."""
+        return torch.linalg.svdvals(self.states[..., 1:]).square()
 
     @property
     def blow_up(self) -> float | None:
@@ -166,18 +162,7 @@ def gaussian_flow(
 
     options = {"rtol": rtol, "max_evaluations": max_evaluations, "limit": _LIMIT}
     found = integrate(velocity, start, times, events=[Event("blow-up", left)], **options)
-    means, factors = found.states[..., 0], found.states[..., 1:]
-    return GaussianTrajectory(
-        found.times,
-        means,
-        factors @ factors.mT,
-        torch.linalg.svdvals(factors).square(),
-        found.events,
-        found.status,
-        found.note,
-        found.steps,
-        found.evaluations,
-    )
+    return GaussianTrajectory(**vars(found))
 
 
 # --- what a head reads at x: slope x + shift, before its values

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,8 @@ def evolve(
     options = {"events": seen, "rtol": rtol, "max_evaluations": max_evaluations}
     found = integrate(field, field.start, times, **options)
     states = torch.stack([field.onto(state) for state in found.states])
-    return _with_states(found, states, field)
+    held: dict[str, Any] = {**vars(found), "states": states}
+    return Trajectory(**held, field=field)
 
 
 def residual(
@@ -126,16 +128,16 @@ def residual(
     >>> residual(DotProduct(one, one, one), one, step=0.5, layers=2).end.item()
     2.25
     """
-    several = list(f) if isinstance(f, Sequence) else None
-    count = layers if several is None else len(several)
-    if count is None or count < 1 or (several is not None and layers not in (None, count)):
+    given = list(f) if isinstance(f, Sequence) else [f]
+    count = len(given) if isinstance(f, Sequence) else layers
+    if count is None or count < 1 or (isinstance(f, Sequence) and layers not in (None, count)):
         raise InputError(f"`layers` should be a number of layers. Found `layers = {layers}`.")
     if not 0 < step < float("inf"):
         raise InputError(f"`step` should be positive. Found `step = {step}`.")
-    options = {"renormalise": renormalise, "norm": norm}
-    of = [Field(one, x, **options) for one in (several or [f])]
-    states, times, status, why = [of[0].start], [0.0], "done", None
+    of = [Field(one, x, renormalise=renormalise, norm=norm) for one in given]
+    states, times, why = [of[0].start], [0.0], None
     happened: tuple[Happened, ...] = ()
+    status: Status = "done"
     for layer in range(count):
         field, state = of[layer % len(of)], states[-1]
         new = field.onto(state + step * field(times[-1], state))
@@ -145,12 +147,4 @@ def residual(
         states.append(new)
         times.append((layer + 1) * step)
     at, taken = torch.tensor(times, dtype=torch.float64), len(times) - 1
-    ended: Status = "done" if status == "done" else "event"
-    return _with_states(
-        Solution(at, states[0], happened, ended, why, taken, taken), torch.stack(states), of[0]
-    )
-
-
-def _with_states(found: Solution, states: Tensor, field: Field) -> Trajectory:
-    held = {one.name: getattr(found, one.name) for one in fields(Solution)}
-    return Trajectory(**(held | {"states": states}), field=field)
+    return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, of[0])

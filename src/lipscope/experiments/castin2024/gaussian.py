@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention
+from lipscope.attention import Attention, DotProduct
 from lipscope.charts.motion import Scene
 from lipscope.charts.panels import Panel, Series
 from lipscope.dynamics import closure, evolve, gaussian_flow
+from lipscope.experiments.castin2024.laws import (
+    ALL,
+    KINDS,
+    eye,
+    law,
+    limit_job,
+    limit_table,
+    normal,
+    plane_job,
+    plane_table,
+)
 from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, average, share
-from lipscope.linalg.starts import start_named
 from lipscope.pages.table import number
 from lipscope.records.growth import slope_of
 
@@ -44,19 +55,19 @@ def gaussian(study: Study) -> Findings:
     )
     limits = study.values(
         "limits",
-        [_limit_job(k, d, s) for k in _KINDS for d in (3, 4) for s in range(study.pick(5, 60))],
+        [limit_job(k, d, s) for k in KINDS for d in (3, 4) for s in range(study.pick(5, 60))],
     )
     sizes = study.pick((100, 1000, 10_000), (100, 1000, 10_000, 100_000))
     seeds, few = range(study.pick(4, 12)), study.pick((100,), (100, 400))
     line = study.values(
         "particles", [_line_job(a, n, s) for a in _SCALES for n in sizes for s in seeds]
     )
-    plane = study.values("plane", [_plane_job(k, n, s) for k in _ALL for n in few for s in seeds])
+    plane = study.values("plane", [plane_job(k, n, s) for k in ALL for n in few for s in seeds])
     _draw(study, line)
     remarks = _animation(study)
     return Findings(
         (*_of_blow_up(blown), *_of_ranks(ranks), *_of_particles(line, sizes)),
-        (_blow_table(blown), _rank_table(ranks), _limit_table(limits), _plane_table(plane)),
+        (_blow_table(blown), _rank_table(ranks), limit_table(limits), plane_table(plane)),
         (
             "Blow-up: V = I, A normal, so that Σ⁻¹ = Σ₀⁻¹ − t(A + Aᵀ) exactly; starts whose "
             "largest eigenvalue of Σ₀(A + Aᵀ) is positive.",
@@ -68,19 +79,6 @@ def gaussian(study: Study) -> Findings:
             *remarks,
         ),
     )
-
-
-def _normal(name: str, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=start_named(name), dtype=torch.float64)
-
-
-def _law(name: str, d: int) -> Tensor:
-    root = _normal(name, d, d)
-    return root @ root.T
-
-
-def _eye(d: int) -> Tensor:
-    return torch.eye(d, dtype=torch.float64)
 
 
 def _euler(cov: Tensor, a: Tensor, step: float, rest: float = 0.0) -> tuple[Tensor, int, bool]:
@@ -103,20 +101,23 @@ def _euler(cov: Tensor, a: Tensor, step: float, rest: float = 0.0) -> tuple[Tens
 
 def _blow_job(d: int, seed: int) -> ValueJob:
     def compute() -> dict[str, Any]:
-        for turn in range(1000):
-            a = _normal(f"blow|{d}|{seed}|{turn}", d, d) / d**0.5
-            cov = _law(f"law|{d}|{seed}|{turn}", d) / d
-            first = float(torch.linalg.eigvals(cov @ (a + a.T)).real.max())
-            if first > 0.05:  # by t = 20
-                break
+        a, cov, first = next(one for one in _drawn(d, seed) if one[2] > 0.05)  # by t = 20
         exact = 1 / first
-        layer = DotProduct(a, _eye(d), _eye(d), scale=1.0)
+        layer = DotProduct(a, eye(d), eye(d), scale=1.0)
         found = gaussian_flow(layer, torch.zeros(d), cov, [2 * exact])
         _, count, blown = _euler(cov, a, _STEP)
         told = None if found.blow_up is None else found.blow_up / exact - 1
         return {"exact": exact, "told": told, "euler": count * _STEP / exact - 1 if blown else None}
 
     return {"d": d, "seed": seed}, compute
+
+
+def _drawn(d: int, seed: int) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """``A``, a start, and one over the time of its blow-up, if it has one."""
+    for turn in itertools.count():
+        a = normal(f"blow|{d}|{seed}|{turn}", d, d) / d**0.5
+        cov = law(f"law|{d}|{seed}|{turn}", d) / d
+        yield a, cov, float(torch.linalg.eigvals(cov @ (a + a.T)).real.max())
 
 
 def _of_blow_up(found: Sequence[dict[str, Any]]) -> list[Claim]:
@@ -155,8 +156,8 @@ def _blow_table(found: Sequence[dict[str, Any]]) -> Table:
 
 def _rank_job(d: int, seed: int) -> ValueJob:
     def compute() -> dict[str, Any]:
-        q, cov = _normal(f"rank|{d}|{seed}", d // 2, d), _law(f"start|{d}|{seed}", d)
-        layer = DotProduct(q, -q, _eye(d), scale=d**-0.5)
+        q, cov = normal(f"rank|{d}|{seed}", d // 2, d), law(f"start|{d}|{seed}", d)
+        layer = DotProduct(q, -q, eye(d), scale=d**-0.5)
         a = -(q.T @ q) * d**-0.5
         stepped, count, _ = _euler(cov, a, _STEPS[d], _REST)
         flow = gaussian_flow(layer, torch.zeros(d), cov, [count * _STEPS[d], _FAR], rtol=1e-6)
@@ -211,66 +212,6 @@ def _rank_table(found: Sequence[dict[str, Any]]) -> Table:
     return Table(title, columns, tuple(lines))
 
 
-# --- other layers: how many directions are left
-
-
-def _dot_product(name: str, d: int) -> Attention:
-    q = _normal(name, d // 2, d)
-    return DotProduct(q, -q, _value(name, d), scale=d**-0.5)
-
-
-def _two_heads(name: str, d: int) -> Attention:
-    q = _normal(name, 2 * (d // 2), d)
-    value = _value(name, d)
-    return DotProduct(
-        q, -q, torch.cat([value, value]), torch.cat([_eye(d)] * 2, 1) / 2, heads=2, scale=d**-0.5
-    )
-
-
-def _l2(name: str, d: int) -> Attention:
-    return L2Attention(_normal(name, d // 2, d), _value(name, d))
-
-
-def _sinkhorn(name: str, d: int) -> Attention:
-    q = _normal(name, d // 2, d)
-    return SinkhornAttention(q, -q, _value(name, d), scale=d**-0.5)
-
-
-def _value(name: str, d: int) -> Tensor:
-    """Positive semidefinite, as in public code."""
-    v = _normal(f"{name}|v", d, d)
-    return v.T @ v / d
-
-
-_KINDS = {"dot product": _dot_product, "two heads": _two_heads, "Sinkhorn": _sinkhorn}
-_ALL = {**_KINDS, "L2": _l2}  # the last grows exponentially: it has no limit
-
-
-def _limit_job(kind: str, d: int, seed: int) -> ValueJob:
-    def compute() -> dict[str, Any]:
-        name = f"limit|{d}|{seed}"
-        layer, cov = _KINDS[kind](name, d), _law(f"{name}|start", d)
-        found = gaussian_flow(layer, torch.zeros(d), cov, [1e4], rtol=1e-6)
-        return {"status": found.note or "done", "ranks": found.ranks(1e-2)[-1]}
-
-    return {"kind": kind, "d": d, "seed": seed}, compute
-
-
-def _limit_table(found: Sequence[dict[str, Any]]) -> Table:
-    lines = []
-    for kind in _KINDS:
-        for d in dict.fromkeys(r["d"] for r in found):
-            mine = [r for r in found if (r["kind"], r["d"]) == (kind, d)]
-            ends = [r for r in mine if r["status"] == "done"]
-            low = sum(r["ranks"] <= (d + 1) // 2 for r in ends)
-            words = share(low, len(ends)) if ends else "–"
-            blown = sum(r["status"] == "blow-up" for r in mine)
-            lines.append((kind, str(d), share(blown, len(mine)), words))
-    columns = ("layer", "d", "blow-up", "others: rank at most ⌈d/2⌉ at t = 10⁴")
-    title = "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest"
-    return Table(title, columns, tuple(lines))
-
-
 # --- particles beside the closure
 
 
@@ -278,7 +219,7 @@ def _line_job(a: float, n: int, seed: int) -> ValueJob:
     """One dimension, half of the way to the blow-up: the variance has doubled then."""
 
     def compute() -> dict[str, Any]:
-        x = _normal(f"line|{n}|{seed}", n, 1)
+        x = normal(f"line|{n}|{seed}", n, 1)
         end = evolve(_interpolated(_line(a)), x, [1 / (4 * a)], rtol=1e-6).end
         return {"error": abs(float(end.var(correction=0)) / 2 - 1)}
 
@@ -286,7 +227,7 @@ def _line_job(a: float, n: int, seed: int) -> ValueJob:
 
 
 def _line(a: float) -> DotProduct:
-    return DotProduct(a * _eye(1), _eye(1), _eye(1), scale=1.0)
+    return DotProduct(a * eye(1), eye(1), eye(1), scale=1.0)
 
 
 def _interpolated(layer: Attention, nodes: int = 96) -> Any:
@@ -325,44 +266,15 @@ def _of_particles(found: Sequence[dict[str, Any]], sizes: Sequence[int]) -> list
     return claims
 
 
-def _plane_job(kind: str, n: int, seed: int) -> ValueJob:
-    def compute() -> dict[str, Any]:
-        layer = _ALL[kind](f"plane|{kind}", 2)
-        m, cov = 0.5 * _normal("plane|m", 2), 0.5 * _law("plane|law", 2) / 2
-        root = torch.linalg.cholesky(cov)
-        x = m + _normal(f"plane|{n}|{seed}", n, 2) @ root.T
-        end = evolve(layer, x, [0.5], rtol=1e-4).end
-        law = gaussian_flow(layer, m, cov, [0.5])
-        size = float(law.covariances[-1].norm())
-        return {
-            "mean": float((end.mean(0) - law.means[-1]).norm()) / size**0.5,
-            "cov": float((end.T.cov() - law.covariances[-1]).norm()) / size,
-        }
-
-    return {"kind": kind, "n": n, "seed": seed}, compute
-
-
-def _plane_table(found: Sequence[dict[str, Any]]) -> Table:
-    lines = []
-    for kind in dict.fromkeys(r["kind"] for r in found):
-        for n in dict.fromkeys(r["n"] for r in found):
-            mine = [r for r in found if (r["kind"], r["n"]) == (kind, n)]
-            errors = (average([r[key] for r in mine]) for key in ("mean", "cov"))
-            lines.append((kind, f"{n:,}", *errors))
-    columns = ("layer", "particles", "mean", "covariance")
-    title = "Particles against the closure in the plane, t = 0.5: relative errors"
-    return Table(title, columns, tuple(lines))
-
-
 # --- figures
 
 
 def _draw(study: Study, line: Sequence[dict[str, Any]]) -> None:
     times = torch.linspace(0, 0.48, 25)
-    law = gaussian_flow(_line(1.0), torch.zeros(1), _eye(1), times)
-    curves = [Series("normal law", _pairs(law.times, law.covariances[:, 0, 0]), "dashes")]
+    flow = gaussian_flow(_line(1.0), torch.zeros(1), eye(1), times)
+    curves = [Series("normal law", _pairs(flow.times, flow.covariances[:, 0, 0]), "dashes")]
     for n in study.pick((100, 1000), (100, 1000, 10_000, 100_000)):
-        x = _normal(f"line|{n}|0", n, 1)
+        x = normal(f"line|{n}|0", n, 1)
         end = evolve(_interpolated(_line(1.0)), x, times, rtol=1e-5)
         curves.append(Series(f"{n:,} tokens", _pairs(times, end.states.var((1, 2)))))
     near = tuple(
@@ -403,7 +315,7 @@ def _decay() -> tuple[Series, ...]:
 def _collapsing() -> tuple[DotProduct, Tensor]:
     q = torch.tensor([[2.0, 0.0, 0.0]]).double()
     cov = torch.tensor([[6.0, 3.0, 2.0], [3.0, 4.0, 1.0], [2.0, 1.0, 3.0]]).double()
-    return DotProduct(q, -q, _eye(3), scale=1.0), cov
+    return DotProduct(q, -q, eye(3), scale=1.0), cov
 
 
 def _pairs(x: Tensor, y: Tensor) -> tuple[tuple[float, float], ...]:
@@ -414,8 +326,8 @@ def _animation(study: Study) -> list[str]:
     """Two laws in the plane with 200 tokens each: one loses a direction, the other blows up."""
     cov = torch.tensor([[1.0, 0.4], [0.4, 0.6]]).double()
     q = torch.tensor([[1.0, 0.5]]).double()
-    lost = DotProduct(q, -q, _eye(2), scale=1.0)
-    grown = DotProduct(q, q, _eye(2), scale=1.0)
+    lost = DotProduct(q, -q, eye(2), scale=1.0)
+    grown = DotProduct(q, q, eye(2), scale=1.0)
     first = 1 / float(torch.linalg.eigvals(cov @ (2 * q.T @ q)).real.max())
     scenes = [
         _scene("K = -Q: a direction is lost", lost, cov, torch.linspace(0, 1, 41).square() * 40),
@@ -425,12 +337,12 @@ def _animation(study: Study) -> list[str]:
 
 
 def _scene(title: str, layer: DotProduct, cov: Tensor, times: Tensor) -> Scene:
-    law = gaussian_flow(layer, torch.zeros(2), cov, times)
+    flow = gaussian_flow(layer, torch.zeros(2), cov, times)
     angle = torch.linspace(0, 2 * math.pi, 90).double()
     circle = 2 * torch.stack([angle.cos(), angle.sin()], -1)
-    roots = torch.linalg.cholesky(law.covariances)
+    roots = torch.linalg.cholesky(flow.covariances)
     outline = circle @ roots.mT
-    affine, x = closure(layer), _normal("scene", 200, 2)
+    affine, x = closure(layer), normal("scene", 200, 2)
     x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).T  # its covariance is I
     x = x @ torch.linalg.cholesky(cov).T
 
