@@ -42,6 +42,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
     import certificates
     import control
     import counts
+    import flows
     import functional
     import memory
     import products
@@ -61,6 +62,7 @@ def sections(quick: bool, threads: Sequence[int]) -> dict[str, Callable[[], Sect
         "batching": lambda: batching.section(quick=quick),
         "memory": lambda: memory.memory_section(quick=quick),
         "functional": lambda: functional.section(quick=quick),
+        "flows": lambda: flows.section(quick=quick),
         "job": lambda: memory.job_section(quick=quick),
         "stopping": lambda: stopping.section(quick=quick),
         "certificates": lambda: certificates.section(quick=quick),

@@ -414,9 +414,13 @@ def test_sigma_of_blocks_of_matrices() -> None:
     )
     assert found.sigma.tolist() == pytest.approx([1.0, 3.0, 3.0], rel=1e-4)
     assert found.product.tolist() == pytest.approx([1.0, 3.0, 6.0], rel=1e-4)
+    same = linearise(lambda x: x, torch.ones(2))
+    assert sigma_of_blocks([same] * 3, depths=[2]).times.tolist() == [0.0, 2.0]
+    with pytest.raises(InputError, match="from 1 to 2"):
+        sigma_of_blocks([same] * 2, depths=[3])
     wide = Operator(lambda e: e, lambda g: g, (3,), (3,))
     with pytest.raises(InputError, match="follow each other"):
-        sigma_of_blocks([linearise(lambda x: x, torch.ones(2)), wide])
+        sigma_of_blocks([same, wide])
 
 
 def test_sigma_from_block_to_block_ends_in_that_of_the_model() -> None:

@@ -16,7 +16,7 @@ from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import residual
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity, to_dense
-from lipscope.linalg.singular import top_singular
+from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.linalg.starts import start_named
 
 _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
@@ -143,56 +143,80 @@ def sigma_through(
     for i, state in enumerate(path.states[:-1]):
         inner = given[i % len(given)].linearise(state)
         jacobians.append(plus_identity(_times(step, inner)))
-    return _joined(jacobians, path.times, tol, delta, "residual")
+    at = range(1, len(jacobians) + 1)
+    return _joined(jacobians, path.times, at, tol, delta, "residual")
 
 
-def sigma_of_blocks(blocks: Sequence[Operator], *, tol: float = 1e-3, delta: float = 0.01) -> Depth:
-    """Sigma from the entrance of the first block to the end of each, and the products.
+def sigma_of_blocks(
+    blocks: Sequence[Operator],
+    *,
+    depths: Sequence[int] | None = None,
+    tol: float = 1e-3,
+    delta: float = 0.01,
+) -> Depth:
+    """Sigma from the entrance of the first block to the end of others, and the products.
 
     Args:
         blocks: Jacobians, one after another: each at the output of the one before, such as those of
             the map ``block`` at all layers of a model on one input.
+        depths: Ends: numbers of blocks, increasing; every one if None.
         tol: As for `top_singular`, likewise the next.
         delta: Failure probability of each upper value.
 
     Returns:
-        `Depth` at 0, 1, …, the number of blocks.
+        `Depth` at 0 and those.
 
     Raises:
-        InputError: If there is none, or shapes do not follow each other.
+        InputError: If there is none, shapes do not follow each other, or a depth is none.
     """
     if not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
         raise InputError(
             "`blocks` should be Jacobians whose shapes follow each other, at least one."
         )
-    times = torch.arange(len(blocks) + 1, dtype=torch.float64)
-    return _joined(blocks, times, tol, delta, "blocks")
+    ends = range(1, len(blocks) + 1)
+    at = list(ends if depths is None else depths)
+    if not at or at != sorted(set(at)) or not set(at) <= set(ends):
+        raise InputError(
+            f"`depths` should be increasing, from 1 to {len(blocks)}. Found `depths = {depths}`."
+        )
+    times = torch.tensor([0, *at], dtype=torch.float64)
+    return _joined(blocks, times, at, tol, delta, "blocks")
 
 
 def _joined(
-    jacobians: Sequence[Operator], times: Tensor, tol: float, delta: float, name: str
+    jacobians: Sequence[Operator],
+    times: Tensor,
+    at: Sequence[int],
+    tol: float,
+    delta: float,
+    name: str,
 ) -> Depth:
-    """Every operator alone, and all up to it together."""
-    sigma, upper, product = [1.0], [1.0], [1.0]
+    """Every operator alone, and all together up to some of them."""
+    sigma, upper, products, product = [1.0], [1.0], [1.0], 1.0
     dense = all(op.in_size <= _SMALL for op in jacobians)
     matrix, together = torch.eye(jacobians[0].in_size, dtype=torch.float64), None
-    for i, own in enumerate(jacobians):
+    options = {"delta": delta, "tol": tol}
+    for i, own in enumerate(jacobians[: at[-1]], 1):
         if dense:
             alone = to_dense(own).double()
             matrix = alone @ matrix
-            ends = float(torch.linalg.matrix_norm(matrix, 2))
-            found, top = (ends, ends), float(torch.linalg.matrix_norm(alone, 2))
+            product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
-            options = {"tol": tol, "delta": delta}
             together = own if together is None else compose(own, together)
-            whole = top_singular(together, generator=start_named(f"{name}|{i}"), **options)
-            found = (whole.sigma, whole.upper)
-            top = top_singular(own, generator=start_named(f"{name}|{i}|alone"), **options).sigma
-        sigma.append(found[0])
-        upper.append(found[1])
-        product.append(product[-1] * top)
-    values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, product))
-    return Depth(times, *values, None)
+            product *= _top(own, f"{name}|{i}|alone", **options).sigma
+        if i in at:
+            ends = float(torch.linalg.matrix_norm(matrix, 2))
+            whole = None if together is None else _top(together, f"{name}|{i}", **options)
+            sigma.append(ends if whole is None else whole.sigma)
+            upper.append(ends if whole is None else whole.upper)
+            products.append(product)
+    values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, products))
+    lower, higher, each = values
+    return Depth(times, lower, higher, each, None)
+
+
+def _top(op: Operator, name: str, *, tol: float, delta: float) -> TopSingular:
+    return top_singular(op, tol=tol, delta=delta, generator=start_named(name))
 
 
 def _times(factor: float, op: Operator) -> Operator:

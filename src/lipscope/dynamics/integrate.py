@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from scipy.integrate import DOP853
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from torch import Tensor
 
 from lipscope.errors import InputError
@@ -20,7 +20,7 @@ Velocity = Callable[[float, Tensor], Tensor]
 Status = Literal["done", "event", "stuck", "evaluations"]
 
 LIMIT = 1e100  # beyond it scores, which are squares, come near the end of the float range
-_TIME = 4 * np.finfo(float).eps  # events are found to this share of a step
+_TIME = 4 * np.finfo(float).eps  # the relative error of the time of an event
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,8 @@ def _crossings(watched: Sequence[Event], path: _Path) -> list[tuple[float, Event
 
 
 def _zero(event: Event, path: _Path, old: float, new: float) -> float:
-    return float(brentq(lambda t: event.margin(t, path(t)), old, new, xtol=1e-300, rtol=_TIME))
+    options = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
+    return float(root_scalar(lambda t: event.margin(t, path(t)), method="brentq", **options).root)
 
 
 class _Found:

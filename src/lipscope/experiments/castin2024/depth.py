@@ -13,6 +13,7 @@ from lipscope.attention import Attention, L2Attention, SinkhornAttention
 from lipscope.charts.panels import Panel, Series
 from lipscope.dynamics import sigma_along, sigma_of_blocks
 from lipscope.engine.capture import layer_maps
+from lipscope.errors import InputError
 from lipscope.experiments.castin2024.maps import multiple
 from lipscope.experiments.experiment import Study, ValueJob
 from lipscope.experiments.findings import Claim, Table, average
@@ -35,7 +36,7 @@ class Depths:
 
 def depths(study: Study) -> Depths:
     """Flows of small layers, and blocks of models on windows of text."""
-    seeds = range(study.pick(2, 20))
+    seeds = range(study.pick(2, 10))
     flows = study.values("depth", [_flow_job(kind, seed) for kind in _KINDS for seed in seeds])
     models = [r for place in study.places() for r in _of_model(study, *place)]
     panels = [_panel(kind, _first(flows, kind)) for kind in ("A = +I", "A = -I")]
@@ -119,7 +120,7 @@ def _flow_table(flows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _of_model(study: Study, loaded: LoadedModel, text: Text) -> Iterator[dict[str, Any]]:
-    count = study.pick(1, 5)
+    count = study.pick(1, 4)
     for window in range(count):
         part = text.content[window * len(text.content) // count :]
         key = {"model": loaded.name, "text": text.name, "window": window, "length": _LENGTH}
@@ -133,8 +134,11 @@ def _blocks(loaded: LoadedModel, text: str) -> dict[str, Any]:
         bool(torch.allclose(y, x, rtol=1e-4, atol=1e-4 * float(x.abs().max())))
         for (_, y, _), (x, _, _) in pairwise(found)
     )
-    assert together, "a block should read what the one before it gives"
-    whole = sigma_of_blocks([op for _, _, op in found], tol=1e-2)
+    if not together:
+        raise InputError("A block should read what the one before it gives. Found another model.")
+    last = len(found)
+    ends = sorted({*range(1, 7), last // 2, last} & {*range(1, last + 1)})
+    whole = sigma_of_blocks([op for _, _, op in found], depths=ends, tol=1e-2)
     names = ("times", "sigma", "upper", "product")
     return {name: getattr(whole, name).tolist() for name in names}
 
@@ -149,12 +153,11 @@ def _grouped(
 def _model_table(models: Sequence[dict[str, Any]]) -> Table:
     lines = []
     for (name, text), mine in _grouped(models):
-        last = len(mine[0]["times"]) - 1
-        for depth in sorted({1, 2, 3, last // 2, last}):
-            sigma = average([r["sigma"][depth] for r in mine])
-            product = average([r["product"][depth] for r in mine])
-            over = average([r["product"][depth] / r["sigma"][depth] for r in mine])
-            lines.append((name, text, str(depth), sigma, product, over))
+        for i, depth in enumerate(mine[0]["times"][1:], 1):
+            sigma = average([r["sigma"][i] for r in mine])
+            product = average([r["product"][i] for r in mine])
+            over = average([r["product"][i] / r["sigma"][i] for r in mine])
+            lines.append((name, text, f"{depth:g}", sigma, product, over))
     columns = ("model", "text", "blocks", "sigma together", "product", "product / sigma")
     title = f"From the entrance of the first block to the end of another, {_LENGTH} tokens"
     return Table(title, columns, tuple(lines))

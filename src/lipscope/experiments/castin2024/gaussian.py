@@ -55,10 +55,10 @@ def gaussian(study: Study) -> Findings:
     )
     limits = study.values(
         "limits",
-        [limit_job(k, d, s) for k in KINDS for d in (3, 4) for s in range(study.pick(5, 60))],
+        [limit_job(k, d, s) for k in KINDS for d in (3, 4) for s in range(study.pick(5, 20))],
     )
     sizes = study.pick((100, 1000, 10_000), (100, 1000, 10_000, 100_000))
-    seeds, few = range(study.pick(4, 12)), study.pick((100,), (100, 400))
+    seeds, few = range(study.pick(4, 8)), study.pick((100,), (100, 400))
     line = study.values(
         "particles", [_line_job(a, n, s) for a in _SCALES for n in sizes for s in seeds]
     )
