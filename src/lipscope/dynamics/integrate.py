@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,48 +116,19 @@ def integrate(
     """
     at = times_of(times)
     rtol, atol = _tolerances(rtol, atol, start)
-    shape, asked = start.shape, _Asked(velocity, start.shape)
-    first = velocity(0.0, start)  # a mistake of the caller's is told as such
-    if not bool(first.isfinite().all()):
+    asked = _Asked(velocity, start.shape)
+    if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should be small enough for a finite velocity. Found another.")
-    events = (*events, Event("overflow", lambda _, x: limit - float(x.abs().max())))
-    happened = [Happened(e.name, 0.0) for e in events if not e.margin(0.0, start) > 0]
-    watched = [e for e in events if e.margin(0.0, start) > 0]
-    found = _Found(at, start)
-    ended = any(e.terminal for e in events if e not in watched)
-    if ended or at[-1] == 0:
-        found.end(0.0, start)
-        why = happened[0].name if ended else None
-        status: Status = "event" if ended else "done"
-        return found.solution(happened, status, why, 0, asked.count)
+    overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
+    run = _Run(at, start, (*events, overflow))
     with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
-        solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1], rtol=rtol, atol=atol)
-        steps, status, note = 0, "evaluations", f"more than {max_evaluations:,} evaluations"
-        while asked.count < max_evaluations:
+        solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
+        while run.status is None:
             solver.step()
-            if solver.status == "failed":
-                status, note = "stuck", asked.said or "no step is small enough"
-                break
-            steps += 1
-            path = _Path(solver, shape)
-            new = sorted(_crossings(watched, path), key=lambda one: one[0])
-            last = next((i for i, (_, e) in enumerate(new) if e.terminal), None)
-            new = new if last is None else new[: last + 1]
-            happened += [Happened(e.name, t) for t, e in new]
-            watched = [e for e in watched if all(e is not one for _, one in new)]
-            found.until(new[-1][0] if last is not None else solver.t, path)
-            if last is not None:
-                status, note = "event", new[-1][1].name
-                found.end(new[-1][0], path(new[-1][0]))
-                break
-            if solver.status == "finished":
-                status, note = "done", None
-                break
-        else:
-            found.end(solver.t, torch.from_numpy(solver.y.copy()).reshape(shape))
-        if status == "stuck":
-            found.end(solver.t, torch.from_numpy(solver.y.copy()).reshape(shape))
-    return found.solution(happened, status, note, steps, asked.count)
+            run.take(solver, asked.said)
+            if run.status is None and asked.count >= max_evaluations:
+                run.stop("evaluations", f"more than {max_evaluations:,} evaluations")
+    return run.solution(asked.count)
 
 
 def times_of(times: Sequence[float] | Tensor) -> list[float]:
@@ -223,52 +194,82 @@ class _Path:
         return torch.from_numpy(y).reshape(self.shape)
 
 
-def _crossings(watched: Sequence[Event], path: _Path) -> list[tuple[float, Event]]:
-    old, new = path.solver.t_old, path.solver.t
-    found = []
-    for event in watched:
-        if event.margin(new, path(new)) > 0:
-            continue
-        at_old = event.margin(old, path(old))
-        found.append((_zero(event, path, old, new) if at_old > 0 else old, event))
-    return found
+class _Run:
+    """A flow on its way: states so far, what has happened, what is still looked for."""
+
+    def __init__(self, at: list[float], start: Tensor, events: Sequence[Event]) -> None:
+        self.at, self.times, self.states = at, list[float](), list[Tensor]()
+        self.last, self.steps = (0.0, start.clone()), 0
+        self.happened: list[Happened] = []
+        self.watched: list[Event] = []
+        self.status: Status | None = None
+        self.note: str | None = None
+        if at[0] == 0:
+            self._keep(*self.last)
+        for event in events:
+            if event.margin(0.0, start) > 0:
+                self.watched.append(event)
+            else:
+                self._meet(event, 0.0)
+        if self.status is None and at[-1] == 0:
+            self.stop("done", None)
+
+    def take(self, solver: Any, said: str) -> None:
+        """What a step has brought; ``said``, why it could not be made."""
+        if solver.status == "failed":
+            self.stop("stuck", said or "no step is small enough")
+            return
+        self.steps += 1
+        path = _Path(solver, self.last[1].shape)
+        end = solver.t
+        for time, event in sorted(self._crossed(path), key=lambda one: one[0]):
+            self.watched.remove(event)
+            self._meet(event, time)
+            if self.status is not None:
+                end = time
+                break
+        for t in self.at[len(self.times) : bisect.bisect_right(self.at, end)]:
+            self._keep(t, path(t))
+        self.last = (end, path(end))
+        if self.status is None and solver.status == "finished":
+            self.stop("done", None)
+
+    def stop(self, status: Status, note: str | None) -> None:
+        """The flow ends."""
+        self.status, self.note = status, note
+
+    def solution(self, evaluations: int) -> Solution:
+        """All of it as a record, closed with the end where that was not asked for."""
+        if not self.times or self.times[-1] < self.last[0]:
+            self._keep(*self.last)
+        assert self.status is not None
+        return Solution(
+            torch.tensor(self.times, dtype=torch.float64),
+            torch.stack(self.states),
+            tuple(self.happened),
+            self.status,
+            self.note,
+            self.steps,
+            evaluations,
+        )
+
+    def _keep(self, time: float, state: Tensor) -> None:
+        self.times.append(time)
+        self.states.append(state)
+
+    def _meet(self, event: Event, time: float) -> None:
+        self.happened.append(Happened(event.name, time))
+        if event.terminal and self.status is None:
+            self.stop("event", event.name)
+
+    def _crossed(self, path: _Path) -> Iterator[tuple[float, Event]]:
+        old, new = path.solver.t_old, path.solver.t
+        for event in self.watched:
+            if not event.margin(new, path(new)) > 0:
+                began = event.margin(old, path(old)) > 0  # but for rounding, it is
+                yield (_zero(event, path, old, new) if began else old), event
 
 
 def _zero(event: Event, path: _Path, old: float, new: float) -> float:
     options = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
     return float(root_scalar(lambda t: event.margin(t, path(t)), method="brentq", **options).root)
-
-
-class _Found:
-    """States at the times asked for, as far as the flow has come."""
-
-    def __init__(self, at: list[float], start: Tensor) -> None:
-        self.at, self.times, self.states = at, [], []
-        if at[0] == 0:
-            self.times, self.states = [0.0], [start.clone()]
-
-    def until(self, time: float, path: _Path) -> None:
-        """Take what lies up to a time of the last step."""
-        done = len(self.times)
-        for t in self.at[done : bisect.bisect_right(self.at, time)]:
-            self.times.append(t)
-            self.states.append(path(t))
-
-    def end(self, time: float, state: Tensor) -> None:
-        """Close with a time that was not asked for."""
-        if not self.times or self.times[-1] < time:
-            self.times.append(time)
-            self.states.append(state.clone())
-
-    def solution(
-        self,
-        happened: list[Happened],
-        status: Status,
-        note: str | None,
-        steps: int,
-        evaluations: int,
-    ) -> Solution:
-        """All of it as a record."""
-        times = torch.tensor(self.times, dtype=torch.float64)
-        states = torch.stack(self.states)
-        return Solution(times, states, tuple(happened), status, note, steps, evaluations)

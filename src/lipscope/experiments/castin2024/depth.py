@@ -36,7 +36,7 @@ class Depths:
 
 def depths(study: Study) -> Depths:
     """Flows of small layers, and blocks of models on windows of text."""
-    seeds = range(study.pick(2, 10))
+    seeds = range(study.pick(2, 6))
     flows = study.values("depth", [_flow_job(kind, seed) for kind in _KINDS for seed in seeds])
     models = [r for place in study.places() for r in _of_model(study, *place)]
     panels = [_panel(kind, _first(flows, kind)) for kind in ("A = +I", "A = -I")]

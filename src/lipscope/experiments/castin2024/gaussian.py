@@ -51,7 +51,7 @@ def gaussian(study: Study) -> Findings:
     count = study.pick(10, 100)
     blown = study.values("blow-up", [_blow_job(d, s) for d in (1, 2, 4, 8) for s in range(count)])
     ranks = study.values(
-        "ranks", [_rank_job(d, s) for d in _STEPS for s in range(study.pick(4, 60))]
+        "ranks", [_rank_job(d, s) for d in _STEPS for s in range(study.pick(4, 30))]
     )
     limits = study.values(
         "limits",
