@@ -96,8 +96,8 @@ def _neighbour(bank: Tensor, own: int) -> Scores:
 
 
 def _next_token(loaded: LoadedModel) -> Scores:
-    embeddings: Any = loaded.model.get_input_embeddings()
-    table = embeddings.weight.detach()
+    model: Any = loaded.model
+    table = model.get_input_embeddings().weight.detach()
     return lambda hidden: table @ hidden[-1]
 
 
