@@ -120,11 +120,8 @@ def _flow_table(flows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _of_model(study: Study, loaded: LoadedModel, text: Text) -> Iterator[dict[str, Any]]:
-    count = study.pick(1, 4)
-    for window in range(count):
-        part = text.content[window * len(text.content) // count :]
-        key = {"model": loaded.name, "text": text.name, "window": window, "length": _LENGTH}
-        yield from study.values("blocks", [(key, lambda part=part: _blocks(loaded, part))])
+    key = {"model": loaded.name, "text": text.name, "window": 0, "length": _LENGTH}
+    yield from study.values("blocks", [(key, lambda: _blocks(loaded, text.content))])
 
 
 def _blocks(loaded: LoadedModel, text: str) -> dict[str, Any]:
@@ -137,8 +134,8 @@ def _blocks(loaded: LoadedModel, text: str) -> dict[str, Any]:
     if not together:
         raise InputError("A block should read what the one before it gives. Found another model.")
     last = len(found)
-    ends = sorted({*range(1, 7), last // 2, last} & {*range(1, last + 1)})
-    whole = sigma_of_blocks([op for _, _, op in found], depths=ends, tol=1e-2)
+    ends = sorted({1, 2, 3, max(1, last // 2), last} & {*range(1, last + 1)})
+    whole = sigma_of_blocks([op for _, _, op in found], depths=ends, tol=0.05)
     names = ("times", "sigma", "upper", "product")
     return {name: getattr(whole, name).tolist() for name in names}
 
