@@ -120,8 +120,11 @@ def _flow_table(flows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _of_model(study: Study, loaded: LoadedModel, text: Text) -> Iterator[dict[str, Any]]:
-    key = {"model": loaded.name, "text": text.name, "window": 0, "length": _LENGTH}
-    yield from study.values("blocks", [(key, lambda: _blocks(loaded, text.content))])
+    count = study.pick(1, 4)
+    for window in range(count):
+        part = text.content[window * len(text.content) // count :]
+        key = {"model": loaded.name, "text": text.name, "window": window, "length": _LENGTH}
+        yield from study.values("blocks", [(key, lambda part=part: _blocks(loaded, part))])
 
 
 def _blocks(loaded: LoadedModel, text: str) -> dict[str, Any]:

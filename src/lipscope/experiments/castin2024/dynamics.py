@@ -70,8 +70,8 @@ def dynamics(study: Study) -> Findings:
             f"(renormalised; standard normal starts, 40 tokens in the plane) or {_NEAR} (unit "
             "sphere, 32 tokens). Leaders: tokens to which some token gives more than half of its "
             "weight.",
-            "Intervals are 95 % over independent starts (Student, shares: Clopper–Pearson). Of a "
-            "text, its first window only: what is said of a model is of one input.",
+            "Intervals are 95 % over independent starts (Student; shares: Clopper–Pearson), for "
+            "models over windows of text, where there are three or more.",
             "Adaptive: order 8, relative tolerance 1e-6. Euler: fixed steps of the same flow.",
             *remarks,
         ),
