@@ -239,7 +239,11 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("lines short", "manifest gone")))
+     for kind in STATES],
+)  # fmt: skip
 def test_no_reading_command_writes_into_a_run_folder(tmp_path, monkeypatch, capsys, kind):
     from lipscope import cli
 
