@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -265,23 +264,26 @@ class Session:
             return radius_of_the_norm(norm, built.x.shape[1], job.layer), None
         return (None if self.spec.radius == "row" else float(self.spec.radius)), None
 
-    def seconds(self, job: Job, shape: Shape) -> tuple[float, float]:
+    def seconds(
+        self, job: Job, shape: Shape, clock: Callable[[], float]
+    ) -> tuple[float, float]:
         """Time of the forward pass of a job's window, and of the job once that is done.
 
         Args:
             job: The job.
             shape: That of its model.
+            clock: What tells the time, in seconds.
         """
         with suppress(Exception):  # a job that fails takes its time too
             self.places.prepared(job)
             self.places.item(job)
         self.places.let_go("trace")
-        began = time.perf_counter()
+        began = clock()
         with suppress(Exception):
             self.places.trace(job)
-        between = time.perf_counter()
+        between = clock()
         self.result(job, shape)
-        return between - began, time.perf_counter() - between
+        return between - began, clock() - between
 
     def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
