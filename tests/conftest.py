@@ -74,11 +74,10 @@ def command(tmp_path, monkeypatch, capsys) -> Command:
     monkeypatch.setenv("COLUMNS", "200")
     Path("text.txt").write_text(TEXT, encoding="utf-8")
 
-    # As Python opens it: what no encoding has is written with a backslash.
-    sys.stderr.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-
     def run(*arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "argv", ["lipscope", *map(str, arguments)])
+        # As Python opens it: what no encoding has is written with a backslash.
+        sys.stderr.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(SystemExit) as end:
             cli.main()
         said = capsys.readouterr()
