@@ -316,7 +316,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["attack", BERT, "--layer", "2"], ["between 0 and 1"]),
         (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
         (["certify", BERT, "--steps", "0"], ["steps"]),
-        (["certify", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
+        (["certify", BERT, "--length", "0"], ["`length`", "whole number of at least 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
         (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),

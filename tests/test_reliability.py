@@ -392,6 +392,17 @@ def test_without_locks_a_second_process_is_refused_and_a_dead_one_is_not(tmp_pat
         RunFolder(tmp_path, SPEC)
 
 
+def test_a_folder_of_another_version_says_so_in_one_line(tmp_path, caplog):
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}) as folder:
+        folder.append(row())
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}):
+        assert caplog.messages == []
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.2", "torch": "2"}) as folder:
+        assert len(folder.done) == 1
+    (said,) = caplog.messages
+    assert "begun with lipscope 0.0.1 (now 0.0.2)" in said and "`--force`" in said
+
+
 def test_rows_that_nobody_asked_for_are_named_and_kept(tmp_path, caplog):
     made(tmp_path, finished())
     with RunFolder(tmp_path, SPEC) as folder:

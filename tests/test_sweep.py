@@ -20,7 +20,7 @@ from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweep import driver, local, read_spec, wire
+from lipscope.engine.sweep import driver, estimate, local, read_spec, wire
 from lipscope.engine.sweep.batches import Batches
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished, RunFolder
@@ -332,6 +332,44 @@ def test_a_model_that_was_changed_is_not_mixed_in(tmp_path, uninterrupted):
         folder.add_model("lm", {"revision": "sha256:1", "layers": 2})
         with pytest.raises(InputError, match=r"`lm` should be the model.*differs in revision"):
             folder.add_model("lm", {"revision": "sha256:2", "layers": 2})
+
+
+TWO_LAYERS = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=2"
+ESTIMATED: dict[str, dict[str, Any]] = {
+    "text": {"lengths": [16, 64, 128], "samples": 6},
+    "sharp bounds": {"lengths": [8, 16, 24], "samples": 2, "theorems": "all", "sharp": True},
+    "adversarial": {"lengths": [8, 16, 24], "samples": 2, "inputs": ["real", "adversarial"],
+                    "ascent_steps": 5},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("what", ESTIMATED)
+def test_an_estimate_is_within_a_factor_of_two(tmp_path, monkeypatch, capsys, what):
+    """Of processor time, without the start of workers, which is measured as it is."""
+    spec = {"models": TWO_LAYERS + ",intermediate_size=64", **ESTIMATED[what]}
+    estimates = sys.modules["lipscope.engine.sweep.estimate"]
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    monkeypatch.setattr(estimates, "threads_of", lambda workers: workers)
+    monkeypatch.setattr(estimates, "start_time", lambda: 0.0)
+    found = estimate(spec, tmp_path / "run", workers=1)
+    began = time.process_time()
+    ls.sweep(spec, tmp_path / "run", workers=1)
+    took = time.process_time() - began
+    with capsys.disabled():
+        print(f"\n{what}: estimated {found.seconds:.1f} s, took {took:.1f} s of processor time")
+    assert 0.5 < found.seconds / took < 2
+
+
+def test_an_input_is_built_for_each_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    spec = {"models": "minilm", "layers": 0, "lengths": 4, "samples": 1}
+    spec |= {"inputs": "ascent", "ascent_steps": 1}
+    swept = ls.sweep(spec | {"seeds": [0, 1]}, tmp_path / "run", workers=1)
+    shared = {name: value for name, value in spec.items() if name != "models"}
+    (alone,) = ls.measure("minilm", seed=1, **shared)
+    assert (swept[1].id, swept[1].sigma) == (alone.id, pytest.approx(alone.sigma, rel=1e-9))
 
 
 BEFORE = {

@@ -223,7 +223,7 @@ class Session:
             largest = float(torch.linalg.vector_norm(built.x, dim=-1).max())
             return built_input(built, job, self.spec, radius or largest)
 
-        return self.places.once("input", job[1:13], make)
+        return self.places.once("input", (*job[1:13], job.seed), make)
 
     def layer(self, job: Job) -> tuple[Attention | Normed | Residual, nn.Module | None]:
         """The layer of a job as theorems see it, and the norm that feeds it, if any.
@@ -264,9 +264,7 @@ class Session:
             return radius_of_the_norm(norm, built.x.shape[1], job.layer), None
         return (None if self.spec.radius == "row" else float(self.spec.radius)), None
 
-    def seconds(
-        self, job: Job, shape: Shape, clock: Callable[[], float]
-    ) -> tuple[float, float]:
+    def seconds(self, job: Job, shape: Shape, clock: Callable[[], float]) -> tuple[float, float]:
         """Time of the forward pass of a job's window, and of the job once that is done.
 
         Args:

@@ -67,8 +67,8 @@ def estimate(
     long as two lengths of each take, one where that takes long. Other lengths are interpolated on
     logarithms, and beyond the longest one the time grows like the last two lengths say, or like n².
     Looking at the models, starting a worker and loading come on top, as long as they take now.
-    Where a worker has one thread and no accelerator all of this is processor time, so that what else
-    runs on the machine changes nothing: the sweep then takes as much longer as its workers have to wait.
+    Where a worker has one thread and no accelerator all of this is processor time: what else runs
+    on the machine changes little, and the sweep takes longer by what its workers have to wait.
 
     Args:
         spec: As for `sweep`.
