@@ -40,6 +40,8 @@ from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
 from lipscope.theorems import Normed, Residual
 
+_DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
+
 
 class Result(NamedTuple):
     """What became of a job.
@@ -209,6 +211,8 @@ class Session:
         item, loaded = self.places.item(job), self.places.loaded(job.model, job.weights)
         notes = [*self.places.prepared(job)[1], *remarks_on(loaded, item)]
         built = self.places.built(job)
+        if not self.places.is_layer(job) and self.places.trace(job).draws:
+            notes.append(_DRAWS)
         if job.input == REAL:
             return built, item, notes
         made = self.input_for(job)
