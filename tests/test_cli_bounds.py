@@ -324,6 +324,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
         (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
+        (["certify", BERT, *BETWEEN[:3], "\udcff"], ["half a character"]),
         (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
         (["certify", BERT, "--random", "-1"], ["random"]),
