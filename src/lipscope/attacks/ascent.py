@@ -68,6 +68,8 @@ def ascend(
     sigma falls. Every iterate, the starts too, is projected onto the ball, and the best value
     over all iterates is kept.
 
+    Twelve heads of width 32 at 64 tokens take some four seconds on one core.
+
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
     again from a random start drawn after everything else: choosing an input by a run, or
