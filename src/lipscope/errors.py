@@ -46,6 +46,15 @@ def shown(value: object) -> str:
         return type(value).__name__
 
 
+def install(extra: str) -> str:
+    """The line that installs an extra, given in the folder of lipscope: it is on no index yet.
+
+    >>> install("images")
+    "pip install '.[images]'"
+    """
+    return f"pip install '.[{extra}]'"
+
+
 def remark(text: str) -> None:
     """Say one line on standard error, or wherever the caller's logging sends it."""
     logging.getLogger("lipscope").warning("%s", text)
