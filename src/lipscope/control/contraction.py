@@ -82,6 +82,13 @@ class ContractiveAttention(Contraction):
         """``c F(X) / L``."""
         return self.layer(x) * _share(self.c, self.layer.constant(x.shape[-2]))
 
+    def as_layer(self, num_tokens: int) -> Attention:
+        """The same function of so many tokens as one attention layer, which can be measured."""
+        layer, share = self.layer, _share(self.c, self.layer.constant(num_tokens))
+        last = torch.eye(layer.query.shape[1]).to(share) if layer.output is None else layer.output
+        bias = {} if layer.output_bias is None else {"output_bias": share * layer.output_bias}
+        return layer.replace(output=share * last, **bias)
+
 
 class ContractiveMLP(Contraction):
     """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` between them.

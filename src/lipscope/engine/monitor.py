@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from lipscope.control.alarm import Alarm, Alert
 from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
 from lipscope.engine.checks import argument, whole
-from lipscope.engine.runs import LocalRun, folder_of
+from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
 from lipscope.errors import InputError, remark, shown
 from lipscope.models import LoadedModel
@@ -25,7 +24,6 @@ from lipscope.models.loading import check_finite, fingerprint
 from lipscope.models.tracing.sites import closed_form
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.records.place import Place
 from lipscope.records.rows import Measurement, provenance, stable_id
 
 PART = "monitor"
@@ -47,11 +45,12 @@ class Monitor:
     read in closed form have no logit, entropy and sink mass, nor has a padded probe.
 
     Args:
-        model: The model in training.
+        model: The model in training; a `LoadedModel` says what its rows call it.
         data: The probe: input ids, embeddings, pixels or a mapping of arguments.
         every: Steps between readings; one more is taken before the first step.
         layers: Indices from 0, or "all".
-        out: Run folder, which `lipscope report` shows at any time; None for none.
+        out: Run folder, which `lipscope report` shows at any time, or one that is open; None for
+            none.
         log: Called with a dictionary of numbers at every reading.
         alert: How many times its usual value (the median of the last ten readings) a signal must
             have to be told; None for no alerts.
@@ -80,16 +79,18 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | LoadedModel,
         data: Tensor | Mapping[str, Any],
         *,
         every: int = 100,
         layers: Sequence[int] | int | str | Literal["all"] = "all",
-        out: str | Path | Place | None = None,
+        out: AnyFolder = None,
         log: Callable[[dict[str, float]], Any] | None = None,
         alert: float | None = 2.0,
         **options: Unpack[Options],
     ) -> None:
+        named = model.name if isinstance(model, LoadedModel) else None
+        model = model.model if isinstance(model, LoadedModel) else model
         if not isinstance(model, nn.Module):
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
         if not isinstance(data, Tensor | Mapping):
@@ -104,6 +105,7 @@ class Monitor:
         if options.get("map") == "model":
             raise InputError("`map` should be one of layers. Found `model`, which has none.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self._name = named or type(self.model).__name__
         self.data, self.log = data, log
         self.every = argument(whole(1, 10**9), "every", every)
         first = next(self.model.parameters())
@@ -117,7 +119,8 @@ class Monitor:
         self._last = 0
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
-        self._folder = None if out is None else self._opened(out)
+        self._lent = out if isinstance(out, RunFolder) else None
+        self._folder = self._lent or (None if out is None else self._opened(out))
         self._written = set() if self._folder is None else {*self._folder.values(PART)}
 
     # --- around a step of the optimiser
@@ -210,8 +213,8 @@ class Monitor:
         return new
 
     def close(self) -> None:
-        """Bring the run folder to its end, and give it free."""
-        if self._folder is not None:
+        """Bring the run folder to its end, and give it free; one that was open stays so."""
+        if self._folder is not self._lent and self._folder is not None:
             self._folder.__exit__()
             self._folder = None
 
@@ -285,7 +288,8 @@ class Monitor:
             call = record.calls[layer]
             names = {module: name for name, module in record.model.named_modules()}
             parts = [call.module] if call.projection is None else [call.module, call.projection]
-            own = [self.model.get_submodule(names[part]) for part in parts]
+            # What torch's face of our own attention shows as a projection is no module of it.
+            own = [self.model.get_submodule(names[part]) for part in parts if part in names]
             params = {id(p): p for part in own for p in part.parameters()}
             self._weights[layer] = list(params.values())
             attention = closed_form(call)
@@ -327,10 +331,10 @@ class Monitor:
             self.alerts.append(alert)
             remark(str(alert))
 
-    def _opened(self, out: str | Path | Place) -> RunFolder:
+    def _opened(self, out: Any) -> RunFolder:
         data = self.data if isinstance(self.data, Mapping) else {"": self.data}
         plain = {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in data.items()}
-        spec = {"monitor": type(self.model).__name__, "data": plain, "every": self.every}
+        spec = {"monitor": self._name, "data": plain, "every": self.every}
         spec |= {"asked": {k: _plain_option(v) for k, v in self._asked.items()}}
         return RunFolder(folder_of(out), spec, provenance())
 
@@ -338,7 +342,7 @@ class Monitor:
         """The model at this step; another training in the same folder has a name of its own."""
         held = {} if self._folder is None else self._folder.models
         for again in count(1):
-            name = type(self.model).__name__ + (f"#{again}" if again > 1 else "")
+            name = self._name + (f"#{again}" if again > 1 else "")
             name = f"{name}@{self._last}"
             if name not in held or held[name].get("revision") == revision:
                 return name
