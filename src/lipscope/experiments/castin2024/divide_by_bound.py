@@ -63,12 +63,8 @@ def attention_of(kind: str) -> Callable[[], MultiheadAttention]:
         return lambda: MultiheadAttention(WIDTH, HEADS, "l2", **options)
     if kind == "undivided":
         return lambda: MultiheadAttention(WIDTH, HEADS, bias=False, **options)
-    options |= {
-        "by": kind.rsplit(maxsplit=1)[-1],
-        "num_tokens": PATCHES,
-        "radius": RADIUS,
-        "bias": False,
-    }
+    ball = {"num_tokens": PATCHES, "radius": RADIUS}
+    options |= {"by": kind.removeprefix("divided by "), "bias": False, **ball}
     return lambda: MultiheadAttention(WIDTH, HEADS, "divided", **options)
 
 
@@ -206,8 +202,9 @@ def _findings(study: Study, runs: Sequence[dict[str, Any]]) -> Findings:
             "queries, keys and values are free.",
             "Sigma: mean over layers and four test images, rows of the run folder. Bound of a "
             "layer: the least of the catalogue on the ball, the larger of the two layers. Bound of "
-            "the network: product over its parts, from pixels between 0 and 1 to the mean of the "
-            "last tokens; an image is certified where its margin exceeds what that lets a move do.",
+            "the network: product over its parts, from pixels between 0 and 1 to the sum of "
+            "the last tokens; an image is certified where its margin exceeds what that lets a move "
+            "do.",
             "Under attack: projected gradient ascent of the loss, 10 steps from the image, pixels "
             "not kept between 0 and 1. What is robust lies between the two.",
             "The mean-field bound here has half the exponent of the paper's Theorem 3.5: the loss "

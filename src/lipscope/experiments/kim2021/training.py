@@ -276,7 +276,7 @@ class _State:
         logits = self.net(windows[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
-    def save(self, step: int, point: list[float]) -> None:
+    def save(self, step: int, point: list[float | int]) -> None:
         """Write a checkpoint in the place of the last one."""
         self.step = step
         self.curve.append(point)
