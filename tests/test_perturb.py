@@ -9,14 +9,8 @@ import torch
 from scipy import stats
 
 from lipscope import DotProduct
-from lipscope.experiments.castin2024.perturb import (
-    ascent_move,
-    of_size,
-    random_move,
-    sign_move,
-    singular_move,
-    split_change,
-)
+from lipscope.attacks import ascent_move, of_size, random_move, sign_move
+from lipscope.experiments.castin2024.perturb import singular_move, split_change
 from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, share_interval
 from small import drawn, line, sigma
