@@ -439,7 +439,7 @@ def test_sigmoid_is_its_definition() -> None:
     fixed = layer.replace(offset=-1.0, causal=True)
     torch.testing.assert_close(fixed(x), torch.sigmoid(s - 1).tril() @ (x @ layer.value.T))
     torch.testing.assert_close(fixed(x)[:3], fixed(x[:3]))
-    with pytest.raises(InputError, match=r"`offset` should be finite. Found `offset = nan`"):
+    with pytest.raises(InputError, match=r"`offset` should be a finite number. Found `offset = nan`"):
         layer.replace(offset=math.nan)
 
 
