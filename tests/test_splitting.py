@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agreement import gaussian
+from examples import build as build_variant
 from lipscope import DotProduct, to_dense, variants
 from lipscope.attention import Attention, Rotary
 from lipscope.errors import InputError
@@ -32,7 +33,6 @@ from lipscope.measures import (
 )
 from lipscope.measures.splitting import blocks, in_closed_form, own_operator, token_gains
 from small_layers import case
-from test_variants import build as build_variant
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 WEDGE = torch.tensor([[-3.0], [-0.3]], dtype=torch.float64)

@@ -52,13 +52,13 @@ def shown(value: object) -> str:
 def check_positive(name: str, value: object) -> None:
     """Refuse an argument that is no finite number above zero; a tensor of one entry may be."""
     if not (_is_number(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
-        raise InputError(f"`{name}` should be positive. Found `{name} = {shown(value)}`.")
+        raise InputError(f"`{name}` should be positive. Found `{name} = {_said(value)}`.")
 
 
 def check_finite_number(name: str, value: object) -> None:
     """Refuse an argument that is no finite number; a tensor of one entry may be."""
     if not _is_number(value):
-        raise InputError(f"`{name}` should be a finite number. Found `{name} = {shown(value)}`.")
+        raise InputError(f"`{name}` should be a finite number. Found `{name} = {_said(value)}`.")
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -66,7 +66,11 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     if type(value) is not int or value < least:
         wanted = {0: "a whole number, not negative", 1: "a positive integer"}
         words = wanted.get(least, f"a whole number of at least {least}")
-        raise InputError(f"`{name}` should be {words}. Found `{name} = {shown(value)}`.")
+        raise InputError(f"`{name}` should be {words}. Found `{name} = {_said(value)}`.")
+
+
+def _said(value: object) -> str:
+    return repr(value) if isinstance(value, str) else shown(value)
 
 
 def _is_number(value: Any) -> bool:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.control.alarm import Alarm, Alert
-from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
+from lipscope.control.signals import (
+    Reading,
+    entropy_and_sink,
+    furthest,
+    joint_norm,
+    largest_logits,
+)
 from lipscope.engine.checks import argument, whole
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
@@ -49,8 +55,7 @@ class Monitor:
         data: The probe: input ids, embeddings, pixels or a mapping of arguments.
         every: Steps between readings; one more is taken before the first step.
         layers: Indices from 0, or "all".
-        out: Run folder, which `lipscope report` shows at any time, or one that is open; None for
-            none.
+        out: Run folder, open or not, which `lipscope report` shows at any time; None for none.
         log: Called with a dictionary of numbers at every reading.
         alert: How many times its usual value (the median of the last ten readings) a signal must
             have to be told; None for no alerts.
@@ -113,12 +118,15 @@ class Monitor:
         usual = {"tol": _TOL, "device": str(first.device), "dtype": dtype}
         given = {name: value for name, value in options.items() if value is not None}
         self._asked: dict[str, Any] = {**usual, **given, "layers": layers}
+        self._last = 0
         self.readings: list[Reading] = []
         self.alerts: list[Alert] = []
         self._alarm = Alarm(math.inf, math.inf) if alert is None else Alarm(alert)
-        self._last = 0
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
+        self._folder: RunFolder | None = None
+        with _in_full(self.model), self._request(self._name, ""):
+            pass  # options are checked, and the layers are looked for
         self._lent = out if isinstance(out, RunFolder) else None
         self._folder = self._lent or (None if out is None else self._opened(out))
         self._written = set() if self._folder is None else {*self._folder.values(PART)}
@@ -194,13 +202,9 @@ class Monitor:
             text = str(problem).rstrip(".")
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
         revision = f"sha256:{fingerprint(self.model)}"
-        name = self._named(revision)
-        kind = str(next(self.model.parameters()).dtype)[6:]
-        loaded = LoadedModel(name, self.model, None, revision, kind)
-        more = {"models": (Model(name, self._last),), "tokens": False}
-        asked = {"verb": "Monitor", "more": more, "out": self._folder}
+        request = self._request(self._named(revision), revision)
         try:
-            with _in_full(self.model), LocalRun(loaded, self.data, self._asked, **asked) as run:
+            with _in_full(self.model), request as run:
                 new = self._found(run, run.rows())
         except InputError as problem:
             if not self.readings:
@@ -242,6 +246,14 @@ class Monitor:
         callback = callback_of(self, trainer)
         trainer.add_callback(callback)
         return callback
+
+    def _request(self, name: str, revision: str) -> LocalRun:
+        """What is asked of the model as it is now; its options are checked."""
+        kind = str(next(self.model.parameters()).dtype)[6:]
+        loaded = LoadedModel(name, self.model, None, revision, kind)
+        more = {"models": (Model(name, self._last),), "tokens": False}
+        asked = {"verb": "Monitor", "more": more, "out": self._folder}
+        return LocalRun(loaded, self.data, self._asked, **asked)
 
     def _found(self, run: LocalRun, rows: Rows) -> list[Reading]:
         by_layer: dict[int, list[Measurement]] = {}
@@ -335,7 +347,7 @@ class Monitor:
         data = self.data if isinstance(self.data, Mapping) else {"": self.data}
         plain = {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in data.items()}
         spec = {"monitor": self._name, "data": plain, "every": self.every}
-        spec |= {"asked": {k: _plain_option(v) for k, v in self._asked.items()}}
+        spec |= {"asked": {k: shown(v) for k, v in self._asked.items()}}
         return RunFolder(folder_of(out), spec, provenance())
 
     def _named(self, revision: str) -> str:
@@ -350,17 +362,7 @@ class Monitor:
 
     def rose(self) -> str:
         """Which layer's sigma rose most since the first reading, in words."""
-        first = {one.layer: one for one in reversed(self.readings) if one.sigma}
-        last = {one.layer: one for one in self.readings if one.sigma}
-        if not first:
-            return ""
-        ratios = {i: (last[i].sigma or 0.0) / (first[i].sigma or 1.0) for i in first}
-        most = max(ratios, key=lambda i: ratios[i])
-        one, now = first[most], last[most]
-        return (
-            f"; sigma of layer {most} ({one.module}) went furthest, from {one.sigma:.4g} at step "
-            f"{one.step} to {now.sigma:.4g} at step {now.step}"
-        )
+        return furthest(self.readings)
 
 
 @contextlib.contextmanager
@@ -395,9 +397,3 @@ def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return {name: one(value) for name, value in content.items()}
-
-
-def _plain_option(value: Any) -> Any:
-    if isinstance(value, str | int | float | bool):
-        return value
-    return list(value) if isinstance(value, Sequence) else type(value).__name__
