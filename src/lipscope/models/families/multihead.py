@@ -31,13 +31,6 @@ def multihead(call: AttentionCall) -> Attention:
     return dot_product(call, query, key, value, affine(module.out_proj), heads=module.num_heads)
 
 
-@family("ContractiveAttention", package="lipscope")
-def contractive(call: AttentionCall) -> Attention:
-    """Take the layer inside, its output divided by its constant."""
-    module: Any = call.module
-    return module.as_layer(call.num_tokens)
-
-
 def _own(call: AttentionCall, layer: Attention) -> Attention:
     """The layer inside, with the call's mask besides its own."""
     masking, changes = read_mask(call), dict[str, Any]()
