@@ -12,7 +12,8 @@ import torch
 from agreement import agree
 from command import TEXT
 from lipscope.errors import InputError
-from lipscope.experiments.kim2021 import training
+from lipscope.experiments import reproduce
+from lipscope.experiments.kim2021 import charlm, training
 from lipscope.experiments.kim2021.training import VARIANTS, Corpus, Run, UntiedL2, corpus, train
 from lipscope.experiments.texts import Text
 from lipscope.records.folder import RunFolder
@@ -108,3 +109,25 @@ def test_untied_attention_has_the_derivative_of_autograd() -> None:
         1,
     )
     assert torch.allclose(layer(x)[:, :3], p @ (x @ weights[2].T)[:, :3])
+
+
+def test_the_page_says_how_deep_each_trains_and_what_ended_early(tmp_path, monkeypatch) -> None:
+    """Runs made up: dot products fail at four blocks, and one run of them has no finite loss."""
+
+    def made_up(run: Run, data: Corpus, folder: RunFolder) -> dict[str, Any]:
+        bad = run.variant == VARIANTS[0] and run.depth == 4
+        early = bad and run.schedule == "warm-up"
+        bits = None if early else data.chance - (0.1 if bad else 1.0)
+        return {"curve": [], "stopped": "Not finite." if early else None, "bits": bits}
+
+    monkeypatch.setattr(charlm, "train", made_up)
+    found = reproduce("kim2021/charlm", quick=True, out=tmp_path / "run")
+    for claim in found.claims:
+        assert claim.found == (
+            "dot product: 2; L2, untied: 4; L2, tied: 4; contractive L2: 4 (of 2, 4)"
+        )
+    lines = {line[:2]: line[2:] for line in found.tables[0].lines}
+    assert lines["warm-up", "dot product"][1] == "ended early"
+    text = (tmp_path / "run" / "findings.md").read_text()
+    assert "1 of 16 runs ended in a loss that is not finite. dot product, 4: Not finite." in text
+    assert "Not run: the paper's own sizes" in text and (tmp_path / "run" / "charlm.png").exists()

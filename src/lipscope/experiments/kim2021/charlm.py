@@ -99,22 +99,15 @@ def _draw(
                 )
             )
     study.draw("charlm", "Bits per character against depth", panels, columns=2)
-    deep = _chosen(runs, sha256=texts[0].text.sha256, depth=depths[-1], seed=0, schedule="fixed")
-    layers = sorted({0, depths[-1] // 2, depths[-1] - 1})
-    study.draw(
-        "charlm-sigma",
-        f"Sigma of layers along training, {depths[-1]} blocks at a fixed rate",
-        [
-            Panel(
-                one["variant"],
-                tuple(Series(f"layer {i}", tuple(_sigmas(rows, one, i))) for i in layers),
-                x="step",
-                log_x=False,
-            )
-            for one in deep
-        ],
-        columns=2,
-    )
+    own = _chosen(runs, sha256=texts[0].text.sha256, depth=depths[-1], seed=0, schedule="fixed")
+    layers, panels = sorted({0, depths[-1] // 2, depths[-1] - 1}), []
+    for one in own:
+        curves = {f"layer {i}": tuple(_sigmas(rows, one, i)) for i in layers}
+        series = tuple(Series(name, points) for name, points in curves.items() if points)
+        if series:
+            panels.append(Panel(one["variant"], series, x="step", log_x=False))
+    title = f"Sigma of layers along training, {depths[-1]} blocks at a fixed rate"
+    study.draw("charlm-sigma", title, panels, columns=2)
 
 
 def _findings(
