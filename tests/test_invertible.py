@@ -337,7 +337,7 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         block.log_determinant(gaussian(300, D))
     with pytest.raises(InputError, match="`widths` should be two or more"):
         ContractiveMLP([2, 3], 0.5)
-    with pytest.raises(InputError, match=r"`blocks` should be of `InvertibleResidual`"):
+    with pytest.raises(InputError, match=r"`blocks` should be a list of `InvertibleResidual`"):
         Flow([])
 
 
