@@ -77,7 +77,7 @@ def test_the_attack_finds_what_sigma_of_the_model_allows(tmp_path):
         ids = torch.tensor([list(TEXT.encode()[start : start + 12])])
         with torch.no_grad():
             size = 0.01 * model.model.wte(ids).norm() / model.model(ids).last_hidden_state.norm()
-        assert 0.8 < change / (row.sigma * float(size)) < 1.1
+        assert row.sigma is not None and 0.8 < change / (row.sigma * float(size)) < 1.1
 
 
 def test_training_keeps_the_cap_and_touches_the_chosen_layers_only(tmp_path):

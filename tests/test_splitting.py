@@ -339,7 +339,10 @@ CAUSAL, _ = case("heads", 0)
         ),
         (lambda: lipschitz_ratio(PLAIN, TokenMeasure(X), TokenMeasure(X)), "positive and finite"),
         (lambda: search_ratio(PLAIN, radius=0.0), "`radius` should be positive."),
-        (lambda: search_ratio(PLAIN, radius=1.0, starts=0), "`starts` should be a positive integer."),
+        (
+            lambda: search_ratio(PLAIN, radius=1.0, starts=0),
+            "`starts` should be a positive integer.",
+        ),
         (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite numbers, (n, d)."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),

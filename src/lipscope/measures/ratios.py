@@ -180,11 +180,13 @@ def tiny_mass_ratio(
 
 def _points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
     """Points of the width of others, in their precision."""
-    shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-    fits = isinstance(value, Tensor) and value.ndim == axes and shape[-1] == like.shape[1]
-    if not fits or not value.is_floating_point() or not bool(value.isfinite().all()):
-        wanted = f"(k, {like.shape[1]})" if axes == 2 else f"({like.shape[1]},)"
-        raise InputError(f"`{name}` should be finite points, {wanted}. Found {shown(shape)}.")
+    wanted = f"(k, {like.shape[1]})" if axes == 2 else f"({like.shape[1]},)"
+    if not isinstance(value, Tensor):
+        raise InputError(f"`{name}` should be finite points, {wanted}. Found {shown(value)}.")
+    fits = value.ndim == axes and value.shape[-1] == like.shape[1] and value.is_floating_point()
+    if not fits or not bool(value.isfinite().all()):
+        found = f"{tuple(value.shape)}, {str(value.dtype)[6:]}"
+        raise InputError(f"`{name}` should be finite points, {wanted}. Found {found}.")
     return value.to(like)
 
 

@@ -100,11 +100,17 @@ class Classifier(nn.Module):
         for the ball; holds at all images.
         """
         found = _norm(self.patches.weight)
-        for block in self.blocks:
+        for block, layer in zip(self.blocks, self.constants(), strict=True):
             assert isinstance(block, Block)
-            inner = _norm(block.up.weight) * _norm(block.down.weight)
-            found *= (1 + constant(block.attention.attention)) * (1 + inner)
+            up, down = block.up.weight, block.down.weight
+            assert isinstance(up, Tensor) and isinstance(down, Tensor)
+            found *= (1 + layer) * (1 + _norm(up) * _norm(down))
         return found
+
+    def constants(self) -> list[float]:
+        """A bound of every attention layer on the ball: the least of the catalogue."""
+        blocks = (block for block in self.blocks if isinstance(block, Block))
+        return [constant(block.attention.attention) for block in blocks]
 
     @torch.no_grad()
     def certified(self, images: Tensor, labels: Tensor) -> Tensor:

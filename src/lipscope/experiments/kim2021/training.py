@@ -146,9 +146,10 @@ class Decoder(nn.Module):
 
 
 def _attention(run: Run) -> nn.Module:
-    sizes = {"causal": True, "batch_first": True}
-    kinds = dict(zip(VARIANTS, ("dot-product", UntiedL2, "l2", "l2"), strict=True))
-    module = MultiheadAttention(run.width, run.heads, kinds[run.variant], bias=False, **sizes)
+    kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
+    module = MultiheadAttention(
+        run.width, run.heads, kind, bias=False, batch_first=True, causal=True
+    )
     if run.variant == VARIANTS[-1]:
         return ContractiveAttention(module.attention, CONSTANT)
     return module
