@@ -127,13 +127,17 @@ def _traced(
     return record
 
 
+# What the code of models and of torch's own layers raises where an input does not fit.
+_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
 def _run_once(model: nn.Module, inputs: Inputs) -> Any:
     """`run`, with whatever the model's own code raises as one line."""
     try:
         return _called(model, inputs)
     except InputError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+    except _OF_MODELS as problem:
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
