@@ -1,0 +1,252 @@
+"""A tiny random model of every model type of the installed transformers, with an input that it takes.
+
+Sizes are made small by their names. Sizes that a family does not take together are tried in
+turns: the first configuration whose model runs on the first of its inputs is the one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lipscope.models.quiet import quiet
+from lipscope.models.tracing.prepare import exact_maths
+
+WIDTH, HEADS, TOKENS, SIDE = 16, 4, 6, 8
+_MOST = 5e6  # parameters of a model that is still tiny
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "width"), WIDTH),
+    **dict.fromkeys(("embedding_size", "decoder_hidden_size", "hidden_dim", "emb_dim"), WIDTH),
+    **dict.fromkeys(("projection_dim", "out_hidden_size", "output_dim", "text_embed_dim"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_num_attention_heads", "encoder_num_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_channels"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "depth"), 2),
+    **dict.fromkeys(("decoder_num_hidden_layers", "encoder_num_hidden_layers"), 2),
+    **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "ffn_dim", "d_inner"), 24),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 24),
+    **dict.fromkeys(("decoder_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("vocab_size", "text_vocab_size"), 60),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions"), 32),
+    **dict.fromkeys(("max_target_positions", "n_ctx", "seq_length"), 32),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"), 1),
+    **dict.fromkeys(("cls_token_id", "decoder_start_token_id", "unk_token_id"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("image_size", "patch_size"), 0),  # what is asked for
+    "window_size": 2,
+    "num_groups": 4,
+    "num_mel_bins": 16,
+    "num_frames": 2,
+    "num_labels": 2,
+}
+# Further sizes, for models that are not small without them.
+_WIDE = re.compile(
+    r"width|dim|channel|filter|hidden|_size$|_sizes$|planes|inner|rank|features|expert|ffn"
+)
+_NOT_WIDE = re.compile(
+    r"kernel|stride|patch|image|window|ratio|dilation|vocab|chunk|batch|dropout|position|token"
+    r"|num_channels|in_channels|in_chans|audio_channels|rope|conv|group|pool|multiple|index|out_"
+)
+_DEEP = re.compile(r"depths?$|layers$|blocks$|_repeats?$|repeats$")
+_HEADS = re.compile(r"heads")
+# Sizes that some families do not take together: the first configuration that runs is used.
+_WITHOUT: tuple[tuple[str, ...], ...] = (
+    (),
+    ("layer_types",),
+    ("num_key_value_heads", "num_kv_heads", "layer_types"),
+    ("head_dim", "num_key_value_heads", "num_kv_heads", "layer_types"),
+    ("num_layers", "num_hidden_layers", "n_layer", "layer_types"),
+    ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types"),
+    ("hidden_size", "embed_dim", "num_attention_heads", "num_heads", "layer_types"),
+)
+# Sides of a picture and of its patches, None for its own; whether all sizes are made small.
+_WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
+
+
+def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with its inputs, from the first configuration that runs."""
+    first: Exception | None = None
+    for configure in _configurations(kind):
+        try:
+            model = _built(configure())
+        except Exception as problem:
+            first = first or problem
+            if isinstance(problem, ImportError | TimeoutError):
+                break
+            if os.environ.get("V"): print("   build", repr(problem)[:150])
+            continue
+        for inputs in inputs_of(model):
+            try:
+                with torch.no_grad(), exact_maths(torch.float64):
+                    model(**inputs)
+            except Exception as problem:
+                first = first or problem
+                if isinstance(problem, TimeoutError):
+                    raise
+                if os.environ.get("V"): print("   run", repr(problem)[:150], {n:tuple(v.shape) for n,v in inputs.items()})
+            else:
+                return model, inputs
+    assert first is not None
+    raise first
+
+
+def _configurations(kind: str) -> Iterator[Callable[[], Any]]:
+    """Ways to configure a model type, the most usual one first."""
+    built = CONFIG_MAPPING[kind]
+    for side, patch, all_small in _WAYS:
+        for without in _WITHOUT[:3] if all_small else _WITHOUT:
+            yield lambda w=without, s=side, p=patch, a=all_small: shrunk(built, w, s, p, a)
+
+
+def shrunk(
+    kind: type, without: tuple[str, ...], side: int, patch: int | None, all_small: bool
+) -> Any:
+    """A configuration with every size that is known by its name made small."""
+    default = kind()
+    held = {**vars(default), **default.to_dict()}
+    names = set(inspect.signature(kind.__init__).parameters) | set(held)
+    known = {**_SIZES, "image_size": side, "patch_size": patch}
+    if "kv_lora_rank" in names:  # latent keys are made anew for every head
+        known |= {"num_key_value_heads": HEADS, "num_kv_heads": HEADS}
+    sizes: dict[str, Any] = {}
+    for name, size in known.items():
+        usual = held.get(name, 1)
+        if name in names and name not in without and isinstance(usual, int | None) and size:
+            sizes[name] = size
+    for name, usual in held.items():
+        if name not in sizes and name not in without and name in names:
+            every = all_small or isinstance(usual, list | tuple)
+            small = _small(name, usual) if every else usual
+            if small != usual:
+                sizes[name] = small
+    for name, part in getattr(kind, "sub_configs", {}).items():
+        inner = vars(default).get(name)
+        if inner is not None and inspect.isclass(part) and hasattr(inner, "to_dict"):
+            sizes[name] = _inside(inner, without, side, patch, all_small)
+    rope = vars(default).get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        sizes["rope_parameters"] = {**rope, "mrope_section": [1, 1, 0]}  # of half a head
+    given = vars(default).get("layer_types")
+    if "num_hidden_layers" in sizes and isinstance(given, list) and "layer_types" not in without:
+        sizes["layer_types"] = [given[0], given[-1]]
+    return kind(**sizes)
+
+
+def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
+    """A part's configuration made small; a network of another package stays what it is."""
+    if inner.model_type.startswith("timm"):
+        return inner
+    return shrunk(type(inner), *options).to_dict()
+
+
+def _small(name: str, usual: Any) -> Any:
+    """A size or a list of sizes made small, by its name."""
+    if isinstance(usual, list | tuple) and usual and all(type(v) is int for v in usual):
+        return type(usual)(_small(name, v) for v in usual)
+    if type(usual) is not int:
+        return usual
+    if _HEADS.search(name):
+        return min(usual, 2)
+    if _DEEP.search(name):
+        return min(usual, 2)
+    if _WIDE.search(name) and not _NOT_WIDE.search(name):
+        return min(usual, WIDTH)
+    return usual
+
+
+def _built(config: Any) -> nn.Module:
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+        if count > _MOST:
+            raise ValueError(f"{count:.1e} parameters: the configuration is not tiny")
+        model = AutoModel.from_config(config, attn_implementation="eager")
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        for p in model.parameters():
+            # Larger weights, so that attention is not flat, and no norm or bias at its start.
+            p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else p.shape[-1] ** -0.5)
+    return model.double().eval().requires_grad_(False)
+
+
+def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Samples that the model may take: what it says it reads first, then whatever it can read."""
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    gen = torch.Generator().manual_seed(0)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    def size(name: str, otherwise: int, of: Any = config) -> int:
+        value = getattr(of, name, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        return value if isinstance(value, int) else otherwise
+
+    ids = torch.arange(5, 5 + TOKENS)[None]
+    vision = getattr(config, "vision_config", config)
+    side, patch = size("image_size", SIDE, vision), size("patch_size", 4, vision)
+    channels = size("num_channels", size("in_channels", 3, vision), vision)
+    merge, frames = size("spatial_merge_size", 2, vision), size("temporal_patch_size", 1, vision)
+    pictures = real(1, channels, side, side)
+    bins = size("num_mel_bins", size("feature_size", 16))
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+    patches = real(math.prod(grid[0].tolist()), channels * frames * patch**2)
+    known = {
+        "input_ids": ids,
+        "pixel_values": pictures,
+        "pixel_values_videos": real(1, size("num_frames", 2), 3, side, side),
+        "input_values": real(1, 400),
+        "input_features": real(1, bins, 64),
+        "attention_mask": torch.ones_like(ids),
+        "bbox": torch.arange(4).expand(1, TOKENS, 4) + 1,
+        "query_embeds": real(1, TOKENS, size("hidden_size", WIDTH)),
+        "hidden_states": patches,
+        "grid_thw": grid,
+        "image_grid_thw": grid,
+    }
+    time = [name for name in takes if re.fullmatch(r"(input_features|audio_mel)_mask", name)]
+    known |= dict.fromkeys(time, torch.ones(1, 64, dtype=torch.bool))
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if main in takes else next(iter(takes))
+    more: dict[str, Tensor] = {}
+    if "noise" in takes:  # what ViTMAE hides is drawn anew in every call
+        more["noise"] = torch.arange(4.0)[None].double()
+    if "decoder_input_ids" in takes:
+        more["decoder_input_ids"] = ids[:, :4]
+    needed = {n for n, p in takes.items() if p.default is p.empty and n in known}
+    first = {n: known[n] for n in takes if n in {main, *needed}} or {main: ids}
+    if main == "pixel_values" and "input_ids" in takes:
+        first["input_ids"] = ids
+    yield {**first, **more}
+    both = {"input_ids", "pixel_values", "bbox", "input_features"} & set(takes)
+    yield {**{n: known[n] for n in takes if n in {*first, *both}}, **more}
+    if "pixel_values" in takes and {"grid_thw", "image_grid_thw"} & set(takes):
+        grids = {n: grid for n in takes if n in ("grid_thw", "image_grid_thw")}
+        yield {"pixel_values": patches, **grids}
+    if main == "input_features":
+        for shape in ((1, 64, bins), (1, 128, bins)):
+            yield {**first, main: real(*shape), **more}
+    if main == "input_values":
+        yield {**first, main: real(1, 1024, size("num_mel_bins", 128)), **more}
+        yield {**first, main: real(1, 1, 400), **more}
+    if main == "pixel_values":
+        yield {**first, main: real(1, channels, 64, 64), **more}
+        yield {**first, main: real(1, 2, channels, side, side), **more}
