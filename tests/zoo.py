@@ -26,8 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import lipscope as ls
 from lipscope.errors import InputError
-from lipscope.models.tracing.prepare import exact_maths
-from zoo_models import model_of
+from zoo_models import model_of, run
 
 TYPES = tuple(sorted(MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
@@ -186,9 +185,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
                 for leaf in model.modules() if row.map in ("attention", "normed") else ():
                     if isinstance(leaf, nn.Linear) and leaf not in inside:
                         stack.callback(leaf.register_forward_hook(behind).remove)
-            stack.enter_context(exact_maths(torch.float64))
-            takes = inspect.signature(model.forward).parameters
-            last = tensor_of(model(**inputs, **{k: False for k in ("use_cache",) if k in takes}))
+            last = tensor_of(run(model, inputs))
             if row.map == "residual":
                 return tuple(y.clone() for y in sums.found)
         return (last if ends is None else out[-1],)

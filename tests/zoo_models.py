@@ -52,6 +52,7 @@ _SIZES: dict[str, Any] = {
     "window_size": 2,
     "num_groups": 4,
     "num_mel_bins": 16,
+    "num_time_features": 2,
     "num_frames": 2,
     "num_labels": 2,
 }
@@ -76,6 +77,61 @@ _WITHOUT: tuple[tuple[str, ...], ...] = (
     ("hidden_size", "embed_dim", "num_attention_heads", "num_heads", "layer_types"),
 )
 # Sides of a picture and of its patches, None for its own; whether all sizes are made small.
+_RESNET = {"model_type": "resnet", "embedding_size": WIDTH, "hidden_sizes": [WIDTH] * 4}
+_RESNET |= {"depths": [1] * 4, "layer_type": "basic", "out_features": ["stage4"]}
+_DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
+_SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+_SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
+_OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
+    "autoformer": _SERIES,
+    "bamba": _MAMBA,
+    "bridgetower": {"hidden_size": 64},
+    "bridgetower_text_model": {"hidden_size": 64},
+    "bridgetower_vision_model": {"hidden_size": 64},
+    "blip-2": {"num_query_tokens": 1, "image_token_index": 5},
+    "chameleon": {"vocabulary_map": {"<image>": 2}},
+    "conditional_detr": _DETR,
+    "cvt": {"depth": [1, 2, 3]},
+    "dab-detr": _DETR,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0}},
+    "deformable_detr": {**_DETR, "d_model": 32},
+    "detr": _DETR,
+    "emu3": {"vocabulary_map": {"<image>": 2}},
+    "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4, "num_decoder_layers": 1},
+    "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
+                     "activation_sparsity_pattern": [0.0, 0.0],
+                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60,
+                     "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
+    "glm46v_text": {"rope_parameters": _SECTIONS},
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 0, 0]}},
+    "glm4v_text": {"rope_parameters": _SECTIONS},
+    "glm_image_text": {"rope_parameters": _SECTIONS},
+    "glm_ocr_text": {"rope_parameters": _SECTIONS},
+    "granitemoehybrid": _MAMBA,
+    "grounding-dino": {"d_model": 32},
+    "informer": _SERIES,
+    "instructblip": {"num_query_tokens": 1, "image_token_index": 5},
+    "kosmos_2_text_model": {"attention_heads": 4},
+    "kyutai_speech_to_text": {"codebook_vocab_size": 20, "audio_pad_token_id": 19},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "zero_expert_num": 1,
+                      "num_layers": 1, "num_hidden_layers": 2},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
+    "mimi": {"upsample_groups": 16},
+    "mimi_decoder": {"upsample_groups": 16},
+    "mm-grounding-dino": {"d_model": 32},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "perceiver": {"d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2,
+                  "num_cross_attention_heads": 2, "num_self_attention_heads": 2,
+                  "d_model": 16, "max_position_embeddings": 32},
+    "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
+    "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "time_series_transformer": _SERIES,
+}  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
 
@@ -93,8 +149,7 @@ def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
             continue
         for inputs in inputs_of(model):
             try:
-                with torch.no_grad(), exact_maths(torch.float64):
-                    model(**inputs)
+                run(model, inputs)
             except Exception as problem:
                 first = first or problem
                 if isinstance(problem, TimeoutError):
@@ -106,6 +161,13 @@ def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     raise first
 
 
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    """The model's answer, in float64 and without a cache."""
+    takes = inspect.signature(model.forward).parameters
+    with exact_maths(torch.float64):
+        return model(**inputs, **{k: False for k in ("use_cache",) if k in takes})
+
+
 def _configurations(kind: str) -> Iterator[Callable[[], Any]]:
     """Ways to configure a model type, the most usual one first."""
     built = CONFIG_MAPPING[kind]
@@ -115,7 +177,7 @@ def _configurations(kind: str) -> Iterator[Callable[[], Any]]:
 
 
 def shrunk(
-    kind: type, without: tuple[str, ...], side: int, patch: int | None, all_small: bool
+    kind: Any, without: tuple[str, ...], side: int, patch: int | None, all_small: bool
 ) -> Any:
     """A configuration with every size that is known by its name made small."""
     default = kind()
@@ -145,7 +207,7 @@ def shrunk(
     given = vars(default).get("layer_types")
     if "num_hidden_layers" in sizes and isinstance(given, list) and "layer_types" not in without:
         sizes["layer_types"] = [given[0], given[-1]]
-    return kind(**sizes)
+    return kind(**{**sizes, **_OWN.get(kind.model_type, {})})
 
 
 def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
@@ -218,6 +280,16 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         "attention_mask": torch.ones_like(ids),
         "bbox": torch.arange(4).expand(1, TOKENS, 4) + 1,
         "query_embeds": real(1, TOKENS, size("hidden_size", WIDTH)),
+        "encoder_hidden_states": real(1, 4, size("encoder_hidden_size", WIDTH)),
+        "qformer_input_ids": ids,
+        "past_values": real(1, 8),
+        "past_time_features": real(1, 8, 2),
+        "past_observed_mask": torch.ones(1, 8),
+        "future_values": real(1, 2),
+        "future_time_features": real(1, 2, 2),
+        "visual_feats": real(1, 3, size("visual_feat_dim", 2048)),
+        "visual_pos": real(1, 3, 4),
+        "inputs": real(1, TOKENS, size("d_model", WIDTH)),
         "hidden_states": patches,
         "grid_thw": grid,
         "image_grid_thw": grid,
@@ -236,7 +308,9 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     if main == "pixel_values" and "input_ids" in takes:
         first["input_ids"] = ids
     yield {**first, **more}
-    both = {"input_ids", "pixel_values", "bbox", "input_features"} & set(takes)
+    both = {"input_ids", "pixel_values", "bbox", "input_features", "encoder_hidden_states"}
+    both |= {"visual_feats", "visual_pos", "past_time_features", "past_observed_mask"}
+    both |= {"future_values", "future_time_features"}
     yield {**{n: known[n] for n in takes if n in {*first, *both}}, **more}
     if "pixel_values" in takes and {"grid_thw", "image_grid_thw"} & set(takes):
         grids = {n: grid for n in takes if n in ("grid_thw", "image_grid_thw")}
