@@ -142,12 +142,16 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
             if u is None:
                 found["x"] = holder[which[0]][which[0]].detach().clone()
                 found["several"] = len({holder[n][n].data_ptr() for n in which}) > 1
+                if row.map == "residual":
+                    sums.u = found["x"]
                 return None
-            if row.map == "residual":  # the sum is made of the tensor itself
-                held = holder[which[0]][which[0]]
+            held = holder[which[0]][which[0]]
+            if row.map in ("residual", "model") and _is_free(held, model):
+                # What else reads the tensor itself (a sum, a skip) reads the new values too.
                 written.append((held.detach(), held.detach().clone()))
                 held.copy_(u)
-                sums.u = u
+                if row.map == "residual":
+                    sums.u = u
                 return None
             for n in which:
                 holder[n][n] = u.clone()
@@ -191,14 +195,23 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
         return (last if ends is None else out[-1],)
 
     with torch.no_grad():
-        once(None)
+        found["read"] = once(None)
     if found["several"] or found["x"].numel() > _LARGEST:
         return []
     x = found["x"]
+    if not found["read"]:
+        return []
     each = torch.autograd.functional.jacobian(once, x)
     for held, was in written:
         held.copy_(was)
     return [float(torch.linalg.matrix_norm(j.reshape(-1, x.numel()), 2)) for j in each]
+
+
+def _is_free(held: Tensor, model: nn.Module) -> bool:
+    """Whether a tensor can be written over: it is no weight, and no entry stands for several."""
+    weights = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    once = all(step or size == 1 for step, size in zip(held.stride(), held.shape, strict=True))
+    return once and held.untyped_storage().data_ptr() not in weights
 
 
 def tensor_of(result: Any) -> Tensor:

@@ -84,6 +84,7 @@ _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
+    "audio-spectrogram-transformer": {"max_length": 24},
     "autoformer": _SERIES,
     "bamba": _MAMBA,
     "bridgetower": {"hidden_size": 64},
@@ -191,6 +192,8 @@ def shrunk(
         usual = held.get(name, 1)
         if name in names and name not in without and isinstance(usual, int | None) and size:
             sizes[name] = size
+        elif name in ("image_size", "patch_size") and isinstance(usual, list | tuple) and size:
+            sizes[name] = [size] * len(usual)
     for name, usual in held.items():
         if name not in sizes and name not in without and name in names:
             every = all_small or isinstance(usual, list | tuple)
@@ -319,7 +322,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         for shape in ((1, 64, bins), (1, 128, bins)):
             yield {**first, main: real(*shape), **more}
     if main == "input_values":
-        yield {**first, main: real(1, 1024, size("num_mel_bins", 128)), **more}
+        yield {**first, main: real(1, size("max_length", 1024), size("num_mel_bins", 128)), **more}
         yield {**first, main: real(1, 1, 400), **more}
     if main == "pixel_values":
         yield {**first, main: real(1, channels, 64, 64), **more}
