@@ -113,7 +113,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Copies of a layout that is tested in full, or of a call that differs in its options only.
 COPIES = ("xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "ernie", "gpt2, unscaled")
-COPIES += ("gpt_neox, no biases", "mixtral", "granitemoe", "beit, shared", "vit, no biases", "deit", "vit_msn", "ijepa")
+COPIES += (
+    "gpt_neox, no biases",
+    "mixtral",
+    "granitemoe",
+    "beit, shared",
+    "vit, no biases",
+    "deit",
+    "vit_msn",
+    "ijepa",
+)
 COPIES += ("qwen3_moe", "mt5", "mbart", "marian", "pegasus")
 FULL = (*(name for name in MODELS if name not in COPIES), TORCH)
 WINDOWS = {"mistral": 2, "qwen2, window": 2, "phi3": 3, "gemma2": 3, "gemma3": 3}

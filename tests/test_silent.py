@@ -323,6 +323,24 @@ def test_sums_of_a_model_that_makes_its_mask_inside_vmap():
     assert row.sigma == pytest.approx(truth(lambda u: u + site(u[None])[0], x[0]), rel=1e-8)
 
 
+class TalkingHeadAttn(Own):
+    """Named as CaiT names it."""
+
+
+class ClassAttn(Own):
+    """The class token reads all, as behind CaiT: one token comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.weights(x[:, :1], x) @ self.v(x))
+
+
+@pytest.mark.parametrize("kind", [TalkingHeadAttn, ClassAttn])
+def test_attention_by_its_shorter_name(kind):
+    model, x = Model(Block(kind())).double(), tokens()
+    row = only(ls.measure(model, x, **EXACT))
+    assert row.sigma == pytest.approx(truth(lambda u: site_of(model)(u[None])[0], x[0]), rel=1e-8)
+
+
 # --- the output projection
 
 

@@ -1,4 +1,4 @@
-"""A tiny random model of every model type of the installed transformers, with an input that it takes.
+"""A tiny random model of every model type of the installed transformers, and an input for it.
 
 Sizes are made small by their names. Sizes that a family does not take together are tried in
 turns: the first configuration whose model runs on the first of its inputs is the one.
@@ -99,7 +99,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "deformable_detr": {**_DETR, "d_model": 32},
     "detr": _DETR,
     "emu3": {"vocabulary_map": {"<image>": 2}},
-    "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4, "num_decoder_layers": 1},
+    "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
+               "num_decoder_layers": 1},
     "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
                      "activation_sparsity_pattern": [0.0, 0.0],
                      "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60,
@@ -146,7 +147,8 @@ def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
             first = first or problem
             if isinstance(problem, ImportError | TimeoutError):
                 break
-            if os.environ.get("V"): print("   build", repr(problem)[:150])
+            if os.environ.get("V"):
+                print("   build", repr(problem)[:150])
             continue
         for inputs in inputs_of(model):
             try:
@@ -155,7 +157,12 @@ def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
                 first = first or problem
                 if isinstance(problem, TimeoutError):
                     raise
-                if os.environ.get("V"): print("   run", repr(problem)[:150], {n:tuple(v.shape) for n,v in inputs.items()})
+                if os.environ.get("V"):
+                    print(
+                        "   run",
+                        repr(problem)[:150],
+                        {n: tuple(v.shape) for n, v in inputs.items()},
+                    )
             else:
                 return model, inputs
     assert first is not None

@@ -130,7 +130,14 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
         return run(model, inputs)
     except InputError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+    except (
+        RuntimeError,
+        AssertionError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as problem:
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
