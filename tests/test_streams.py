@@ -264,18 +264,17 @@ def test_a_model_that_is_called_with_bare_ids(gives: str) -> None:
         expected = truth(model, IDS, start, end)
         for given in (IDS, {"idx": IDS}):
             assert one(model, given, map).sigma == pytest.approx(expected, rel=1e-5)
-    if gives == "hidden":
-        expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
-        assert one(model, IDS, "model").sigma == pytest.approx(expected, rel=1e-5)
-    else:
-        with pytest.raises(ls.InputError, match="leave out the head"):
-            ls.measure(model, IDS, map="model", dtype="float64")
+    expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
+    row = one(model, IDS, "model")
+    assert row.sigma == pytest.approx(expected, rel=1e-5)
+    assert (row.note or "").startswith("read behind `transformer.ln_f`") == (gives != "hidden")
 
 
 def test_logits_of_one_token_are_no_hidden_state_however_wide() -> None:
     torch.manual_seed(0)
-    with pytest.raises(ls.InputError, match="leave out the head"):
-        ls.measure(GPT("last and loss", vocab=WIDTH), IDS, map="model", dtype="float64")
+    model = GPT("last and loss", vocab=WIDTH)
+    expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
+    assert one(model, IDS, "model").sigma == pytest.approx(expected, rel=1e-5)
 
 
 # --- a stream in two parts: what the last layer gave, and the sum of what came before (vLLM)

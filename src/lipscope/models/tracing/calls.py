@@ -53,6 +53,7 @@ class BlockCall:
             none, its first tensor.
         output: What it returns, its first tensor of the streams' width.
         returned: How many tensors of the streams' shape it returns that depend on the input.
+        output_place: Where its output lies in memory.
     """
 
     name: str
@@ -61,6 +62,7 @@ class BlockCall:
     streams: list[Stream]
     output: Tensor
     returned: int = 1
+    output_place: int = 0
 
 
 @dataclass
@@ -382,6 +384,7 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
             like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
             several = {t.data_ptr() for t in like if t.requires_grad or not torch.is_grad_enabled()}
             call.output, call.returned = record.kept.keep(first_tensor(out)), len(several)
+            call.output_place = first_tensor(out).data_ptr()
             record.blocks.append(call)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
