@@ -32,7 +32,11 @@ TYPES = tuple(sorted(MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
 _LARGEST = 600  # entries of an input whose dense Jacobian is still had
 # Attention modules that go on after their projection (residual, norm), and its name.
-_ENDS = {"AlbertAttention": "dense", "BloomAttention": "dense"}
+_ENDS = {
+    "AlbertAttention": "dense",
+    "BloomAttention": "dense",
+    "FunnelRelMultiheadAttention": "post_proj",
+}
 
 
 class Outcome(NamedTuple):
@@ -287,8 +291,9 @@ def as_page(found: Sequence[Outcome]) -> str:
         "small with the packages at hand. Every layer of these was compared, in float64, with the "
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
-        "`python tests/zoo.py` writes). *Skipped*: too many entries for a dense Jacobian, or too "
-        "slow.",
+        "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
+        "them, and not every type of the others was asked for it). *Skipped*: too many entries for "
+        "a dense Jacobian, no sum that a module takes, or too slow.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
         "|---|---|---|---|---|",
@@ -303,6 +308,9 @@ def as_page(found: Sequence[Outcome]) -> str:
     text += ["| model type | map | why |", "|---|---|---|"]
     text += [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in found if o.verdict == "refused"]
     wrong = [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in found if o.verdict == "wrong"]
+    left = [f"| `{o.kind}` | {o.why[11:]} |" for o in found if o.why.startswith("not built")]
+    if left:
+        text += ["", "## Not built", "", "| model type | why |", "|---|---|", *dict.fromkeys(left)]
     if wrong:
         text += ["", "## Wrong", "", "| model type | map | what |", "|---|---|---|", *wrong]
     return "\n".join(text) + "\n"
