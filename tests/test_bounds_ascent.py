@@ -7,19 +7,21 @@ from layers import draw
 from lipscope import to_dense
 from lipscope.attacks import ascend
 from lipscope.theorems import AskedLayer, NotApplicableError, catalogue, evaluate
+from searched import searched
 
 REGIMES = ("medium", "sharp", "causal", "masked", "biased, causal", "heads", "rotary")
 
 
 @pytest.mark.parametrize("regime", REGIMES)
-def test_no_upper_bound_is_violated_where_ascent_leads(regime: str) -> None:
+@searched(1, 3)
+def test_no_upper_bound_is_violated_where_ascent_leads(count: int, regime: str) -> None:
     asked = [
         t
         for t in catalogue()
         if t.kind == "upper" and t.sound and t.scope != "limit" and t.metric == "frobenius"
     ]
     checked = 0
-    for seed in range(2):
+    for seed in range(count):
         layer, start = draw(regime, seed)
         radius = float(start.norm(dim=1).max())
         found = ascend(
@@ -45,4 +47,4 @@ def test_no_upper_bound_is_violated_where_ascent_leads(regime: str) -> None:
                 continue
             checked += 1
             assert bound >= sigma * (1 - 1e-9), theorem.name
-    assert checked >= 10
+    assert checked >= 5 * count

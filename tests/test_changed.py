@@ -21,8 +21,10 @@ from lipscope.models import (
     random_tokens,
     reinitialised,
     repeated_token,
+    scrambled,
     shuffled_words,
 )
+from lipscope.models.changed import Which
 from lipscope.records.growth import slope_of, steps, top_held_fixed
 from rows import row as measurement
 from small import drawn, sigma
@@ -118,3 +120,36 @@ def test_steps_go_from_length_to_length() -> None:
     (held,) = top_held_fixed([measurement(sigma=2.0, sigma_rest=0.5)])
     assert held.sigma == 0.5
     assert math.isnan(slope_of([(4, 1.0)]))
+
+
+def test_scrambled_weights_keep_what_they_say() -> None:
+    loaded = tiny("bert")
+    query, output = "encoder.layer.1.attention.self.query", "encoder.layer.1.attention.output.dense"
+    before = {name: loaded.model.get_submodule(name).weight for name in (query, output)}
+    entries, spectrum = scrambled(loaded, "entries"), scrambled(loaded, "spectrum")
+    for name, old in before.items():
+        permuted = entries.model.get_submodule(name).weight
+        assert not torch.equal(permuted, old)
+        assert torch.equal(permuted.flatten().sort()[0], old.flatten().sort()[0])
+        turned = spectrum.model.get_submodule(name).weight
+        assert not torch.allclose(turned, old, atol=1e-3)
+        assert torch.allclose(
+            torch.linalg.svdvals(turned), torch.linalg.svdvals(old), rtol=1e-5, atol=1e-7
+        )
+    words = loaded.model.get_input_embeddings().weight
+    assert torch.equal(entries.model.get_input_embeddings().weight, words)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("which", ["query and key", "value and output"])
+def test_scrambling_one_layer_leaves_the_rest(family: str, which: Which) -> None:
+    loaded = tiny(family)
+    other = scrambled(loaded, "entries", which, layer=1)
+    pairs = zip(loaded.model.named_parameters(), other.model.parameters(), strict=True)
+    changed = [name for (name, old), new in pairs if not torch.equal(old, new)]
+    kinds = ("query", "key", "q_proj", "k_proj")
+    assert len(changed) == 2 and all("layer.1." in n or "layers.1." in n for n in changed)
+    found = [name.split(".")[-2] in kinds for name in changed]
+    assert all(found) if which == "query and key" else not any(found)
+    with pytest.raises(InputError, match="of its own"):
+        scrambled(tiny("gpt2"), "entries", which)

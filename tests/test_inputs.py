@@ -12,6 +12,7 @@ from lipscope.measures import repeated_tokens
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.kim2021 import phi_inverse
+from searched import searched
 from small import ONE, drawn, line, sigma
 
 BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_opposed"]
@@ -22,9 +23,10 @@ BY_HEAD = [build for name, build in attacks.PER_HEAD.items() if name != "l2_oppo
 @pytest.mark.parametrize("build", BY_HEAD)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_prediction_is_below_sigma(build, causal: bool, bias: bool) -> None:
+@searched(4, 12)
+def test_prediction_is_below_sigma(count: int, build, causal: bool, bias: bool) -> None:
     made = 0
-    for seed in range(12):
+    for seed in range(count):
         layer = drawn(seed, d=2 + seed % 3, k=1 + seed % 4, causal=causal, bias=bias)
         for n, radius in ((2, 0.4), (7, 1.1), (8, 2.0)):
             if build is attacks.two_cluster and not eigen_directions(heads_of(layer)[0]):
@@ -36,7 +38,7 @@ def test_prediction_is_below_sigma(build, causal: bool, bias: bool) -> None:
             assert built.predicted is not None
             if built.kind == "lower":
                 assert sigma(layer, built.x) >= built.predicted * (1 - 1e-10)
-    assert made >= 12
+    assert made >= count
 
 
 @pytest.mark.parametrize("causal", [False, True])

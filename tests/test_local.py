@@ -19,6 +19,7 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows_scalar,
 )
 from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint, weighted_rows
+from searched import searched
 
 
 def rotation(n, width, generator):
@@ -68,11 +69,12 @@ def truth(layer, x):
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_no_certificate_of_one_head_is_below_sigma(rotary):
+@searched(12, 60)
+def test_no_certificate_of_one_head_is_below_sigma(count, rotary):
     forms = [local_norms, local_rows, row_gram] + (
         [] if rotary else [local_rows_scalar, local_blocks]
     )
-    for seed in range(60):
+    for seed in range(count):
         layer, x = draw(seed, rotary=rotary)
         sigma, at = truth(layer, x), one_head(layer, x)
         for form in forms:
@@ -80,8 +82,9 @@ def test_no_certificate_of_one_head_is_below_sigma(rotary):
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_no_joint_certificate_is_below_sigma(rotary):
-    for seed in range(40):
+@searched(10, 40)
+def test_no_joint_certificate_is_below_sigma(count, rotary):
+    for seed in range(count):
         layer, x = draw(seed, heads=3, rotary=rotary)
         assert row_gram_joint(all_heads(layer, x)) >= truth(layer, x), seed
 

@@ -194,9 +194,11 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "looseness",
         "measures",
         "long-context",
+        "prediction",
         "robustness",
         "scaling-factor",
         "splitting",
+        "worst-input",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:

@@ -2,7 +2,7 @@
 
 import lipscope.models.families  # noqa: F401  (its files enter what they read)
 from lipscope.models.asked import parted
-from lipscope.models.changed import as_decoder, quantised, reinitialised
+from lipscope.models.changed import as_decoder, quantised, reinitialised, scrambled
 from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.models.data.inputs import inputs_of, remarks_on
 from lipscope.models.data.positions import later_positions
@@ -59,6 +59,7 @@ __all__ = [
     "remarks_on",
     "repeated_token",
     "samples_of",
+    "scrambled",
     "shuffled_words",
     "trace",
     "whole_text",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from lipscope.errors import InputError
 from lipscope.models.loading import LoadedModel
 from lipscope.models.quiet import quiet
 from lipscope.models.tracing.sites import attention_sites, is_linear
+
+Keeps = Literal["entries", "spectrum"]
+Which = Literal["all", "query and key", "value and output"]
+# The last words of a module's path, as transformers names the four projections.
+_PROJECTIONS: dict[Which, str] = {
+    "all": ".",
+    "query and key": r"\.(query|key|q_proj|k_proj|q_lin|k_lin|q|k)$",
+    "value and output": r"\.(value|v_proj|o_proj|out_proj|v_lin|out_lin|attention\.output\.dense)$",
+}
 
 _BLOCK = 32  # weights that share a scale and an offset in the format Q4_1
 _STEPS = 15  # four bits
@@ -89,6 +99,71 @@ def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
         model = type(loaded.model)(loaded.config).eval()
     name, weights = f"{loaded.name}, random weights", f"random, seed {seed}"
     return replace(loaded, name=name, model=model, weights=weights)
+
+
+def scrambled(
+    loaded: LoadedModel,
+    keeps: Keeps,
+    which: Which = "all",
+    *,
+    layer: int | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """The same model whose matrices keep their size and lose what training put into them.
+
+    ``entries`` permutes the entries of each matrix: their distribution stays, so that logits are
+    about as large as the trained ones. ``spectrum`` keeps the singular values, ``U S Vᵀ`` with
+    ``U`` and ``V`` drawn uniformly (Haar measure). Biases, norms and embeddings stay.
+
+    Args:
+        loaded: A model of transformers whose blocks are numbered.
+        keeps: What each matrix keeps.
+        which: Which linear maps of the blocks.
+        layer: One block only, so that its input stays the trained one; all of them by default.
+        seed: Seed of the draw.
+
+    Returns:
+        A copy, named for what was done.
+
+    Raises:
+        InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.
+    """
+    model = copy.deepcopy(loaded.model)
+    place = re.compile(r"\.\d+\." if layer is None else rf"\.{layer}\.")
+    draw, found = torch.Generator().manual_seed(seed), 0
+    for name, module in model.named_modules():
+        # Blocks are numbered by the first number of the path.
+        numbered = re.search(r"\.\d+\.", f".{name}.")
+        inside = numbered is not None and place.fullmatch(numbered[0]) is not None
+        if inside and is_linear(module) and re.search(_PROJECTIONS[which], f".{name}"):
+            weight = module.get_parameter("weight").data
+            weight.copy_(_permuted(weight, draw) if keeps == "entries" else _turned(weight, draw))
+            found += 1
+    if not found:
+        raise InputError(
+            f"`{loaded.name}` should have matrices of its own for `{which}`, by the usual names. "
+            "Found none; scramble all of them."
+        )
+    done = f"{keeps} of {which} kept, seed {seed}"
+    where = "" if layer is None else f", layer {layer}"
+    return replace(loaded, name=f"{loaded.name}, {done}{where}", model=model, weights=done)
+
+
+def _permuted(weight: Tensor, draw: torch.Generator) -> Tensor:
+    order = torch.randperm(weight.numel(), generator=draw)
+    return weight.flatten()[order.to(weight.device)].view_as(weight)
+
+
+def _turned(weight: Tensor, draw: torch.Generator) -> Tensor:
+    values = torch.linalg.svdvals(weight.double())
+    sides = [_orthogonal(size, len(values), draw).to(values) for size in weight.shape]
+    return ((sides[0] * values) @ sides[1].T).to(weight)
+
+
+def _orthogonal(size: int, columns: int, draw: torch.Generator) -> Tensor:
+    """Orthonormal columns by Haar measure: the QR of a Gaussian matrix with positive diagonal."""
+    q, r = torch.linalg.qr(torch.randn(size, columns, generator=draw, dtype=torch.float64))
+    return q * r.diagonal().sign()
 
 
 def _q4_1(weight: Tensor) -> Tensor:

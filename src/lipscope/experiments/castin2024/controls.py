@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Table
@@ -18,9 +19,11 @@ from lipscope.models import (
     random_tokens,
     reinitialised,
     repeated_token,
+    scrambled,
     shuffled_words,
 )
-from lipscope.models.data.windows import special_tokens_of
+from lipscope.models.changed import Keeps, Which
+from lipscope.models.data.windows import special_tokens_of, windows_of_text
 from lipscope.pages.table import number
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import groups, growth, top_held_fixed
@@ -36,12 +39,14 @@ class Control:
         model: Name of the model.
         text: Name of the text.
         rows: The rows.
+        seed: Of what was drawn; None where nothing was.
     """
 
     name: str
     model: str
     text: str
     rows: list[Measurement]
+    seed: int | None = None
 
     @property
     def fits(self) -> dict[int, Growth | None]:
@@ -49,6 +54,11 @@ class Control:
         return {
             key.layer or 0: growth(part, paired=True) for key, part in groups(self.rows).items()
         }
+
+    def median(self, layer: int) -> float:
+        """Median sigma of a layer at the largest length."""
+        longest = max(row.num_tokens for row in self.rows)
+        return _median([row for row in self.rows if row.num_tokens == longest], layer)
 
     def spread(self) -> float:
         """Largest relative range of sigma over lengths, of one sample and layer."""
@@ -72,14 +82,38 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
         yield ask.repeated("one token, one position", loaded, same_place=True)
     if not trained:
         return  # the rest speaks of words and of trained weights
+    if family == "bert":
+        yield ask.in_place("text, one position", lambda n: torch.zeros(n, dtype=torch.long))
     yield ask.repeated("one token", loaded, same_place=False)
-    yield ask.tokens("random tokens", loaded)
-    yield ask.text("shuffled words", loaded, shuffled_words(text.content))
     if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
         yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
-    yield ask.text("random weights", reinitialised(loaded), text.content)
     if loaded.weights == "float32":
         yield ask.text("Q4_1 weights", quantised(loaded), text.content)
+    for seed in range(study.pick(1, 3)):
+        yield from _drawn(ask, loaded, seed)
+
+
+def _drawn(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
+    """Controls with something random in them, for one seed."""
+    yield ask.tokens("random tokens", loaded, seed)
+    words = shuffled_words(ask.content, seed)
+    yield ask.text("shuffled words", loaded, words, seed=seed)
+    yield ask.text("weights of a new model", reinitialised(loaded, seed), ask.content, seed=seed)
+    lost: tuple[tuple[Keeps, str], ...] = (
+        ("entries", "entries shuffled"),
+        ("spectrum", "singular values only"),
+    )
+    for keeps, name in lost:
+        other = scrambled(loaded, keeps, seed=seed)
+        yield ask.text(f"{name}, whole model", other, ask.content, seed=seed)
+    halves: tuple[Which, ...] = ("query and key", "value and output")
+    for which in halves:
+        # One layer at a time: what it reads stays what it was trained to read.
+        name, rows = f"entries of {which} shuffled, this layer", list[Measurement]()
+        for layer in ask.layers:
+            other = scrambled(loaded, "entries", which, layer=layer, seed=seed)
+            rows += ask.text(name, other, ask.content, layers=[layer], seed=seed).rows
+        yield ask.named(name, rows, seed)
 
 
 def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
@@ -93,12 +127,17 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
     ask, n = _Ask(study, loaded, text), 64
     places = [k for k in (0, 16, 32, 64, 96, 128, 192, 256, 384) if k + n <= loaded.max_tokens]
     places = study.pick(places[:: max(1, len(places) - 1)], places)
-    found = [ask.offset(n, k) for k in places]
-    lines = tuple(
-        (str(layer), *(number(_median(rows, layer), 3) for rows in found)) for layer in ask.layers
-    )
-    title = f"Position without length: {loaded.name}, {text.name}, n = {n}, median sigma"
-    yield Table(title, ("layer", *(f"from position {k}" for k in places)), lines)
+    columns = ("layer", *(f"from position {k}" for k in places))
+    found = {"all tokens": [ask.offset(n, k) for k in places]}
+    if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
+        found["the first token stays"] = [ask.after_the_first(n, k) for k in places]
+    for moved, runs in found.items():
+        lines = tuple(
+            (str(layer), *(number(_median(rows, layer), 3) for rows in runs))
+            for layer in ask.layers
+        )
+        where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
+        yield Table(f"Position without length: {where}, median sigma", columns, lines)
 
 
 def _median(rows: Sequence[Measurement], layer: int) -> float:
@@ -116,36 +155,84 @@ class _Ask:
         self.lengths = study.pick([16, 32, 64], [16, 32, 64, 128])
         self.samples = study.pick(3, 10)
 
-    def named(self, name: str, rows: Sequence[Measurement]) -> Control:
-        return Control(name, self.loaded.name, self.text_name, list(rows))
+    def named(self, name: str, rows: Sequence[Measurement], seed: int | None = None) -> Control:
+        return Control(name, self.loaded.name, self.text_name, list(rows), seed)
 
     def part(self, name: str, source: str) -> str:
         return f"control-{name}-{self.loaded.name}-{source}"
 
-    def text(self, name: str, loaded: LoadedModel, content: str, **options: Any) -> Control:
+    def text(
+        self,
+        name: str,
+        loaded: LoadedModel,
+        content: str,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Control:
         usual = {"layers": self.layers, "lengths": self.lengths, "samples": self.samples}
         part = self.part(name, self.text_name)
-        return self.named(name, self.study.measure(part, loaded, content, **(usual | options)))
+        rows = self.study.measure(part, loaded, content, **(usual | options))
+        return self.named(name, rows, seed)
 
-    def tokens(self, name: str, loaded: LoadedModel) -> Control:
+    def tokens(self, name: str, loaded: LoadedModel, seed: int) -> Control:
+        batches = [
+            {"input_ids": random_tokens(loaded, n, self.samples, seed)} for n in self.lengths
+        ]
+        return self.batches(name, loaded, batches, seed)
+
+    def batches(
+        self,
+        name: str,
+        loaded: LoadedModel,
+        batches: Sequence[dict[str, Any]],
+        seed: int | None = None,
+    ) -> Control:
+        """Rows of one batch for each length."""
         rows: list[Measurement] = []
-        for n in self.lengths:
-            ids = random_tokens(loaded, n, self.samples)
-            rows += self.study.measure(self.part(name, str(n)), loaded, ids, layers=self.layers)
-        return self.named(name, rows)
+        for batch in batches:
+            part = self.part(name, str(batch["input_ids"].shape[1]))
+            rows += self.study.measure(part, loaded, batch, layers=self.layers)
+        return self.named(name, rows, seed)
+
+    def in_place(
+        self,
+        name: str,
+        positions: Callable[[int], Tensor],
+        lengths: Sequence[int] | None = None,
+    ) -> Control:
+        """The windows of the text with positions of their own."""
+        asked = self.lengths if lengths is None else lengths
+        cut = windows_of_text(
+            self.content, self.loaded.tokenizer, lengths=asked, samples=self.samples
+        )
+        batches = []
+        for n in asked:
+            ids = torch.cat([window.ids for window in cut if window.num_tokens == n])
+            batches.append({"input_ids": ids, "position_ids": positions(n).expand_as(ids)})
+        return self.batches(name, self.loaded, batches)
 
     def offset(self, num_tokens: int, start: int) -> list[Measurement]:
         """Windows of the text whose positions begin at ``start``."""
         options = {"lengths": num_tokens, "position_offset": start}
         return self.text(f"from-position-{start}", self.loaded, self.content, **options).rows
 
+    def after_the_first(self, num_tokens: int, start: int) -> list[Measurement]:
+        """The same windows; the first token keeps position 0, the others begin at ``start``."""
+
+        def positions(n: int) -> Tensor:
+            later = torch.arange(n) + start
+            later[0] = 0
+            return later
+
+        name = f"from-position-{start}-after-the-first"
+        return self.in_place(name, positions, [num_tokens]).rows
+
     def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
         """One token again and again; at one position all its copies are equal vectors."""
-        rows: list[Measurement] = []
+        batches: list[dict[str, Any]] = []
         for n in self.lengths:
             ids = repeated_token(loaded, n, self.samples, special=False)
-            batch: Any = {"input_ids": ids}
+            batches.append({"input_ids": ids})
             if same_place:
-                batch["position_ids"] = torch.zeros_like(ids)
-            rows += self.study.measure(self.part(name, str(n)), loaded, batch, layers=self.layers)
-        return self.named(name, rows)
+                batches[-1]["position_ids"] = torch.zeros_like(ids)
+        return self.batches(name, loaded, batches)

@@ -24,6 +24,7 @@ from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.models.tracing.maps import MapName
 from lipscope.pages.rows import Rows
+from lipscope.pages.table import number
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import growth, slope_of, steps, top_held_fixed
 from lipscope.records.rows import Measurement
@@ -117,12 +118,14 @@ def _every(case: Case) -> list[int]:
 
 def _paired(study: Study, case: Case) -> Rows:
     """The same passages at every length: nested prefixes, for all layers."""
+    usual = [8, 16, 32, 64, 128, 256]
+    longer = (case.loaded.trained_length or 0) >= 512
     return study.measure(
         f"nested-{case.name}",
         case.loaded,
         case.text.content,
         layers=study.pick(case.layers, _every(case)),
-        lengths=study.pick([16, 32, 64], [8, 16, 32, 64, 128, 256]),
+        lengths=study.pick([16, 32, 64], [*usual, *[512] * longer]),
         samples=study.pick(3, 10),
         special_tokens=False,
         rest=True,
@@ -342,15 +345,29 @@ def _worst_tables(worst: Sequence[Adversarial]) -> Iterator[Table]:
 
 
 def _control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
-    places = dict.fromkeys((c.model, c.text) for c in controlled)
-    for model, text in places:
+    """By model and text: what was changed; then what was drawn, each seed by itself."""
+    for model, text in dict.fromkeys((c.model, c.text) for c in controlled):
         mine = [c for c in controlled if (c.model, c.text) == (model, text)]
         layers = list(dict.fromkeys(layer for c in mine for layer in c.fits))
-        lines = tuple(
-            (str(layer), *(exponent(c.fits.get(layer)) for c in mine)) for layer in layers
-        )
-        columns = ("layer", *(c.name for c in mine))
-        yield Table(f"What carries the growth: {model}, {text}", columns, lines)
+        for drawn in (False, True):
+            part = [c for c in mine if (c.seed is not None) is drawn]
+            lines = tuple(
+                (
+                    c.name if c.seed is None else f"{c.name}, seed {c.seed}",
+                    *(exponent(c.fits.get(layer)) for layer in layers),
+                    *(number(c.median(layer), 3) for layer in layers),
+                )
+                for c in sorted(part, key=lambda c: c.name if drawn else "")
+            )
+            if lines:
+                longest = max(row.num_tokens for c in part for row in c.rows)
+                columns = (
+                    "changed",
+                    *(f"exponent, layer {layer}" for layer in layers),
+                    *(f"sigma at n = {longest}, layer {layer}" for layer in layers),
+                )
+                what = "What carries the growth" + ", drawn at random" * drawn
+                yield Table(f"{what}: {model}, {text}", columns, lines)
 
 
 def _on_samples(paired: dict[str, Rows]) -> Iterator[str]:
@@ -369,7 +386,8 @@ def _remarks(study: Study) -> tuple[str, ...]:
         study.pick(
             "Quick: 3 windows a length, few lengths, two layers.",
             "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
-            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256, all layers, or "
+            "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
+            "model was trained on as many), all layers, or "
             "every fifth of more than 12, or three of random weights. Controls: n = 16 to 128.",
         ),
         "Disjoint windows share no text, at one length or between lengths, as the paper says of "
