@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,28 +11,28 @@ import lipscope as ls
 from lipscope import InputError
 from lipscope.models import load_model
 
-pytest.importorskip("timm")
+timm = pytest.importorskip("timm")
 SMALL = "img_size=16,patch_size=8,embed_dim=16,depth=2,num_heads=2"
 VIT = f"random:timm:vit_tiny_patch16_224,{SMALL}"
 
 
 def test_pictures_go_through_the_models_own_transform(tmp_path):
     from PIL import Image
-    from timm.data import create_transform, resolve_model_data_config
 
     picture = Image.linear_gradient("L").resize((20, 13)).convert("RGB")
     picture.save(tmp_path / "a.png")
     model = load_model(VIT).model
     row = ls.measure(VIT, images=tmp_path, layers=[1], dtype="float64", tol=1e-9)[0]
-    own = {**resolve_model_data_config(model), "input_size": (3, 16, 16)}
-    pixels = create_transform(**own)(picture)[None]
+    own = {**timm.data.resolve_model_data_config(model), "input_size": (3, 16, 16)}
+    pixels = timm.data.create_transform(**own)(picture)[None]
     again = ls.measure(model, pixels, layers=[1])[0]
     assert row.tokens_sha256 == again.tokens_sha256
     model, first = model.double(), list[torch.Tensor]()
     site = model.get_submodule("blocks.1.attn")
     site.register_forward_pre_hook(lambda _, args: first.append(args[0].detach()))
     model(pixels.double())
-    jacobian = torch.autograd.functional.jacobian(site, first[0]).reshape(80, 80)
+    jacobian: Any = torch.autograd.functional.jacobian(site, first[0])
+    jacobian = jacobian.reshape(80, 80)
     assert row.sigma == pytest.approx(float(torch.linalg.matrix_norm(jacobian, 2)), rel=1e-8)
 
 

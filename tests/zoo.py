@@ -67,11 +67,13 @@ def limited(seconds: int) -> Iterator[None]:
 class SumSeen:
     """Hooks behind an attention: the sum of its input and output, and the norm of that."""
 
-    def __init__(self, stack: contextlib.ExitStack, model: nn.Module, site: nn.Module) -> None:
+    def __init__(self) -> None:
         self.u: Tensor | None = None
         self.branch: Tensor | None = None  # the attention's output, and what is made of it alone
         self.found: list[Tensor] = []
         self.behind: list[nn.Module] = []
+
+    def hook(self, stack: contextlib.ExitStack, model: nn.Module, site: nn.Module) -> None:
         inside = set(site.modules()) if type(site).__name__ not in _ENDS else {site}
         for module in model.modules():
             if module not in inside:
@@ -179,9 +181,10 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
                 out.append(result)
 
         inner: list[Tensor] | None = None
+        sums = SumSeen()
         with contextlib.ExitStack() as stack:
             if ends is not None and row.map == "residual":
-                sums = SumSeen(stack, model, ends)
+                sums.hook(stack, model, ends)
             if ends is not None and type(ends).__name__ in _ENDS and row.map != "block":
                 inner = []
                 leaf = ends.get_submodule(_ENDS[type(ends).__name__])

@@ -53,7 +53,7 @@ def entries_of(config: Path) -> Mapping[str, Any]:
     return {}
 
 
-def entries_in(name: str, text: str) -> dict[str, int | float | bool | str]:
+def entries_in(name: str, text: str) -> dict[str, Any]:
     """The entries ``key=value``, with commas between them, that follow a name.
 
     Raises:
@@ -62,7 +62,7 @@ def entries_in(name: str, text: str) -> dict[str, int | float | bool | str]:
     >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
     {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
     """
-    entries: dict[str, int | float | bool | str] = {}
+    entries: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
         if not equals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,7 @@ def from_timm(
         InputError: If timm is not there, has no such model, or cannot build or load it.
     """
     try:
-        import timm
-        from timm.data import create_transform, resolve_model_data_config
+        timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
     except ImportError as problem:
         raise InputError(
             f"Models of timm need timm and torchvision. Found: {problem}; run "
@@ -73,10 +73,10 @@ def from_timm(
         except Exception as problem:  # every library has its own; the user gets one line
             text = " ".join(str(problem).split())[:300]
             raise InputError(f"`timm:{name}` could not be built: {text}") from problem
-    own = resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
+    own = data.resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
 
     def read(picture: Any, side: int) -> Tensor:
-        transform: Any = create_transform(**{**own, "input_size": (3, side, side)})
+        transform = data.create_transform(**{**own, "input_size": (3, side, side)})
         return transform(picture)
 
     return model.eval(), Pixels(own["input_size"][-1], own["mean"], own["std"], read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,15 @@ def image_samples(
             no readable picture.
     """
     parameters = inspect.signature(loaded.model.forward).parameters
-    named = "pixel_values" in parameters
-    if not named and loaded.pixels is None:
+    named, given = "pixel_values" in parameters, loaded.pixels
+    if not named and given is None:
         raise InputError(
             f"`images` needs a model that reads pixels. Found `{type(loaded.model).__name__}`."
         )
     if samples is not None and samples < 1:
         raise InputError(f"`samples` should be at least 1. Found {samples}.")
-    own = _side(loaded.config) if named else loaded.pixels.side
-    usual = own if loaded.pixels is None else loaded.pixels.side
+    own = _side(loaded.config) if named or given is None else given.side
+    usual = own if given is None else given.side
     sides = [usual] if resolutions is None else sorted(set(resolutions))
     _check_sides(loaded, sides)
     found = []
@@ -114,7 +115,7 @@ def _pictures(
     read = None if loaded.pixels is None else loaded.pixels.read
     chosen = files[: samples or _DEFAULT_SAMPLES]
     if read is not None:
-        return [_opened(file, lambda picture: read(picture, side))[None] for file in chosen]
+        return [_opened(file, partial(read, side=side))[None] for file in chosen]
     return [(_read(file, side) - mean) / deviation for file in chosen]
 
 
