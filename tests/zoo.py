@@ -211,7 +211,9 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     each = torch.autograd.functional.jacobian(once, x)
     for held, was in written:
         held.copy_(was)
-    return [float(torch.linalg.matrix_norm(j.reshape(-1, x.numel()), 2)) for j in each]
+    # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
+    kept = [j.reshape(-1, x.numel()) for j in each if bool(j.any())]
+    return [float(torch.linalg.matrix_norm(j, 2)) for j in kept]
 
 
 def _is_free(held: Tensor, model: nn.Module) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def _pictures(
     read = None if loaded.pixels is None else loaded.pixels.read
     chosen = files[: samples or _DEFAULT_SAMPLES]
     if read is not None:
-        return [_opened(file, partial(read, side=side))[None] for file in chosen]
+        return [_opened(file, lambda p, read=read: read(p, side))[None] for file in chosen]
     return [(_read(file, side) - mean) / deviation for file in chosen]
 
 
