@@ -288,6 +288,7 @@ def as_page(found: Sequence[Outcome]) -> str:
     """The page of the documentation on a run: how many are exact, and each refusal."""
     kinds = sorted({one.kind for one in found})
     built = sorted({one.kind for one in found if not one.why.startswith("not built")})
+    earlier = len(built) - len({o.kind for o in found if o.map == "residual" and o.kind in built})
     text = [
         "# Model types",
         "",
@@ -297,7 +298,8 @@ def as_page(found: Sequence[Outcome]) -> str:
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        "them, and not every type of the others was asked for it). *Skipped*: too many entries for "
+        f"them). {earlier} of them were compared by an earlier run, which did not ask for `residual`. "
+        "*Skipped*: too many entries for "
         "a dense Jacobian, no sum that a module takes, or too slow.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
