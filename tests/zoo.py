@@ -298,8 +298,8 @@ def as_page(found: Sequence[Outcome]) -> str:
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        f"them). {earlier} of them were compared by an earlier run, which did not ask for `residual`. "
-        "*Skipped*: too many entries for "
+        f"them). {earlier} of them were compared by an earlier run, which did not ask for "
+        "`residual`. *Skipped*: too many entries for "
         "a dense Jacobian, no sum that a module takes, or too slow.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
