@@ -10,14 +10,8 @@ import torch
 from scipy import stats
 
 from lipscope import DotProduct
-from lipscope.experiments.castin2024.perturb import (
-    ascent_move,
-    of_size,
-    random_move,
-    sign_move,
-    singular_move,
-    split_change,
-)
+from lipscope.attacks import ascent_move, of_size, random_move, sign_move
+from lipscope.experiments.castin2024.perturb import singular_move, split_change
 from lipscope.experiments.castin2024.prediction import smallest_flip
 from lipscope.measures import repeated_tokens
 from lipscope.records.sampling import mean_interval, rank_correlation, share_interval

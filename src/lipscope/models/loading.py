@@ -17,8 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+<<<<<<< HEAD
 from lipscope.errors import InputError, shown
 from lipscope.models.asked import check_counts, entries_in, entries_of, parted
+=======
+from lipscope.errors import InputError, install, shown
+from lipscope.models.asked import check_counts, entries_of, parted
+>>>>>>> main
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
@@ -244,7 +249,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
     if package.extra and importlib.util.find_spec(package.extra) is None:
         raise InputError(
             f"The model `{name}` needs the extra `{package.extra}`; run "
-            f"`pip install 'lipscope[{package.extra}]'`."
+            f"`{install(package.extra)}` in the folder of lipscope."
         )
     root = Path(spec.submodule_search_locations[0])
     if package.file and package.file.endswith(".onnx"):
