@@ -17,13 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-<<<<<<< HEAD
-from lipscope.errors import InputError, shown
-from lipscope.models.asked import check_counts, entries_in, entries_of, parted
-=======
 from lipscope.errors import InputError, install, shown
-from lipscope.models.asked import check_counts, entries_of, parted
->>>>>>> main
+from lipscope.models.asked import check_counts, entries_in, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.models.quiet import quiet
 
 
@@ -56,8 +56,7 @@ def from_timm(
         timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
     except ImportError as problem:
         raise InputError(
-            f"Models of timm need timm and torchvision. Found: {problem}; run "
-            "`pip install 'lipscope[timm]'`."
+            f"Models of timm need timm and torchvision. Found: {problem}; run `{install('timm')}`."
         ) from None
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models(pretrained=pretrained), n=3)

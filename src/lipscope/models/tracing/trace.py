@@ -137,18 +137,7 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
         return _called(model, inputs)
     except InputError:
         raise
-<<<<<<< HEAD
-    except (
-        RuntimeError,
-        AssertionError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ) as problem:
-=======
     except _OF_MODELS as problem:
->>>>>>> main
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
