@@ -278,10 +278,7 @@ def take(
             "another tensor (positions or a bottleneck before the queries?); use the map `block` "
             "or `model`."
         )
-    call.kept = [
-        moved,
-        *call.kept[1:],
-    ]  # alive, so that no later tensor can take its place in memory
+    call.kept = [moved, *call.kept[1:]]  # alive: no later tensor can take its place in memory
 
 
 def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
@@ -384,8 +381,8 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
         for call in started:
             like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
             several = {t.data_ptr() for t in like if t.requires_grad or not torch.is_grad_enabled()}
-            call.output, call.returned = record.kept.keep(first_tensor(out)), len(several)
-            call.output_place = first_tensor(out).data_ptr()
+            result, call.returned = first_tensor(out), len(several)
+            call.output, call.output_place = record.kept.keep(result), result.data_ptr()
             record.blocks.append(call)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
