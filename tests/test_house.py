@@ -41,7 +41,7 @@ INSIDE = {
 SHARED = {
     "attention": "agreement",
     "engine": "abuse sweeps",
-    "models": "zoo",
+    "models": "zoo_models",
     "records": "damage folders rows",
 }
 
