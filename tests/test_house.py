@@ -29,7 +29,7 @@ INSIDE = {
     "engine": "changed cli_habits measure ranges reliability_sweep split sweep sweep_cluster "
     "sweep_spec",
     "experiments": "changed perturb reproduce splitting zero_token",
-    "linalg": "ascent derivative interval operator singular",
+    "linalg": "ascent derivative interval operator singular text_edits",
     "measures": "splitting",
     "models": "capture dinov2 families settings sides",
     "pages": "identity page",

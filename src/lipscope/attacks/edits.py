@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,7 @@ Scores = Callable[[Tensor], Tensor]
 _STEPS = 12  # of Golub and Kahan: as many singular vectors rank the edits
 _NEAR = 1e-2  # of the text's own size: where the change of an output has a gradient
 _BATCH = 64  # texts that are run together
+_TOGETHER = 16  # positions for which the whole vocabulary is ranked in one product
 _TRIED = 10_000  # edits of a step that are written and read again
 
 
@@ -127,7 +128,8 @@ class EditSearch:
     attention: tuple[Attention, Tensor] | None = None
     scores: Scores | None = None
     name: str = ""
-    _counted: dict[str, int] = field(default_factory=dict)
+    _queries: int = 0
+    _products: int = 0
 
     # --- the text as it was given
 
@@ -179,13 +181,13 @@ class EditSearch:
         Returns:
             The best text that was found.
         """
-        self._counted = {"queries": 0, "products": 0}
+        self._queries = self._products = 0
         draft, best, read = self.start, -math.inf, None
         first = None
         if self.scores is not None:
             best = float(self._margin(self.clean.model)[0])
         for step in range(budget):
-            count = (queries - self._counted["queries"]) // (budget - step)
+            count = (queries - self._queries) // (budget - step)
             some = list(itertools.islice(self._carried(recipe, draft), count))
             found = [self._judged(part) for part in _batches(some)]
             if not found:
@@ -200,7 +202,8 @@ class EditSearch:
             read = Read(*(one[at % _BATCH, None] for one in found[at // _BATCH][1]))
             if self.scores is not None and best > 0:
                 break
-        held = {**self._counted, "first": None if first is None else float(first)}
+        held: dict[str, Any] = {"queries": self._queries, "products": self._products}
+        held["first"] = None if first is None else float(first)
         if read is None:
             return Edited(self.start, decided=self.decision, **held)
         decided = None if self.scores is None else int(self.scores(read.model)[0].argmax())
@@ -264,17 +267,19 @@ class EditSearch:
         else:
             gen = start_named(f"{self.name}|sigma|{len(draft.edits)}")
             values, v = leading(self._operator(draft), gen)
-        self._counted["products"] += 2 * len(values)
+        self._products += 2 * len(values)
+        reach = (values[:, None, None] * v).permute(1, 2, 0)  # (n, d, k)
+        own = (self._vectors(draft)[:, None] @ reach)[:, 0]
         found = []
-        for i, own in enumerate(self._vectors(draft)):
-            reach = (values[:, None] * v[:, i]).T
-            found.append((self.model.table @ reach - own @ reach).norm(dim=1))
-        return torch.stack(found)
+        for part, at in zip(reach.split(_TOGETHER), own.split(_TOGETHER), strict=True):
+            move = (self.model.table @ part.permute(1, 0, 2).flatten(1)).unflatten(1, at.shape) - at
+            found.append(move.norm(dim=2).T)
+        return torch.cat(found)
 
     def gains_hotflip(self, draft: Draft) -> Float[Tensor, "n v"]:
         """``<∇ goal, δ>`` of every substitution."""
         slope = self.slope(draft)
-        self._counted["products"] += 1
+        self._products += 1
         return slope @ self.model.table.T - (slope * self._vectors(draft)).sum(1, keepdim=True)
 
     def gains_random(self, draft: Draft) -> Float[Tensor, "n v"]:
@@ -309,7 +314,7 @@ class EditSearch:
         if self.by_weight is None:
             gen = start_named(f"{self.name}|copies|{len(draft.edits)}")
             return torch.rand(len(self.start.ids), generator=gen)
-        self._counted["products"] += len(self.by_weight) if draft == self.start else 0
+        self._products += len(self.by_weight) if draft == self.start else 0
         return self.by_weight.flatten(1).norm(dim=1)
 
     # --- what happens
@@ -317,7 +322,7 @@ class EditSearch:
     def _judged(self, drafts: list[Draft]) -> tuple[Tensor, Read]:
         """How good some texts of one length are, and what the model makes of them."""
         ids = torch.tensor([draft.ids for draft in drafts], device=self.model.ids.device)
-        self._counted["queries"] += len(drafts)
+        self._queries += len(drafts)
         read = self.model.read(ids)
         if self.scores is not None:
             return self._margin(read.model), read

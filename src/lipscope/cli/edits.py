@@ -54,8 +54,9 @@ def show(found: TextAttack) -> None:
     what = f"the decision changed ({found.by})" if found.by else "a text with edits was found"
     console.print(
         f"Succeeded: {what}. Skipped: the window's own text is not read back as its tokens. "
-        "Under layer and model: how much their outputs change, relative, ‖f(X') − f(X)‖ / ‖f(X)‖; means over what succeeded. A lower value "
-        "of what edits can do, no proof that none does more.",
+        "Under layer and model: how much their outputs change, relative, ‖f(X') − f(X)‖ / ‖f(X)‖; "
+        "means over what succeeded. A lower value of what edits can do, no proof that none does "
+        "more.",
         markup=False,
         soft_wrap=True,
     )

@@ -43,6 +43,7 @@ class TextEdit:
         start: Its first text token.
         num_tokens: Its length, special tokens included.
         recipe: Which recipe.
+        target: Whose output should change.
         status: ``succeeded``; ``failed``: no edit that a text can carry was found, or the decision
             stands; ``skipped``: the window's own text is not read back as its tokens.
         edits: What was done, ``old → new`` with the position of each, in words; a copy as
@@ -67,6 +68,7 @@ class TextEdit:
     start: int | None
     num_tokens: int
     recipe: str
+    target: str
     status: str
     edits: str = ""
     changed: int = 0
@@ -276,7 +278,7 @@ class _Windows:
         search = self._search(job, row)
         written, ids = search.written, search.start.ids
         self._check(written, ids, recipe, budget)
-        about = (row.id, row.sample, row.start, len(ids), recipe)
+        about = (row.id, row.sample, row.start, len(ids), recipe, self._wanted["target"])
         before = written.text(ids)
         if not written.survives(ids):
             return TextEdit(*about, SKIPPED, before=before)
@@ -306,7 +308,7 @@ class _Windows:
     def _search(self, job: Job, row: Measurement) -> EditSearch:
         if self._at is not None and self._at[0] == row.id:
             return self._at[1]
-        session, target = self._run.session, self._wanted["target"]
+        session = self._run.session
         built, item, _ = session.place(job)
         trace, model = session.places.trace(job), session.places.prepared(job)[0]
         embedded = Embedded(
@@ -316,7 +318,9 @@ class _Windows:
         written = Written(loaded.reader_of_text(), special_tokens=self._run.spec.special_tokens)
         layer = None if built.attention is None else (built.attention, built.x)
         name = f"{row.seed}|{row.id}"
-        search = EditSearch(embedded, written, target, layer, self._scores(embedded), name)
+        search = EditSearch(
+            embedded, written, self._wanted["target"], layer, self._scores(embedded), name
+        )
         self._at = (row.id, search)
         return search
 
@@ -397,8 +401,8 @@ def _summed(recipe: str, edits: Sequence[TextEdit]) -> RecipeSummary:
         len(edits),
         *counts,
         len(done),
-        mean([one.changed for one in done]),
-        mean([one.queries for one in edits if one.status != SKIPPED]),
+        mean([float(one.changed) for one in done]),
+        mean([float(one.queries) for one in edits if one.status != SKIPPED]),
         mean([one.change_layer for one in done]),
         mean([one.change_model for one in done]),
     )
