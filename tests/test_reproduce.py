@@ -197,6 +197,7 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "robustness",
         "scaling-factor",
         "splitting",
+        "text-edits",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:

@@ -63,6 +63,7 @@ def test_gradients_against_finite_differences(search, kind) -> None:
         y = one.model.function(ids, "model")(x)
         if kind == "change":
             return float((y - one.clean.model[0]).square().sum() / 2)
+        assert one.scores is not None
         scores = one.scores(y[None])[0]
         others = [float(s) for i, s in enumerate(scores) if i != one.decision]
         return max(others) - float(scores[one.decision])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -99,12 +99,12 @@ class Edited:
     """
 
     draft: Draft
-    change_layer: float = 0.0
-    change_model: float = 0.0
-    first: float | None = None
-    queries: int = 0
-    products: int = 0
-    decided: int | None = None
+    change_layer: float
+    change_model: float
+    first: float | None
+    queries: int
+    products: int
+    decided: int | None
 
 
 @dataclass
@@ -193,7 +193,7 @@ class EditSearch:
             if not found:
                 break
             if first is None:
-                first = self._change(found[0][1], some[0], self.where)[0]
+                first = float(self._change(found[0][1], some[0], self.where)[0])
             goals = torch.cat([goal for goal, _ in found])
             at = int(goals.argmax())
             if not float(goals[at]) > best:
@@ -202,13 +202,12 @@ class EditSearch:
             read = Read(*(one[at % _BATCH, None] for one in found[at // _BATCH][1]))
             if self.scores is not None and best > 0:
                 break
-        held: dict[str, Any] = {"queries": self._queries, "products": self._products}
-        held["first"] = None if first is None else float(first)
+        counts = self._queries, self._products
         if read is None:
-            return Edited(self.start, decided=self.decision, **held)
+            return Edited(self.start, 0.0, 0.0, first, *counts, self.decision)
         decided = None if self.scores is None else int(self.scores(read.model)[0].argmax())
-        changes = (float(self._change(read, draft, where)[0]) for where in ("layer", "model"))
-        return Edited(draft, *changes, decided=decided, **held)
+        layer, model = (float(self._change(read, draft, one)[0]) for one in ("layer", "model"))
+        return Edited(draft, layer, model, first, *counts, decided)
 
     def predicted(self, draft: Draft) -> float | None:
         """The change of the output to first order, ``‖J δ‖ / ‖f(X)‖``; None where it is not known.
@@ -218,8 +217,7 @@ class EditSearch:
         """
         clean = getattr(self.clean, self.where)
         if len(draft.ids) == len(self.start.ids):
-            move = self.model.vectors(torch.tensor(draft.ids)) - self._vectors(self.start)
-            out = self.operator.matvec(move)
+            out = self.operator.matvec(self._vectors(draft) - self._vectors(self.start))
         elif self.where == "layer" and self.by_weight is not None:
             counts = torch.ones(len(self.start.ids))
             for edit in draft.edits:

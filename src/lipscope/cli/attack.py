@@ -29,7 +29,7 @@ _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
     *INPUT,
     "radius",
     *SOLVER,
-    hidden=("windows",),
+    hidden=("windows", "position_offset", "tol", "delta", "dtype", "device", "memory"),
     radius="A number, or norm.",
 )
 def attack(
@@ -40,28 +40,22 @@ def attack(
         bool,
         typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
-    steps: Annotated[
-        int | None, typer.Option(help="Of gradient ascent; 0 for none.  [default: 20]")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of ascent; 0 for none.  [default: 20]")] = None,
     budget: Annotated[
         int | None, typer.Option(help="Edit this many tokens of the text instead.")
     ] = None,
     recipes: Annotated[
-        str | None, typer.Option(help="Of edits: sigma,hotflip,duplicate,random.  [default: all]")
+        str | None, typer.Option(help="sigma,hotflip,duplicate,random.  [all]")
     ] = None,
-    queries: Annotated[
-        int | None, typer.Option(help="Texts that are run, a window and recipe.  [default: 32]")
-    ] = None,
+    queries: Annotated[int | None, typer.Option(help="Edited texts to run.  [default: 32]")] = None,
     target: Annotated[
-        str | None, typer.Option(help="Whose output: model or layer.  [default: model]")
+        str | None, typer.Option(help="Or layer: whose output.  [default: model]")
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Windows.  [default: 10]")] = None,
-    read_out: Annotated[
-        Path | None, typer.Option(help="A decision on the model's mean output.")
-    ] = None,
+    read_out: Annotated[Path | None, typer.Option(help="A decision, as in certify.")] = None,
     between: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="The same: the nearest of these texts, one option each."),
+        typer.Option(metavar="TEXT", help="The same: the nearest text."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -77,8 +71,7 @@ def attack(
 
     Next to sigma on real text: every construction for every head, then gradient ascent
     from the best of them and from the text; the worst is kept as worst.npz (x, v). With
-    --budget: few tokens of a text are substituted or duplicated, so that the output or a
-    decision changes. More options: docs/commands.md.
+    --budget, edits of a text that change the output or a decision. More: docs/commands.md.
     """
     edits = {"budget": budget, "queries": queries, "target": target, "samples": samples}
     edits |= {"recipes": recipes and recipes.split(","), "read_out": read_out}

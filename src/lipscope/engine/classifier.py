@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipscope.certificates.read_out import Pool
 from lipscope.engine.capture import captures
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel, load_model, whole_text
 
 _SHOWN = 40  # characters of a text that name its class
@@ -97,11 +97,12 @@ def classifier_of_texts(
 
 def check_texts(texts: Sequence[str]) -> None:
     """Refuse texts that name no classes: fewer than two, empty or equal ones."""
-    said = {" ".join(text.split()) for text in texts}
-    if len(texts) < 2 or "" in said or len(said) < len(texts):
+    words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    said = {" ".join(text.split()) for text in texts} if words else set()
+    if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
         raise InputError(
             "`between` should name at least two classes, each by its own text with words in it. "
-            f"Found {list(texts)}."
+            f"Found `{shown(texts)}`."
         )
 
 

@@ -152,7 +152,7 @@ def attack_text(
     layer: int = 0,
     length: int | None = None,
     samples: int | None = None,
-    between: Sequence[str] = (),
+    between: Sequence[str] | None = None,
     read_out: str | Path | Classifier | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
@@ -211,11 +211,15 @@ def attack_text(
         )
     recipes = argument(words(RECIPES), "recipes", recipes)
     target = argument(one_of("model", "layer"), "target", target)
-    between = [between] if isinstance(between, str) else list(between)
-    if between:
+    between = () if between is None else between
+    if between != ():
         check_texts(between)
     if between and read_out is not None:
         raise InputError("`between` and `read_out` exclude each other. Found both.")
+    if not isinstance(read_out, str | Path | Classifier | None):
+        raise InputError(
+            f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
+        )
     if not is_text(data, options):
         raise InputError(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
@@ -395,11 +399,12 @@ def _summed(recipe: str, edits: Sequence[TextEdit]) -> RecipeSummary:
         return fmean(known) if known else None
 
     done = [one for one in edits if one.status == SUCCEEDED]
-    counts = [sum(one.status == status for one in edits) for status in (SKIPPED, FAILED)]
+    skipped, failed = (sum(one.status == status for one in edits) for status in (SKIPPED, FAILED))
     return RecipeSummary(
         recipe,
         len(edits),
-        *counts,
+        skipped,
+        failed,
         len(done),
         mean([float(one.changed) for one in done]),
         mean([float(one.queries) for one in edits if one.status != SKIPPED]),

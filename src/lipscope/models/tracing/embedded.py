@@ -113,12 +113,11 @@ class Embedded:
             stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(end.register_forward_hook(leave).remove)
             stack.callback(self._embedding.register_forward_hook(put).remove)
-            dtype = self.table.dtype if hasattr(self, "table") else torch.float32
-            stack.enter_context(exact_maths(dtype))
+            stack.enter_context(exact_maths(self.table.dtype))
             stack.enter_context(undisturbed(self._model))
             out = run(self._model, (ids,) if self._name is None else {self._name: ids})
-        both = (self._batch(seen[one][ends.turn], ids) for one in ("enters", "leaves"))
-        return Read(*both, first_tensor(out))
+        entering, layer = (self._batch(some[ends.turn], ids) for some in seen.values())
+        return Read(entering, layer, first_tensor(out))
 
     def _batch(self, y: Tensor, ids: Tensor) -> Tensor:
         """What every text has there, ``(b, n, d)``."""
