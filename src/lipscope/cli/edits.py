@@ -12,7 +12,7 @@ from rich.text import Text
 from lipscope.cli.terminal import Screen
 
 if TYPE_CHECKING:
-    from lipscope.engine.text import TextAttack, TextEdit
+    from lipscope.engine.edited import TextAttack, TextEdit
 
 _WIDTH = 100
 _COLUMNS = ("texts", "skipped", "failed", "succeeded", "rate", "edits", "queries")
