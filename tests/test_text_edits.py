@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -241,6 +242,23 @@ def test_a_decision_that_changes_is_another_nearest_text() -> None:
         assert (one.decision != one.decided) == (one.status == "succeeded")
     total = found.summary()[0]
     assert total.rate == total.succeeded / 4
+
+
+def test_a_read_out_decides_as_its_matrix_does(tmp_path) -> None:
+    weight = torch.randn(3, 12, generator=torch.Generator().manual_seed(3)).double()
+    np.save(tmp_path / "w.npy", weight.numpy())
+    loaded = ls.load_model(BERT)
+    found = ls.attack_text(
+        loaded, TEXT, budget=2, read_out=tmp_path / "w.npy", recipes="hotflip", **SMALL
+    )
+    for one in found.edits:
+        for text, decided in ((one.before, one.decision), (one.after, one.decided)):
+            with torch.no_grad():
+                y = loaded.model(torch.tensor([list(text.encode())])).last_hidden_state[0].mean(0)
+            assert str(int((weight @ y.double()).argmax())) == decided
+    np.save(tmp_path / "w.npy", np.ones((3, 11)))
+    with pytest.raises(ls.InputError, match="`read_out` should have the model's width, 12"):
+        ls.attack_text(loaded, TEXT, read_out=tmp_path / "w.npy", **SMALL)
 
 
 class Classifier(torch.nn.Module):
