@@ -212,7 +212,11 @@ def commanded(run: Command, some: Iterable[tuple[str, list[str]]]) -> Counted:
     """Give the command lines; one that is refused says one line, or how it is used."""
     found, before = Counted(), set(os.listdir())
     for name, words in some:
-        result = run(*words)
+        try:
+            result = run(*words)
+        except Exception as problem:  # what must not happen
+            found.broken.append(ascii(f"{name}: {type(problem).__name__}: {str(problem)[:200]}"))
+            continue
         left = set(os.listdir()) - before
         if result.status == 0:
             found.taken += 1

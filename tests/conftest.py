@@ -76,6 +76,8 @@ def command(tmp_path, monkeypatch, capsys) -> Command:
 
     def run(*arguments: str | Path) -> Result:
         monkeypatch.setattr(sys, "argv", ["lipscope", *map(str, arguments)])
+        # As Python opens it: what no encoding has is written with a backslash.
+        sys.stderr.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(SystemExit) as end:
             cli.main()
         said = capsys.readouterr()

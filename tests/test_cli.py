@@ -71,15 +71,15 @@ def test_the_rows_are_those_of_the_python_function(lipscope):
 
 
 def test_a_table_and_sentences_without_jsonl(lipscope):
-    result = lipscope(BERT, "--text", "text.txt", "--lengths", "4:12:4", "--samples", "3", "--rest")
+    result = lipscope(BERT, "--text", "text.txt", "--lengths", "4,12", "--samples", "3", "--rest")
     assert result.status == 0
     table = result.out
     assert "means that a small change of the layer's input, of size ε" in table
     assert "without it" in table
     with pytest.raises(ValueError, match="Expecting"):
         json.loads(table.splitlines()[0])
-    found = ls.measure(BERT, TEXT, lengths=[4, 8, 12], samples=3, rest=True)
-    largest = [r for r in found if r.num_tokens == 12 and r.layer == 0]
+    found = ls.measure(BERT, TEXT, lengths=[4, 12], samples=3, layers=[0])
+    largest = [r for r in found if r.num_tokens == 12]
     middle = sorted(r.sigma or 0 for r in largest)[1]
     assert f"{middle:.4g}" in table
     assert "runs/" not in table  # where the files are is said on standard error

@@ -20,6 +20,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
 OLMO, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("olmo", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
+QUICK = ["--random", "1", "--ascents", "1", "--steps", "1"]
 BETWEEN = ["--between", "The quick brown fox.", "--between", "It sleeps over there."]
 
 
@@ -61,7 +62,8 @@ def test_bounds_through_the_norm(command):
 
 def test_names_are_printed_as_they_are(command):
     llama = f"random:llama:{TINY['llama']}"
-    result = command("bounds", llama, "--text", "text.txt", "--length", "6")
+    options = ["--text", "text.txt", "--length", "6", "--theorems", "local_rows"]
+    result = command("bounds", llama, *options)
     assert result.status == 0 and result.out.startswith("random:llama:hidden_size")
 
 
@@ -78,6 +80,7 @@ def test_bounds_of_single_heads(command):
 
 def test_bounds_with_a_figure(command):
     options = ["--text", "text.txt", "--lengths", "4,6", "--attack", "--out", "out"]
+    options += ["--ascent-steps", "1", "--theorems", "local_rows,two_cluster_star"]
     result = command("bounds", BERT, *options)
     assert result.status == 0, result.err
     names = {p.name for p in Path("out").iterdir()}
@@ -102,7 +105,7 @@ def test_attack_keeps_the_worst_input(command):
     assert worst.sigma >= real.sigma * (1 - 1e-3)
     assert command("rows", "out", "--to", "csv").out.count("\n") == 1 + 2
     assert command("report", "out", "-o", "page.html").status == 0
-    options[-1] = "other"
+    options[-3:] = ["1", "--out", "other"]
     rows = command("attack", BERT, *options, "--jsonl", "--radius", "2").rows
     assert rows and all(row["radius"] == 2.0 for row in rows)
     values = [row["sigma"] for row in rows if row["sigma"] is not None]
@@ -127,7 +130,8 @@ def test_certify_is_above_its_attack(command):
     result = command("certify", BERT, *options)
     assert result.status == 0, result.err
     assert "The certificate holds" in result.out
-    for more in (["--ball", "frobenius"], ["--head", "1"], ["--map", "heads"], ["--no-sharp"]):
+    options += ["--no-sharp", "--steps", "1", "--random", "3"]
+    for more in (["--ball", "frobenius"], ["--head", "1"], ["--map", "heads"]):
         (row,) = command("certify", BERT, *options, "--jsonl", *more).rows
         assert row["largest_ratio"] <= row["certificate"]
         assert row["sigma"] <= row["certificate"] * (1 + 1e-9)
@@ -135,7 +139,7 @@ def test_certify_is_above_its_attack(command):
 
 
 def test_certify_a_decision_between_texts(command):
-    options = [BERT, "--text", "text.txt", "--length", "6", *BETWEEN, "--random", "3"]
+    options = [BERT, "--text", "text.txt", "--length", "6", *BETWEEN, *QUICK]
     result = command("certify", *options, "--out", "out")
     assert result.status == 0, result.err
     for words in ("class 0, “The quick brown fox.”", "certified radius", "nearest other token's"):
@@ -159,15 +163,12 @@ def test_certify_a_decision_between_texts(command):
     assert row["pool"] == "first"
 
 
-QUICK = ["--random", "1", "--ascents", "1", "--steps", "1"]
-
-
 @pytest.mark.parametrize(
     "asked",
     [
-        ["bounds", "--attack", "--ascent-steps", "1"],
+        ["bounds", "--theorems", "local_rows", "--attack", "--ascent-steps", "1"],
         ["attack", "--steps", "1"],
-        ["certify", *QUICK],
+        ["certify", "--no-sharp", *QUICK],
         ["certify", *QUICK, *BETWEEN],
     ],
     ids=lambda words: " ".join(words[:1] + words[-2:-1]),
@@ -199,6 +200,7 @@ def test_repeating_a_finished_run_answers_at_once(command, monkeypatch, asked):
 
 def test_certificates_of_one_input_stand_beside_each_other(command):
     options = ["--text", "text.txt", "--length", "6", "--out", "out", *QUICK]
+    options += ["--no-sharp"]
     first = command("certify", BERT, *options, "--eps", "0.01")
     kept = {path: path.read_bytes() for path in Path("out").glob("worst-*.npz")}
     assert command("certify", BERT, *options, "--eps", "0.02").status == 0
@@ -222,7 +224,7 @@ def test_certify_a_read_out_of_a_file(command):
     held = {"weight": weight, "bias": torch.tensor([0.0, 0.5, -0.5])}
     save_file(held, "biased.safetensors")
     save_file({"only": weight}, "only.safetensors")
-    options = ["certify", BERT, "--text", "text.txt", "--length", "6", "--random", "0", "--jsonl"]
+    options = ["certify", BERT, "--text", "text.txt", "--length", "6", *QUICK, "--jsonl"]
     found = {}
     for name in ("plain.npy", "only.safetensors", "biased.safetensors"):
         found[name] = command(*options, "--ball", "token", "--read-out", name).rows
@@ -314,7 +316,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["attack", BERT, "--layer", "2"], ["between 0 and 1"]),
         (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
         (["certify", BERT, "--steps", "0"], ["steps"]),
-        (["certify", BERT, "--length", "0"], ["lengths", "whole numbers from 1"]),
+        (["certify", BERT, "--length", "0"], ["`length`", "whole number of at least 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
         (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),
         (["certify", BERT, *BETWEEN, "--pool", "last"], ["mean or first"]),
@@ -322,6 +324,7 @@ def test_the_generated_pages_are_up_to_date(command, option, name):
         (["certify", BERT, *BETWEEN, "--read-out", "x.npy"], ["exclude each other"]),
         (["certify", BERT, *BETWEEN[:2]], ["at least two classes"]),
         (["certify", BERT, *BETWEEN[:3], " "], ["words in it"]),
+        (["certify", BERT, *BETWEEN[:3], "\udcff"], ["half a character"]),
         (["certify", GEMMA, *BETWEEN], ["No certificate: ", "scores are soft-capped"]),
         (["certify", BERT, "--head", "3"], ["between 0 and 2"]),
         (["certify", BERT, "--random", "-1"], ["random"]),

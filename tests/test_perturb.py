@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from lipscope import DotProduct
-from lipscope.experiments.castin2024.perturb import (
-    ascent_move,
-    of_size,
-    random_move,
-    sign_move,
-    singular_move,
-    split_change,
-)
+from lipscope.attacks import ascent_move, of_size, random_move, sign_move
+from lipscope.experiments.castin2024.perturb import singular_move, split_change
+from lipscope.experiments.castin2024.prediction import smallest_flip
 from lipscope.measures import repeated_tokens
-from lipscope.records.sampling import mean_interval, share_interval
+from lipscope.records.sampling import mean_interval, rank_correlation, share_interval
 from small import drawn, line, sigma
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -70,3 +66,42 @@ def test_intervals_against_scipy() -> None:
     for hits in (0, 3, 10):
         exact = stats.binomtest(hits, 10).proportion_ci(0.95, method="exact")
         assert share_interval(hits, 10) == pytest.approx((exact.low, exact.high))
+
+
+def test_the_smallest_flip_of_a_linear_read_out_is_the_nearest_hyperplane() -> None:
+    """Distance to the nearest of the planes between the answer and another class."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        weight = torch.randn(4, X.numel(), generator=g).double()
+        scores = weight @ X.flatten()
+        margin, move = smallest_flip(lambda e, w=weight: w @ (X + e).flatten(), X)
+        answer = int(scores.argmax())
+        others = [k for k in range(4) if k != answer]
+        distances = [
+            float((scores[answer] - scores[k]) / (weight[answer] - weight[k]).norm())
+            for k in others
+        ]
+        assert margin == pytest.approx(float(scores[answer] - scores[others].max()))
+        # Bisection leaves 2^-12 of a move that goes 2 % beyond the plane.
+        assert move is not None and float(move.norm()) == pytest.approx(min(distances), rel=1e-3)
+
+
+def test_an_answer_that_nothing_changes_has_no_move() -> None:
+    fixed = torch.tensor([2.0, 1.0, 0.0, -1.0]).double()
+    assert smallest_flip(lambda e: fixed + 1e-9 * e.sum(), X)[1] is None
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.6])
+def test_the_interval_of_a_rank_correlation_covers(rho: float) -> None:
+    """Normal pairs, whose rank correlation is 6/π asin(ρ/2): 95 % of intervals hold it."""
+    rng = np.random.default_rng(0)
+    truth, held, runs = 6 / math.pi * math.asin(rho / 2), 0, 400
+    for _ in range(runs):
+        x, noise = rng.normal(size=(2, 60))
+        y = rho * x + math.sqrt(1 - rho**2) * noise
+        found, low, high = rank_correlation(x.tolist(), y.tolist())
+        assert low < found < high
+        held += low <= truth <= high
+    # Three standard deviations of a count at 95 %, and a half per cent for the approximation.
+    assert abs(held / runs - 0.95) < 3 * math.sqrt(0.95 * 0.05 / runs) + 0.005
+    assert math.isnan(rank_correlation([1.0, 1.0], [1.0, 2.0])[0])

@@ -239,7 +239,11 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("lines short", "manifest gone")))
+     for kind in STATES],
+)  # fmt: skip
 def test_no_reading_command_writes_into_a_run_folder(tmp_path, monkeypatch, capsys, kind):
     from lipscope import cli
 
@@ -386,6 +390,17 @@ def test_without_locks_a_second_process_is_refused_and_a_dead_one_is_not(tmp_pat
     (tmp_path / ".owner").write_text("another-host 7")
     with pytest.raises(InputError, match="process 7 on another-host"):
         RunFolder(tmp_path, SPEC)
+
+
+def test_a_folder_of_another_version_says_so_in_one_line(tmp_path, caplog):
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}) as folder:
+        folder.append(row())
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.1", "torch": "2"}):
+        assert caplog.messages == []
+    with RunFolder(tmp_path, SPEC, {"lipscope": "0.0.2", "torch": "2"}) as folder:
+        assert len(folder.done) == 1
+    (said,) = caplog.messages
+    assert "begun with lipscope 0.0.1 (now 0.0.2)" in said and "`--force`" in said
 
 
 def test_rows_that_nobody_asked_for_are_named_and_kept(tmp_path, caplog):

@@ -194,10 +194,12 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "looseness",
         "measures",
         "long-context",
+        "prediction",
         "robustness",
         "scaling-factor",
         "splitting",
         "text-edits",
+        "worst-input",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:

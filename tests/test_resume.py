@@ -20,18 +20,18 @@ import pytest
 import lipscope as ls
 from rows import lines
 
-MODEL = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=3,intermediate_size=64"
+MODEL = "random:bert:hidden_size=24,num_attention_heads=2,num_hidden_layers=3,intermediate_size=32"
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at intervals. " * 40
-SAMPLES = 8
+LENGTH, SAMPLES = 16, 12
 
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> ls.Rows:
-    return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True)
+    return ls.measure(MODEL, TEXT, lengths=LENGTH, samples=SAMPLES)
 
 
-ARGUMENTS = ["measure", MODEL, "--text", "text.txt", "--lengths", "16,32"]
-ARGUMENTS += ["--samples", str(SAMPLES), "--rest", "--out", "run"]
+ARGUMENTS = ["measure", MODEL, "--text", "text.txt", "--lengths", str(LENGTH)]
+ARGUMENTS += ["--samples", str(SAMPLES), "--out", "run"]
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -63,9 +63,10 @@ def without_seconds(rows: ls.Rows) -> list[dict[str, Any]]:
 
 def finish(folder: Path) -> ls.Rows:
     """The same request, from Python."""
-    return ls.measure(MODEL, TEXT, lengths=[16, 32], samples=SAMPLES, rest=True, out=folder / "run")
+    return ls.measure(MODEL, TEXT, lengths=LENGTH, samples=SAMPLES, out=folder / "run")
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_no_row_that_it_had_finished(command, tmp_path, uninterrupted):
     """SIGKILL in mid-run, then the same command: the rows of a run without interruption.
 

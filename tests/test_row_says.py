@@ -45,3 +45,20 @@ def test_the_generic_path_and_a_post_norm_model_say_the_same_things():
 def test_a_layer_by_itself_has_no_path():
     layer = ls.DotProduct(*torch.eye(3)[None].expand(3, 3, 3))
     assert said(ls.measure(layer, torch.ones(2, 3))[0]) == (None, "x", False)
+
+
+def test_a_model_that_draws_noise_is_measured_at_the_same_draw_each_time():
+    """ViTMAE hides patches that it draws; the caller's own stream of numbers stays as it is."""
+    sizes = "hidden_size=16,num_attention_heads=2,num_hidden_layers=1,intermediate_size=16"
+    model = f"random:vit_mae:{sizes},image_size=32,patch_size=8,decoder_hidden_size=16"
+    before = torch.get_rng_state()
+    rows = [
+        row
+        for _ in range(2)
+        for row in ls.measure(model, images="random", resolutions=[32], samples=1)
+    ]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert rows[0].id == rows[1].id and rows[0].sigma == rows[1].sigma
+    assert all("draws random numbers" in (row.note or "") for row in rows)
+    (plain,) = ls.measure(tiny("gpt2").model, IDS, layers=[0])
+    assert "draws" not in (plain.note or "")

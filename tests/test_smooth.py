@@ -64,6 +64,22 @@ def test_a_decoder_is_saved_with_its_head_below_the_target(tmp_path, tied):
     assert all(torch.equal(t, plain[n]) for n, t in loaded.model.state_dict().items())
 
 
+def test_the_attack_finds_what_sigma_of_the_model_allows(tmp_path):
+    """At 1 % the model is nearly linear: its sigma times the move, or a little less."""
+    loaded = decoder(tmp_path / "model")
+    few = {"length": 12, "samples": 1}
+    target = 0.3 * max(row.sigma for row in ls.measure(loaded, TEXT, lengths=[12], samples=1))
+    found = ls.smooth(loaded, TEXT, target=target, out=tmp_path / "smooth", **few)
+    after = replace(ls.load_model(str(tmp_path / "smooth")), tokenizer=loaded.tokenizer)
+    for model, change in ((loaded, found.change_before), (after, found.change_after)):
+        (row,) = ls.measure(model, TEXT, lengths=[12], samples=1, map="model")
+        start = row.start or 0
+        ids = torch.tensor([list(TEXT.encode()[start : start + 12])])
+        with torch.no_grad():
+            size = 0.01 * model.model.wte(ids).norm() / model.model(ids).last_hidden_state.norm()
+        assert row.sigma is not None and 0.8 < change / (row.sigma * float(size)) < 1.1
+
+
 def test_training_keeps_the_cap_and_touches_the_chosen_layers_only(tmp_path):
     loaded = decoder(tmp_path / "model")
     before = ls.measure(loaded, TEXT, lengths=[12], samples=2, layers=[1])
@@ -86,6 +102,7 @@ def test_the_command_shows_sigma_and_agreement(command, tmp_path):
     done = command(*words, "--target", "1e-4", "--out", "smooth")
     assert done.status == 0
     assert "Agreement of embeddings: 1 before, " in done.out
+    assert "embeddings moved by 1%: " in done.out
     assert (tmp_path / "smooth" / "model.safetensors").exists()
     taken = command(*words, "--target", "1e-4", "--out", "smooth")
     assert taken.status == 2 and "should be a new folder" in taken.err

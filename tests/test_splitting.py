@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agreement import gaussian
+from examples import build as build_variant
 from lipscope import DotProduct, to_dense, variants
 from lipscope.attention import Attention, Rotary
 from lipscope.errors import InputError
@@ -32,7 +33,6 @@ from lipscope.measures import (
 )
 from lipscope.measures.splitting import blocks, in_closed_form, own_operator, token_gains
 from small_layers import case
-from test_variants import build as build_variant
 
 ONE = torch.ones(1, 1, dtype=torch.float64)
 WEDGE = torch.tensor([[-3.0], [-0.3]], dtype=torch.float64)
@@ -338,8 +338,11 @@ CAUSAL, _ = case("heads", 0)
             "`weights` should be positive. Found an atom without weight",
         ),
         (lambda: lipschitz_ratio(PLAIN, TokenMeasure(X), TokenMeasure(X)), "positive and finite"),
-        (lambda: search_ratio(PLAIN, radius=0.0), "`radius` should be positive and finite."),
-        (lambda: search_ratio(PLAIN, radius=1.0, starts=0), "`starts` should be at least 1."),
+        (lambda: search_ratio(PLAIN, radius=0.0), "`radius` should be positive."),
+        (
+            lambda: search_ratio(PLAIN, radius=1.0, starts=0),
+            "`starts` should be a positive integer.",
+        ),
         (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite numbers, (n, d)."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),

@@ -18,11 +18,12 @@ import pytest
 import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
+from lipscope.engine.session import Result
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweep import driver, local, read_spec
+from lipscope.engine.sweep import driver, estimate, local, read_spec, wire
 from lipscope.engine.sweep.batches import Batches
 from lipscope.errors import InputError
-from lipscope.records.folder import RunFolder
+from lipscope.records.folder import Finished, RunFolder
 from sweeps import FAILED, JOBS, SPEC, in_this_process, rows_of, same_run
 
 
@@ -146,7 +147,35 @@ def test_a_finished_sweep_starts_no_process(uninterrupted, children):
     assert children == [] and (uninterrupted / "rows.jsonl").read_bytes() == before
 
 
-def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, monkeypatch):
+# A worker without torch, which knows the answers from another run.
+REPLAYED = """
+import json, sys, time
+answers = json.load(open({answers!r}))
+def say(line): print(line, flush=True)
+sys.stdin.readline()
+for line in sys.stdin:
+    for job in json.loads(line)[0]:
+        say(json.dumps({{"begun": job[0]}}))
+        time.sleep(0.05)
+        say(answers[job[0]])
+"""
+
+
+def replayed(folder: Path, answers: Path) -> list[str]:
+    """The command of a worker that gives the rows of a run again."""
+    run = ls.read_run(folder)
+    lines = {}
+    for row in run.measurements():
+        own = [row.id]
+        finished = Finished(row, tuple(run.token_shares(own)), tuple(run.bound_values(own)))
+        about = run.manifest["models"][row.model]
+        lines[row.id] = wire.encoded(Result(row.id, 0, about, [finished]))
+    answers.write_text(json.dumps(lines))
+    return [sys.executable, "-S", "-c", REPLAYED.format(answers=str(answers))]
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, monkeypatch, real):
     returned: list[int] = []
     give_back = Batches.give_back
 
@@ -155,6 +184,8 @@ def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, m
         return give_back(self, jobs, **more)
 
     monkeypatch.setattr(Batches, "give_back", recorded)
+    if not real:
+        monkeypatch.setattr(local, "COMMAND", replayed(uninterrupted, tmp_path / "answers"))
     progress = at(3, lambda: children[0].send_signal(signal.SIGKILL))
     rows = ls.sweep(SPEC, tmp_path / "run", workers=1, progress=progress)
     assert children[0].returncode == -signal.SIGKILL and len(children) == 2
@@ -220,6 +251,7 @@ def test_a_full_disk_and_half_a_line(tmp_path, uninterrupted):
     same_run(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_out_of_memory(tmp_path, children):
     """The worker may take 300 MB more than it has when its first job is done.
 
@@ -300,6 +332,45 @@ def test_a_model_that_was_changed_is_not_mixed_in(tmp_path, uninterrupted):
         folder.add_model("lm", {"revision": "sha256:1", "layers": 2})
         with pytest.raises(InputError, match=r"`lm` should be the model.*differs in revision"):
             folder.add_model("lm", {"revision": "sha256:2", "layers": 2})
+
+
+TWO_LAYERS = "random:bert:hidden_size=48,num_attention_heads=4,num_hidden_layers=2"
+ESTIMATED: dict[str, dict[str, Any]] = {
+    "text": {"lengths": [16, 64, 128], "samples": 6},
+    "sharp bounds": {"lengths": [8, 16, 24], "samples": 2, "theorems": "all", "sharp": True},
+    "adversarial": {"lengths": [8, 16, 24], "samples": 2, "inputs": ["real", "adversarial"],
+                    "ascent_steps": 5},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("what", ESTIMATED)
+def test_an_estimate_is_within_a_factor_of_two(tmp_path, monkeypatch, capsys, what):
+    """Of processor time, without what a process does once: imports, the start of workers."""
+    ls.measure(TWO_LAYERS, TEXT, lengths=4, samples=1)
+    spec = {"models": TWO_LAYERS + ",intermediate_size=64", **ESTIMATED[what]}
+    estimates = sys.modules["lipscope.engine.sweep.estimate"]
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    monkeypatch.setattr(estimates, "threads_of", lambda workers: workers)
+    monkeypatch.setattr(estimates, "start_time", lambda: 0.0)
+    found = estimate(spec, tmp_path / "run", workers=1)
+    began = time.process_time()
+    ls.sweep(spec, tmp_path / "run", workers=1)
+    took = time.process_time() - began
+    with capsys.disabled():
+        print(f"\n{what}: estimated {found.seconds:.1f} s, took {took:.1f} s of processor time")
+    assert 0.5 < found.seconds / took < 2
+
+
+def test_an_input_is_built_for_each_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(driver, "local_results", in_this_process)
+    spec = {"models": "minilm", "layers": 0, "lengths": 4, "samples": 1}
+    spec |= {"inputs": "ascent", "ascent_steps": 1}
+    swept = ls.sweep(spec | {"seeds": [0, 1]}, tmp_path / "run", workers=1)
+    shared = {name: value for name, value in spec.items() if name != "models"}
+    (alone,) = ls.measure("minilm", seed=1, **shared)
+    assert (swept[1].id, swept[1].sigma) == (alone.id, pytest.approx(alone.sigma, rel=1e-9))
 
 
 BEFORE = {

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Iterator
+from numbers import Real
+from typing import Any
 
 _SHOWN = 160  # characters of a value
 
@@ -44,6 +47,45 @@ def shown(value: object) -> str:
         return str(value)
     except Exception:  # a number of thousands of digits, or a type that cannot say what it is
         return type(value).__name__
+
+
+def install(extra: str) -> str:
+    """The line that installs an extra, given in the folder of lipscope: it is on no index yet.
+
+    >>> install("images")
+    "pip install '.[images]'"
+    """
+    return f"pip install '.[{extra}]'"
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse an argument that is no finite number above zero; a tensor of one entry may be."""
+    if not (_is_number(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
+        raise InputError(f"`{name}` should be positive. Found `{name} = {_said(value)}`.")
+
+
+def check_finite_number(name: str, value: object) -> None:
+    """Refuse an argument that is no finite number; a tensor of one entry may be."""
+    if not _is_number(value):
+        raise InputError(f"`{name}` should be a finite number. Found `{name} = {_said(value)}`.")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse an argument that is no whole number, or is too small."""
+    if type(value) is not int or value < least:
+        wanted = {0: "a whole number, not negative", 1: "a positive integer"}
+        words = wanted.get(least, f"a whole number of at least {least}")
+        raise InputError(f"`{name}` should be {words}. Found `{name} = {_said(value)}`.")
+
+
+def _said(value: object) -> str:
+    return repr(value) if isinstance(value, str) else shown(value)
+
+
+def _is_number(value: Any) -> bool:
+    if type(value).__name__ in ("Tensor", "Parameter"):  # without importing torch
+        return value.numel() == 1 and not value.is_complex() and bool(value.isfinite())
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def remark(text: str) -> None:

@@ -16,6 +16,7 @@ from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attacks.edits import RECIPES, EditSearch
 from lipscope.attacks.in_ball import BallAttack, attack_in_ball
+from lipscope.attacks.moves import Map, ascent_move, of_size, random_move, sign_move
 from lipscope.attacks.on_decision import Flip, attack_decision
 from lipscope.attacks.worst_known import PER_HEAD, PER_LAYER, WorstInput, worst
 from lipscope.measures.atoms import Repeated
@@ -29,9 +30,11 @@ __all__ = [
     "Construction",
     "EditSearch",
     "Flip",
+    "Map",
     "Repeated",
     "WorstInput",
     "ascend",
+    "ascent_move",
     "attack_decision",
     "attack_in_ball",
     "confirm",
@@ -40,7 +43,10 @@ __all__ = [
     "gamma_star",
     "l2_opposed",
     "large_radius",
+    "of_size",
     "quadratic",
+    "random_move",
+    "sign_move",
     "two_cluster",
     "unbalanced",
     "weighted_two_atoms",

@@ -6,8 +6,9 @@ gradient of ``X -> <u, J(X) v>`` at fixed ``u, v`` is that of sigma.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +53,12 @@ def ascend(
     *,
     num_tokens: int,
     radius: float,
-    restarts: int = 16,
-    steps: int = 60,
+    restarts: int = 4,
+    steps: int = 20,
     start: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
     memory: int = 2**30,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Ascent:
     """Maximise sigma over inputs whose tokens have norm at most ``radius``.
 
@@ -65,6 +67,8 @@ def ascend(
     success, shorter and back after a failure; the others go on with momentum whether or not
     sigma falls. Every iterate, the starts too, is projected onto the ball, and the best value
     over all iterates is kept.
+
+    Twelve heads of width 32 at 64 tokens take some four seconds on one core.
 
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
@@ -80,6 +84,7 @@ def ascend(
         start: One input ``(n, d)`` or several, for example constructions.
         generator: Source of starts; torch's global one if None.
         memory: Bytes for one batch of restarts, roughly.
+        progress: Called as ``progress(done, total)`` after every step of every batch.
 
     Returns:
         `Ascent`.
@@ -99,10 +104,14 @@ def ascend(
     v = _randn(tuple(x.shape), generator).to(x)
     scores = layer.num_heads * num_tokens**2 + 8 * num_tokens * x.shape[-1]
     size = max(1, memory // (_COPIES * scores * x.element_size()))
-    parts = [
-        _climb(layer, xs, vs, radius, steps)
-        for xs, vs in zip(x.split(size), v.split(size), strict=True)
-    ]
+    batches = list(zip(x.split(size), v.split(size), strict=True))
+    done = itertools.count(1)
+
+    def step() -> None:
+        if progress is not None:
+            progress(next(done), steps * len(batches))
+
+    parts = [_climb(layer, xs, vs, radius, steps, step) for xs, vs in batches]
     first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
     # NaN (a start that overflows) must lose, which argmax alone would not see to.
     winner = int(values.nan_to_num(nan=-1.0).argmax())
@@ -198,7 +207,7 @@ def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
 
 
 def _climb(
-    layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int
+    layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int, told: Callable[[], None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values at the start, best values, and where they were found."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=2 * _KRYLOV_STEPS)
@@ -226,6 +235,7 @@ def _climb(
         stuck = length < _SMALLEST_STEP
         whole = whole ^ stuck
         length = torch.where(stuck, _FIRST_STEP, length)
+        told()
     return first, best, points
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.passes import Rules, attend
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_finite_number, shown
 
 
 def attention(
@@ -39,7 +39,8 @@ def attention(
         v: Values, likewise.
         mask: Broadcastable to ``(..., n, m)``: booleans, True where a query may read a key, or
             numbers that are added to the scores, with gradients if they want some. A query that
-            may read nothing gives zero, and has a derivative of zero.
+            may read nothing gives zero, and has a derivative of zero. What no query may read may
+            be anything, NaN too.
         causal: Query i reads keys j <= i only; with a mask, those that both allow.
         scale: ``1 / sqrt(k)`` if None.
 
@@ -55,7 +56,7 @@ def attention(
     >>> attention(q, q, torch.tensor([[1.0], [3.0]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
-    _check(q, k, v, mask, scale)
+    _check(q, k, v, mask, causal, scale)
     dtype = q.dtype
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -68,17 +69,24 @@ def attention(
     own: tuple[int, ...] = ()
     if mask is not None:
         mask, own = _masks(mask, (*lead, n, m), dtype)
+        unread = (~mask if mask.dtype == torch.bool else mask == -torch.inf).all(-2)
+        k, v = (t.masked_fill(unread[list(own), :, None], 0.0) for t in (k, v))
     o = attend(Rules(causal, own), q, k, v, mask)
     return o.to(dtype).reshape(*lead, n, v.shape[-1])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: object, scale: object
+) -> None:
     for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask)):
         if not isinstance(t, Tensor) and (name != "mask" or t is not None):
             raise InputError(f"`{name}` should be a tensor. Found `{type(t).__name__}`.")
-    number = isinstance(scale, int | float) and math.isfinite(scale)
-    if scale is not None and not number and not isinstance(scale, Tensor):
-        raise InputError(f"`scale` should be a finite number. Found `scale = {scale!r}`.")
+    if not isinstance(causal, bool):
+        raise InputError(f"`causal` should be True or False. Found `causal = {shown(causal)}`.")
+    if scale is not None and not isinstance(scale, Tensor):
+        check_finite_number("scale", scale)
+    if any(isinstance(t, Tensor) and t.is_meta for t in (q, k, v, mask)):
+        raise InputError("`q`, `k` and `v` should hold numbers. Found tensors on the meta device.")
     shapes = ", ".join(str(tuple(t.shape)) for t in (q, k, v))
     if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise InputError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, final
@@ -13,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from lipscope.attention.arguments import arguments, check_frame
 from lipscope.attention.norms import Clip, TokenNorm
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.shapes import check_shapes
@@ -83,9 +83,7 @@ class Layer(nn.Module, ABC):
         self.num_heads = heads
         self.num_groups = heads if groups is None else groups
         check_shapes(query, key, value, output, heads, self.num_groups)
-        for option, number in (("softcap", softcap), ("window", window)):
-            if number is not None and not number > 0:
-                raise InputError(f"`{option}` should be positive. Found `{option} = {number}`.")
+        check_frame(causal, mask, scale, softcap, window)
         self.hold(query=query, value=value, output=output)
         if not isinstance(getattr(type(self), "key", None), property):  # tied to another weight
             self.hold(key=key)
@@ -132,8 +130,8 @@ class Layer(nn.Module, ABC):
 
     def fields(self) -> dict[str, Any]:
         """The arguments that make this layer anew."""
-        names = list(inspect.signature(type(self).__init__).parameters)[1:]
-        return {name: getattr(self, _STORED.get(name, name)) for name in names}
+        kind = type_before_parametrizations(self)
+        return {name: getattr(self, _STORED.get(name, name)) for name in arguments(kind)}
 
     def replace(self: AnyLayer, **changes: Any) -> AnyLayer:
         """A layer with some fields replaced, by their names in the constructor.

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import passes
+from lipscope.attention.arguments import arguments
 from lipscope.attention.core import Attention, variants
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.dot_product import DotProduct
 from lipscope.attention.weighting import Softmax
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count
 from lipscope.linalg.operator import Operator
 
 _WEIGHTS = ("query", "key", "value", "output")
@@ -75,9 +76,11 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:
         super(nn.MultiheadAttention, self).__init__()
         kind = _named(variant)
-        taken = inspect.signature(kind.__init__).parameters
+        taken = arguments(kind)
         _check_sizes(kind, taken, embed_dim, num_heads, dropout)
         _check_options(kind, taken, options, bias)
+        if not isinstance(batch_first, bool):
+            raise InputError(f"`batch_first` should be True or False. Found `{batch_first!r}`.")
         self.embed_dim = self.kdim = self.vdim = embed_dim
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
         self.dropout, self.batch_first = dropout, batch_first
@@ -136,7 +139,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         x, c, w = (t.unsqueeze(1) if single else t for t in (query, key, value))
         x, c, w = (t.movedim(axis, 0) for t in (x, c, w))
         mask = self._mask(x, c, key_padding_mask, attn_mask)
-        q, k, v = layer.project(x, None if key is query else c)
+        if key_padding_mask is not None:  # padding may hold anything, NaN too
+            unread = self._unread(key_padding_mask, c)
+            c, w = c.masked_fill(unread, 0.0), w.masked_fill(unread, 0.0)
+        q, k, v = layer.project(x, None if key is query and key_padding_mask is None else c)
         if value is not key:
             v = layer.project(x, w)[2]
         live = self.dropout if self.training else 0.0
@@ -217,6 +223,12 @@ class MultiheadAttention(nn.MultiheadAttention):
             found = shown if found is None else found + shown
         return found
 
+    @staticmethod
+    def _unread(padding: Tensor, c: Tensor) -> Tensor:
+        """Which tokens of keys and values padding hides, ``(batch, m, 1)``."""
+        hidden = padding if padding.dtype == torch.bool else padding == -torch.inf
+        return hidden.reshape(*c.shape[:2], 1)
+
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
     ) -> None:
@@ -285,9 +297,8 @@ def _unmasked(layer: Attention) -> str:
 def _check_sizes(
     kind: type[Attention], taken: Any, embed_dim: int, num_heads: int, dropout: float
 ) -> None:
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if not isinstance(size, int) or size < 1:
-            raise InputError(f"`{name}` should be a positive integer. Found `{name} = {size!r}`.")
+    check_count("embed_dim", embed_dim)
+    check_count("num_heads", num_heads)
     if embed_dim % num_heads:
         raise InputError(
             "`embed_dim` should be a multiple of `num_heads`. "
@@ -304,7 +315,9 @@ def _check_sizes(
 def _check_options(
     kind: type[Attention], taken: Any, options: dict[str, Any], bias: bool | None
 ) -> None:
-    own = [n for n in taken if n not in ("self", "heads", "groups", *_WEIGHTS, *_BIASES)]
+    if bias is not None and not isinstance(bias, bool):
+        raise InputError(f"`bias` should be True, False or None. Found `bias = {bias!r}`.")
+    own = [n for n in taken if n not in ("heads", "groups", *_WEIGHTS, *_BIASES)]
     if unknown := [name for name in options if name not in own]:
         raise InputError(
             f"Options of {kind.__name__} should be among {', '.join(own)}. "

@@ -164,17 +164,8 @@ class _Push(_Blockwise):
 
     @staticmethod
     @_exact
-    def forward(
-        rules: Rules,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dmask: Tensor | None,
-    ) -> Tensor:
+    def forward(rules: Rules, *inputs: Any) -> Tensor:
+        q, k, v, mask, dq, dk, dv, dmask = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
         do = v.new_empty(*q.shape[:2], v.shape[-1])
         for block, p, (room,) in _weights(rules, q, k, mask):
@@ -210,8 +201,7 @@ class _Pull(_Blockwise):
     def forward(
         rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, g: Tensor
     ) -> tuple[Tensor | None, ...]:
-        gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        gmask = torch.zeros_like(mask) if mask is not None and rules.wanted else None
+        gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
         for block, p, (room,) in _weights(rules, q, k, mask):
             own, other = (block.heads, block.rows), (block.heads, block.keys)
             gs = torch.bmm(g[own], v[other].mT, out=room).mul_(p)
@@ -256,21 +246,10 @@ class _Bend(_Blockwise):
 
     @staticmethod
     @_exact
-    def forward(
-        rules: Rules,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dmask: Tensor | None,
-        g: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def forward(rules: Rules, *inputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, dq, dk, dv, dmask, g = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
-        gq, gk, gv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        gmask = torch.zeros_like(mask) if mask is not None and rules.wanted else None
+        gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
         for block, p, rooms in _weights(rules, q, k, mask, more=3):
             own, other = (block.heads, block.rows), (block.heads, block.keys)
             a = _change(rules, block, left, right, dmask, rooms[0])
@@ -301,6 +280,14 @@ _TOO_MANY = (
     "`attention` should be differentiated at most twice, at most once of it in forward mode. "
     "Found {}; write softmax(scale q k^T) v for that."
 )
+
+
+def _cotangents(
+    rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What the blocks fill, or add up in; of masks where it is wanted."""
+    gmask = torch.zeros_like(mask) if mask is not None and rules.wanted else None
+    return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), gmask
 
 
 def _filled(at: Any, moves: Any) -> list[Tensor | None]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count
 
 
 def check_shapes(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
 ) -> None:
     """Say which weight does not fit the number of heads or the other weights."""
-    if heads < 1 or groups < 1 or heads % groups:
+    check_count("heads", heads)
+    check_count("groups", groups)
+    if heads % groups:
         raise InputError(
             "`heads` should be a positive multiple of `groups`. "
             f"Found `heads = {heads}`, `groups = {groups}`."

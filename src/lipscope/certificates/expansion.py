@@ -20,7 +20,7 @@ from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.spectrum import eigenvalue
 
-_PIECES = 16  # of the way from X to X + E; intervals are taken at the end of each
+_PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
 _ROUNDS = 2  # of the search for weights between heads
 _SHARES = (0.4, 0.8, 1.6)  # tried for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
 _CHUNK = 2**26  # bytes of row matrices at a time

@@ -13,7 +13,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope import interrupts
 from lipscope.cli import (
     attack,
     bounds,
@@ -79,7 +78,6 @@ for _command in COMMANDS:
 def main() -> NoReturn:
     """Entry point: run the command and turn foreseeable ends into exit statuses."""
     logging.getLogger("lipscope").handlers = [_Remarks()]
-    interrupts.as_usual()
     try:
         app(prog_name="lipscope")
     except InputError as problem:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.cli.completion import MODELS
+from lipscope.errors import install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -121,7 +122,7 @@ def _extra(extra: str, requirements: list[Requirement]) -> Finding:
     if not lacking:
         return Finding(f"[{extra}]", purpose)
     lacks = f"{purpose}: lacks {', '.join(lacking)}"
-    return Finding(f"[{extra}]", lacks, f"pip install 'lipscope[{extra}]'")
+    return Finding(f"[{extra}]", lacks, install(extra))
 
 
 def _model(name: str, package: str) -> Finding:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.cli.completion import experiments
-from lipscope.cli.terminal import Force, Screen, errors
+from lipscope.cli.terminal import Force, Screen, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -62,20 +62,16 @@ def reproduce(
     from lipscope.experiments import reproduce as run
 
     place = Place(out, name + "-quick" * quick, force=force)
-    with _Parts() as parts:
-        try:
-            findings = run(
-                name,
-                models=None if models is None else _names(models),
-                texts=text or (),
-                images=images,
-                quick=quick,
-                out=place,
-                progress=parts.tell,
-            )
-        except KeyboardInterrupt:
-            errors.print("Stopped. What is finished is kept; the same command goes on from there.")
-            raise typer.Exit(130) from None
+    with resumable(), _Parts() as parts:
+        findings = run(
+            name,
+            models=None if models is None else _names(models),
+            texts=text or (),
+            images=images,
+            quick=quick,
+            out=place,
+            progress=parts.tell,
+        )
     _show(findings)
     errors.print(f"Rows, figures and findings.md: {place.path}", markup=False, soft_wrap=True)
 

@@ -37,8 +37,9 @@ def smooth(
     """Rescale attention layers to a largest sigma on a text.
 
     The output projection of every layer above the target is multiplied by what is missing, at all
-    windows of the text. Sigma, and perplexity (decoders) or agreement of embeddings (others), are
-    shown before and after; the model is saved in the format of Hugging Face.
+    windows of the text. Shown before and after: sigma; perplexity (decoders) or agreement of
+    embeddings (others); how much an attack on the embeddings changes the outputs. The model is
+    saved in the format of Hugging Face.
     """
     content = read_text(text)
     from lipscope.engine.smooth import smooth as run
@@ -62,6 +63,8 @@ def smooth(
 
 
 def _show(found: Smoothed) -> None:
+    from lipscope.engine.smooth import MOVE
+
     table = Table(box=None, pad_edge=False)
     for column in ("layer", "sigma before", "after", "at most"):
         table.add_column(column, justify="right")
@@ -79,3 +82,8 @@ def _show(found: Smoothed) -> None:
     console.print(table)
     name = "Agreement of embeddings" if found.quality == "agreement" else "Perplexity"
     console.print(f"{name}: {found.quality_before:.4g} before, {found.quality_after:.4g} after.")
+    console.print(
+        f"Largest change found of the last hidden states, embeddings moved by {MOVE:.0%}: "
+        f"{found.change_before:.3%} before, {found.change_after:.3%} after.",
+        soft_wrap=True,
+    )

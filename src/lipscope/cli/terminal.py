@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from lipscope import interrupts
 from lipscope.charts.pieces import printable
 
 if TYPE_CHECKING:
@@ -54,11 +55,16 @@ Force = Annotated[bool, typer.Option("--force", help="Replace a run of another q
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """End an interrupted run with advice; typer would end it without a word."""
+    """End an interrupted run with advice; typer would end it without a word.
+
+    Not before what it runs is imported: torch swallows an interrupt while it imports numpy, which
+    cannot be imported a second time.
+    """
+    interrupts.as_usual()
     try:
         yield
     except KeyboardInterrupt:
-        errors.print("Stopped. Finished rows are kept; the same command goes on from there.")
+        errors.print("Stopped. What is finished is kept; the same command goes on from there.")
         raise typer.Exit(130) from None
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.attention.spectral import spectral_norm
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 
 _ROUNDING = 128  # units: of singular values, and of products of some of them
 
@@ -37,6 +37,23 @@ class Contraction(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """``g(X)``."""
+
+    @property
+    @abstractmethod
+    def first(self) -> Tensor:
+        """The weights that a token meets first, ``(_, d)``."""
+
+    def check(self, name: str, x: object) -> None:
+        """Refuse what is no tokens of the width and the dtype of the weights."""
+        d, dtype = self.first.shape[1], self.first.dtype
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != d or x.dtype != dtype:
+            found = type(x).__name__
+            if isinstance(x, Tensor):
+                found = f"{tuple(x.shape)} in {str(x.dtype)[6:]}"
+            raise InputError(
+                f"`{name}` should have shape (..., n, {d}) in {str(dtype)[6:]}, as the weights. "
+                f"Found {found}."
+            )
 
 
 class ContractiveAttention(Contraction):
@@ -78,9 +95,21 @@ class ContractiveAttention(Contraction):
         layer.constant(1 if layer.mask is None else layer.mask.shape[-1])
         self.layer = layer
 
+    @property
+    def first(self) -> Tensor:
+        """The weights of the queries."""
+        return self.layer.query
+
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """``c F(X) / L``."""
         return self.layer(x) * _share(self.c, self.layer.constant(x.shape[-2]))
+
+    def as_layer(self, num_tokens: int) -> Attention:
+        """The same function of so many tokens as one attention layer, which can be measured."""
+        layer, share = self.layer, _share(self.c, self.layer.constant(num_tokens))
+        last = torch.eye(layer.query.shape[1]).to(share) if layer.output is None else layer.output
+        bias = {} if layer.output_bias is None else {"output_bias": share * layer.output_bias}
+        return layer.replace(output=share * last, **bias)
 
 
 class ContractiveMLP(Contraction):
@@ -103,15 +132,22 @@ class ContractiveMLP(Contraction):
         self, widths: Sequence[int], c: float, *, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(c)
-        if len(widths) < 2 or widths[0] != widths[-1] or min(widths) < 1:
+        whole = isinstance(widths, Sequence) and all(type(w) is int and w > 0 for w in widths)
+        if not whole or len(widths) < 2 or widths[0] != widths[-1]:
             raise InputError(
-                f"`widths` should be two or more, the last as the first. Found `{list(widths)}`."
+                "`widths` should be two or more positive integers, the last as the first. "
+                f"Found `{shown(widths)}`."
             )
         pairs = itertools.pairwise(widths)
         self.weights = nn.ParameterList(
             [torch.randn(b, a, generator=generator) / math.sqrt(a) for a, b in pairs]
         )
         self.biases = nn.ParameterList([torch.zeros(b) for b in widths[1:]])
+
+    @property
+    def first(self) -> Tensor:
+        """The weights of the first layer."""
+        return self.weights[0]
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """``c f(x) / Π_l ‖W_l‖``."""

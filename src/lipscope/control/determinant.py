@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.control.contraction import Contraction
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_positive
 
 _DENSE = 64  # entries of a sample up to which its Jacobian is formed
 _TRACED = 1024  # up to which traces are exact: they take as many products a term
@@ -75,6 +75,8 @@ def log_determinant(
     """
     if not isinstance(g, Contraction):
         raise InputError(f"`g` should be certified to contract. Found `{type(g).__name__}`.")
+    g.check("x", x)
+    check_positive("tol", tol)
     size = x.shape[-2] * x.shape[-1]
     method = method or ("exact" if size <= _DENSE else "series")
     if method not in get_args(_Method):
@@ -156,8 +158,6 @@ def _left_out(size: int, c: float, terms: int) -> float:
 
 
 def _terms(size: int, c: float, tol: float) -> int:
-    if not tol > 0:
-        raise InputError(f"`tol` should be positive. Found `tol = {tol}`.")
     first = max(1, math.ceil(math.log(tol * (1 - c) / size) / math.log(c)) - 1)
     # That many are enough without the factor 1 / (K+1): some of them are not needed.
     return next(k for k in range(1, first + 1) if _left_out(size, c, k) <= tol or k == first)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.control.inverse import Inverse, InvertibleResidual
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count
 
 
 class Flow(nn.Module):
@@ -36,9 +36,11 @@ class Flow(nn.Module):
 
     def __init__(self, blocks: Sequence[InvertibleResidual]) -> None:
         super().__init__()
-        if not blocks or not all(isinstance(block, InvertibleResidual) for block in blocks):
-            found = ", ".join(type(block).__name__ for block in blocks) or "none"
-            raise InputError(f"`blocks` should be of `InvertibleResidual`. Found `{found}`.")
+        several = isinstance(blocks, Sequence | nn.ModuleList)
+        if not several or not blocks or not all(isinstance(b, InvertibleResidual) for b in blocks):
+            kinds = blocks if several else [blocks]
+            found = ", ".join(type(block).__name__ for block in kinds) or "none"
+            raise InputError(f"`blocks` should be a list of `InvertibleResidual`. Found `{found}`.")
         self.blocks = nn.ModuleList(blocks)
 
     def log_density(self, x: Float[Tensor, "*b n d"], **options: object) -> Float[Tensor, "*b"]:
@@ -67,6 +69,8 @@ class Flow(nn.Module):
         self, count: int, num_tokens: int, width: int, *, generator: torch.Generator | None = None
     ) -> Float[Tensor, "b n d"]:
         """``count`` samples of ``num_tokens`` points in ``width`` dimensions."""
+        for name, number in (("count", count), ("num_tokens", num_tokens), ("width", width)):
+            check_count(name, number, least=0 if name == "count" else 1)
         like = next(self.parameters())
         z = torch.randn(count, num_tokens, width, generator=generator, dtype=like.dtype)
         with torch.no_grad():

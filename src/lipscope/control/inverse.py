@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipscope.control.contraction import Contraction
 from lipscope.control.determinant import LogDeterminant, log_determinant
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count, check_positive
 
 _KEPT = 5  # differences that Anderson's step is made of
 _UNITS = 8  # of rounding in a residual, relative to its tokens
@@ -81,10 +81,11 @@ class InvertibleResidual(nn.Module):
         Raises:
             InputError: If the tolerance is not reached.
         """
+        self.g.check("y", y)
+        check_count("max_steps", max_steps)
         slack, eps = 1 - self.g.c, torch.finfo(y.dtype).eps
         tol = _UNITS * eps / slack if tol is None else tol
-        if not tol > 0:
-            raise InputError(f"`tol` should be positive. Found `tol = {tol}`.")
+        check_positive("tol", tol)
 
         def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
             found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, MultiheadAttention
 from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import (
     LoadedModel,
@@ -81,6 +81,15 @@ class Probe:
         if not isinstance(model, nn.Module):
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)
+        if isinstance(self.model, nn.MultiheadAttention):
+            own = isinstance(self.model, MultiheadAttention)
+            raise InputError(
+                "`model` should hold attention, or be a layer by itself. Found a "
+                "`MultiheadAttention`; give "
+                f"{'`module.attention`' if own else 'the model that it is part of'}."
+            )
+        if modules is not None and not isinstance(modules, str):
+            raise InputError(f"`modules` should be an expression. Found `{shown(modules)}`.")
         self.modules = modules
         _check_dtype(self.model)
         self._entries = self._cut(data)

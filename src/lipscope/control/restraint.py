@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipscope.control.probe import Probe
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, check_count, shown
 
 Batch = Tensor | Mapping[str, Any] | None
 
@@ -37,6 +37,7 @@ class Restraint:
     cap_is: ClassVar[Literal["needed", "possible", "none"]] = "possible"
 
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
+        check_count("seed", seed, least=0)
         self.probe, self.cap, self.seed = probe, _checked(type(self), cap), seed
 
     def penalty(self, data: Batch = None) -> Tensor:

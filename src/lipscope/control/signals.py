@@ -60,6 +60,21 @@ class Reading:
 _NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks")
 
 
+def furthest(readings: Sequence[Reading]) -> str:
+    """Which layer's sigma rose most from the first reading to the last, as the end of a line."""
+    first = {one.layer: one for one in reversed(readings) if one.sigma}
+    last = {one.layer: one for one in readings if one.sigma}
+    if not first:
+        return ""
+    ratios = {i: (last[i].sigma or 0.0) / (first[i].sigma or 1.0) for i in first}
+    most = max(ratios, key=lambda i: ratios[i])
+    one, now = first[most], last[most]
+    return (
+        f"; sigma of layer {most} ({one.module}) went furthest, from {one.sigma:.4g} at step "
+        f"{one.step} to {now.sigma:.4g} at step {now.step}"
+    )
+
+
 @torch.no_grad()
 def largest_logits(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, " h"]:
     """The largest score of every head over the pairs that its mask lets see each other.

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.checks import argument, whole
+from lipscope.engine.checks import argument, whole, window_length
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import AnyData, AnyModel, LocalRun, is_text
@@ -112,7 +112,7 @@ def capture(
         model,
         data,
         layers=[layer],
-        lengths=[64 if length is None else length] if from_text else None,
+        lengths=[window_length(length)] if from_text else None,
         samples=max(10, sample + 1) if samples is None and from_text else samples,
         chosen=[sample],
         **options,

@@ -56,7 +56,7 @@ def certify(
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
     embedding whose weights are read in closed form; deterministic, up to float64 rounding. Proof:
-    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take a few seconds, and some
+    ``docs/theory/ball-certificate.md``. Twelve heads at 64 tokens take eight seconds, and some
     40 with ``sharp``.
 
     Args:

@@ -168,6 +168,13 @@ def whole(least: int, most: int) -> Check:
     return check
 
 
+def window_length(length: Any) -> Any:
+    """The number of tokens of the one window that a verb looks at: 64 if None."""
+    if length is None:
+        return 64
+    return argument(whole(1, 10**6), "length", length) if is_whole(length) else length
+
+
 def word(source: Source, key: str, value: Any) -> str:
     """A word; an index of a token may be a number."""
     text = shown(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""

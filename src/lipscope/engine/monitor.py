@@ -7,16 +7,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.control.alarm import Alarm, Alert
-from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
+from lipscope.control.signals import (
+    Reading,
+    entropy_and_sink,
+    furthest,
+    joint_norm,
+    largest_logits,
+)
 from lipscope.engine.checks import argument, whole
-from lipscope.engine.runs import LocalRun, folder_of
+from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
 from lipscope.errors import InputError, remark, shown
 from lipscope.models import LoadedModel
@@ -25,7 +30,6 @@ from lipscope.models.loading import check_finite, fingerprint
 from lipscope.models.tracing.sites import closed_form
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.records.place import Place
 from lipscope.records.rows import Measurement, provenance, stable_id
 
 PART = "monitor"
@@ -47,11 +51,11 @@ class Monitor:
     read in closed form have no logit, entropy and sink mass, nor has a padded probe.
 
     Args:
-        model: The model in training.
+        model: The model in training; a `LoadedModel` says what its rows call it.
         data: The probe: input ids, embeddings, pixels or a mapping of arguments.
         every: Steps between readings; one more is taken before the first step.
         layers: Indices from 0, or "all".
-        out: Run folder, which `lipscope report` shows at any time; None for none.
+        out: Run folder, open or not, which `lipscope report` shows at any time; None for none.
         log: Called with a dictionary of numbers at every reading.
         alert: How many times its usual value (the median of the last ten readings) a signal must
             have to be told; None for no alerts.
@@ -80,16 +84,18 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | LoadedModel,
         data: Tensor | Mapping[str, Any],
         *,
         every: int = 100,
         layers: Sequence[int] | int | str | Literal["all"] = "all",
-        out: str | Path | Place | None = None,
+        out: AnyFolder = None,
         log: Callable[[dict[str, float]], Any] | None = None,
         alert: float | None = 2.0,
         **options: Unpack[Options],
     ) -> None:
+        named = model.name if isinstance(model, LoadedModel) else None
+        model = model.model if isinstance(model, LoadedModel) else model
         if not isinstance(model, nn.Module):
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
         if not isinstance(data, Tensor | Mapping):
@@ -104,6 +110,7 @@ class Monitor:
         if options.get("map") == "model":
             raise InputError("`map` should be one of layers. Found `model`, which has none.")
         self.model: nn.Module = getattr(model, "_orig_mod", model)
+        self._name = named or type(self.model).__name__
         self.data, self.log = data, log
         self.every = argument(whole(1, 10**9), "every", every)
         first = next(self.model.parameters())
@@ -111,13 +118,17 @@ class Monitor:
         usual = {"tol": _TOL, "device": str(first.device), "dtype": dtype}
         given = {name: value for name, value in options.items() if value is not None}
         self._asked: dict[str, Any] = {**usual, **given, "layers": layers}
+        self._last = 0
         self.readings: list[Reading] = []
         self.alerts: list[Alert] = []
         self._alarm = Alarm(math.inf, math.inf) if alert is None else Alarm(alert)
-        self._last = 0
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
-        self._folder = None if out is None else self._opened(out)
+        self._folder: RunFolder | None = None
+        with _in_full(self.model), self._request(self._name, ""):
+            pass  # options are checked, and the layers are looked for
+        self._lent = out if isinstance(out, RunFolder) else None
+        self._folder = self._lent or (None if out is None else self._opened(out))
         self._written = set() if self._folder is None else {*self._folder.values(PART)}
 
     # --- around a step of the optimiser
@@ -191,13 +202,9 @@ class Monitor:
             text = str(problem).rstrip(".")
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
         revision = f"sha256:{fingerprint(self.model)}"
-        name = self._named(revision)
-        kind = str(next(self.model.parameters()).dtype)[6:]
-        loaded = LoadedModel(name, self.model, None, revision, kind)
-        more = {"models": (Model(name, self._last),), "tokens": False}
-        asked = {"verb": "Monitor", "more": more, "out": self._folder}
+        request = self._request(self._named(revision), revision)
         try:
-            with _in_full(self.model), LocalRun(loaded, self.data, self._asked, **asked) as run:
+            with _in_full(self.model), request as run:
                 new = self._found(run, run.rows())
         except InputError as problem:
             if not self.readings:
@@ -210,8 +217,8 @@ class Monitor:
         return new
 
     def close(self) -> None:
-        """Bring the run folder to its end, and give it free."""
-        if self._folder is not None:
+        """Bring the run folder to its end, and give it free; one that was open stays so."""
+        if self._folder is not self._lent and self._folder is not None:
             self._folder.__exit__()
             self._folder = None
 
@@ -239,6 +246,14 @@ class Monitor:
         callback = callback_of(self, trainer)
         trainer.add_callback(callback)
         return callback
+
+    def _request(self, name: str, revision: str) -> LocalRun:
+        """What is asked of the model as it is now; its options are checked."""
+        kind = str(next(self.model.parameters()).dtype)[6:]
+        loaded = LoadedModel(name, self.model, None, revision, kind)
+        more = {"models": (Model(name, self._last),), "tokens": False}
+        asked = {"verb": "Monitor", "more": more, "out": self._folder}
+        return LocalRun(loaded, self.data, self._asked, **asked)
 
     def _found(self, run: LocalRun, rows: Rows) -> list[Reading]:
         by_layer: dict[int, list[Measurement]] = {}
@@ -285,7 +300,8 @@ class Monitor:
             call = record.calls[layer]
             names = {module: name for name, module in record.model.named_modules()}
             parts = [call.module] if call.projection is None else [call.module, call.projection]
-            own = [self.model.get_submodule(names[part]) for part in parts]
+            # What torch's face of our own attention shows as a projection is no module of it.
+            own = [self.model.get_submodule(names[part]) for part in parts if part in names]
             params = {id(p): p for part in own for p in part.parameters()}
             self._weights[layer] = list(params.values())
             attention = closed_form(call)
@@ -327,18 +343,18 @@ class Monitor:
             self.alerts.append(alert)
             remark(str(alert))
 
-    def _opened(self, out: str | Path | Place) -> RunFolder:
+    def _opened(self, out: Any) -> RunFolder:
         data = self.data if isinstance(self.data, Mapping) else {"": self.data}
         plain = {k: digest(v) if isinstance(v, Tensor) else repr(v) for k, v in data.items()}
-        spec = {"monitor": type(self.model).__name__, "data": plain, "every": self.every}
-        spec |= {"asked": {k: _plain_option(v) for k, v in self._asked.items()}}
+        spec = {"monitor": self._name, "data": plain, "every": self.every}
+        spec |= {"asked": {k: shown(v) for k, v in self._asked.items()}}
         return RunFolder(folder_of(out), spec, provenance())
 
     def _named(self, revision: str) -> str:
         """The model at this step; another training in the same folder has a name of its own."""
         held = {} if self._folder is None else self._folder.models
         for again in count(1):
-            name = type(self.model).__name__ + (f"#{again}" if again > 1 else "")
+            name = self._name + (f"#{again}" if again > 1 else "")
             name = f"{name}@{self._last}"
             if name not in held or held[name].get("revision") == revision:
                 return name
@@ -346,17 +362,7 @@ class Monitor:
 
     def rose(self) -> str:
         """Which layer's sigma rose most since the first reading, in words."""
-        first = {one.layer: one for one in reversed(self.readings) if one.sigma}
-        last = {one.layer: one for one in self.readings if one.sigma}
-        if not first:
-            return ""
-        ratios = {i: (last[i].sigma or 0.0) / (first[i].sigma or 1.0) for i in first}
-        most = max(ratios, key=lambda i: ratios[i])
-        one, now = first[most], last[most]
-        return (
-            f"; sigma of layer {most} ({one.module}) went furthest, from {one.sigma:.4g} at step "
-            f"{one.step} to {now.sigma:.4g} at step {now.step}"
-        )
+        return furthest(self.readings)
 
 
 @contextlib.contextmanager
@@ -391,9 +397,3 @@ def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return {name: one(value) for name, value in content.items()}
-
-
-def _plain_option(value: Any) -> Any:
-    if isinstance(value, str | int | float | bool):
-        return value
-    return list(value) if isinstance(value, Sequence) else type(value).__name__

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, MultiheadAttention
-from lipscope.engine.checks import argument, path
+from lipscope.engine.checks import argument, path, window_length
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
 from lipscope.engine.question import explained
@@ -328,7 +328,7 @@ def folder_of(out: str | Path | Place) -> Place:
 def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
     """Lengths and samples of a verb that looks at one input: a window of 64 tokens, of a text."""
     if is_text(data, options):
-        return {"lengths": 64 if length is None else length, "samples": 1}
+        return {"lengths": window_length(length), "samples": 1}
     if length is not None:
         raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
     return {}

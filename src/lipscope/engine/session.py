@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -40,6 +39,8 @@ from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
 from lipscope.theorems import Normed, Residual
+
+_DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 
 
 class Result(NamedTuple):
@@ -210,6 +211,8 @@ class Session:
         item, loaded = self.places.item(job), self.places.loaded(job.model, job.weights)
         notes = [*self.places.prepared(job)[1], *remarks_on(loaded, item)]
         built = self.places.built(job)
+        if not self.places.is_layer(job) and self.places.trace(job).draws:
+            notes.append(_DRAWS)
         if job.input == REAL:
             return built, item, notes
         made = self.input_for(job)
@@ -224,7 +227,7 @@ class Session:
             largest = float(torch.linalg.vector_norm(built.x, dim=-1).max())
             return built_input(built, job, self.spec, radius or largest)
 
-        return self.places.once("input", job[1:13], make)
+        return self.places.once("input", (*job[1:13], job.seed), make)
 
     def layer(self, job: Job) -> tuple[Attention | Normed | Residual, nn.Module | None]:
         """The layer of a job as theorems see it, and the norm that feeds it, if any.
@@ -265,23 +268,24 @@ class Session:
             return radius_of_the_norm(norm, built.x.shape[1], job.layer), None
         return (None if self.spec.radius == "row" else float(self.spec.radius)), None
 
-    def seconds(self, job: Job, shape: Shape) -> tuple[float, float]:
+    def seconds(self, job: Job, shape: Shape, clock: Callable[[], float]) -> tuple[float, float]:
         """Time of the forward pass of a job's window, and of the job once that is done.
 
         Args:
             job: The job.
             shape: That of its model.
+            clock: What tells the time, in seconds.
         """
         with suppress(Exception):  # a job that fails takes its time too
             self.places.prepared(job)
             self.places.item(job)
         self.places.let_go("trace")
-        began = time.perf_counter()
+        began = clock()
         with suppress(Exception):
             self.places.trace(job)
-        between = time.perf_counter()
+        between = clock()
         self.result(job, shape)
-        return between - began, time.perf_counter() - between
+        return between - began, clock() - between
 
     def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))

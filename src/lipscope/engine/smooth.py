@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lipscope.attacks import ascent_move
 from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
 from lipscope.engine.checks import argument, flag, path, whole
@@ -27,6 +28,8 @@ from lipscope.pages.rows import Rows
 _RATE = 1e-4  # of the fine-tuning
 _LARGEST = 1e30  # sigma that anybody means
 _EVERY = 10  # of its steps the cap is enforced
+MOVE = 0.01  # of the norm of the embeddings: how far an attack moves them
+_ASCENTS = 10  # its gradients
 Progress = Callable[[str], None]
 
 
@@ -41,6 +44,10 @@ class Smoothed:
             cosine between pooled outputs before and after.
         quality_before: On the same windows of the text; 1 for the agreement.
         quality_after: Likewise.
+        change_before: How much a move of the embeddings by 1 % of their norm changes the last
+            hidden states, ``‖ΔH‖ / ‖H‖``: the largest that gradient ascent found, a lower value;
+            mean over the windows.
+        change_after: Likewise.
         path: Folder of the saved model.
     """
 
@@ -49,6 +56,8 @@ class Smoothed:
     quality: Literal["perplexity", "agreement"]
     quality_before: float
     quality_after: float
+    change_before: float
+    change_after: float
     path: Path
 
 
@@ -94,7 +103,7 @@ def smooth(
         progress: Told what is being done.
 
     Returns:
-        Rows and quality before and after.
+        Rows, quality and robustness before and after.
 
     Raises:
         InputError: If the target cannot be reached, the folder is taken, or the model cannot be
@@ -122,6 +131,8 @@ def smooth(
     held = restrain(loaded.model, ids, "sigma-cap", layers=chosen, cap=float(target), seed=seed)
     original = _outputs(loaded.model, ids)
     start = None if head is None else _perplexity(head, ids)
+    tell("attacking")
+    changes = [_change(loaded.model, ids, original, seed)]
     tell("rescaling")
     held.step()
     if steps:
@@ -133,11 +144,15 @@ def smooth(
         layers=layers,
         **asked,
     )
+    now = _outputs(loaded.model, ids)
+    tell("attacking")
+    changes.append(_change(loaded.model, ids, now, seed))
     _save(loaded, head, folder)
     if head is not None and start is not None:
-        return Smoothed(before, after, "perplexity", start, _perplexity(head, ids), folder)
-    agreement = _agreement(original, _outputs(loaded.model, ids))
-    return Smoothed(before, after, "agreement", 1.0, agreement, folder)
+        end = _perplexity(head, ids)
+        return Smoothed(before, after, "perplexity", start, end, *changes, path=folder)
+    agreement = _agreement(original, now)
+    return Smoothed(before, after, "agreement", 1.0, agreement, *changes, path=folder)
 
 
 def _free(folder: Path, force: bool) -> Path:
@@ -223,6 +238,27 @@ def _perplexity(head: Any, ids: Tensor) -> float:
     if len(ids[0]) < 2:
         raise InputError("`length` should be at least 2 for a perplexity. Found 1.")
     return math.exp(nn.functional.cross_entropy(torch.cat(logits), ids[:, 1:].flatten()).item())
+
+
+@memory_for("The attack on the embeddings")
+def _change(model: Any, ids: Tensor, outputs: Sequence[Tensor], seed: int) -> float:
+    """``‖ΔH‖ / ‖H‖`` of the worst move found of the embeddings, mean over windows."""
+    table, found = model.get_input_embeddings(), []
+    for one, here in zip(ids, outputs, strict=True):
+        with torch.no_grad():
+            x = table(one)
+
+        def moved(z: Tensor, one: Tensor = one) -> Tensor:
+            handle = table.register_forward_hook(lambda *_: z[None])
+            try:
+                return model(input_ids=one[None]).last_hidden_state[0]
+            finally:
+                handle.remove()
+
+        move = ascent_move(moved, x, MOVE * float(x.norm()), seed, steps=_ASCENTS)
+        with torch.no_grad():
+            found.append(float((moved(x + move) - here[0]).norm() / here.norm()))
+    return sum(found) / len(found)
 
 
 def _agreement(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:

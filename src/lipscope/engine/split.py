@@ -16,6 +16,7 @@ from lipscope.engine.plan import Job
 from lipscope.engine.ranges import COPIES
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
 from lipscope.engine.spec import Options
+from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
 from lipscope.linalg.starts import start_named
@@ -154,9 +155,19 @@ def split(
             for move, some in found.items():
                 with run.also(folder, move=move, per_head=per_head) as one:
                     some.append(one.rows(progress))
+                    _check_finite(some[-1])
                     if move == COPIES and not per_head:
                         tokens = _tokens(one, some[-1], folder)
     return Splitting(_joined(found["all"]), _joined(found[COPIES]), tuple(tokens))
+
+
+def _check_finite(rows: Rows) -> None:
+    for row in rows:
+        if row.status == "non_finite":
+            raise InputError(
+                f"Layer {row.layer} should have finite inputs and outputs. Found NaN or Inf in "
+                f"window {row.sample}."
+            )
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.models import default_text, read_text
 
 AG_NEWS = "ag_news"
@@ -64,7 +64,7 @@ def _ag_news() -> Text:
     except ImportError:
         raise InputError(
             f"The text `{AG_NEWS}` needs the package `datasets`; run "
-            "`pip install 'lipscope[news]'`."
+            f"`{install('news')}` in the folder of lipscope."
         ) from None
     try:
         lines = load_dataset("fancyzhx/ag_news", split="test")["text"]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.linalg.starts import start_named
 from lipscope.measures.mean_field import push_forward, token_map
 from lipscope.measures.tokens import TokenMeasure
@@ -102,10 +102,10 @@ def search_ratio(
     Raises:
         InputError: As `push_forward`, or if ``radius`` or ``starts`` is not positive.
     """
-    if not 0 < radius < float("inf"):
-        raise InputError(f"`radius` should be positive and finite. Found `radius = {radius}`.")
-    if starts < 1:
-        raise InputError(f"`starts` should be at least 1. Found `starts = {starts}`.")
+    check_positive("radius", radius)
+    for name, number in (("num_atoms", num_atoms), ("starts", starts)):
+        check_count(name, number)
+    check_count("steps", steps, least=0)
     layer = layer.in_double()
     found = [
         _climb(layer, radius, num_atoms, steps, p, start_named(f"ratio|{seed}|{i}"))
@@ -140,7 +140,7 @@ def tiny_mass_gain(
     if layer.causal:
         raise InputError("not available: a causal layer moves mass within its position only.")
     x = mu.points.detach()
-    y = targets.to(x)
+    y = _points("targets", targets, x, 2)
     images, ends = token_map(layer, mu, x), token_map(layer, mu, y)
     into, out = _chains(x, y), _chains(images, ends)
     return torch.where(into > 0, out / into.where(into > 0, torch.ones(())), 0.0).sqrt()
@@ -157,11 +157,37 @@ def tiny_mass_ratio(
         atom: Index of the atom that gives mass.
         target: Where it goes.
         mass: ε, below the weight of the atom.
+
+    Raises:
+        InputError: As `tiny_mass_gain`, or for another atom or mass.
     """
+    if type(atom) is not int or not 0 <= atom < len(mu.weights):
+        raise InputError(
+            f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."
+        )
+    target = _points("target", target, mu.points, 1)
+    check_positive("mass", mass)
+    if not mass < float(mu.weights[atom]):
+        raise InputError(
+            f"`mass` should be below the weight of the atom, {float(mu.weights[atom]):.4g}. "
+            f"Found `mass = {mass}`."
+        )
     weights = torch.cat([mu.weights, mu.weights.new_tensor([mass])])
     weights[atom] -= mass
-    points = torch.cat([mu.points, target[None].to(mu.points)])
+    points = torch.cat([mu.points, target[None]])
     return lipschitz_ratio(layer, mu, TokenMeasure(points, weights))
+
+
+def _points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
+    """Points of the width of others, in their precision."""
+    wanted = f"(k, {like.shape[1]})" if axes == 2 else f"({like.shape[1]},)"
+    if not isinstance(value, Tensor):
+        raise InputError(f"`{name}` should be finite points, {wanted}. Found {shown(value)}.")
+    fits = value.ndim == axes and value.shape[-1] == like.shape[1] and value.is_floating_point()
+    if not fits or not bool(value.isfinite().all()):
+        found = f"{tuple(value.shape)}, {str(value.dtype)[6:]}"
+        raise InputError(f"`{name}` should be finite points, {wanted}. Found {found}.")
+    return value.to(like)
 
 
 def _chains(atoms: Tensor, targets: Tensor) -> Tensor:

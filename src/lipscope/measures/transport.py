@@ -297,5 +297,5 @@ def _check(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
             "Both measures should have tokens of one width. Found "
             f"{mu.points.shape[1]} and {nu.points.shape[1]}."
         )
-    if not (p >= 1 and math.isfinite(p)):
-        raise InputError(f"`p` should be finite and at least 1. Found `p = {p}`.")
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 1 <= p < math.inf:
+        raise InputError(f"`p` should be finite and at least 1. Found `p = {p!r}`.")

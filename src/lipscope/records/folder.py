@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lipscope.errors import InputError, remark
 from lipscope.records.claim import Claim
-from lipscope.records.manifest import MANIFEST, empty, holds_rows, write_manifest
+from lipscope.records.manifest import (
+    MANIFEST,
+    empty,
+    holds_rows,
+    other_versions,
+    write_manifest,
+)
 from lipscope.records.place import Place
 from lipscope.records.repair import repaired
 from lipscope.records.rows import (
@@ -111,6 +117,11 @@ class RunFolder:
         """The finished rows, after every file was put in order."""
         held = self._claim.manifest()
         if held is not None:
+            if others := other_versions(held["provenance"], self._manifest["provenance"]):
+                remark(
+                    f"`{self.path}` was begun with {others}; what it holds is kept, and `--force` "
+                    "makes all of it anew."
+                )
             self._manifest |= held
             self._marks = marks_of(held["files"])
         else:

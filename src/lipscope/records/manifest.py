@@ -14,6 +14,7 @@ from lipscope.records.jsonl import whole
 from lipscope.records.rows import SCHEMA
 
 MANIFEST = "manifest.json"
+_VERSIONS = ("lipscope", "torch", "transformers")
 _ENTRIES = ("spec", "provenance", "models", "files")
 # In these a run may ask for more than the folder holds.
 _GROWING = ("layers", "lengths", "samples")
@@ -101,6 +102,18 @@ def _checked(held: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, dict | list):
                 raise TypeError(value)
     return known
+
+
+def other_versions(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What of the versions in a manifest is not that of today, in words; empty if nothing.
+
+    >>> other_versions({"lipscope": "0.1", "torch": "2.5"}, {"lipscope": "0.2", "torch": "2.5"})
+    'lipscope 0.1 (now 0.2)'
+    """
+    pairs = [(name, held.get(name), now.get(name)) for name in _VERSIONS]
+    return ", ".join(
+        f"{n} {was} (now {is_})" for n, was, is_ in pairs if was and is_ and was != is_
+    )
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

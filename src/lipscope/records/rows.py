@@ -251,7 +251,8 @@ def stable_id(parts: Mapping[str, Any]) -> str:
     True
     """
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    # Half a character, which is refused later, has a digest too.
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def version() -> str:

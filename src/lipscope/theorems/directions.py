@@ -163,7 +163,9 @@ def value_direction(head: Head) -> Float[Tensor, " d"]:
     return best
 
 
-def first_token_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> float:
+def first_token_gain(
+    head: Head, first: Float[Tensor, "*b d"], rest: Float[Tensor, "*b d"], num_tokens: int
+) -> Float[Tensor, "*b"]:
     """Largest gain of moving ``x_1 = first`` alone, all others at ``rest``; row 1 not read.
 
     Row ``i >= 2`` moves by ``p_i V (I + (1-p_i) s a^T) e`` with ``s = first - rest``,
@@ -175,22 +177,24 @@ def first_token_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -
 
     Source: derived here (``docs/theory/inputs.md``), after Lemma C.7 of [castin2024].
     """
-    a = (head.query @ rest + head.query_bias) @ head.key
+    a = (rest @ head.query.T + head.query_bias) @ head.key
     s = first - rest
     others = head.visible(num_tokens)[1:].to(torch.float64) - 1
-    p = torch.sigmoid(a @ s - others.log())
-    zero, one, two = (float((p**2 * (1 - p) ** j).sum()) for j in range(3))
-    # Everything happens in the span of the rows of V and of a.
-    rows = torch.cat([head.value, a[None]])
+    p = torch.sigmoid((a * s).sum(-1, keepdim=True) - others.log())
+    zero, one, two = ((p**2 * (1 - p) ** j).sum(-1)[..., None, None] for j in range(3))
+    # Everything happens in the span of the rows of V and of a, which is one of the keys'.
+    rows = torch.cat([head.value, head.key])
     if rows.shape[0] < rows.shape[1]:
         basis = torch.linalg.qr(rows.T).Q
         v, a = head.value @ basis, a @ basis
     else:
         v = head.value
-    moved = head.value @ s
-    cross = torch.outer(moved @ v, a)
-    gram = zero * v.T @ v + one * (cross + cross.T) + two * (moved @ moved) * torch.outer(a, a)
-    return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0).sqrt())
+    moved = s @ head.value.T
+    cross = (moved @ v)[..., :, None] * a[..., None, :]
+    size = moved.square().sum(-1)[..., None, None]
+    square = a[..., :, None] * a[..., None, :]
+    gram = zero * (v.T @ v) + one * (cross + cross.mT) + two * size * square
+    return torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt()
 
 
 def split_gain(head: Head, first: Tensor, rest: Tensor, num_tokens: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
         raise InputError(f"not available: `A` of head {head} has no nonzero real eigenvalue.")
     best = directions[0]
     name = f"two_cluster ({best.case} eigenvalue)"
-    x, value = _along(one, best, num_tokens, radius)
+    x, value = _along(one, best, num_tokens, [radius])
     return Construction(x.to(layer.query), name, "Proposition 3.4", _CASTIN, value, head=head)
 
 
@@ -89,7 +90,7 @@ def gamma_star(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     Source: derived here (``docs/theory/inputs.md``), after Proposition 3.4 of [castin2024].
     """
     one = head_for(layer, head, num_tokens, radius, least=2)
-    x, value = _along(one, _star(one, head), num_tokens, radius)
+    x, value = _along(one, _star(one, head), num_tokens, [radius])
     return Construction(
         x.to(layer.query), "gamma_star", "after Proposition 3.4", DERIVED, value, head=head
     )
@@ -123,7 +124,7 @@ def unbalanced(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     for way in [*eigen_directions(one)[:1], _star(one, head)]:
         known = math.sqrt(math.log(num_tokens - 1) / (2 * way.gamma))
         radii = [min(known, radius), *(radius * (i + 1) / _RADII for i in range(_RADII))]
-        candidates += [_along(one, way, num_tokens, r) for r in radii if r > 0]
+        candidates.append(_along(one, way, num_tokens, [r for r in radii if r > 0]))
     x, value = max(candidates, key=lambda one: one[1])
     return Construction(
         x.to(layer.query), "unbalanced", "Proposition 3.6", _CASTIN, value, head=head
@@ -181,12 +182,14 @@ def _star(one: Head, head: int) -> Direction:
     return best
 
 
-def _along(one: Head, way: Direction, num_tokens: int, radius: float) -> tuple[Tensor, float]:
-    """Tokens along a direction, and the gain of the first one; the better of both signs."""
+def _along(
+    one: Head, way: Direction, num_tokens: int, radii: Sequence[float]
+) -> tuple[Tensor, float]:
+    """Tokens along a direction, and the gain of the first one; the best radius and sign."""
     # Without a bias both signs are the same up to symmetry.
-    found = []
-    for sign in (1.0, -1.0) if one.norm_b > 0 else (1.0,):
-        first, rest = sign * radius * way.first, sign * radius * way.rest
-        gain = first_token_gain(one, first, rest, num_tokens)
-        found.append((pair(first, rest, num_tokens), gain))
-    return max(found, key=lambda pair: pair[1])
+    signs = (1.0, -1.0) if one.norm_b > 0 else (1.0,)
+    sizes = torch.tensor([sign * r for r in radii for sign in signs], dtype=torch.float64)[:, None]
+    gains = first_token_gain(one, sizes * way.first, sizes * way.rest, num_tokens)
+    best = int(gains.nan_to_num(nan=-1.0).argmax())
+    tokens = pair(sizes[best] * way.first, sizes[best] * way.rest, num_tokens)
+    return tokens, float(gains[best])

@@ -94,9 +94,8 @@ def dominant_token(
     size = min(radius, math.log(num_tokens - 1) / (radius * float(pull.norm())))
     first, rest = radius * u, size * pull / pull.norm()
     x = pair(first, rest, num_tokens)
-    value = max(
-        first_token_gain(one, first, rest, num_tokens), split_gain(one, first, rest, num_tokens)
-    )
+    gain = float(first_token_gain(one, first, rest, num_tokens))
+    value = max(gain, split_gain(one, first, rest, num_tokens))
     return Construction(
         x.to(layer.query), "dominant_token", "one large token", DERIVED, value, head=head
     )

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.arguments import Framed
 from lipscope.attention.ball import on_ball
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.inner_product import Biased
 from lipscope.attention.norms import Clip, TokenNorm
 from lipscope.attention.spectral import of_heads
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_positive
 
 
 @variant
-class ClippedAttention(InnerProduct):
+class ClippedAttention(Biased):
     """Dot-product attention of ``N(x_i)``, ``|N(x)| ≤ R``: Lipschitz on all inputs.
 
     ``into="clip"``: ``N(x) = x min(1, R / |x|)``, the nearest point of the ball.
@@ -34,14 +34,7 @@ class ClippedAttention(InnerProduct):
         output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         radius: ``R``, positive.
         into: How tokens come into the ball.
-        heads: Number of heads.
-        query_bias: ``(heads * k,)``.
-        key_bias: ``(heads * k,)``.
-        value_bias: ``(heads * d_v,)``.
-        output_bias: ``(d_out,)``.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together or the radius is not positive.
@@ -64,33 +57,12 @@ class ClippedAttention(InnerProduct):
         *,
         radius: float,
         into: Literal["clip", "normalise"] = "clip",
-        heads: int = 1,
-        query_bias: Float[Tensor, " hk"] | None = None,
-        key_bias: Float[Tensor, " hk"] | None = None,
-        value_bias: Float[Tensor, " hv"] | None = None,
-        output_bias: Float[Tensor, " d_out"] | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        **frame: Unpack[Framed],
     ) -> None:
-        if not 0 < radius < math.inf:
-            raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
+        check_positive("radius", radius)
         if into not in ("clip", "normalise"):
             raise InputError(f"`into` should be `clip` or `normalise`. Found `{into}`.")
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-            causal=causal,
-            mask=mask,
-        )
+        super().__init__(query, key, value, output, **frame)
         self.radius, self.into = radius, into
 
     def entrance(self) -> TokenNorm | Clip:

@@ -10,7 +10,7 @@ from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.norms import TokenNorm
 from lipscope.attention.spectral import of_heads, spectral_norm
-from lipscope.errors import InputError
+from lipscope.errors import check_positive
 
 
 @variant
@@ -63,8 +63,7 @@ class ScaledCosineAttention(InnerProduct):
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
         for name, number in (("temperature", temperature), ("gain", gain), ("eps", eps)):
-            if not number > 0:
-                raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
+            check_positive(name, number)
         super().__init__(
             query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from typing import get_args
+from typing import Unpack, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.arguments import Framed
 from lipscope.attention.ball import BallBound, on_ball
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
-from lipscope.errors import InputError
+from lipscope.attention.inner_product import Biased
+from lipscope.errors import InputError, check_count, check_positive
 
 
 @variant
-class DividedAttention(InnerProduct):
+class DividedAttention(Biased):
     """Dot-product attention, every head divided by a bound of it: 1-Lipschitz heads on a ball.
 
     ``P_h X V_h^T / B_h``, ``B_h`` the bound ``by`` of ``P_h X V_h^T`` for at most ``n`` tokens of
@@ -35,14 +35,7 @@ class DividedAttention(InnerProduct):
             ``mean-field`` bound with half the exponent.
         num_tokens: ``n``; longer inputs are refused.
         radius: ``R``, positive.
-        heads: Number of heads.
-        query_bias: ``(heads * k,)``.
-        key_bias: ``(heads * k,)``.
-        value_bias: ``(heads * d_v,)``.
-        output_bias: ``(d_out,)``.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together, a number is not positive, or the bound
@@ -67,39 +60,18 @@ class DividedAttention(InnerProduct):
         by: BallBound,
         num_tokens: int,
         radius: float,
-        heads: int = 1,
-        query_bias: Float[Tensor, " hk"] | None = None,
-        key_bias: Float[Tensor, " hk"] | None = None,
-        value_bias: Float[Tensor, " hv"] | None = None,
-        output_bias: Float[Tensor, " d_out"] | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        **frame: Unpack[Framed],
     ) -> None:
-        for name, number in (("num_tokens", num_tokens), ("radius", radius)):
-            if not 0 < number < math.inf:
-                raise InputError(f"`{name}` should be positive. Found `{name} = {number}`.")
+        check_count("num_tokens", num_tokens)
+        check_positive("radius", radius)
         if by not in get_args(BallBound):
             raise InputError(f"`by` should be one of {get_args(BallBound)}. Found `{by}`.")
-        if by == "mean-field" and (causal or mask is not None):
+        if by == "mean-field" and (frame.get("causal") or frame.get("mask") is not None):
             raise InputError(
                 "`by` should be `theorem-3.3` or `G2` under a mask, "
                 "where the mean-field bound fails."
             )
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-            causal=causal,
-            mask=mask,
-        )
+        super().__init__(query, key, value, output, **frame)
         self.by: BallBound = by
         self.num_tokens, self.radius = num_tokens, radius
 

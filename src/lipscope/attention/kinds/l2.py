@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from jaxtyping import Bool, Float
 from scipy.special import lambertw
 from torch import Tensor
 
-from lipscope.attention.core import Attention, variant
+from lipscope.attention.core import variant
+from lipscope.attention.distance import Distance
 from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import InputError
 
@@ -25,7 +25,7 @@ def phi_inverse(y: float) -> float:
 
 
 @variant
-class L2Attention(Attention):
+class L2Attention(Distance):
     """Attention by distance, Lipschitz on all inputs of one length.
 
     ``f^h(X) = P^h X A_h`` with ``P^h_ij ∝ exp(-|x_i W_h - x_j W_h|² / √k)`` and
@@ -83,30 +83,6 @@ class L2Attention(Attention):
         by_head = w.unflatten(0, (self.num_heads, -1))
         folded = self.value.unflatten(0, (self.num_heads, -1)) @ by_head.mT @ by_head
         return w, w, folded.flatten(0, 1)
-
-    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """``-|q_i - k_j|²``."""
-        s = torch.matmul(2 * q, k.mT, out=out)
-        return s - q.square().sum(-1, keepdim=True) - k.square().sum(-1)[..., None, :]
-
-    def score_jvp(
-        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
-    ) -> Tensor:
-        """``-2 <q_i - k_j, dq_i - dk_j>``."""
-        s = torch.matmul(torch.cat([dq, q], -1), torch.cat([2 * k, 2 * dk], -1).mT, out=out)
-        own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
-        return s - 2 * own - 2 * other
-
-    def score_size(self, q: Tensor, k: Tensor) -> Tensor:
-        """``(|q_i| + max_j |k_j|)²``: of what the distance is a difference."""
-        q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
-        return (q + k.amax(-1, keepdim=True)).square()
-
-    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
-        """``2 (gs k - rowsum(gs) q)`` and ``2 (gs^T q - colsum(gs) k)``."""
-        gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q
-        gk = torch.matmul(gs.mT, q) - gs.sum(-2)[..., None] * k
-        return 2 * gq, 2 * gk
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
         """``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.

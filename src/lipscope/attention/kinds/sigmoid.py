@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.arguments import Framed
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.inner_product import Biased
 from lipscope.attention.weighting import At, Weighting
-from lipscope.errors import InputError
+from lipscope.errors import check_finite_number
 
 
 class Sigmoid(Weighting):
@@ -37,7 +39,7 @@ class Sigmoid(Weighting):
 
 
 @variant
-class SigmoidAttention(InnerProduct):
+class SigmoidAttention(Biased):
     """Attention with weights ``P_ij = σ(scale <q_i, k_j> + b)``, ``b = -log m`` for ``m`` keys.
 
     Each weight is between 0 and 1; those of a row need not add up to 1. With ``b = -log m`` they
@@ -53,15 +55,8 @@ class SigmoidAttention(InnerProduct):
         key: ``(heads * k, d)``.
         value: ``(heads * d_v, d)``.
         output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
         offset: ``b``; minus the logarithm of the number of keys if None.
-        query_bias: ``(heads * k,)``.
-        key_bias: ``(heads * k,)``.
-        value_bias: ``(heads * d_v,)``.
-        output_bias: ``(d_out,)``.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
+        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together or the offset is not finite.
@@ -82,32 +77,12 @@ class SigmoidAttention(InnerProduct):
         value: Float[Tensor, "hv d"],
         output: Float[Tensor, "d_out hv"] | None = None,
         *,
-        heads: int = 1,
         offset: float | None = None,
-        query_bias: Float[Tensor, " hk"] | None = None,
-        key_bias: Float[Tensor, " hk"] | None = None,
-        value_bias: Float[Tensor, " hv"] | None = None,
-        output_bias: Float[Tensor, " d_out"] | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        **frame: Unpack[Framed],
     ) -> None:
-        if offset is not None and not math.isfinite(offset):
-            raise InputError(f"`offset` should be finite. Found `offset = {offset}`.")
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-            causal=causal,
-            mask=mask,
-        )
+        if offset is not None:
+            check_finite_number("offset", offset)
+        super().__init__(query, key, value, output, **frame)
         self.offset = offset
 
     def shift(self, num_keys: int, added: Tensor | None = None) -> float | Tensor:

@@ -17,7 +17,7 @@ from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.local import cores, local_results
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.place import Place
@@ -110,7 +110,8 @@ def _results(
         return local_results(request, shapes, jobs, workers)
     if importlib.util.find_spec("distributed") is None:
         raise InputError(
-            "`--cluster` needs the extra `cluster`; run `pip install 'lipscope[cluster]'`."
+            f"`--cluster` needs the extra `cluster`; run `{install('cluster')}` in the folder of "
+            "lipscope."
         )
     from lipscope.engine.sweep.cluster import cluster_results
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
 from lipscope.engine.sweep.local import start_time, threads_of
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
+from lipscope.models import device_of
 from lipscope.records.folder import SURVEY
 from lipscope.records.manifest import MANIFEST, check_same
 from lipscope.records.place import Place
@@ -27,7 +28,7 @@ from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
 
 _BUDGET = 10.0  # seconds of calibration
-_LONG = 5.0  # seconds of a job that is not done at a second length when the budget is spent
+_LONG = 20.0  # seconds of a job that is not done at a second length when the budget is spent
 _SLOPE = 2.0  # of the time in the number of tokens where two lengths do not say it
 _SLOPES = (1.0, 3.0)  # what two noisy times may say
 
@@ -66,6 +67,8 @@ def estimate(
     long as two lengths of each take, one where that takes long. Other lengths are interpolated on
     logarithms, and beyond the longest one the time grows like the last two lengths say, or like n².
     Looking at the models, starting a worker and loading come on top, as long as they take now.
+    Where a worker has one thread and no accelerator all of this is processor time: what else runs
+    on the machine changes little, and the sweep takes longer by what its workers have to wait.
 
     Args:
         spec: As for `sweep`.
@@ -82,15 +85,16 @@ def estimate(
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)
     request, held, known = _held(place_of(request, out), request)
-    began = time.perf_counter()
+    clock = _clock(request, threads_of(count))
+    began = clock()
     surveys = surveys_of(request, known)
-    looked = time.perf_counter() - began
+    looked = clock() - began
     shapes, jobs = [one.shape for one in surveys], plan(request.spec, surveys)
     todo = left_over(jobs, shapes, held)
     if not todo:
         return Estimate(len(jobs), len(jobs), 0.0, "Nothing is left to do.")
     wanted = Counter((_kind(job), job.num_tokens or 0) for job in todo)
-    times = _calibrated(request, shapes, todo, threads_of(count))
+    times = _calibrated(request, shapes, todo, threads_of(count), clock)
     each_job = {one: seconds_at(times[one[0]], one[1]) for one in wanted}
     total = math.fsum(n * each_job[one] for one, n in wanted.items())
     working = max(total / count, *each_job.values())  # a job is never divided
@@ -156,8 +160,18 @@ def _kind(job: Job) -> JobKind:
     return job.model, job.dtype, job.map, job.input, job.sample == 0
 
 
+def _clock(request: Request, threads: int) -> Callable[[], float]:
+    """What tells the time of one thread on a processor, or of the day."""
+    alone = threads == 1 and device_of(request.spec.device).type == "cpu"
+    return time.process_time if alone else time.perf_counter
+
+
 def _calibrated(
-    request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], threads: int
+    request: Request,
+    shapes: Sequence[Shape],
+    jobs: Sequence[Job],
+    threads: int,
+    clock: Callable[[], float],
 ) -> Times:
     """Seconds of one job of each kind, then of longer ones as long as there is time.
 
@@ -179,9 +193,9 @@ def _calibrated(
             if late and all(_enough(times.get(one)) for one in kinds):
                 break
             if not late or not _enough(times.get(kind)):
-                capture, whole = session.seconds(job, shapes[job.model])
+                capture, whole = session.seconds(job, shapes[job.model], clock)
                 if not times and capture + whole < 1:
-                    capture, whole = session.seconds(job, shapes[job.model])
+                    capture, whole = session.seconds(job, shapes[job.model], clock)
                 times.setdefault(kind, {})[n] = whole + capture / windows[job.window]
     finally:
         session.close()

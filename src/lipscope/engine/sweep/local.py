@@ -80,12 +80,15 @@ def threads_of(workers: int) -> int:
 
 
 def start_time() -> float:
-    """Seconds that a worker takes to start: one with nothing to do ends when it has."""
-    began = time.perf_counter()
+    """Processor seconds that a worker takes to start: one with nothing to do ends when it has."""
+    before, began = os.times(), time.perf_counter()
     with contextlib.suppress(OSError):
         nothing = subprocess.DEVNULL
         subprocess.run(COMMAND, stdin=nothing, stdout=nothing, env=_environment(1), check=False)
-    return time.perf_counter() - began
+    after = os.times()
+    used = after.children_user + after.children_system
+    used -= before.children_user + before.children_system
+    return used or time.perf_counter() - began  # not every system says so
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lipscope.experiments.experiment import Study
-from lipscope.experiments.findings import Table
+from lipscope.experiments.findings import Table, exponent
 from lipscope.experiments.texts import Text
 from lipscope.models import (
     LoadedModel,
@@ -138,6 +138,32 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
         )
         where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
         yield Table(f"Position without length: {where}, median sigma", columns, lines)
+
+
+def control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
+    """By model and text: what was changed; then what was drawn, each seed by itself."""
+    for model, text in dict.fromkeys((c.model, c.text) for c in controlled):
+        mine = [c for c in controlled if (c.model, c.text) == (model, text)]
+        layers = list(dict.fromkeys(layer for c in mine for layer in c.fits))
+        for drawn in (False, True):
+            part = [c for c in mine if (c.seed is not None) is drawn]
+            lines = tuple(
+                (
+                    c.name if c.seed is None else f"{c.name}, seed {c.seed}",
+                    *(exponent(c.fits.get(layer)) for layer in layers),
+                    *(number(c.median(layer), 3) for layer in layers),
+                )
+                for c in sorted(part, key=lambda c: c.name if drawn else "")
+            )
+            if lines:
+                longest = max(row.num_tokens for c in part for row in c.rows)
+                columns = (
+                    "changed",
+                    *(f"exponent, layer {layer}" for layer in layers),
+                    *(f"sigma at n = {longest}, layer {layer}" for layer in layers),
+                )
+                what = "What carries the growth" + ", drawn at random" * drawn
+                yield Table(f"{what}: {model}, {text}", columns, lines)
 
 
 def _median(rows: Sequence[Measurement], layer: int) -> float:

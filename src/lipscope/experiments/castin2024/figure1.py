@@ -10,7 +10,7 @@ from typing import Any
 from lipscope.charts.panels import Panel, Series, power_law
 from lipscope.engine.capture import layer_maps
 from lipscope.experiments.castin2024.adversarial import Adversarial, adversarial
-from lipscope.experiments.castin2024.controls import Control, controls, offsets
+from lipscope.experiments.castin2024.controls import Control, control_tables, controls, offsets
 from lipscope.experiments.castin2024.published import castin_scripts
 from lipscope.experiments.castin2024.windows import (
     as_in_the_paper,
@@ -24,7 +24,6 @@ from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.models.tracing.maps import MapName
 from lipscope.pages.rows import Rows
-from lipscope.pages.table import number
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import growth, slope_of, steps, top_held_fixed
 from lipscope.records.rows import Measurement
@@ -92,7 +91,7 @@ def figure1(study: Study) -> Findings:
         tables=(
             _exponents(cases, real, paired, coded),
             *_worst_tables(worst),
-            *_control_tables(controlled),
+            *control_tables(controlled),
             *(table for case in cases for table in offsets(study, case.loaded, case.text)),
         ),
         remarks=(*_remarks(study), *_on_samples(paired)),
@@ -344,32 +343,6 @@ def _worst_tables(worst: Sequence[Adversarial]) -> Iterator[Table]:
         yield Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
 
 
-def _control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
-    """By model and text: what was changed; then what was drawn, each seed by itself."""
-    for model, text in dict.fromkeys((c.model, c.text) for c in controlled):
-        mine = [c for c in controlled if (c.model, c.text) == (model, text)]
-        layers = list(dict.fromkeys(layer for c in mine for layer in c.fits))
-        for drawn in (False, True):
-            part = [c for c in mine if (c.seed is not None) is drawn]
-            lines = tuple(
-                (
-                    c.name if c.seed is None else f"{c.name}, seed {c.seed}",
-                    *(exponent(c.fits.get(layer)) for layer in layers),
-                    *(number(c.median(layer), 3) for layer in layers),
-                )
-                for c in sorted(part, key=lambda c: c.name if drawn else "")
-            )
-            if lines:
-                longest = max(row.num_tokens for c in part for row in c.rows)
-                columns = (
-                    "changed",
-                    *(f"exponent, layer {layer}" for layer in layers),
-                    *(f"sigma at n = {longest}, layer {layer}" for layer in layers),
-                )
-                what = "What carries the growth" + ", drawn at random" * drawn
-                yield Table(f"{what}: {model}, {text}", columns, lines)
-
-
 def _on_samples(paired: dict[str, Rows]) -> Iterator[str]:
     """What few windows do to an interval."""
     notes = {fit.note for rows in paired.values() for fit in _fits(rows).values() if fit}
@@ -387,8 +360,8 @@ def _remarks(study: Study) -> tuple[str, ...]:
             "Quick: 3 windows a length, few lengths, two layers.",
             "10 windows a length. Disjoint ones: every even n from 2 to 100, or for models of "
             "more than 12 layers n = 10, 20, …, 100. Same passages: n = 8 to 256 (512 where the "
-            "model was trained on as many), all layers, or "
-            "every fifth of more than 12, or three of random weights. Controls: n = 16 to 128.",
+            "model was trained on as many), all layers, or every fifth of more than 12, or three "
+            "of random weights. Controls: n = 16 to 128.",
         ),
         "Disjoint windows share no text, at one length or between lengths, as the paper says of "
         "its own; both kinds are spread over the whole text.",

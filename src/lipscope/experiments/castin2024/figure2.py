@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
 from lipscope.attention import DotProduct
@@ -31,34 +32,61 @@ def figure2(study: Study) -> Findings:
     """Gamma of every head and the radius of its layer's input on text."""
     found = [record for place in study.places() for record in _of(study, *place)]
     _draw(study, found)
-    positive = [r["factor"] for r in found if r["factor"] is not None]
-    missing = sum(r["factor"] is None for r in found)
-    shares = ", ".join(f"{_share(found, n):.1%} at n = {n:,}" for n in _LENGTHS)
+    heads = _heads(found)
+    models = dict.fromkeys(r["model"] for r in heads)
     return Findings(
-        (
-            Claim(
-                "γR² of a head",
-                "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own "
-                "numbers were not legible)",
-                f"median {middle(positive, 1)}; {missing} of {len(found)} heads have no positive γ",
-            ),
-            Claim(
-                "heads for which n - 1 ≤ e^(2γR²)",
-                "always satisfied in practice (Section 3.2)",
-                shares,
-            ),
-            Claim(
-                "γ* in place of γ (no real eigenvalue needed)",
-                "γ* ≥ γ (derived here)",
-                f"γ*R² {middle((r['star'] for r in found), 1)}",
-            ),
-        ),
-        (_table(found),),
+        tuple(c for m in models for c in _claims(m, [r for r in heads if r["model"] == m])),
+        (_table(heads),),
         (
             *study.not_run("bert-base-uncased"),
-            "R is the root mean square token norm of the layer's input, as in the scripts.",
+            "R is the root mean square token norm of the layer's input, as in the scripts. Each "
+            "head counts once, with the mean of R² over the texts; the figure shows them apart.",
             "With a rotary embedding A is taken at equal positions.",
         ),
+    )
+
+
+def _heads(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record a head: means over the texts."""
+    heads: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in found:
+        heads.setdefault((r["model"], r["layer"], r["head"]), []).append(r)
+    return [
+        one[0]
+        | {
+            "radius": statistics.fmean(r["radius"] for r in one),
+            "factor": None
+            if one[0]["factor"] is None
+            else statistics.fmean(r["factor"] for r in one),
+            "star": statistics.fmean(r["star"] for r in one),
+        }
+        for one in heads.values()
+    ]
+
+
+def _claims(model: str, heads: list[dict[str, Any]]) -> Iterator[Claim]:
+    positive = [r["factor"] for r in heads if r["factor"] is not None]
+    shares = ", ".join(f"{_share(heads, n):.1%} at n = {n:,}" for n in _LENGTHS)
+    slides = (
+        "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers were "
+        "not legible)"
+    )
+    yield Claim(
+        f"{model}: γR² of a head",
+        slides,
+        f"median {middle(positive, 1)}; {len(heads) - len(positive)} of {len(heads)} heads have "
+        "no positive γ",
+    )
+    yield Claim(
+        f"{model}: γ*R², which needs no real eigenvalue",
+        "γ* ≥ γ (derived here)",
+        f"median {middle((r['star'] for r in heads), 1)}; "
+        f"{sum(100 <= r['star'] <= 1000 for r in heads)} of {len(heads)} in 10² to 10³",
+    )
+    yield Claim(
+        f"{model}: heads for which n - 1 ≤ e^(2γR²)",
+        "always satisfied in practice (Section 3.2)",
+        shares,
     )
 
 
@@ -132,21 +160,21 @@ def _draw(study: Study, found: list[dict[str, Any]]) -> None:
     study.draw("figure2", "Figure 2: the scaling factor", panels, columns=2)
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
+def _table(heads: list[dict[str, Any]]) -> Table:
     lines = []
-    for key in dict.fromkeys((r["model"], r["text"], r["layer"]) for r in found):
-        mine = [r for r in found if (r["model"], r["text"], r["layer"]) == key]
+    for model, layer in dict.fromkeys((r["model"], r["layer"]) for r in heads):
+        mine = [r for r in heads if (r["model"], r["layer"]) == (model, layer)]
         factors = [r["factor"] for r in mine if r["factor"] is not None]
         lines.append(
             (
-                f"{key[0]}, {key[1]}",
-                str(key[2]),
+                model,
+                str(layer),
                 f"{mine[0]['radius']:.1f}",
                 middle(factors, 1),
                 f"{len(mine) - len(factors)} of {len(mine)}",
                 *(f"{_share(mine, n):.0%}" for n in _LENGTHS),
             )
         )
-    columns = ("model, text", "layer", "R", "γR², median and range", "heads without positive γ")
+    columns = ("model", "layer", "R", "γR², median and range", "heads without positive γ")
     wide = tuple(f"condition holds at n = {n:,}" for n in _LENGTHS)
     return Table("By layer", (*columns, *wide), tuple(lines))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct, variants
+from lipscope.attention.arguments import arguments
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study, ValueJob
 from lipscope.experiments.findings import Table
@@ -111,9 +112,7 @@ def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
     def build(d: int) -> Map:
         eye = torch.eye(d, dtype=torch.float64)
         needed = [
-            name
-            for name, one in inspect.signature(kind.__init__).parameters.items()
-            if one.default is inspect.Parameter.empty and name != "self"
+            name for name, one in arguments(kind).items() if one.default is inspect.Parameter.empty
         ]
         given: dict[str, Any] = {"query": sign * eye, "key": eye, "value": eye, **_OPTIONS}
         return kind(**{name: given.get(name, 1.0) for name in needed})

@@ -10,18 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.attention import Attention
 from lipscope.certificates.certify import certify_ball
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import captures, layer_maps
 from lipscope.errors import InputError
-from lipscope.experiments.castin2024.perturb import (
-    ascent_move,
-    of_size,
-    random_move,
-    sign_move,
-    split_change,
-)
+from lipscope.experiments.castin2024.perturb import split_change
 from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.experiments.texts import Text

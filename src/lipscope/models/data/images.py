@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.models.data.samples import Sample
 from lipscope.models.data.windows import digest
 from lipscope.models.loading import LoadedModel
@@ -130,8 +130,8 @@ def _read(file: Path, side: int) -> Tensor:
         from PIL import Image, ImageOps
     except ImportError:
         raise InputError(
-            "Pictures are read with Pillow, which is not installed; run "
-            "`pip install 'lipscope[images]'`, or use random pixels."
+            f"Pictures are read with Pillow, which is not installed; run `{install('images')}` in "
+            "the folder of lipscope, or use random pixels."
         ) from None
     import numpy as np
 

@@ -78,10 +78,10 @@ class Trace:
         others: Names of attention modules that were called the other way: no layers.
         norms: Calls of normalisation modules, in order.
         blocks: Calls of Transformer blocks, one per layer; empty unless asked for.
-        firsts: By path: the first block of a list of blocks, and the stream that enters it, in
-            the order in which they were called; for the map ``model``.
+        firsts: By path: the first block of a list, and the stream that enters it; for ``model``.
         output: The model's output tensor (``last_hidden_state`` where it has one).
         hidden: Whether the model says itself that this is its last hidden state.
+        draws: Whether its forward pass draws random numbers.
         remarks: What rows of a layer should say about this input, by layer.
     """
 
@@ -97,6 +97,7 @@ class Trace:
     firsts: dict[str, tuple[nn.Module, Stream]] = field(default_factory=dict)
     output: Tensor | None = None
     hidden: bool = False
+    draws: bool = False
     remarks: dict[int, str] = field(default_factory=dict)
 
 

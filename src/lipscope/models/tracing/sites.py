@@ -258,8 +258,8 @@ def attention_sites(
                     f"`{name}.{held}`; match that, or give the whole path of one module."
                 )
         return outer
-    # A variant inside lipscope's own is no module that is called.
-    whole = tuple(f"{n}." for n, m in named.items() if isinstance(m, nn.MultiheadAttention))
+    # A variant inside other attention is no layer of the model.
+    whole = tuple(f"{n}." for n, m in named.items() if _is_whole(m))
     found = {n: m for n, m in named.items() if is_attention(m) and not n.startswith(whole)}
     inner = {
         name: m
@@ -281,6 +281,12 @@ def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
     name = type_before_parametrizations(module).__name__
     return name.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module is one layer with all that it holds."""
+    own = is_attention(module) and any(isinstance(m, Attention) for m in module.children())
+    return own or isinstance(module, nn.MultiheadAttention)
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:

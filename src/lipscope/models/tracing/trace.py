@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -118,19 +118,26 @@ def _traced(
             stack.enter_context(followed())
         else:
             stack.enter_context(torch.no_grad())
+        stack.enter_context(_same_draws(model))
+        before = torch.get_rng_state()
         output = _run_once(model, each_tensor(inputs, marked) if marks else inputs)
+        record.draws = not torch.equal(torch.get_rng_state(), before)
         record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
     return record
 
 
+# What the code of models and of torch's own layers raises where an input does not fit.
+_OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
+
 def _run_once(model: nn.Module, inputs: Inputs) -> Any:
     """`run`, with whatever the model's own code raises as one line."""
     try:
-        return run(model, inputs)
+        return _called(model, inputs)
     except InputError:
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as problem:
+    except _OF_MODELS as problem:
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
@@ -138,8 +145,22 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
         ) from problem
 
 
+@contextlib.contextmanager
+def _same_draws(model: nn.Module) -> Iterator[None]:
+    """What a forward pass draws (noise that masks patches) is the same each time it is run."""
+    used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(used):
+        torch.manual_seed(0)
+        yield
+
+
 def run(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model without a key/value cache."""
+    """Call the model without a key/value cache; what it draws is the same each time."""
+    with _same_draws(model):
+        return _called(model, inputs)
+
+
+def _called(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, tuple):
         return model(*inputs)
     extra = {}

@@ -103,7 +103,6 @@ class Ball:
                 "upper_v": top,
                 "upper_a": self._moment(rows, z, c.mu)[1],
                 "change_v": eigenvalue(moved),
-                "change_a": eigenvalue(_gram(change * z)),
             }
             if c.rotary is not None:
                 found["rows"] = self._rotary_rows(rows, y)
@@ -132,10 +131,19 @@ class Ball:
         return torch.minimum(by_norms, (total * self.sums["change_v"]).sqrt())
 
     @cached_property
+    def _change_a(self) -> Tensor:
+        """As ``change_v`` of `sums`, of ``A^T y``: not every form asks for it."""
+        parts = [
+            eigenvalue(_gram(self.p.change[rows, :, None].sqrt() * self.c.z(rows)))
+            for rows in self.c.chunks()
+        ]
+        return torch.cat(parts)
+
+    @cached_property
     def _key_moved(self) -> Tensor:
         total = self.p.change.sum(-1)
         by_norms = (self.p.change * self.c.mu).sum(-1)
-        return torch.minimum(by_norms, (total * self.sums["change_a"]).sqrt())
+        return torch.minimum(by_norms, (total * self._change_a).sqrt())
 
     @cached_property
     def own_change(self) -> Tensor:
@@ -143,7 +151,7 @@ class Ball:
         c, sums = self.c, self.sums
         v, a = c.head.norm_v * self.spread, c.norm_a * self.spread
         return (
-            (sums["change_v"] * sums["change_a"]).sqrt()
+            (sums["change_v"] * self._change_a).sqrt()
             + self.mean_moved * self._key_moved
             + v * sums["upper_a"].sqrt()
             + a * sums["upper_v"].sqrt()

@@ -1,0 +1,307 @@
+"""The largest sigma that is known to be reached at a radius, and what bounds say there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lipscope.attacks import ascend, worst
+from lipscope.attention import Attention
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import captures
+from lipscope.experiments.experiment import Study, ValueJob, experiment
+from lipscope.experiments.findings import Claim, Findings, Table, middle
+from lipscope.experiments.texts import Text
+from lipscope.linalg.singular import top_singular
+from lipscope.models import LoadedModel
+from lipscope.pages.table import number
+from lipscope.records.growth import slope_of
+from lipscope.theorems import bounds_at, catalogue
+
+Record = dict[str, Any]
+
+
+@experiment(
+    "castin2024/worst-input",
+    title="The worst known input of a layer against the number of tokens",
+    cite="castin2024",
+    models=("minilm", "smollm2"),
+    quick_models=("minilm",),
+)
+def worst_input(study: Study) -> Findings:
+    """Constructions, ascent and text under the largest token norm of the text, and the bounds."""
+    found = [record for place in study.places() for record in _of(study, *place)]
+    _draw(study, found)
+    return Findings(
+        tuple(_claims(found)),
+        (*_layer_tables(found), *_head_tables(found)),
+        (
+            "The worst known input is the largest of all that was tried: a lower value of the "
+            "worst case, at tokens no larger than the largest of the layer's texts.",
+            "Constructions place tokens by one head at a time; sigma is that of the whole layer, "
+            "or of one head in the table of heads. Rotary layers have few: their logits depend on "
+            "position.",
+            f"Text: the largest of {study.pick(2, 5)} windows. Ascent: "
+            f"{study.pick(5, 30)} steps from the text, the four best constructions and two random "
+            f"starts; beside it {study.pick(2, 8)} random starts alone, with as many steps.",
+            "Bounds hold for all inputs of this length and radius: the smallest of the catalogue, "
+            "and Theorem E.3, which is Theorem 3.3 of the paper with biases.",
+        ),
+    )
+
+
+def _of(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
+    count = int(loaded.config.num_hidden_layers)
+    lengths = study.pick([4, 12], [2, 4, 8, 16, 32, 64, 100])
+    for layer in study.pick([count // 2], [0, count // 2, count - 1]):
+        places: dict[int, list[Any]] = {n: [] for n in lengths}
+        for one in captures(
+            loaded,
+            text.content,
+            layers=[layer],
+            lengths=lengths,
+            samples=study.pick(2, 5),
+            special_tokens=False,
+        ):
+            places[len(one.x)].append(one)
+        # One radius at all lengths, so that the curve is one of n alone; upward in the last digit.
+        largest = max(float(one.x.norm(dim=-1).max()) for at in places.values() for one in at)
+        radius = float(f"{1.0005 * largest:.3e}")
+        jobs = [_job(study, loaded, text, layer, radius, at) for at in places.values() if at]
+        yield from study.values(f"worst-{loaded.name}-{text.name}-{layer}", jobs)
+
+
+def _job(
+    study: Study, loaded: LoadedModel, text: Text, layer: int, radius: float, at: Sequence[Any]
+) -> ValueJob:
+    n, steps = len(at[0].x), study.pick(5, 30)
+
+    def compute() -> Record:
+        whole, inputs = at[0].attention, [one.x for one in at]
+        draw = torch.Generator().manual_seed(n)
+        given: Record = {"num_tokens": n, "radius": radius, "generator": draw}
+        # Without the text among the starts: what its ascent adds is counted as ascent.
+        built = _by_name(whole, given)
+        rows = worst(whole, **given, restarts=2, steps=steps, start=inputs[:1])
+        alone = ascend(whole, **given, restarts=study.pick(2, 8), steps=steps)
+        heads = range(0, whole.num_heads, study.pick(6, 1))
+        return {
+            "real": max(_sigma(one.attention, one.x) for one in at),
+            "built": built,
+            "ascent": max((r.sigma for r in rows if r.name == "ascent" and r.sigma), default=None),
+            "random ascent": alone.top.sigma,
+            "bounds": _bounds(whole, n, radius),
+            "heads": [_head(whole.head(h), inputs[0], given) for h in heads],
+        }
+
+    key = {"model": loaded.name, "text": text.name, "layer": layer, "n": n, "radius": radius}
+    return key | {"steps": steps}, compute
+
+
+def _by_name(layer: Attention, given: Record) -> dict[str, float]:
+    """The largest sigma of each construction."""
+    best: dict[str, float] = {}
+    for row in worst(layer, **given, steps=0):
+        if row.sigma is not None:
+            name = row.name.split(" (")[0]  # clusters at either end of the spectrum are of one kind
+            best[name] = max(row.sigma, best.get(name, 0.0))
+    return best
+
+
+def _head(head: Attention, x: torch.Tensor, given: Record) -> Record:
+    built, bounds = _by_name(head, given), _bounds(head, given["num_tokens"], given["radius"])
+    return {"real": _sigma(head, x), "built": built, "least": min(bounds.values(), default=None)}
+
+
+def _sigma(layer: Attention, x: torch.Tensor) -> float:
+    return top_singular(layer.linearise(x), generator=torch.Generator().manual_seed(0)).sigma
+
+
+def _bounds(layer: Attention, n: int, radius: float) -> dict[str, float]:
+    """Upper bounds for all inputs of this length and radius."""
+    sound = {t.name for t in catalogue() if t.sound and t.kind == "upper" and t.scope != "limit"}
+    return {
+        bound.theorem: bound.value
+        for bound in bounds_at(layer, num_tokens=n, radius=radius, metric="frobenius")
+        if bound.value is not None and bound.theorem in sound
+    }
+
+
+# --- what is said ----------------------------------------------------------------------------
+
+
+def _envelope(record: Record) -> float:
+    """The largest sigma known at this radius and length."""
+    known = [*record["built"].values(), record["real"], record["random ascent"]]
+    return max(*known, record["ascent"] or 0.0)
+
+
+def _construction(record: Record) -> float | None:
+    return max(record["built"].values(), default=None)
+
+
+def _claims(found: Sequence[Record]) -> Iterator[Claim]:
+    def ratio(
+        above: Callable[[Record], float | None], below: Callable[[Record], float | None]
+    ) -> str:
+        values = [a / b for r in found if (a := above(r)) is not None and (b := below(r))]
+        return f"{middle(values)} times" if values else "no such input for these layers"
+
+    yield Claim(
+        "gradient ascent from random starts, against the best construction",
+        "gradient ascent gives poor results (Section 5.2)",
+        ratio(lambda r: r["random ascent"], _construction),
+    )
+    yield Claim(
+        "ascent from everything known, against the best construction",
+        "not in the paper",
+        ratio(lambda r: r["ascent"], _construction),
+    )
+    yield Claim(
+        "best construction, against two clusters",
+        "two clusters reach the growth of the bound (Proposition 3.4)",
+        ratio(_construction, lambda r: r["built"].get("two_cluster")),
+    )
+    yield Claim(
+        "worst known input, against text",
+        "text is far from the worst case (Section 5)",
+        ratio(_envelope, lambda r: r["real"]),
+    )
+    slopes = [_slope(mine) for _, mine in _by_layer(found) if len(mine) > 2]
+    yield Claim(
+        "growth of the worst known input with n",
+        "n^(1/2) until e^(2γR²) (Theorem 3.3, Proposition 3.4)",
+        f"mean slope {middle(slopes)}" if slopes else "too few lengths",
+    )
+    for name, said in (
+        ("castin_thm_e_3", "Theorem 3.3 with biases (Appendix E.3)"),
+        ("castin_thm_3_3", "tight in n (Section 3.2)"),
+    ):
+        if any(name in r["bounds"] for r in found):
+            yield Claim(
+                f"{name}, against the worst known input",
+                said,
+                ratio(lambda r, name=name: r["bounds"].get(name), _envelope),
+            )
+    yield Claim(
+        "smallest bound for all inputs, against the worst known input",
+        "derived here",
+        ratio(_least, _envelope),
+    )
+    below = sum((least := _least(r)) is not None and _envelope(r) > least for r in found)
+    yield Claim("bounds below a known input", "none", f"{below} of {len(found)}")
+
+
+def _least(record: Record) -> float | None:
+    return min(record["bounds"].values(), default=None)
+
+
+def _slope(records: Sequence[Record]) -> float:
+    return slope_of((r["n"], _envelope(r)) for r in records)
+
+
+def _by_layer(found: Sequence[Record]) -> Iterator[tuple[tuple[str, str, int], list[Record]]]:
+    for place in dict.fromkeys((r["model"], r["text"], r["layer"]) for r in found):
+        yield place, [r for r in found if (r["model"], r["text"], r["layer"]) == place]
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else number(value, 3)
+
+
+def _layer_tables(found: Sequence[Record]) -> Iterator[Table]:
+    for (model, text, layer), mine in _by_layer(found):
+        lines = []
+        for r in mine:
+            by = max(r["built"], key=r["built"].get, default="–")
+            values = (
+                r["real"],
+                r["built"].get("two_cluster"),
+                _construction(r),
+                r["random ascent"],
+                r["ascent"],
+                _least(r),
+                r["bounds"].get("castin_thm_e_3"),
+            )
+            cells = [_cell(value) for value in values]
+            lines.append((str(r["n"]), *cells[:3], by, *cells[3:]))
+        columns = (
+            "n",
+            "text",
+            "two clusters",
+            "best construction",
+            "which",
+            "ascent, random starts",
+            "ascent, all starts",
+            "smallest bound",
+            "Theorem E.3",
+        )
+        title = f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads"
+        yield Table(title, columns, tuple(lines))
+
+
+def _head_tables(found: Sequence[Record]) -> Iterator[Table]:
+    lines = []
+    for (model, text, layer), mine in _by_layer(found):
+        for r in mine:
+            placed = [h for h in r["heads"] if h["built"]]
+            if not placed:
+                continue
+            known = [max(*h["built"].values(), h["real"]) for h in placed]
+            gains = [k / h["real"] for k, h in zip(known, placed, strict=True)]
+            loose = [h["least"] / k for k, h in zip(known, placed, strict=True) if h["least"]]
+            which = [max(h["built"], key=h["built"].get) for h in placed]
+            most = statistics.mode(which)
+            lines.append(
+                (
+                    f"{model}, {text}",
+                    str(layer),
+                    str(r["n"]),
+                    middle(known, 1),
+                    middle(gains, 1),
+                    f"{most}, {which.count(most)} of {len(which)}",
+                    middle(loose, 1) if loose else "–",
+                )
+            )
+    columns = (
+        "model, text",
+        "layer",
+        "n",
+        "worst known",
+        "against text",
+        "most often",
+        "smallest bound against it",
+    )
+    if lines:
+        yield Table("One head at a time: median and range over heads", columns, tuple(lines))
+
+
+# --- what is drawn ---------------------------------------------------------------------------
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    for text in study.texts:
+        panels = []
+        for (model, name, layer), mine in _by_layer(found):
+            if name == text.name:
+                curves: dict[str, Callable[[Record], float | None]] = {
+                    "text, largest of its windows": lambda r: r["real"],
+                    "two clusters": lambda r: r["built"].get("two_cluster"),
+                    "ascent from random starts": lambda r: r["random ascent"],
+                    "worst known input": _envelope,
+                }
+                series = [Series(label, _curve(mine, of)) for label, of in curves.items()]
+                least = _curve(mine, _least)
+                series.append(Series("smallest bound for all inputs", least, "dashes"))
+                title = f"{model}, layer {layer}, radius {mine[0]['radius']:.3g}"
+                panels.append(Panel(title, tuple(series)))
+        study.draw(f"worst-input-{text.name}", f"Worst known inputs, {text.name}", panels)
+
+
+def _curve(
+    records: Sequence[Record], of: Callable[[Record], float | None]
+) -> tuple[tuple[int, float], ...]:
+    return tuple((r["n"], y) for r in records if (y := of(r)) is not None)

@@ -1,0 +1,68 @@
+"""The vision Transformer of known Lipschitz constant: certificates hold, attacks find less."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipscope.errors import InputError
+from lipscope.experiments import reproduce
+from lipscope.experiments.castin2024 import divide_by_bound
+from lipscope.experiments.castin2024.digits import Classifier, Digits, attacked, digits, trained
+from lipscope.experiments.castin2024.divide_by_bound import _KINDS, attention_of
+
+
+def blobs() -> Digits:
+    """Ten noisy images of their own, as many of each as of the others."""
+    gen = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % 10
+    images = torch.rand(10, 1, 8, 8, generator=gen)[labels]
+    images = images + 0.1 * torch.randn(120, 1, 8, 8, generator=gen)
+    return Digits(images, labels, images[:40], labels[:40])
+
+
+SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS[1:3]]
+
+
+@pytest.mark.parametrize("kind", [_KINDS[0], *SLOW, *_KINDS[3:]])
+def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
+    torch.manual_seed(0)
+    data = blobs()
+    net = trained(Classifier(attention_of(kind)), data, 5, 0).double()
+    images, labels = data.test_images.double(), data.test_labels
+    slope, radii = net.slope(), net.certified(images, labels)
+
+    def inner(x):
+        held = []
+        handle = net.head.register_forward_pre_hook(lambda _, given: held.append(given[0]))
+        net(x)
+        handle.remove()
+        return held[0]
+
+    jacobian = torch.autograd.functional.jacobian(lambda x: inner(x[None, None])[0], images[0, 0])
+    assert torch.linalg.matrix_norm(jacobian.flatten(1), 2) <= slope
+    right = net(images).argmax(1) == labels
+    assert bool(right.any()) and bool((radii > 0).equal(right))
+    # Each image is attacked at its own radius: as one image, of a ball of that size.
+    for i in right.nonzero()[:5, 0].tolist():
+        assert bool(attacked(net, images[i : i + 1], labels[i : i + 1], float(radii[i])).all())
+    assert int(attacked(net, images, labels, 1e3).sum()) < int(right.sum())
+
+
+@pytest.mark.slow
+def test_the_experiment_says_what_was_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(divide_by_bound, "digits", blobs)
+    found = reproduce("castin2024/divide-by-bound", quick=True, out=tmp_path / "a")
+    for kind, *shares in found.tables[1].lines:
+        means = [float(one.split()[0]) for one in shares]
+        assert all(sure <= tried for sure, tried in zip(means[::2], means[1::2], strict=True)), kind
+    assert Path(tmp_path / "a" / "divide-by-bound.png").exists()
+
+
+def test_without_its_package_the_experiment_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'lipscope\[digits\]'"):
+        digits()
