@@ -15,7 +15,6 @@ from lipscope.pages.table import number
 from lipscope.records.sampling import mean_interval, share_interval
 
 _LENGTH = 16
-_LAYER = 3
 _PASSAGES, _LONG = 20, 100  # of each text; characters
 _RIVALS = ("hotflip", "duplicate", "random")
 Number = Callable[[TextEdit], float | None]
@@ -31,7 +30,8 @@ Number = Callable[[TextEdit], float | None]
 def text_edits(study: Study) -> Findings:
     """One token against the model's output, a layer's, and the nearest neighbour."""
     queries, samples = study.pick((8, 2), (16, 120))
-    passages = [part for text in study.texts for part in _passages(text.content)]
+    cut = [part for text in study.texts for part in _passages(text.content)]
+    passages = [*{" ".join(part.split()): part for part in cut}.values()]  # each once
     asked = {"queries": queries, "samples": samples}
     change = _asked(study, target="model", **asked)
     flips = _asked(study, target="model", between=passages, **asked)
@@ -39,7 +39,7 @@ def text_edits(study: Study) -> Findings:
     _draw(study, change)
     tables = [
         _table("The model's output, one token", change),
-        _table(f"The output of layer {_LAYER}'s attention, one token", layer),
+        _table("The output of the middle layer's attention, one token", layer),
         _flips(flips, len(passages)),
     ]
     return Findings(
@@ -83,7 +83,8 @@ def text_edits(study: Study) -> Findings:
 def _asked(study: Study, **options: Any) -> list[TextEdit]:
     found: list[TextEdit] = []
     for model, text in study.places():
-        where: dict[str, Any] = {"layer": _LAYER, "length": _LENGTH, "out": study.folder}
+        middle = getattr(model.config, "num_hidden_layers", 0) // 2
+        where: dict[str, Any] = {"layer": middle, "length": _LENGTH, "out": study.folder}
         found += attack_text(model, text.content, budget=1, **where, **options).edits
     return found
 
