@@ -68,6 +68,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {**_GROUPED, "attention_bias": True}),
     "mistral": ("mistral", {**_GROUPED, "sliding_window": 2}),
     "mistral, wide heads": ("mistral", {**_GROUPED, "head_dim": 12, "sliding_window": None}),
+    "granite": (
+        "granite",
+        {**_GROUPED, "attention_multiplier": 0.3, "residual_multiplier": 0.2},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        {**_GROUPED, "attention_multiplier": 0.3, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
     "mixtral": ("mixtral", {**_GROUPED, "num_local_experts": 2}),
     "gemma": ("gemma", _WIDE),
     "gemma2": ("gemma2", {**_WIDE, **_BOTH, "attn_logit_softcapping": 0.5}),
@@ -97,10 +105,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2_with_registers": ("dinov2_with_registers", {**_IMAGE, "num_register_tokens": 1}),
     "vit_msn": ("vit_msn", _IMAGE),
     "ijepa": ("ijepa", _IMAGE),
+    "beit": (
+        "beit",
+        {**_IMAGE, "use_relative_position_bias": True, "layer_scale_init_value": 0.3},
+    ),
+    "beit, shared": ("beit", {**_IMAGE, "use_shared_relative_position_bias": True}),
 }
 # Copies of a layout that is tested in full, or of a call that differs in its options only.
 COPIES = ("xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "ernie", "gpt2, unscaled")
-COPIES += ("gpt_neox, no biases", "mixtral", "vit, no biases", "deit", "vit_msn", "ijepa")
+COPIES += (
+    "gpt_neox, no biases",
+    "mixtral",
+    "granitemoe",
+    "beit, shared",
+    "vit, no biases",
+    "deit",
+    "vit_msn",
+    "ijepa",
+)
 COPIES += ("qwen3_moe", "mt5", "mbart", "marian", "pegasus")
 FULL = (*(name for name in MODELS if name not in COPIES), TORCH)
 WINDOWS = {"mistral": 2, "qwen2, window": 2, "phi3": 3, "gemma2": 3, "gemma3": 3}

@@ -35,13 +35,13 @@ INSIDE = {
     "pages": "identity page",
     "records": "changed charlm cli_rows engine_bounds folder growth normed parquet perturb record "
     "report reliability reliability_sweep reproduce residual_bounds run sweep",
-    "theorems": "bounds bounds_values certify control inputs local normed zero_token",
+    "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.
 SHARED = {
     "attention": "agreement",
     "engine": "abuse sweeps",
-    "models": "zoo",
+    "models": "zoo_models",
     "records": "damage folders rows",
 }
 

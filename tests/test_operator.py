@@ -49,7 +49,13 @@ def test_leading_axes_are_free():
 
 
 @pytest.mark.parametrize(
-    "constant", [lambda x: torch.ones(3), lambda x: (0 * x).detach() + 1, lambda x: x * 0]
+    "constant",
+    [
+        lambda x: torch.ones(3),
+        lambda x: (0 * x).detach() + 1,
+        lambda x: x * 0,
+        lambda x: torch.zeros(3, requires_grad=True) * 2,
+    ],
 )
 def test_a_constant_function_has_the_zero_jacobian(constant):
     assert not to_dense(linearise(constant, torch.ones(3))).any()

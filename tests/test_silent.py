@@ -17,6 +17,7 @@ import lipscope as ls
 from lipscope import InputError
 
 WIDTH, N = 16, 7
+GRID = torch.tensor([[1, 1, N]])
 EXACT: dict[str, Any] = {"dtype": "float64", "tol": 1e-9}
 
 
@@ -118,6 +119,27 @@ def test_a_model_that_turns_its_input_itself_is_cut_along_its_first_axis():
     for batch in (3, N):
         rows = ls.measure(Turning().double().eval(), tokens(batch=batch), **EXACT)
         assert [r.num_tokens for r in rows] == [N] * batch
+
+
+class Packed(nn.Module):
+    """Patches of a picture as the rows of one tensor, without a batch; as many as its grid says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(OwnAttention())])
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
+        grid = torch.arange(int(grid_thw.prod(-1).sum())).to(hidden_states)[:, None]
+        return self.layers[0](hidden_states + grid)  # one row alone would be spread over all
+
+
+def test_packed_patches_are_one_sample_and_no_batch():
+    model, x = Packed().double(), tokens()[0]
+    row = only(ls.measure(model, {"hidden_states": x, "grid_thw": GRID}, map="block", **EXACT))
+    start = x + torch.arange(N)[:, None]
+    assert row.sigma == pytest.approx(truth(model.layers[0], start), rel=1e-8)
+    with pytest.raises(InputError, match="one picture"):
+        ls.measure(model, {"hidden_states": x, "grid_thw": GRID.repeat(2, 1)}, map="block")
 
 
 @pytest.mark.parametrize("map", ["attention", "block", "model"])
@@ -281,6 +303,42 @@ def test_complex_buffers_keep_their_imaginary_part():
     rows = [only(ls.measure(model, x, dtype=d, tol=1e-4)) for d in ("float32", "float64")]
     expected = truth(lambda u: site_of(model)(u[None])[0], x[0])
     assert [row.sigma for row in rows] == pytest.approx([expected] * 2, rel=1e-4)
+
+
+class VmapAttention(OwnAttention):
+    """A mask that is made inside `vmap`, where a tensor has no place in memory."""
+
+    def weights(self, x: Tensor, y: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        seen = torch.vmap(lambda i: (at[None] + at[None] * 1.0) * 0.5 + i * 0 <= i)(at)
+        return (self.q(x) @ self.k(y).mT).where(seen[:, 0], -torch.inf).softmax(-1)
+
+
+def test_sums_of_a_model_that_makes_its_mask_inside_vmap():
+    model, x = Model(Block(VmapAttention())).double(), tokens()
+    row = only(ls.measure(model, x, map="block", **EXACT))
+    assert row.sigma == pytest.approx(truth(lambda u: model(u[None])[0], x[0]), rel=1e-8)
+    row = only(ls.measure(model, x, map="residual", **EXACT))
+    site = site_of(model)
+    assert row.sigma == pytest.approx(truth(lambda u: u + site(u[None])[0], x[0]), rel=1e-8)
+
+
+class TalkingHeadAttn(Own):
+    """Named as CaiT names it."""
+
+
+class ClassAttn(Own):
+    """The class token reads all, as behind CaiT: one token comes out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.weights(x[:, :1], x) @ self.v(x))
+
+
+@pytest.mark.parametrize("kind", [TalkingHeadAttn, ClassAttn])
+def test_attention_by_its_shorter_name(kind):
+    model, x = Model(Block(kind())).double(), tokens()
+    row = only(ls.measure(model, x, **EXACT))
+    assert row.sigma == pytest.approx(truth(lambda u: site_of(model)(u[None])[0], x[0]), rel=1e-8)
 
 
 # --- the output projection

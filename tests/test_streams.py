@@ -264,18 +264,17 @@ def test_a_model_that_is_called_with_bare_ids(gives: str) -> None:
         expected = truth(model, IDS, start, end)
         for given in (IDS, {"idx": IDS}):
             assert one(model, given, map).sigma == pytest.approx(expected, rel=1e-5)
-    if gives == "hidden":
-        expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
-        assert one(model, IDS, "model").sigma == pytest.approx(expected, rel=1e-5)
-    else:
-        with pytest.raises(ls.InputError, match="leave out the head"):
-            ls.measure(model, IDS, map="model", dtype="float64")
+    expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
+    row = one(model, IDS, "model")
+    assert row.sigma == pytest.approx(expected, rel=1e-5)
+    assert (row.note or "").startswith("read behind `transformer.ln_f`") == (gives != "hidden")
 
 
 def test_logits_of_one_token_are_no_hidden_state_however_wide() -> None:
     torch.manual_seed(0)
-    with pytest.raises(ls.InputError, match="leave out the head"):
-        ls.measure(GPT("last and loss", vocab=WIDTH), IDS, map="model", dtype="float64")
+    model = GPT("last and loss", vocab=WIDTH)
+    expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
+    assert one(model, IDS, "model").sigma == pytest.approx(expected, rel=1e-5)
 
 
 # --- a stream in two parts: what the last layer gave, and the sum of what came before (vLLM)
@@ -327,3 +326,32 @@ def test_a_stream_in_two_parts() -> None:
     assert one(model, IDS, "attention").sigma == pytest.approx(expected, rel=1e-5)
     expected = truth(model, IDS, "h.0", "norm")
     assert one(model, IDS, "model").sigma == pytest.approx(expected, rel=1e-5)
+
+
+# --- Mllama: some blocks of the decoder read the picture, under a name of their own
+
+
+def test_cross_attention_of_mllama() -> None:
+    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
+    from transformers.models.mllama.modeling_mllama import MllamaTextModel
+
+    torch.manual_seed(0)
+    sizes = {**TEXT, "cross_attention_layers": [1], "rope_theta": 10.0, "bos_token_id": 1}
+    config = MllamaTextConfig(**sizes, eos_token_id=2)
+    model: Any = MllamaTextModel._from_config(config, attn_implementation="eager").double().eval()
+    for p in model.parameters():
+        p.data += torch.randn_like(p) * 0.3
+    states = torch.randn(1, 3, 8, dtype=torch.float64)
+    inputs = {"input_ids": IDS, "cross_attention_states": states}
+    site, taken = model.layers[1].cross_attn, dict[str, Any]()
+    site.register_forward_pre_hook(lambda _, a, given: taken.update(given), with_kwargs=True)
+    for side, name in (("query", "hidden_states"), ("key", "cross_attention_states")):
+        row = ls.measure(model, inputs, side=side, dtype="float64", tol=1e-6)[0]  # pyright: ignore
+        assert (row.module, row.argument) == ("layers.1.cross_attn", name)
+        given = {**taken, "past_key_values": None}
+        x = given.pop(name).detach()
+        jacobian: Any = torch.autograd.functional.jacobian(
+            lambda u, given=given, name=name: site(**{**given, name: u})[0], x
+        )
+        expected = torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2)
+        assert row.sigma == pytest.approx(float(expected), rel=1e-5)

@@ -25,6 +25,7 @@ FEATURES = {
     "measures": "exact transport between measures of unequal weights",
     "cluster": "sweeps on a Dask cluster",
     "gguf": "models stored as GGUF, such as smollm2",
+    "timm": "models of timm, by name",
     "dev": "the checks of make test",
 }
 """What an extra is for; one that is not named here stands for itself."""

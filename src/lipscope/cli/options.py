@@ -28,7 +28,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="[MODEL]",
-        help="minilm, a folder, a hub id, random:FAMILY…",
+        help="minilm, a folder, a hub id, timm:NAME, random:FAMILY…",
         autocompletion=models,
     ),
 ]

@@ -188,7 +188,9 @@ class Tape:
 
     def rmatvec(self, g: Tensor) -> Tensor:
         """``J^T g``."""
-        (out,) = torch.autograd.grad(self.y, self.point, g, retain_graph=True)
+        (out,) = torch.autograd.grad(
+            self.y, self.point, g, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         return out
 
 

@@ -53,6 +53,33 @@ def entries_of(config: Path) -> Mapping[str, Any]:
     return {}
 
 
+def entries_in(name: str, text: str) -> dict[str, Any]:
+    """The entries ``key=value``, with commas between them, that follow a name.
+
+    Raises:
+        InputError: If one is of another form.
+
+    >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
+    {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
+    """
+    entries: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(
+                f"The entries of `{name}` should be of the form key=value. Found `{part}`."
+            )
+        entries[key] = _value(value)
+    return entries
+
+
+def _value(text: str) -> int | float | bool | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def check_counts(name: str, entries: Mapping[str, Any]) -> None:
     """Refuse what would take hours to build, even without weights."""
     for key, value in entries.items():

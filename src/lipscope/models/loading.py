@@ -18,21 +18,13 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError, install, shown
-from lipscope.models.asked import check_counts, entries_of, parted
+from lipscope.models.asked import check_counts, entries_in, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
+from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
 from lipscope.models.tokens import Bytes, tokenizer_at
 from lipscope.models.trained import trained_length
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """How pictures become pixels: their side, and mean and deviation of each channel."""
-
-    side: int
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,8 @@ class LoadedModel:
             InputError: If there is none.
         """
         if self.tokenizer is None:
-            sees = "pixel_values" in inspect.signature(self.model.forward).parameters
+            takes = inspect.signature(self.model.forward).parameters
+            sees = self.pixels is not None or "pixel_values" in takes
             other = (
                 "pass `images` instead"
                 if sees
@@ -156,6 +149,8 @@ def load_model(
     Args:
         name: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder
             in Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id.
+            ``timm:NAME`` for a model of timm, ``random:timm:NAME[,key=value,…]`` without its
+            weights.
         revision: Revision, if not in the name.
         seed: Seed of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
@@ -174,7 +169,9 @@ def load_model(
         raise InputError(
             f"`seed` should be a whole number from 0, below 2^63. Found `{shown(seed)}`."
         )
-    if plain.startswith("random:"):
+    if plain.startswith(("timm:", "random:timm:")):
+        loaded = _timm_model(plain, seed)
+    elif plain.startswith("random:"):
         loaded = _random_model(plain, seed)
     elif plain in PACKAGES:
         loaded = _package_model(plain, PACKAGES[plain])
@@ -299,6 +296,16 @@ def _stored(name: str, model: nn.Module, tokenizer: Any, revision: str | None) -
     return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
 
 
+def _timm_model(name: str, seed: int) -> LoadedModel:
+    pretrained = not name.startswith("random:")
+    kind, _, text = name.partition("timm:")[2].partition(",")
+    entries = entries_in(f"timm:{kind}", text)
+    model, pixels = from_timm(kind, entries, pretrained=pretrained, seed=seed)
+    revision = f"sha256:{fingerprint(model)}" if pretrained else None
+    weights = "float32" if pretrained else f"random, seed {seed}"
+    return LoadedModel(name, model, None, revision, weights, pixels)
+
+
 def _random_model(name: str, seed: int) -> LoadedModel:
     from transformers import AutoModel
 
@@ -329,38 +336,20 @@ def _random_config(family: str, text: str) -> Any:
     kind = CONFIG_MAPPING[family]
     default = kind()
     known = {**default.to_dict(), **dict.fromkeys(getattr(kind, "attribute_map", {}))}
-    entries: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise InputError(
-                f"The entries of `random:{family}` should be of the form key=value. Found `{part}`."
-            )
+    entries = entries_in(f"random:{family}", text)
+    for key in entries:
         if key not in known:
             close = difflib.get_close_matches(key, list(known), n=3)
             raise InputError(
                 f"`{key}` is not an entry of the {family} configuration"
                 + (f"; the nearest are {', '.join(close)}." if close else ".")
             )
-        entries[key] = _value(value)
     check_counts(f"random:{family}", entries)
     try:
         return kind(**entries)
     except Exception as problem:
         text = " ".join(str(problem).split())
         raise InputError(f"`random:{family}` could not be configured: {text[:300]}") from problem
-
-
-def _value(text: str) -> int | float | bool | str:
-    """Read an entry as int, float, bool or string, in this order.
-
-    >>> [_value(t) for t in ("2", "0.5", "true", "gelu")]
-    [2, 0.5, True, 'gelu']
-    """
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _check_size(name: str, config: Any) -> None:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+_EXACT_NORM = 1024  # rows up to which the norm of a nonnegative matrix is a full decomposition
+
 
 def spectral_norm(matrix: Float[Tensor, "r c"]) -> float:
     """``‖M‖``, on the CPU in float64."""
@@ -19,6 +21,25 @@ def spectral_norms(m: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     size = m.abs().amax((-2, -1), keepdim=True)  # squares must not underflow
     m = m / torch.where(size > 0, size, 1.0)
     return size[..., 0, 0] * eigenvalue(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
+
+
+def nonnegative_norm(m: Float[Tensor, "r c"]) -> float:
+    """``‖M‖`` of a matrix without negative entries, from above.
+
+    Exact up to rounding where it is small; else Collatz and Wielandt's bound
+    ``lam_max(G) <= max_j (G w)_j / w_j`` for ``G = M^T M`` and any ``w > 0``.
+    """
+    gram = m.T @ m
+    if not bool(torch.isfinite(gram).all()):
+        return math.inf
+    if m.shape[0] <= _EXACT_NORM:
+        return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt())
+    w, best = m.new_ones(m.shape[1]), math.inf
+    for _ in range(100):
+        moved = gram @ w
+        best = min(best, float((moved / w).max()))
+        w = (moved / moved.max().clamp_min(1e-300)).clamp_min(1e-12)
+    return math.sqrt(best)
 
 
 def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> float:

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from lipscope.attention import Attention, MultiheadAttention
 from lipscope.attention.norms import Clip
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
 
 PATCHES, WIDTH, HEADS, BLOCKS = 16, 32, 2, 2
@@ -44,7 +44,7 @@ def digits() -> Digits:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError(
-            "The digits need the package `scikit-learn`; run `pip install 'lipscope[digits]'`."
+            f"The digits need the package `scikit-learn`; run `{install('digits')}`."
         ) from None
     found: Any = load_digits()
     images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16

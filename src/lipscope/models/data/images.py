@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ def image_samples(
     """One sample per picture and resolution: the number of tokens goes with its square.
 
     Pictures are scaled until their shorter side fits, cut to the middle square and normalised
-    as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing).
+    as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing); for
+    a model of timm, they go through its own transform.
     ``random`` pixels are standard normal, drawn by the index of the sample.
 
     Args:
@@ -49,14 +50,15 @@ def image_samples(
             no readable picture.
     """
     parameters = inspect.signature(loaded.model.forward).parameters
-    if "pixel_values" not in parameters:
+    named, given = "pixel_values" in parameters, loaded.pixels
+    if not named and given is None:
         raise InputError(
             f"`images` needs a model that reads pixels. Found `{type(loaded.model).__name__}`."
         )
     if samples is not None and samples < 1:
         raise InputError(f"`samples` should be at least 1. Found {samples}.")
-    own = _side(loaded.config)
-    usual = own if loaded.pixels is None else loaded.pixels.side
+    own = _side(loaded.config) if named or given is None else given.side
+    usual = own if given is None else given.side
     sides = [usual] if resolutions is None else sorted(set(resolutions))
     _check_sides(loaded, sides)
     found = []
@@ -65,7 +67,7 @@ def image_samples(
         if side != own and "interpolate_pos_encoding" in parameters:
             options["interpolate_pos_encoding"] = True
         for s, pixels in enumerate(_pictures(loaded, images, side, samples)):
-            arguments: dict[str, Any] = {"pixel_values": pixels, **options}
+            arguments: Any = {"pixel_values": pixels, **options} if named else (pixels,)
             found.append(Sample("image", arguments, s, None, None, digest(pixels), None))
     return found
 
@@ -109,7 +111,10 @@ def _pictures(
             f"Found {samples}."
         )
     mean, deviation = normalisation(loaded)
+    read = None if loaded.pixels is None else loaded.pixels.read
     chosen = files[: samples or _DEFAULT_SAMPLES]
+    if read is not None:
+        return [_opened(file, lambda p, read=read: read(p, side))[None] for file in chosen]
     return [(_read(file, side) - mean) / deviation for file in chosen]
 
 
@@ -125,25 +130,35 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, side: int) -> Tensor:
-    """A picture as ``(1, 3, side, side)`` values between 0 and 1."""
-    try:
+    """The middle square of a picture as ``(1, 3, side, side)`` values between 0 and 1."""
+
+    def square(picture: Any) -> Tensor:
+        import numpy as np
         from PIL import Image, ImageOps
+
+        fitted = ImageOps.fit(picture, (side, side), Image.Resampling.BICUBIC)
+        return torch.from_numpy(np.array(fitted)).permute(2, 0, 1)[None].float() / 255
+
+    return _opened(file, square)
+
+
+def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
+    """What is read of a picture in red, green and blue."""
+    try:
+        from PIL import Image
     except ImportError:
         raise InputError(
             f"Pictures are read with Pillow, which is not installed; run `{install('images')}` in "
             "the folder of lipscope, or use random pixels."
         ) from None
-    import numpy as np
-
     try:
         with Image.open(file) as picture:
-            square = ImageOps.fit(picture.convert("RGB"), (side, side), Image.Resampling.BICUBIC)
+            return read(picture.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as problem:
         text = " ".join(str(problem).split())[:200]
         raise InputError(
             f"`{file}` should be a picture. Found that it cannot be read: {text}"
         ) from None
-    return torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float() / 255
 
 
 def normalisation(loaded: LoadedModel) -> tuple[Tensor, Tensor]:

@@ -214,6 +214,7 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
     _check_masks(arguments)
     axis = _batch_axis(loaded.model, arguments)
     count = next((v for v in tensors if _is_stream(v)), tensors[0]).shape[axis]
+    count = count if "input_ids" in arguments else _count_packed(arguments) or count
     inputs = []
     for s in range(count):
         one = {k: _entry(k, v, axis, count, s) for k, v in arguments.items()}
@@ -221,6 +222,19 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
         call = (one[""],) if "" in one else one
         inputs.append(Sample("batch", call, s, None, None, sha, None))
     return inputs
+
+
+def _count_packed(arguments: Mapping[str, Any]) -> int | None:
+    """1 for a picture whose patches are the rows of one tensor, as its grid beside it says."""
+    name = next((k for k in arguments if k.endswith("grid_thw")), None)
+    if name is None:
+        return None
+    if (pictures := len(arguments[name])) != 1:
+        raise InputError(
+            f"`{name}` should be of one picture: patches of several are packed into one tensor. "
+            f"Found {pictures}; pass them one by one."
+        )
+    return 1
 
 
 def _is_stream(value: Any) -> bool:

@@ -11,6 +11,8 @@ from lipscope.models.tracing.sites import AttentionCall, family
 
 @family(
     "LlamaAttention",  # SmolLM2 is of this type
+    "GraniteAttention",  # its scale is a number of the configuration
+    "GraniteMoeAttention",
     "MistralAttention",
     "MixtralAttention",
     "Qwen2Attention",

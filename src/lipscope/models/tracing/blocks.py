@@ -22,6 +22,7 @@ from lipscope.models.tracing.itself import Ends, ends_of_block, ends_of_model
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.replay import Streams, replay_block
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
+from lipscope.models.tracing.sums import close
 from lipscope.models.tracing.trace import run
 
 
@@ -35,6 +36,7 @@ class Whole(NamedTuple):
         module: Path of the block; of the first one, for the model.
         moved: Names of its arguments that move.
         ends: Where the map is in the model.
+        note: Remark for the row, or None.
     """
 
     x: Tensor
@@ -43,6 +45,7 @@ class Whole(NamedTuple):
     module: str
     moved: tuple[str, ...]
     ends: Ends
+    note: str | None = None
 
 
 def block_parts(record: Trace, call: AttentionCall) -> Whole:
@@ -101,6 +104,9 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
 def model_parts(record: Trace) -> Whole:
     """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
 
+    What a model with a head returns is no hidden state: the map then ends at its last block, or
+    at the norm that takes what that hands on.
+
     Args:
         record: A trace with blocks.
 
@@ -112,20 +118,38 @@ def model_parts(record: Trace) -> Whole:
             state, or, on the key side, its layers read different tokens.
     """
     name, first, start = _first_block(record)
-    ends = record.output
+    output, last = record.output, ""
     whole = start.x.numel(), start.x.shape[-1]  # one token of logits may be as wide
-    if ends is None or not (record.hidden or (ends.numel(), ends.shape[-1]) == whole):
+    if output is None or not (record.hidden or (output.numel(), output.shape[-1]) == whole):
+        last, output = _last_hidden(record, name, start)
+    axis = record.calls[0].token_axis
+    output = as_tokens(output, axis)
+    if record.side == "key":
+        return _model_of_states(record, output, last)
+    moved = Streams([start], axis)
+    function = _rerun(record, {first: moved}, last, once=True)
+    ends = ends_of_model(record, name, moved, last)
+    return Whole(moved.x, output, function, name, moved.names, ends, _where(last))
+
+
+def _where(last: str) -> str | None:
+    return f"read behind `{last}`: the model returns something else" if last else None
+
+
+def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
+    """Path and output of the last block of a list, or of the norm that takes it."""
+    several = first.rpartition(".")[0]
+    final = f"{several}.{len(list(record.model.get_submodule(several).children())) - 1}"
+    block = next((b for b in reversed(record.blocks) if b.name == final), None)
+    if block is None or block.output.shape != start.x.shape:
         raise InputError(
             "The map `model` goes from the first block to a last hidden state of the same width. "
             "Found another output; leave out the head, or take one part of a composite model."
         )
-    axis = record.calls[0].token_axis
-    output = as_tokens(ends, axis)
-    if record.side == "key":
-        return _model_of_states(record, output)
-    moved = Streams([start], axis)
-    function, ends = _rerun(record, {first: moved}, once=True), ends_of_model(record, name, moved)
-    return Whole(moved.x, output, function, name, moved.names, ends)
+    taken = (n for n in record.norms if n.x_place == block.output_place)
+    norm = next((n for n in taken if close(n.x, block.output)), None)
+    inside = norm is not None and norm.y.shape == block.output.shape
+    return (norm.name, norm.y) if norm is not None and inside else (final, block.output)
 
 
 def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
@@ -173,7 +197,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     return names
 
 
-def _model_of_states(record: Trace, output: Tensor) -> Whole:
+def _model_of_states(record: Trace, output: Tensor, last: str) -> Whole:
     states = record.calls[0].kept[0]
     other = next((c.name for c in record.calls if c.kept[0].data_ptr() != states.data_ptr()), None)
     if other is not None:
@@ -188,26 +212,27 @@ def _model_of_states(record: Trace, output: Tensor) -> Whole:
         for b, call in blocks
     }
     block = blocks[0][0]
-    function, moved = _rerun(record, places, once=False), places[block.module]
-    ends = ends_of_model(record, block.name, moved)
-    return Whole(record.calls[0].x, output, function, block.name, moved.names, ends)
+    function, moved = _rerun(record, places, last, once=False), places[block.module]
+    ends = ends_of_model(record, block.name, moved, last)
+    return Whole(record.calls[0].x, output, function, block.name, moved.names, ends, _where(last))
 
 
 def _rerun(
-    record: Trace, places: Mapping[nn.Module, Streams], *, once: bool
+    record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
 ) -> Callable[[Tensor], Tensor]:
-    """The model on the same input, but for these arguments of these modules."""
-    axis = record.calls[0].token_axis
+    """What a module of the model returns, but for these arguments of others; "" for the model."""
+    axis, end = record.calls[0].token_axis, record.model.get_submodule(last)
 
     def function(x: Tensor) -> Tensor:
+        found: list[Any] = []
         with contextlib.ExitStack() as stack:
+            stack.callback(end.register_forward_hook(lambda *a: found.append(a[2])).remove)
             for module, moved in places.items():
                 _hand_over(stack, module, moved.arguments(x), record, once=once)
             stack.enter_context(exact_maths(x.dtype))
             stack.enter_context(undisturbed(record.model))
-            return as_tokens(
-                first_tensor(run(record.model, each_tensor(record.inputs, torch.clone))), axis
-            )
+            run(record.model, each_tensor(record.inputs, torch.clone))
+        return as_tokens(first_tensor(found[-1]), axis)
 
     return function
 

@@ -53,6 +53,7 @@ class BlockCall:
             none, its first tensor.
         output: What it returns, its first tensor of the streams' width.
         returned: How many tensors of the streams' shape it returns that depend on the input.
+        output_place: Where its output lies in memory.
     """
 
     name: str
@@ -61,6 +62,7 @@ class BlockCall:
     streams: list[Stream]
     output: Tensor
     returned: int = 1
+    output_place: int = 0
 
 
 @dataclass
@@ -276,10 +278,7 @@ def take(
             "another tensor (positions or a bottleneck before the queries?); use the map `block` "
             "or `model`."
         )
-    call.kept = [
-        moved,
-        *call.kept[1:],
-    ]  # alive, so that no later tensor can take its place in memory
+    call.kept = [moved, *call.kept[1:]]  # alive: no later tensor can take its place in memory
 
 
 def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
@@ -382,7 +381,8 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
         for call in started:
             like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
             several = {t.data_ptr() for t in like if t.requires_grad or not torch.is_grad_enabled()}
-            call.output, call.returned = record.kept.keep(first_tensor(out)), len(several)
+            result, call.returned = first_tensor(out), len(several)
+            call.output, call.output_place = record.kept.keep(result), result.data_ptr()
             record.blocks.append(call)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)

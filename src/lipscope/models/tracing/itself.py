@@ -187,9 +187,9 @@ def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: i
     return Ends(block.name, moved.firsts, turn, block.name, block.name, token_axis)
 
 
-def ends_of_model(record: Trace, first: str, moved: Streams) -> Ends:
-    """Ends of the map ``model``: from its first block to its output."""
-    return Ends(first, moved.firsts, 0, "", "", record.calls[0].token_axis)
+def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> Ends:
+    """Ends of the map ``model``: from its first block to the output of a module, "" for its own."""
+    return Ends(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
 
 
 def path_of(model: nn.Module, module: nn.Module) -> str:

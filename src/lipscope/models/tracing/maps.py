@@ -270,6 +270,7 @@ def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> Lay
         heads,
         _no_heads,
         parts.ends,
+        parts.note,
         module=parts.module,
         argument=", ".join(parts.moved),
     )

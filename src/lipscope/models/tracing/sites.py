@@ -19,6 +19,10 @@ SIDES: tuple[str, ...] = get_args(Side)
 
 
 _SECONDS = 1.0  # that a search in one path may take
+# Class names of attention, with what variants of one layout (channels last, a stride) add to them.
+_NAMED = regex.compile(
+    "(Attention|Attn|GPSA|MHSA|XCA)(Cl|2d|Rope|V2|Downsample|2dDownsample|PoolFirst)?$|FlashAttention2$"
+)
 
 
 @dataclass
@@ -208,7 +212,7 @@ def attention_sites(
 ) -> dict[str, nn.Module]:
     """The attention modules of a model by dotted path, in model order.
 
-    By default the innermost modules whose class name ends in ``Attention``; for
+    By default the innermost modules whose class name ends in ``Attention`` (``Attn``, ``XCA``); for
     self-attention without those that are named cross-attention.
 
     Args:
@@ -270,8 +274,8 @@ def attention_sites(
     chosen = {name: m for name, m in inner.items() if side != "self" or not _is_cross(name, m)}
     if not chosen:
         raise InputError(
-            "The model should contain a module whose class name ends in `Attention`. Found none "
-            f"in `{type(model).__name__}`; name the modules with `modules=` (a regular "
+            "The model should contain a module whose class name ends in `Attention` or `Attn`. "
+            f"Found none in `{type(model).__name__}`; name the modules with `modules=` (a regular "
             f"expression over {_some(named)})."
         )
     return chosen
@@ -279,8 +283,7 @@ def attention_sites(
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is attention by the name of its class."""
-    name = type_before_parametrizations(module).__name__
-    return name.endswith(("Attention", "SdpaAttention", "FlashAttention2"))
+    return _NAMED.search(type_before_parametrizations(module).__name__) is not None
 
 
 def _is_whole(module: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from lipscope.models.tracing.calls import (
 from lipscope.models.tracing.ends import settle
 from lipscope.models.tracing.flow import each_tensor, followed, hook_embeddings, marked
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
-from lipscope.models.tracing.sites import Side, block_of, first_block_of
+from lipscope.models.tracing.sites import Side, block_of, first_block_of, is_norm
 from lipscope.models.tracing.sums import Kept, SeenSums
 
 
@@ -47,7 +47,7 @@ def trace(
         model: A model inside `prepared`.
         inputs: Keyword arguments, or a tuple of positional ones; one sample.
         sites: Attention modules by path (`attention_sites`).
-        norms: Also record every normalisation (for the maps ``normed`` and ``residual``).
+        norms: Also record every sum (for the maps ``normed`` and ``residual``).
         blocks: Also record the Transformer blocks around the sites.
         dtype: Floating type of the run.
         side: ``self``, or through which side the calls of cross-attention are layers.
@@ -100,10 +100,10 @@ def _traced(
     with contextlib.ExitStack() as stack:
         for name, module in sites.items():
             hook_site(stack, record, name, module)
+        for name, module in model.named_modules() if norms or blocks else ():
+            if is_norm(module):
+                hook_norm(stack, record, name, module)
         if norms:
-            for name, module in model.named_modules():
-                if "norm" in type(module).__name__.lower():
-                    hook_norm(stack, record, name, module)
             stack.enter_context(record.seen)
         if blocks:
             around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))

@@ -20,10 +20,9 @@ from lipscope.theorems.derived.row_gram import Weighted
 from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import eigenvalue, of_both_parts
+from lipscope.theorems.spectrum import eigenvalue, nonnegative_norm, of_both_parts
 
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
-_EXACT_NORM = 1024  # tokens up to which the norm of an (n, n) matrix is a full decomposition
 
 
 class Ball:
@@ -238,7 +237,11 @@ class Ball:
         mean = self.mean_moved + c.head.norm_v * self.shift
         nu = c.nu + c.head.norm_v * self.eps + mean[:, None]
         blocks = self.p.upper * nu * self.rho
-        return float(_norm(self.p.upper) * c.head.norm_v + self.own.max() + _norm(blocks))
+        return float(
+            nonnegative_norm(self.p.upper) * c.head.norm_v
+            + self.own.max()
+            + nonnegative_norm(blocks)
+        )
 
     @cached_property
     def change(self) -> float:
@@ -370,25 +373,6 @@ def _gram(w: Tensor) -> Tensor:
 def _column(weights: Tensor, rows: Tensor) -> Tensor:
     """``sqrt(max_j sum_i weights_ij rows_i)``."""
     return (rows @ weights).max().sqrt()
-
-
-def _norm(m: Tensor) -> float:
-    """Spectral norm of a nonnegative matrix, from above.
-
-    Exact up to rounding where it is small; else Collatz and Wielandt's bound
-    ``lam_max(M) <= max_j (M w)_j / w_j`` for ``M = m^T m`` and any ``w > 0``.
-    """
-    gram = m.T @ m
-    if not bool(torch.isfinite(gram).all()):
-        return math.inf
-    if m.shape[0] <= _EXACT_NORM:
-        return float(torch.linalg.eigvalsh(gram)[-1].clamp_min(0.0).sqrt())
-    w, best = m.new_ones(m.shape[1]), math.inf
-    for _ in range(100):
-        moved = gram @ w
-        best = min(best, float((moved / w).max()))
-        w = (moved / moved.max().clamp_min(1e-300)).clamp_min(1e-12)
-    return math.sqrt(best)
 
 
 def _global(head: Head, radius: float, allowed: Tensor) -> float:

@@ -1,0 +1,336 @@
+"""A tiny random model of every model type of the installed transformers, and an input for it.
+
+Sizes are made small by their names. Sizes that a family does not take together are tried in
+turns: the first configuration whose model runs on the first of its inputs is the one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lipscope.models.quiet import quiet
+from lipscope.models.tracing.prepare import exact_maths
+
+WIDTH, HEADS, TOKENS, SIDE = 16, 4, 6, 8
+_MOST = 5e6  # parameters of a model that is still tiny
+_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "width"), WIDTH),
+    **dict.fromkeys(("embedding_size", "decoder_hidden_size", "hidden_dim", "emb_dim"), WIDTH),
+    **dict.fromkeys(("projection_dim", "out_hidden_size", "output_dim", "text_embed_dim"), WIDTH),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), HEADS),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), HEADS),
+    **dict.fromkeys(("decoder_num_attention_heads", "encoder_num_attention_heads"), HEADS),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "attention_head_size", "kv_channels"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "num_decoder_layers", "depth"), 2),
+    **dict.fromkeys(("decoder_num_hidden_layers", "encoder_num_hidden_layers"), 2),
+    **dict.fromkeys(("intermediate_size", "d_ff", "n_inner", "ffn_dim", "d_inner"), 24),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 24),
+    **dict.fromkeys(("decoder_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("vocab_size", "text_vocab_size"), 60),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions"), 32),
+    **dict.fromkeys(("max_target_positions", "n_ctx", "seq_length"), 32),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"), 1),
+    **dict.fromkeys(("cls_token_id", "decoder_start_token_id", "unk_token_id"), 1),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("image_size", "patch_size"), 0),  # what is asked for
+    "window_size": 2,
+    "num_groups": 4,
+    "num_mel_bins": 16,
+    "num_time_features": 2,
+    "num_frames": 2,
+    "num_labels": 2,
+}
+# Further sizes, for models that are not small without them.
+_WIDE = re.compile(
+    r"width|dim|channel|filter|hidden|_size$|_sizes$|planes|inner|rank|features|expert|ffn"
+)
+_NOT_WIDE = re.compile(
+    r"kernel|stride|patch|image|window|ratio|dilation|vocab|chunk|batch|dropout|position|token"
+    r"|num_channels|in_channels|in_chans|audio_channels|rope|conv|group|pool|multiple|index|out_"
+)
+_DEEP = re.compile(r"depths?$|layers$|blocks$|_repeats?$|repeats$")
+_HEADS = re.compile(r"heads")
+# Sizes that some families do not take together: the first configuration that runs is used.
+_WITHOUT: tuple[tuple[str, ...], ...] = (
+    (),
+    ("layer_types",),
+    ("num_key_value_heads", "num_kv_heads", "layer_types"),
+    ("head_dim", "num_key_value_heads", "num_kv_heads", "layer_types"),
+    ("num_layers", "num_hidden_layers", "n_layer", "layer_types"),
+    ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types"),
+    ("hidden_size", "embed_dim", "num_attention_heads", "num_heads", "layer_types"),
+)
+# Sides of a picture and of its patches, None for its own; whether all sizes are made small.
+_RESNET = {"model_type": "resnet", "embedding_size": WIDTH, "hidden_sizes": [WIDTH] * 4}
+_RESNET |= {"depths": [1] * 4, "layer_type": "basic", "out_features": ["stage4"]}
+_DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
+_SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+_SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
+_OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
+    "audio-spectrogram-transformer": {"max_length": 24},
+    "autoformer": _SERIES,
+    "bamba": _MAMBA,
+    "bridgetower": {"hidden_size": 64},
+    "bridgetower_text_model": {"hidden_size": 64},
+    "bridgetower_vision_model": {"hidden_size": 64},
+    "blip-2": {"num_query_tokens": 1, "image_token_index": 5},
+    "chameleon": {"vocabulary_map": {"<image>": 2}},
+    "conditional_detr": _DETR,
+    "cvt": {"depth": [1, 2, 3]},
+    "dab-detr": _DETR,
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0}},
+    "deformable_detr": {**_DETR, "d_model": 32},
+    "detr": _DETR,
+    "emu3": {"vocabulary_map": {"<image>": 2}},
+    "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
+               "num_decoder_layers": 1},
+    "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
+                     "activation_sparsity_pattern": [0.0, 0.0],
+                     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60,
+                     "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
+    "glm46v_text": {"rope_parameters": _SECTIONS},
+    "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 0, 0]}},
+    "glm4v_text": {"rope_parameters": _SECTIONS},
+    "glm_image_text": {"rope_parameters": _SECTIONS},
+    "glm_ocr_text": {"rope_parameters": _SECTIONS},
+    "granitemoehybrid": _MAMBA,
+    "grounding-dino": {"d_model": 32},
+    "informer": _SERIES,
+    "instructblip": {"num_query_tokens": 1, "image_token_index": 5},
+    "kosmos_2_text_model": {"attention_heads": 4},
+    "kyutai_speech_to_text": {"codebook_vocab_size": 20, "audio_pad_token_id": 19},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "zero_expert_num": 1,
+                      "num_layers": 1, "num_hidden_layers": 2},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
+    "mimi": {"upsample_groups": 16},
+    "mimi_decoder": {"upsample_groups": 16},
+    "mm-grounding-dino": {"d_model": 32},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "perceiver": {"d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2,
+                  "num_cross_attention_heads": 2, "num_self_attention_heads": 2,
+                  "d_model": 16, "max_position_embeddings": 32},
+    "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
+    "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "time_series_transformer": _SERIES,
+}  # fmt: skip
+_WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
+
+
+def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with its inputs, from the first configuration that runs."""
+    first: Exception | None = None
+    for configure in _configurations(kind):
+        try:
+            model = _built(configure())
+        except Exception as problem:
+            first = first or problem
+            if isinstance(problem, ImportError | TimeoutError):
+                break
+            if os.environ.get("V"):
+                print("   build", repr(problem)[:150])
+            continue
+        for inputs in inputs_of(model):
+            try:
+                run(model, inputs)
+            except Exception as problem:
+                first = first or problem
+                if isinstance(problem, TimeoutError):
+                    raise
+                if os.environ.get("V"):
+                    print(
+                        "   run",
+                        repr(problem)[:150],
+                        {n: tuple(v.shape) for n, v in inputs.items()},
+                    )
+            else:
+                return model, inputs
+    assert first is not None
+    raise first
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
+    """The model's answer, in float64 and without a cache."""
+    takes = inspect.signature(model.forward).parameters
+    with exact_maths(torch.float64):
+        return model(**inputs, **{k: False for k in ("use_cache",) if k in takes})
+
+
+def _configurations(kind: str) -> Iterator[Callable[[], Any]]:
+    """Ways to configure a model type, the most usual one first."""
+    built = CONFIG_MAPPING[kind]
+    for side, patch, all_small in _WAYS:
+        for without in _WITHOUT[:3] if all_small else _WITHOUT:
+            yield lambda w=without, s=side, p=patch, a=all_small: shrunk(built, w, s, p, a)
+
+
+def shrunk(
+    kind: Any, without: tuple[str, ...], side: int, patch: int | None, all_small: bool
+) -> Any:
+    """A configuration with every size that is known by its name made small."""
+    default = kind()
+    held = {**vars(default), **default.to_dict()}
+    names = set(inspect.signature(kind.__init__).parameters) | set(held)
+    known = {**_SIZES, "image_size": side, "patch_size": patch}
+    if "kv_lora_rank" in names:  # latent keys are made anew for every head
+        known |= {"num_key_value_heads": HEADS, "num_kv_heads": HEADS}
+    sizes: dict[str, Any] = {}
+    for name, size in known.items():
+        usual = held.get(name, 1)
+        if name in names and name not in without and isinstance(usual, int | None) and size:
+            sizes[name] = size
+        elif name in ("image_size", "patch_size") and isinstance(usual, list | tuple) and size:
+            sizes[name] = [size] * len(usual)
+    for name, usual in held.items():
+        if name not in sizes and name not in without and name in names:
+            every = all_small or isinstance(usual, list | tuple)
+            small = _small(name, usual) if every else usual
+            if small != usual:
+                sizes[name] = small
+    for name, part in getattr(kind, "sub_configs", {}).items():
+        inner = vars(default).get(name)
+        if inner is not None and inspect.isclass(part) and hasattr(inner, "to_dict"):
+            sizes[name] = _inside(inner, without, side, patch, all_small)
+    rope = vars(default).get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        sizes["rope_parameters"] = {**rope, "mrope_section": [1, 1, 0]}  # of half a head
+    given = vars(default).get("layer_types")
+    if "num_hidden_layers" in sizes and isinstance(given, list) and "layer_types" not in without:
+        sizes["layer_types"] = [given[0], given[-1]]
+    return kind(**{**sizes, **_OWN.get(kind.model_type, {})})
+
+
+def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
+    """A part's configuration made small; a network of another package stays what it is."""
+    if inner.model_type.startswith("timm"):
+        return inner
+    return shrunk(type(inner), *options).to_dict()
+
+
+def _small(name: str, usual: Any) -> Any:
+    """A size or a list of sizes made small, by its name."""
+    if isinstance(usual, list | tuple) and usual and all(type(v) is int for v in usual):
+        return type(usual)(_small(name, v) for v in usual)
+    if type(usual) is not int:
+        return usual
+    if _HEADS.search(name):
+        return min(usual, 2)
+    if _DEEP.search(name):
+        return min(usual, 2)
+    if _WIDE.search(name) and not _NOT_WIDE.search(name):
+        return min(usual, WIDTH)
+    return usual
+
+
+def _built(config: Any) -> nn.Module:
+    with quiet(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+        if count > _MOST:
+            raise ValueError(f"{count:.1e} parameters: the configuration is not tiny")
+        model = AutoModel.from_config(config, attn_implementation="eager")
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        for p in model.parameters():
+            # Larger weights, so that attention is not flat, and no norm or bias at its start.
+            p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else p.shape[-1] ** -0.5)
+    return model.double().eval().requires_grad_(False)
+
+
+def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Samples that the model may take: what it says it reads first, then whatever it can read."""
+    config: Any = model.config
+    takes = inspect.signature(model.forward).parameters
+    gen = torch.Generator().manual_seed(0)
+
+    def real(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    def size(name: str, otherwise: int, of: Any = config) -> int:
+        value = getattr(of, name, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        return value if isinstance(value, int) else otherwise
+
+    ids = torch.arange(5, 5 + TOKENS)[None]
+    vision = getattr(config, "vision_config", config)
+    side, patch = size("image_size", SIDE, vision), size("patch_size", 4, vision)
+    channels = size("num_channels", size("in_channels", 3, vision), vision)
+    merge, frames = size("spatial_merge_size", 2, vision), size("temporal_patch_size", 1, vision)
+    pictures = real(1, channels, side, side)
+    bins = size("num_mel_bins", size("feature_size", 16))
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+    patches = real(math.prod(grid[0].tolist()), channels * frames * patch**2)
+    known = {
+        "input_ids": ids,
+        "pixel_values": pictures,
+        "pixel_values_videos": real(1, size("num_frames", 2), 3, side, side),
+        "input_values": real(1, 400),
+        "input_features": real(1, bins, 64),
+        "attention_mask": torch.ones_like(ids),
+        "bbox": torch.arange(4).expand(1, TOKENS, 4) + 1,
+        "query_embeds": real(1, TOKENS, size("hidden_size", WIDTH)),
+        "encoder_hidden_states": real(1, 4, size("encoder_hidden_size", WIDTH)),
+        "qformer_input_ids": ids,
+        "past_values": real(1, 8),
+        "past_time_features": real(1, 8, 2),
+        "past_observed_mask": torch.ones(1, 8),
+        "future_values": real(1, 2),
+        "future_time_features": real(1, 2, 2),
+        "visual_feats": real(1, 3, size("visual_feat_dim", 2048)),
+        "visual_pos": real(1, 3, 4),
+        "inputs": real(1, TOKENS, size("d_model", WIDTH)),
+        "hidden_states": patches,
+        "grid_thw": grid,
+        "image_grid_thw": grid,
+    }
+    time = [name for name in takes if re.fullmatch(r"(input_features|audio_mel)_mask", name)]
+    known |= dict.fromkeys(time, torch.ones(1, 64, dtype=torch.bool))
+    main = getattr(model, "main_input_name", "input_ids")
+    main = main if main in takes else next(iter(takes))
+    more: dict[str, Tensor] = {}
+    if "noise" in takes:  # what ViTMAE hides is drawn anew in every call
+        more["noise"] = torch.arange(4.0)[None].double()
+    if "decoder_input_ids" in takes:
+        more["decoder_input_ids"] = ids[:, :4]
+    needed = {n for n, p in takes.items() if p.default is p.empty and n in known}
+    first = {n: known[n] for n in takes if n in {main, *needed}} or {main: ids}
+    if main == "pixel_values" and "input_ids" in takes:
+        first["input_ids"] = ids
+    yield {**first, **more}
+    both = {"input_ids", "pixel_values", "bbox", "input_features", "encoder_hidden_states"}
+    both |= {"visual_feats", "visual_pos", "past_time_features", "past_observed_mask"}
+    both |= {"future_values", "future_time_features"}
+    yield {**{n: known[n] for n in takes if n in {*first, *both}}, **more}
+    if "pixel_values" in takes and {"grid_thw", "image_grid_thw"} & set(takes):
+        grids = {n: grid for n in takes if n in ("grid_thw", "image_grid_thw")}
+        yield {"pixel_values": patches, **grids}
+    if main == "input_features":
+        for shape in ((1, 64, bins), (1, 128, bins)):
+            yield {**first, main: real(*shape), **more}
+    if main == "input_values":
+        yield {**first, main: real(1, size("max_length", 1024), size("num_mel_bins", 128)), **more}
+        yield {**first, main: real(1, 1, 400), **more}
+    if main == "pixel_values":
+        yield {**first, main: real(1, channels, 64, 64), **more}
+        yield {**first, main: real(1, 2, channels, side, side), **more}
