@@ -95,6 +95,7 @@ _BASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "measure": (ls.measure, {**_TEXT, "lengths": 4, "samples": 1, "layers": 0}),
     "bounds": (ls.bounds, {**_TEXT, "lengths": 3, "theorems": "local_rows"}),
     "attack": (ls.attack, {**_TEXT, "length": 2, "steps": 0}),
+    "attack_text": (ls.attack_text, {**_TEXT, "length": 4, "samples": 1, "queries": 2}),
     "certify": (ls.certify, {**_TEXT, "length": 2, "steps": 1, "sharp": False}),
     "capture": (ls.capture, {**_TEXT, "layer": 0, "length": 4}),
     "smooth": (ls.smooth, {**_TEXT, "length": 4, "samples": 1, "target": 1e-3, "out": "smooth"}),

@@ -29,7 +29,7 @@ INSIDE = {
     "engine": "changed cli_habits dynamics measure ranges reliability_sweep split sweep "
     "sweep_cluster sweep_spec",
     "experiments": "changed charlm digits perturb reproduce splitting zero_token",
-    "linalg": "ascent derivative interval operator singular",
+    "linalg": "ascent derivative interval operator singular text_edits",
     "measures": "splitting",
     "models": "capture changed dinov2 families settings sides",
     "pages": "identity page",

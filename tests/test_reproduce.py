@@ -200,6 +200,7 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
         "robustness",
         "scaling-factor",
         "splitting",
+        "text-edits",
         "worst-input",
     ],
 )

@@ -25,6 +25,7 @@ from lipscope.engine.monitor import Monitor
 from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
+from lipscope.engine.text import attack_text
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
 from lipscope.linalg.operator import Operator, linearise, to_dense
@@ -59,6 +60,7 @@ __all__ = [
     "TokenShare",
     "TopSingular",
     "attack",
+    "attack_text",
     "attention",
     "bounds",
     "capture",

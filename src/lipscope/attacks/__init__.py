@@ -1,4 +1,4 @@
-"""Inputs that make sigma large, built and found; moves that a certificate must survive.
+"""Inputs that make sigma large, built and found; moves that a certificate must survive; text edits.
 
 ``A = K^T Q / sqrt(k)``, logits ``<A x_i, x_j>``, tokens of norm at most ``R``. The head decides
 where the tokens go; what is measured is the layer with its biases, heads and projection.
@@ -14,6 +14,7 @@ from lipscope.attacks.constructions.clusters import (
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
+from lipscope.attacks.edits import RECIPES, EditSearch
 from lipscope.attacks.in_ball import BallAttack, attack_in_ball
 from lipscope.attacks.moves import Map, ascent_move, of_size, random_move, sign_move
 from lipscope.attacks.on_decision import Flip, attack_decision
@@ -23,9 +24,11 @@ from lipscope.measures.atoms import Repeated
 __all__ = [
     "PER_HEAD",
     "PER_LAYER",
+    "RECIPES",
     "Ascent",
     "BallAttack",
     "Construction",
+    "EditSearch",
     "Flip",
     "Map",
     "Repeated",

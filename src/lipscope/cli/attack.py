@@ -1,4 +1,4 @@
-"""`lipscope attack`: inputs on which a layer is far from smooth."""
+"""`lipscope attack`: inputs on which a layer is far from smooth, and edits of a text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from lipscope.engine.attack import Attacked
 
 EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 20"
+_ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` too; leave it out."
+_ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
 
 
 @with_options(
     *INPUT,
     "radius",
     *SOLVER,
-    hidden=("windows",),
+    hidden=("windows", "position_offset", "tol", "delta", "dtype", "device", "memory"),
     radius="A number, or norm.",
 )
 def attack(
@@ -38,7 +40,23 @@ def attack(
         bool,
         typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
-    steps: Annotated[int, typer.Option(help="Of gradient ascent; 0 for none.")] = 20,
+    steps: Annotated[int | None, typer.Option(help="Of ascent; 0 for none.  [default: 20]")] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Edit this many tokens of the text instead.")
+    ] = None,
+    recipes: Annotated[
+        str | None, typer.Option(help="sigma,hotflip,duplicate,random.  [all]")
+    ] = None,
+    queries: Annotated[int | None, typer.Option(help="Edited texts to run.  [default: 32]")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Or layer: whose output.  [default: model]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Windows.  [default: 10]")] = None,
+    read_out: Annotated[Path | None, typer.Option(help="A decision, as in certify.")] = None,
+    between: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="The same: the nearest text."),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Run folder.  [default: runs/<date>-<model>-attack]"),
@@ -52,13 +70,28 @@ def attack(
     """Find the inputs that make sigma of a layer large.
 
     Next to sigma on real text: every construction for every head, then gradient ascent
-    from the best of them and from the text; the worst is kept as worst.npz (x, v). More
-    options: docs/commands.md.
+    from the best of them and from the text; the worst is kept as worst.npz. With
+    --budget, edits of a text that change the output. More options: docs/commands.md.
     """
+    edits = {"budget": budget, "queries": queries, "target": target, "samples": samples}
+    edits |= {"recipes": recipes and recipes.split(","), "read_out": read_out}
+    edits |= {"between": between or None}
+    edits = {name: value for name, value in edits.items() if value is not None}
     content, given = asked(options)
     if "radius" in given and like_text:
         raise InputError("`--radius` and `--like-text` exclude each other. Found both.")
+    both = steps is not None or like_text or "radius" in given
+    if both if budget is not None else edits:
+        raise InputError(
+            _ASIDE if budget is not None else _ALONE.format(sorted(edits)[0].replace("_", "-"))
+        )
     place = Place(out, f"{model}-attack", force=force)
+    if budget is not None:
+        if "images" in given:
+            raise InputError("`--budget` edits a text. Found `--images`; leave one out.")
+        _edit(model, content, place, layer, length, jsonl, edits | given)
+        return
+    steps = 20 if steps is None else steps
     from lipscope.engine.attack import attack as run
 
     with resumable(), Bar() as bar:
@@ -78,6 +111,30 @@ def attack(
     else:
         _show(found)
     errors.print(f"Worst input: {place.path / 'worst.npz'}", markup=False, soft_wrap=True)
+
+
+def _edit(
+    model: str,
+    content: str | None,
+    place: Place,
+    layer: int,
+    length: int,
+    jsonl: bool,
+    given: dict[str, Any],
+) -> None:
+    from lipscope.cli.edits import lines, show
+    from lipscope.engine.text import attack_text
+
+    with resumable(), Bar() as bar:
+        found = attack_text(
+            model, content, layer=layer, length=length, out=place, progress=bar.update, **given
+        )
+    if jsonl:
+        for line in lines(found):
+            sys.stdout.write(line + "\n")
+    else:
+        show(found)
+    errors.print(f"Rows and edits: {place.path}", markup=False, soft_wrap=True)
 
 
 def _lines(attacked: Attacked) -> Iterator[str]:

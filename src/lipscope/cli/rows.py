@@ -40,6 +40,9 @@ def rows(
         str | None,
         typer.Option(help="SQL condition on the columns; also on tokens and bounds, by id."),
     ] = None,
+    part: Annotated[
+        str | None, typer.Option(help="Values beside the rows: edits of attack, tokens of split.")
+    ] = None,
     to: Annotated[
         str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
     ] = None,
@@ -55,9 +58,10 @@ def rows(
         raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
     from lipscope.records.run import read_run
 
-    found = selected(read_run(folder), where)
+    run = read_run(folder)
+    found = selected(run, where) if part is None else _values(run, part, where, to)
     if to is None and out is None:
-        _print(found)
+        _print(shown(found) if part is None else found)
         return
     content = exported(found, to or _form_of(out))  # pyright: ignore[reportArgumentType]
     if out is not None:
@@ -100,6 +104,18 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
     except pl.exceptions.PolarsError as problem:
         why = " ".join(str(problem).split())[:200]
         raise InputError(f"`--where` should be an SQL condition. Found `{where}`: {why}.") from None
+
+
+def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
+    """Values of a part, a line each."""
+    if where is not None or to == "latex":
+        raise InputError(
+            "`--part` goes with csv, parquet and json of all lines. Found `--where` or latex."
+        )
+    found = run.values(part)
+    if not len(found):
+        raise InputError(f"`--part` should name values of this run. Found none of `{part}`.")
+    return found
 
 
 def exported(frame: polars.DataFrame, form: Form) -> bytes:
@@ -184,10 +200,9 @@ def _write(path: Path, content: bytes) -> None:
 def _print(frame: polars.DataFrame) -> None:
     """A table, as wide as it has to be."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    chosen = shown(frame)
-    for name, kind in chosen.schema.items():
+    for name, kind in frame.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
-    for row in chosen.iter_rows():
+    for row in frame.iter_rows():
         table.add_row(*(Text(printable(_cell(value))) for value in row))
     # A pipe counts as 80 columns, and a table is never measured as wider than that.
     needed = Console(width=10**6).measure(table).maximum

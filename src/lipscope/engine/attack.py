@@ -20,7 +20,7 @@ from lipscope.pages.rows import Rows
 from lipscope.records.place import Place
 
 _WORST = "worst.npz"
-_WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
+WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def attack(
         data,
         asked,
         verb="attack",
-        without=_WITHOUT,
+        without=WITHOUT,
         dtype="float64",
         more=more,
         out=out,

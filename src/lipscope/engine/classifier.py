@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lipscope.certificates.read_out import Pool
 from lipscope.engine.capture import captures
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel, load_model, whole_text
 
 _SHOWN = 40  # characters of a text that name its class
@@ -83,12 +83,7 @@ def classifier_of_texts(
     Raises:
         InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
-    said = {" ".join(text.split()) for text in texts}
-    if len(texts) < 2 or "" in said or len(said) < len(texts):
-        raise InputError(
-            "`between` should name at least two classes, each by its own text with words in it. "
-            f"Found {list(texts)}."
-        )
+    check_texts(texts)
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     points = torch.stack([_point(loaded, text, layer, pool, special_tokens) for text in texts])
     if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
@@ -96,8 +91,19 @@ def classifier_of_texts(
             "`between` should name texts that this layer can tell apart. Found two with the same "
             "pooled output; choose another layer or `pool`."
         )
-    found = nearest_centroid(points, [_name(text) for text in texts])
+    found = nearest_centroid(points, [short(text) for text in texts])
     return replace(found, by="which of these texts has the nearest pooled output at this layer")
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Refuse texts that name no classes: fewer than two, empty or equal ones."""
+    words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    said = {" ".join(text.split()) for text in texts} if words else set()
+    if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
+        raise InputError(
+            "`between` should name at least two classes, each by its own text with words in it. "
+            f"Found `{shown(texts)}`."
+        )
 
 
 def _point(
@@ -115,7 +121,8 @@ def _point(
     return y.mean(0) if pool == "mean" else y[0]
 
 
-def _name(text: str) -> str:
+def short(text: str) -> str:
+    """The beginning of a text, as the name of its class."""
     words = " ".join(text.split())
     return words if len(words) <= _SHOWN else words[: _SHOWN - 1].rstrip() + "…"
 

@@ -15,8 +15,10 @@ from lipscope.models.data.windows import (
     whole_text,
     windows_of_text,
 )
+from lipscope.models.data.written import Written
 from lipscope.models.loading import LoadedModel, adopt_model, load_model
 from lipscope.models.tracing.calls import Trace
+from lipscope.models.tracing.embedded import Embedded
 from lipscope.models.tracing.maps import MAPS, LayerMap, build_map, check_request
 from lipscope.models.tracing.overflow import overflows
 from lipscope.models.tracing.padding import without_padding
@@ -27,12 +29,14 @@ from lipscope.models.tracing.trace import trace
 __all__ = [
     "MAPS",
     "SIDES",
+    "Embedded",
     "LayerMap",
     "LoadedModel",
     "Sample",
     "Side",
     "Trace",
     "Window",
+    "Written",
     "adopt_model",
     "as_decoder",
     "attention_sites",

@@ -26,6 +26,10 @@ class Bytes:
         """The ids of a text."""
         return {"input_ids": [byte % self.vocab_size for byte in text.encode()]}
 
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """The text of some ids; what is none in UTF-8 is not read back as these ids."""
+        return bytes(i % 256 for i in ids).decode("utf-8", "replace")
+
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """Letters, and numbers for what is none."""
         return [chr(i) if 32 <= i < 127 else f"<{i}>" for i in ids]
