@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -81,7 +82,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     k = len(x)
     if k < 2 or len({*x}) < 2 or len({*y}) < 2:
         return math.nan, math.nan, math.nan
-    rho = float(stats.spearmanr(x, y)[0])
+    found: Any = stats.spearmanr(x, y)
+    rho = float(found.statistic)
     if k < 10:
         return rho, math.nan, math.nan
     at = math.atanh(max(-1 + 1e-12, min(1 - 1e-12, rho)))
