@@ -64,5 +64,5 @@ def test_the_experiment_says_what_was_found(tmp_path, monkeypatch) -> None:
 
 def test_without_its_package_the_experiment_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(InputError, match=r"pip install 'lipscope\[digits\]'"):
+    with pytest.raises(InputError, match=r"pip install '\.\[digits\]'"):
         digits()

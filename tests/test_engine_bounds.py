@@ -208,7 +208,9 @@ def test_rows_carry_their_bounds():
 
 
 def test_files(tmp_path):
-    found = ls.bounds(BERT, TEXT, layers="all", lengths=[4, 6], attack=True, out=tmp_path / "out")
+    found = ls.bounds(
+        BERT, TEXT, layers="all", lengths=[4, 6], attack=True, sharp=False, out=tmp_path / "out"
+    )
     figures = found.save(tmp_path / "figures")
     assert [p.name for p in figures] == ["sandwich.svg", "sandwich.png", "sandwich.html"]
     run = read_run(tmp_path / "out")

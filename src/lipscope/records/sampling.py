@@ -74,7 +74,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
 
     Source: Bonett and Wright (2000), Psychometrika 65.
 
-    >>> [round(v, 2) for v in rank_correlation(range(12), [2, 1, *range(3, 13)])]
+    >>> x = [float(k) for k in range(12)]
+    >>> [round(v, 2) for v in rank_correlation(x, [x[1], x[0], *x[2:]])]
     [0.99, 0.97, 1.0]
     """
     from scipy import stats  # half a second

@@ -47,6 +47,7 @@ class L2Attention(Distance):
 
     Source: L2 self-attention of [kim2021].
 
+    >>> import torch
     >>> layer = L2Attention(torch.eye(2), torch.eye(2))
     >>> layer(torch.tensor([[1.0, 0.0], [1.0, 0.0]])) * 2**0.5
     tensor([[1., 0.],
