@@ -62,7 +62,7 @@ def attack(
 
     Holds for every layer whose weights are read in closed form. A lower value of the worst
     case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take 15 seconds
-    on one core, progress is told before and after.
+    on one core.
 
     Args:
         model: As for `measure`.

@@ -83,7 +83,6 @@ def _job(
         whole, inputs = at[0].attention, [one.x for one in at]
         draw = torch.Generator().manual_seed(n)
         given: Record = {"num_tokens": n, "radius": radius, "generator": draw}
-        # Without the text among the starts: what its ascent adds is counted as ascent.
         built = _by_name(whole, given)
         rows = worst(whole, **given, restarts=2, steps=steps, start=inputs[:1])
         alone = ascend(whole, **given, restarts=study.pick(2, 8), steps=steps)
