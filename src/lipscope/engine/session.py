@@ -22,7 +22,7 @@ from lipscope.engine.built import (
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
-from lipscope.engine.question import explained
+from lipscope.engine.question import Answer, explained
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
@@ -189,14 +189,9 @@ class Session:
         """
         loaded = self.places.loaded(job.model, job.weights)
         built, item, remarks = self.place(job)
-        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
-        if job.input != REAL:
-            key += f"|{job.input}|{job.radius or ''}"
         remarks += self._reach(job, built)
         found, about = [], loaded.about
-        whole = self.spec.move != COPIES  # the model itself has no copies
-        itself = self.places.itself(job, built) if job.sample == 0 and whole else None
-        for reply in answer(built, self.spec, job, self.places.memory, key, itself):
+        for reply in self.replies(job, built):
             device = self.places.device.type
             row = row_of(
                 self.spec, job, reply, about, of=built, item=item, device=device, notes=remarks
@@ -205,6 +200,19 @@ class Session:
             bounds = self._bounds(job, row, built) if self.spec.theorems else ()
             found.append(Finished(row, tuple(tokens), bounds))
         return found
+
+    def replies(self, job: Job, built: LayerMap) -> list[Answer]:
+        """What a map answers to a job, singular vectors included; that of the last job is kept."""
+        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
+        if job.input != REAL:
+            key += f"|{job.input}|{job.radius or ''}"
+        whole = self.spec.move != COPIES  # the model itself has no copies
+
+        def make() -> list[Answer]:
+            itself = self.places.itself(job, built) if job.sample == 0 and whole else None
+            return answer(built, self.spec, job, self.places.memory, key, itself)
+
+        return self.places.once("replies", job, make)
 
     def place(self, job: Job) -> tuple[LayerMap, Sample, list[str]]:
         """The map of a job at its input, the input, and remarks for the row."""
