@@ -19,6 +19,7 @@ from lipscope.cli import (
     certify,
     doctor,
     measure,
+    push,
     report,
     reproduce,
     rows,
@@ -68,7 +69,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, split, smooth)
+COMMANDS = (measure, bounds, attack, certify, push, split, smooth)
 COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]

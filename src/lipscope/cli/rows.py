@@ -41,7 +41,8 @@ def rows(
         typer.Option(help="SQL condition on the columns; also on tokens and bounds, by id."),
     ] = None,
     part: Annotated[
-        str | None, typer.Option(help="Values beside the rows: edits of attack, tokens of split.")
+        str | None,
+        typer.Option(help="Values beside the rows: edits of attack, tokens of split, push."),
     ] = None,
     to: Annotated[
         str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
