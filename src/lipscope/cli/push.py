@@ -118,16 +118,17 @@ def _show(push: Push) -> None:
     title = f"{push.name}: sigma {number(push.row.sigma)}"
     table = empty_table(title, (), _COLUMNS)
     if reading:
-        table.add_column(f"{reading}, +v")
+        table.add_column("says, +v")
     other = {one.eps: one.layer for one in push.along("-v")}
-    drawn = {one["eps"]: one for one in push.curves if "low" in one}
+    drawn = push.random
     for one in push.along("+v"):
         chance = drawn.get(one.eps)
+        ends = "–" if not chance else f"{number(min(chance), 2)}–{number(max(chance), 2)}"
         cells = [
             *(number(v, 3) for v in (one.eps, one.relative, one.promise)),
             "–" if one.certificate is None else number(one.certificate * (1 + 1e-3), 3),
             *(number(v, 3) for v in (one.layer, other.get(one.eps))),
-            "–" if chance is None else f"{number(chance['low'], 2)}–{number(chance['high'], 2)}",
+            ends,
             *(number(v, 3) for v in (one.block, one.model)),
         ]
         said = [text for text, _ in json.loads(one.reads)[:1]]

@@ -75,17 +75,15 @@ class Along:
             **norms_of(at.here),
         )
 
-    def pushed(
-        self, name: str, grid: Sequence[tuple[float, float | None]]
-    ) -> tuple[list[PushStep], PushDirection]:
+    def pushed(self, name: str, about: PushPlace) -> tuple[list[PushStep], PushDirection]:
         """One direction at every size, and where something changes along it."""
         at, here = self.at, self.at.here
-        e, sizes = at.direction(name), [eps for eps, _ in grid]
+        e, sizes = at.direction(name), [eps for eps, _ in about.sizes]
         gain, first, decided = at.gain(e), at.answer(here), at.decision(here)
         steps: list[PushStep] = []
         answers: list[bool] = []
         decisions: list[bool] = []
-        for eps, certificate in grid:
+        for eps, certificate in about.sizes:
             seen = at.at(at.x + eps * e)
             answers.append(at.answer(seen) != first)
             decisions.append(at.decision(seen) != decided)

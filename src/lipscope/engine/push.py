@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,11 +192,10 @@ class _Pushes:
 
     def _direction(self, about: PushPlace, name: str, place: Callable[[], Along]) -> None:
         end = f"{about.push}/{name}"
-        grid: list[tuple[float, float | None]] = json.loads(about.grid)
-        keys = [f"{end}/{eps!r}" for eps, _ in grid]
+        keys = [f"{end}/{eps!r}" for eps, _ in about.sizes]
         held, ends = self._held[STEPS], self._held[DIRECTIONS]
         if end not in ends or not all(key in held for key in keys):
-            steps, direction = place().pushed(name, grid)
+            steps, direction = place().pushed(name, about)
             for key, step in zip(keys, steps, strict=True):
                 self._keep(STEPS, key, asdict(step))
             self._keep(DIRECTIONS, end, asdict(direction))  # last: then all of it is there

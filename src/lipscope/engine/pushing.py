@@ -26,6 +26,7 @@ from lipscope.models.tracing.trace import run as run_model
 from lipscope.records.pushed import NEAREST, NEXT
 
 FINE = 1.01  # how close the two sizes are between which something changes
+_PATHS = ("enters", "leaves", "until")  # of the ends of a map
 _SHOWN = 5  # readings of each size
 _MOST_HALVES = 60
 _STILL = 1e-6  # of what moves: rounding
@@ -139,9 +140,7 @@ class Pushing:
         prefix = f"{inside}." if with_head and model is not places.prepared(self.job)[0] else ""
         ends = replace(
             built.ends,
-            enters=prefix + built.ends.enters,
-            leaves=prefix + built.ends.leaves,
-            until=prefix + built.ends.until,
+            **{one: (prefix + getattr(built.ends, one)).rstrip(".") for one in _PATHS},
         )
         paths: dict[str, str] = {}
         if block is not None:

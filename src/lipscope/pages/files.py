@@ -130,7 +130,8 @@ def push_charts(pushes: Sequence[Push]) -> Iterator[tuple[str, Chart]]:
     """
     for push in pushes:
         name = "push" if len(pushes) == 1 else f"push-{_safe(push.name)}"
-        yield name, push_chart(push.curves, push.sizes, Frame(legend=True, width=620))
+        chart = push_chart(push.curves, push.sizes, Frame(legend=True, width=620))
+        yield name, chart.properties(title=push.name)
 
 
 def _tokens(view: View) -> list[TokenShare]:

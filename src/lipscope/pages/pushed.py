@@ -24,7 +24,7 @@ from lipscope.records.rows import Measurement
 from lipscope.records.run import Run
 
 Records = list[dict[str, Any]]
-_OF = {"+v": "along +v", "-v": "along −v", "+top": "+top token", "-top": "−top token"}
+_OF = {"+v": "+v", "-v": "−v", "+top": "+top token", "-top": "−top token"}
 _LONGEST = 60  # letters of a name of a text or a class
 
 
@@ -63,6 +63,7 @@ class Push:
     def curves(self) -> Records:
         """What the chart draws: each curve's points."""
         found: Records = []
+        promise = {one.eps: one.promise for one in self.along("+v")}
         for one in self.along("+v"):
             values = {
                 PROMISE: one.promise,
@@ -75,16 +76,25 @@ class Push:
             ]
         for direction, of in _OF.items():
             found += [
-                {"curve": f"layer, {of}", "eps": one.eps, "value": one.layer}
+                {"curve": f"layer, along {of}", "eps": one.eps, "value": one.layer}
                 for one in self.along(direction)
             ]
-        for eps, drawn in self._random().items():
+        for eps, drawn in self.random.items():
             ends = {"low": min(drawn), "high": max(drawn)}
             curve = "layer, random (mean, range)"
             found.append({"curve": curve, "eps": eps, "value": fmean(drawn)} | ends)
-        return [one for one in found if one["value"] is not None]
+        by = {"value", "low", "high"}
+        return [
+            one
+            | {"change": one["value"]}
+            | {name: one[name] / promise[one["eps"]] for name in by & one.keys()}
+            for one in found
+            if one["value"] is not None and promise[one["eps"]]
+        ]
 
-    def _random(self) -> dict[float, list[float]]:
+    @property
+    def random(self) -> dict[float, list[float]]:
+        """By size, the change of the layer along every random direction."""
         found: dict[float, list[float]] = {}
         for one in self.steps:
             if one.direction not in _OF and one.layer is not None:
@@ -138,7 +148,7 @@ class Push:
                 f"{number(ends[0], 3)} times sigma · size at the smallest size, "
                 f"{number(ends[1], 3)} times at the largest."
             )
-        if drawn := self._random():
+        if drawn := self.random:
             eps = min(drawn)
             share = fmean(drawn[eps]) / (eps * (self.row.sigma or 1.0))
             yield (
@@ -218,7 +228,7 @@ _SHOWN = ("eps", "relative", "promise", "certificate", "layer", "block", "model"
 
 def spoken(direction: str) -> str:
     """A direction in words."""
-    return _OF.get(direction, f"along {direction}").replace("+top", "along +top")
+    return f"along {_OF.get(direction, direction)}"
 
 
 def quoted(text: str) -> str:

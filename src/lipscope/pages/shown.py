@@ -212,7 +212,7 @@ SHOWN: tuple[Shown, ...] = (
         "training",
         lambda c: training_chart(None, None, c.layers, FILL, turn=c.training.turn),
     ),
-    Shown("push", "push", lambda c: push_chart(None, None, replace(FILL, legend=True))),
+    Shown("push", "push", lambda c: push_chart(None, None, FILL)),
     Shown("bounds", "bounds", lambda c: bounds_chart(None, None, replace(FILL, height=380))),
 )
 """Every chart of the page. One more is its own file, an entry here and one in ``charts.js``."""

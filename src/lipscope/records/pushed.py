@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 PLACES, DIRECTIONS, STEPS = "push-places", "push-directions", "push"
@@ -46,6 +47,11 @@ class PushPlace:
     decided_by: str = ""
     radius: float | None = None
     note: str | None = None
+
+    @property
+    def sizes(self) -> list[tuple[float, float | None]]:
+        """The grid, read."""
+        return [(eps, most) for eps, most in json.loads(self.grid)]
 
 
 @dataclass(frozen=True, kw_only=True)
