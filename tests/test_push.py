@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from pathlib import Path
@@ -18,7 +19,6 @@ from lipscope.certificates.certify import certified_changes, certify_ball
 from tiny import TINY, tiny
 
 GPT2, LLAMA = (f"random:{name}:{TINY[name]}" for name in ("gpt2", "llama"))
-NEOX = f"random:gpt_neox:{TINY['roberta']}"
 ONE = torch.eye(1, dtype=torch.float64)
 SHORT = {"length": 6, "draws": 1}
 
@@ -39,7 +39,7 @@ def test_a_linear_layer_keeps_its_promise_at_every_size() -> None:
     value = torch.tensor([[3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     two = torch.eye(2, dtype=torch.float64)
     x = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
-    found = ls.push(ls.DotProduct(two, two, value), x, draws=2)
+    found = ls.push(ls.DotProduct(two, two, value), x, draws=1, eps=[1e-3, 1.0, 1e3])
     for one in (*along(found, "+v"), *along(found, "-v"), *along(found, "+top")):
         assert one.layer == pytest.approx(one.promise, rel=1e-9)
         assert one.promise == pytest.approx(3.0 * one.eps, rel=1e-3)
@@ -48,11 +48,20 @@ def test_a_linear_layer_keeps_its_promise_at_every_size() -> None:
         assert (direction.leaves_1, direction.leaves_10) == (None, None)
         for one in along(found, direction.direction):
             assert one.layer == pytest.approx(direction.gain * one.eps, rel=1e-9)
+
+
+def test_the_sizes_of_a_grid() -> None:
+    """Four a decade, from a thousandth of the mean token norm to the norm of all tokens."""
+    layer, x = ls.DotProduct(ONE, ONE, ONE), torch.tensor([[1.0], [-19.0]]).double()
+    found = ls.push(layer, x, draws=0, certificate=False)
     place, steps = found.places[0], along(found, "+v")
-    assert place.mean_norm == pytest.approx(math.sqrt(10))
+    assert place.mean_norm == pytest.approx(10)
     assert steps[0].relative == pytest.approx(1e-3)
     assert steps[-1].eps == pytest.approx(place.input_norm)
-    assert len(steps) == 13  # four a decade, three decades, both ends
+    assert steps[-1].eps == pytest.approx(math.sqrt(362))
+    ratios = [b.eps / a.eps for a, b in itertools.pairwise(steps)]
+    assert ratios[:-1] == pytest.approx([10**0.25] * 13) and 1 < ratios[-1] <= 10**0.25
+    assert all(one.certificate is None for one in steps)
 
 
 def test_one_head_in_closed_form() -> None:
@@ -85,14 +94,11 @@ def test_one_head_in_closed_form() -> None:
     assert all(one.certificate >= one.layer for one in found.steps)
 
 
-@pytest.fixture(scope="module")
-def gpt2() -> ls.Pushed:
-    return ls.push(tiny("gpt2", scale=3.0), TEXT, layer=1, tol=1e-9, **SHORT)
-
-
-def test_flips_of_the_next_token_against_the_model_run_by_hand(gpt2) -> None:
+def test_flips_of_the_next_token_against_the_model_run_by_hand() -> None:
     """The same tensor put in by a hook of our own, into transformers' own class."""
     loaded = tiny("gpt2", scale=3.0)
+    how = {"eps": [0.01, 1.0, 9.0], "certificate": False, "draws": 0, "length": 6}
+    gpt2 = ls.push(loaded, TEXT, layer=1, tol=1e-9, **how)
     _, v = top_of(*ls.capture(loaded, TEXT, layer=1, length=6))
     whole = AutoModelForCausalLM.from_config(loaded.config)
     whole.transformer = copy.deepcopy(loaded.model)
@@ -124,17 +130,20 @@ def test_flips_of_the_next_token_against_the_model_run_by_hand(gpt2) -> None:
             best = shares.topk(5)
             said = json.loads(one.reads)
             assert [p for _, p in said] == pytest.approx(best.values.tolist(), rel=1e-5)
-            assert said[0][0] == names.decode([int(best.indices[0])])
+            first = [int(best.indices[0])]
+            # Half a letter has no text: it has a name.
+            assert said[0][0] in (names.decode(first), *names.convert_ids_to_tokens(first))
         (own,) = (one for one in gpt2.directions if one.direction == name)
         assert own.flip is not None  # of both signs, or this test shows nothing
         assert int(run(sign * own.flip * 1.001)[0].argmax()) != int(before.argmax())
         assert int(run(sign * own.flip / 1.012)[0].argmax()) == int(before.argmax())
 
 
-@pytest.mark.parametrize("model", [BERT, GPT2, LLAMA, NEOX])
+@pytest.mark.parametrize("model", [BERT, GPT2, LLAMA])
 def test_no_push_exceeds_its_certificate(model) -> None:
     """Nor does one below the radius change the decision, of every direction at every size."""
-    found = ls.push(model, TEXT, layer=1, between=["a b c", "d e f"], **SHORT)
+    how = {"eps": [0.05, 1.0, 5.0], "between": ["a b c", "d e f"]}
+    found = ls.push(model, TEXT, layer=1, **how, **SHORT)
     place = found.places[0]
     assert found.rows[0].dtype == "float64" and place.radius is not None
     for one in found.steps:
@@ -147,12 +156,12 @@ def test_no_push_exceeds_its_certificate(model) -> None:
 
 def test_the_certificate_of_a_curve_is_close_to_those_of_its_radii() -> None:
     layer, x = ls.capture(GPT2, TEXT, layer=0, length=6)
-    sizes = [1e-4, 1e-3, 1e-2, 0.1, 1e3]
+    sizes = [1e-4, 0.1, 1e3]
     curve = certified_changes(layer, x, sizes)
     assert curve == sorted(curve)
-    for eps, value in zip(sizes[:4], curve, strict=False):
+    for eps, value in zip(sizes[:2], curve, strict=False):
         alone = certify_ball(layer, x, eps=eps, ball="frobenius").value * eps
-        assert alone / 1.5 <= value <= 1.5 * alone
+        assert alone / 2 <= value <= 2 * alone
     sigma = certify_ball(layer, x, eps=1e-4, ball="frobenius").sigma
     assert curve[0] == pytest.approx(sigma * 1e-4, rel=0.05)  # sharp, and nearly linear there
 
@@ -173,7 +182,8 @@ def test_other_maps_move_their_own_input(map) -> None:
 
 def test_the_nearest_text_by_hand() -> None:
     loaded, texts = ls.load_model(BERT), ["the fox", "a dog sleeps", "smooth and flat"]
-    found = ls.push(loaded, TEXT, layer=1, among=texts, eps=[0.1, 3.0], dtype="float32", **SHORT)
+    how = {"among": texts, "eps": [0.1], "dtype": "float32", "certificate": False}
+    found = ls.push(loaded, TEXT, layer=1, **how, **SHORT)
     with torch.no_grad():
         means = [
             loaded.model(torch.tensor([loaded.tokenizer(text)["input_ids"]])).last_hidden_state
@@ -210,7 +220,7 @@ def test_pictures() -> None:
         "random:vit:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,"
         "intermediate_size=16,image_size=8,patch_size=4"
     )
-    found = ls.push(vit, images="random", samples=2, draws=0, eps=[0.01, 1.0])
+    found = ls.push(vit, images="random", samples=2, draws=0, eps=[0.1])
     assert len(found.rows) == len(found.places) == 2
     assert all(one.certificate >= one.layer > 0 for one in found.steps)
 
@@ -219,37 +229,37 @@ def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     import lipscope.engine.along as inside
 
     arguments = ("push", GPT2, "--text", "text.txt", "--layer", "1", "--length", "6")
-    arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--out", "run")
+    arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--no-certificate", "--out", "run")
     first = command(*arguments)
     assert first.status == 0, first.err
-    assert "Along ±v the change of the layer" in first.out and "next token" in first.out
+    assert "Along ±v the change of the layer" in first.out and "says, +v" in first.out
     assert {p.name for p in Path("run").glob("push.*")} == {"push.svg", "push.png"}
     run = ls.read_run("run")
     assert len(run.values("push")) == 15 and len(run.values("push-directions")) == 5
-    held = Path("run/values.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    # As if it had been killed in the last direction: its own line and two of its sizes are gone.
-    Path("run/values.jsonl").write_text("".join(held[:-3]), encoding="utf-8")
-    for copy_ in Path("run").glob("values.parquet"):
-        copy_.unlink()
+    # As if it had been killed in the last direction, with one damaged line in another.
+    lines = Path("run/values.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    broken = next(i for i, line in enumerate(lines) if "-top/0.1" in line)
+    lines[broken] = lines[broken].replace("promise", "premise")
+    Path("run/values.jsonl").write_text("".join(lines[:-3]), encoding="utf-8")
+    Path("run/values.parquet").unlink()
     done: list[str] = []
     pushed = inside.Along.pushed
-    monkeypatch.setattr(
-        inside.Along,
-        "pushed",
-        lambda self, name, about: done.append(name) or pushed(self, name, about),
-    )
+
+    def counted(self, name, about):
+        done.append(name)
+        return pushed(self, name, about)
+
+    monkeypatch.setattr(inside.Along, "pushed", counted)
     again = command(*arguments, "--jsonl")
     assert again.status == 0, again.err
-    assert done == ["random 1"] and len(again.rows) == 15
-    monkeypatch.setattr(inside, "Along", None)  # nothing is computed anew
+    assert "1 damaged in `values.jsonl`" in again.err
+    assert done == ["-top", "random 1"] and len(again.rows) == 15
+    monkeypatch.setattr(inside.Along, "pushed", None)  # nothing is computed anew
     third = command(*arguments, "--jsonl")
     assert third.rows == again.rows
     sheet = command("rows", "run", "--part", "push", "--to", "csv")
     assert sheet.status == 0 and len(sheet.out.splitlines()) == 16
-    page = command("report", "run", "--out", "page.html", "--svg", "figures")
-    assert page.status == 0 and Path("figures/push.svg").exists()
-    assert '"pushes":[{"name":' in Path("page.html").read_text(encoding="utf-8")
-    other = command(*arguments[:-2], "--out", "run", "--map", "block")
+    other = command(*arguments, "--map", "block")
     assert other.status == 2 and "another" in other.err
 
 
