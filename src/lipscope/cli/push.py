@@ -37,7 +37,7 @@ def push(
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     eps: Annotated[
-        str | None, typer.Option(help="Sizes by commas.  [default: 4 a decade, up to ‖X‖]")
+        str | None, typer.Option(help="Sizes by commas.  [default: up to ‖X‖]")
     ] = None,
     draws: Annotated[int, typer.Option(help="Random directions.")] = 3,
     among: Annotated[
