@@ -225,6 +225,41 @@ def test_pictures() -> None:
     assert all(one.certificate >= one.layer > 0 for one in found.steps)
 
 
+class _OfPatches(torch.nn.Module):
+    """Patches of 4 x 4 pixels without a class token, then torch's own layers, norm first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patch = torch.nn.Conv2d(3, 8, 4, 4)
+        block = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+        self.blocks = torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.blocks(self.patch(pixel_values).flatten(2).transpose(1, 2))
+
+
+def test_pixels_that_move_the_patches_as_asked() -> None:
+    """The patch moves so when the model is given the changed picture; not behind a norm."""
+    with torch.random.fork_rng():
+        model, picture = _OfPatches().eval(), torch.rand(1, 3, 8, 8)
+    found = ls.push(model, picture, map="block", draws=0, eps=[1.0], dtype="float32")
+    assert found.places[0].reading == "most changed patch"
+    step = found.steps[2]
+    assert step.direction == "+top"  # one patch alone: its pixels are all that changes
+    said = json.loads(found.directions[2].pixels)
+    row, column = map(int, said["name"].removeprefix("patch ").split(", "))
+    place = slice(4 * row, 4 * row + 4), slice(4 * column, 4 * column + 4)
+    assert torch.allclose(2 * torch.tensor(said["before"]) - 1, picture[0, :, *place], atol=1e-4)
+    other = picture.clone()
+    other[0, :, *place] += 2 * torch.tensor(said["move"])  # in pixels from 0 to 1
+    with torch.no_grad():
+        change = float((model(other) - model(picture)).norm())
+    assert change == pytest.approx(step.model, rel=1e-3)
+    behind = ls.push(model, picture, map="attention", draws=0, eps=[1.0], certificate=False)
+    assert [one.pixels for one in behind.directions] == [None] * 4
+
+
 def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     import lipscope.engine.along as inside
 

@@ -36,9 +36,7 @@ def push(
     model: Model = "minilm",
     layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
-    eps: Annotated[
-        str | None, typer.Option(help="Sizes by commas.  [default: up to ‖X‖]")
-    ] = None,
+    eps: Annotated[str | None, typer.Option(help="Sizes by commas.  [default: up to ‖X‖]")] = None,
     draws: Annotated[int, typer.Option(help="Random directions.")] = 3,
     among: Annotated[
         Path | None, typer.Option(help="File, a text a line: the nearest is read.")

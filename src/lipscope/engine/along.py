@@ -120,6 +120,7 @@ class Along:
             decision_flip=first_from(
                 sizes, decisions, lambda eps: at.decision(seen_at(eps)) != decided
             ),
+            pixels=at.pixels(e),
         )
 
     def _step(self, name: str, eps: float, certificate: float | None, seen: Seen) -> PushStep:

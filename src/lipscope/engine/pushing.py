@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,18 +18,24 @@ from lipscope.engine.runs import LocalRun
 from lipscope.errors import InputError
 from lipscope.linalg.starts import start_named
 from lipscope.models import moved
+from lipscope.models.data.images import normalisation
 from lipscope.models.next_token import with_scores
+from lipscope.models.patches import Patches, patches_of, picture_move
 from lipscope.models.tracing.calls import first_tensor
 from lipscope.models.tracing.itself import Ends
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.sites import block_of
 from lipscope.models.tracing.trace import run as run_model
-from lipscope.records.pushed import NEAREST, NEXT
+from lipscope.records.pushed import MOVED, NEAREST, NEXT
 
 FINE = 1.01  # how close the two sizes are between which something changes
 _PATHS = ("enters", "leaves", "until")  # of the ends of a map
 _SHOWN = 5  # readings of each size
 _MOST_HALVES = 60
+_OF_PICTURES = (
+    "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
+    "at layer 0 and before any norm"
+)
 _STILL = 1e-6  # of what moves: rounding
 Reads = list[tuple[str, float]]
 
@@ -90,6 +97,9 @@ class Pushing:
         self._watch(with_head=False)
         if among:
             self._texts, self.reading = self._nearest(among), NEAREST
+        elif self.patches is not None:
+            self.reading = MOVED
+            self.note = _OF_PICTURES
         elif self.built.ends is not None:
             self._look_for_words()
 
@@ -126,8 +136,6 @@ class Pushing:
             self._function = lambda x: [built.function(x)]
             return
         model = places.prepared(self.job)[0]
-        dtype = self.x.dtype
-        arguments = moved(places.item(self.job).arguments, self.x.device, dtype)
         body, inside = str(getattr(model, "base_model_prefix", "")), ""
         block = None
         if built.map not in ("block", "model") and built.module is not None:
@@ -151,8 +159,37 @@ class Pushing:
             paths["scores"] = ""
         self._names += paths
         others = [_whole(ends, path) for path in paths.values()]
-        self._function = ends.beside(others, model, arguments)
-        self._layer = ends.function(model, arguments)
+        self._function = ends.beside(others, model, self._inputs)
+        self._layer = ends.function(model, self._inputs)
+
+    @cached_property
+    def patches(self) -> Patches | None:
+        """How the model cuts a picture, if it reads one."""
+        if self.built.ends is None:
+            return None
+        return patches_of(self.run.session.places.prepared(self.job)[0], self._inputs)
+
+    @cached_property
+    def _inputs(self) -> Any:
+        places = self.run.session.places
+        return moved(places.item(self.job).arguments, self.x.device, self.x.dtype)
+
+    def pixels(self, e: Tensor) -> str | None:
+        """The patch of largest share of a move, before and for each unit of size; None if none."""
+        patches, ends = self.patches, self.built.ends
+        if patches is None or ends is None:
+            return None
+        model, token = self.run.session.places.prepared(self.job)[0], int(e.norm(dim=-1).argmax())
+        move = picture_move(patches, ends, model, self._inputs, e)
+        if move is None:
+            return None
+        mean, deviation = (one.to(move) for one in normalisation(self.run.loaded))
+        shown = {"before": patches.picture * deviation + mean, "move": move * deviation}
+        found: dict[str, Any] = {"name": patches.name(token, len(e))}
+        for name, picture in shown.items():
+            values = patches.pixels(token, len(e), picture)
+            found[name] = [[[round(v, 5) for v in row] for row in one] for one in values.tolist()]
+        return json.dumps(found)
 
     # --- what is read
 
@@ -191,12 +228,25 @@ class Pushing:
             shares = torch.softmax(seen.scores.double(), -1)
             best = shares.topk(min(_SHOWN, len(shares)))
             return list(zip(self._names_of(best.indices), best.values.tolist(), strict=True))
+        if self.reading == MOVED:
+            return self._changed(seen)
         if self._texts is None:
             return []
         cosines = self._cosines(seen)
         best = cosines.topk(min(_SHOWN, len(cosines)))
         names = [self._texts.names[i] for i in best.indices.tolist()]
         return list(zip(names, best.values.tolist(), strict=True))
+
+    def _changed(self, seen: Seen) -> Reads:
+        """The tokens whose outputs of the model changed most, by their share of the square."""
+        there, here = (one.layer if one.model is None else one.model for one in (seen, self.here))
+        squares = (there.double() - here.double()).square().sum(-1)
+        total = float(squares.sum())
+        if self.patches is None or not total > 0:
+            return []
+        best = squares.topk(min(_SHOWN, len(squares)))
+        names = [self.patches.name(i, len(squares)) for i in best.indices.tolist()]
+        return [(n, v / total) for n, v in zip(names, best.values.tolist(), strict=True)]
 
     def answer(self, seen: Seen) -> int | None:
         """Which reading is the best one."""

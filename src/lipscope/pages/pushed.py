@@ -177,8 +177,7 @@ class Push:
             yield f"No flip up to {most}: {', '.join(stays)}."
 
     def _value(self, value: float) -> str:
-        kind = "probability" if self.place.reading == NEXT else "cosine"
-        return f"{kind} {number(value, 3)}"
+        return f"{'probability' if self.place.reading == NEXT else 'cosine'} {number(value, 3)}"
 
     def _decision(self) -> Iterator[str]:
         place = self.place
@@ -212,6 +211,7 @@ class Push:
             "directions": [
                 {
                     "name": spoken(one.direction),
+                    "pixels": one.pixels and json.loads(one.pixels),
                     "steps": [
                         {name: getattr(step, name) for name in _SHOWN}
                         | {"reads": json.loads(step.reads)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 PLACES, DIRECTIONS, STEPS = "push-places", "push-directions", "push"
 """Parts of the values of a run folder; lines of all three name their ``push``."""
-NEXT, NEAREST = "next token", "nearest text"
+NEXT, NEAREST, MOVED = "next token", "nearest text", "most changed patch"
 """What is read of a model's output."""
 
 
@@ -25,8 +25,10 @@ class PushPlace:
         model_norm: The same of the model's output.
         grid: Sizes, each with what no move of it can exceed: a JSON list of pairs; the second is
             null where nothing is proved.
-        reading: ``next token``, ``nearest text``, or "" where nothing is read.
-        reads: What is read at X: a JSON list of pairs, name and probability or cosine, best first.
+        reading: ``next token``, ``nearest text``, ``most changed patch``, or "" where nothing is
+            read.
+        reads: What is read at X: a JSON list of pairs, best first: a name, and its probability, its
+            cosine, or its share of the squared change of the model's output.
         decision: What a read-out of the layer's pooled output decides at X, or None.
         decided_by: What decides, in words.
         radius: Frobenius radius within which the decision cannot change; None where none is proved.
@@ -75,6 +77,9 @@ class PushDirection:
         flip_to: Which it is then.
         flips_back: Size of the grid at which the first reading is back; None if it is not.
         decision_flip: Size from which the read-out of the layer decides otherwise, or None.
+        pixels: Where the move is one of the picture: the patch of its largest share as JSON, with
+            its ``name``, its pixels from 0 to 1 ``before``, and its ``move`` for each unit of size,
+            both ``(c, p, p)``; None where no pixels move the tokens so.
     """
 
     push: str
@@ -88,6 +93,7 @@ class PushDirection:
     flip_to: str | None = None
     flips_back: float | None = None
     decision_flip: float | None = None
+    pixels: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

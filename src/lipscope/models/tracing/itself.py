@@ -102,6 +102,26 @@ class Ends:
 
         return function
 
+    def entering(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """What enters the map when the model reads other inputs, ``(n, d)``."""
+        seen: list[Tensor] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = bound_arguments(module, args, kwargs)
+            held = [as_tokens(given[name], self.token_axis) for name in self.arguments]
+            seen.append(torch.cat(held))  # a copy
+
+        start = model.get_submodule(self.enters)
+        handle = start.register_forward_pre_hook(enter, with_kwargs=True)
+        dtype = next(model.parameters()).dtype
+        try:
+            with torch.no_grad(), exact_maths(dtype, differentiable=False), undisturbed(model):
+                run(model, each_tensor(inputs, torch.clone))
+        finally:
+            handle.remove()
+        whole = seen[self.turn]
+        return whole if self.moved is None else whole[self.moved]
+
     def tokens(self, y: Tensor) -> Tensor:
         """What was read, as the tokens that are asked for."""
         y = as_tokens(y, self.token_axis)

@@ -60,19 +60,51 @@ function pushNow(p, s) {
     s.model === null ? null : ["model", number(s.model)],
     s.decision === null ? null : ["decision", s.decision + (s.decision === p.decision ? "" : " (changed)")]];
   const first = p.reads.length ? p.reads[0][0] : null;
-  const next = p.reading === "next token";
+  const cosine = p.reading === "nearest text";
   const bars = s.reads.map(([text, value]) => {
     const bar = make("i", {});
     bar.style.setProperty("--share", `${(100 * Math.max(value, 0)).toFixed(1)}%`);
     return make("tr", { class: text === first ? "first" : null }, cell(shownWord(text), "word"),
-      make("td", { class: "bar" }, bar), cell(next ? percent(value) : number(value, 3), "number"));
+      make("td", { class: "bar" }, bar), cell(cosine ? number(value, 3) : percent(value), "number"));
   });
   return [make("dl", { class: "facts" }, ...facts.filter(Boolean)
     .flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])),
-  bars.length ? make("table", { class: "reads" }, make("caption", {}, next
-    ? "The five likeliest next tokens; bold: the likeliest one at X"
-    : "The nearest texts, by cosine; bold: the nearest one at X"), make("tbody", {}, ...bars)) : null,
-  ].filter(Boolean);
+  bars.length ? make("table", { class: "reads" }, make("caption", {}, CAPTIONS[p.reading]),
+    make("tbody", {}, ...bars)) : null,
+  ...patches(p.directions[state.along].pixels, s.eps)].filter(Boolean);
+}
+
+const CAPTIONS = {
+  "next token": "The five likeliest next tokens; bold: the likeliest one at X",
+  "nearest text": "The nearest texts, by cosine; bold: the nearest one at X",
+  "most changed patch": "The tokens whose outputs change most, by their share of the squared change",
+};
+
+// The patch that moves most, as it was and as it is at this size: pixels from 0 to 1, cut there.
+function patches(pixels, eps) {
+  if (!pixels) return [];
+  const drawn = (size, name) => make("figure", {}, canvas(pixels, size, name),
+    make("figcaption", {}, name));
+  const cut = pixels.before.some((c, k) => c.some((row, i) => row
+    .some((v, j) => Math.abs(v + eps * pixels.move[k][i][j] - 0.5) > 0.5)));
+  return [make("div", { class: "patches" }, drawn(0, `${pixels.name}, as it was`),
+    drawn(eps, `at this size${cut ? ", colours cut to what a screen has" : ""}`))];
+}
+
+function canvas({ before, move }, eps, name) {
+  const side = before[0].length;
+  const box = make("canvas", { width: side, height: side, role: "img", "aria-label": name });
+  const image = new ImageData(side, side);
+  for (let i = 0; i < side * side; i += 1) {
+    for (let c = 0; c < 3; c += 1) {
+      const k = Math.min(c, before.length - 1);
+      const [row, column] = [Math.floor(i / side), i % side];
+      image.data[4 * i + c] = 255 * (before[k][row][column] + eps * move[k][row][column]);
+    }
+    image.data[4 * i + 3] = 255;
+  }
+  box.getContext("2d").putImageData(image, 0, 0);
+  return box;
 }
 
 $("push-at").addEventListener("input", (e) => { state.at = Number(e.target.value); drawPushed(); });
