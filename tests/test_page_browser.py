@@ -366,6 +366,9 @@ def test_a_push_is_read_size_by_size_with_the_keyboard(opened: Opened) -> None:
     said = page.inner_text("#push-said")
     assert "sigma · size to 1 % up to 0.200 (0.0400 mean token norms), and to 10 %" in said
     assert "No flip up to 10.0 (2.00 mean token norms): along −v, along random 1." in said
+    key = page.locator("#push-key span").all_inner_texts()
+    assert key[:3] == ["sigma · size", "certificate, any move", "map, along +v"]
+    assert "map, along +top token" not in key  # which was not pushed
     slider = page.locator("#push-at")
     assert slider.get_attribute("aria-valuetext") == "0.100, 0.0200 mean token norms"
     assert page.inner_text("#push-now .first .word") == "␣sea"

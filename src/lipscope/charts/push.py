@@ -15,11 +15,11 @@ PROMISE, CERTIFICATE = "sigma · size", "certificate, any move"
 CURVES = {
     PROMISE: (INK, [5, 4]),
     CERTIFICATE: (INK, [1, 3]),
-    "layer, along +v": (BLUE, [1, 0]),
-    "layer, along −v": (BLUE, [6, 3]),
-    "layer, along +top token": (ORANGE, [1, 0]),
-    "layer, along −top token": (ORANGE, [6, 3]),
-    "layer, random (mean, range)": (QUIET, [1, 0]),
+    "map, along +v": (BLUE, [1, 0]),
+    "map, along −v": (BLUE, [6, 3]),
+    "map, along +top token": (ORANGE, [1, 0]),
+    "map, along −top token": (ORANGE, [6, 3]),
+    "map, random (mean, range)": (QUIET, [1, 0]),
     "block, along +v": (GREEN, [1, 0]),
     "model, along +v": (PURPLE, [1, 0]),
 }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push"
 _WIDTH = 100
-_COLUMNS = ("size", "token norms", "sigma·size", "certified", "layer +v", "−v", "random", "block")
+_COLUMNS = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
 _COLUMNS += ("model",)
 
 

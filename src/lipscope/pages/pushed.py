@@ -76,12 +76,12 @@ class Push:
             ]
         for direction, of in _OF.items():
             found += [
-                {"curve": f"layer, along {of}", "eps": one.eps, "value": one.layer}
+                {"curve": f"map, along {of}", "eps": one.eps, "value": one.layer}
                 for one in self.along(direction)
             ]
         for eps, drawn in self.random.items():
             ends = {"low": min(drawn), "high": max(drawn)}
-            curve = "layer, random (mean, range)"
+            curve = "map, random (mean, range)"
             found.append({"curve": curve, "eps": eps, "value": fmean(drawn)} | ends)
         by = {"value", "low", "high"}
         return [
@@ -136,9 +136,9 @@ class Push:
         last = f"the largest size, {self.size(steps[-1].eps)}"
         one, ten = (f"up to {self.size(e) if e else last}" for e in (first, tenth))
         yield (
-            f"Along ±v the change of the layer is sigma · size to 1 % {one}, and to 10 % {ten}."
+            f"Along ±v the map's output changes by sigma · size to 1 % {one}, and to 10 % {ten}."
             if first != tenth
-            else f"Along ±v the change of the layer is sigma · size to 1 % {one}."
+            else f"Along ±v the map's output changes by sigma · size to 1 % {one}."
         )
         sure = [s for s in steps if s.certificate is not None]
         if sure and sure[0].promise:
@@ -152,8 +152,8 @@ class Push:
             eps = min(drawn)
             share = fmean(drawn[eps]) / (eps * (self.row.sigma or 1.0))
             yield (
-                f"A random direction of the smallest size changes the layer {number(share, 2)} "
-                f"times as much as v ({len(drawn[eps])} draws)."
+                f"A random direction of the smallest size changes it {number(share, 2)} "
+                f"times as much as v ({len(drawn[eps])} draw{'s' * (len(drawn[eps]) > 1)})."
             )
 
     def _flips(self) -> Iterator[str]:

@@ -9,6 +9,12 @@ CHARTS.push = { spec: "push", say: pushSay,
   signals: () => ({ at: pushSteps()[state.at]?.eps ?? null }),
   empty: "No pushes in these folders. They come from lipscope push … --out DIR." };
 
+const KEY = { "sigma · size": "ink dashed", "certificate, any move": "ink dotted",
+  "map, along +v": "blue-line", "map, along −v": "blue-line dashed",
+  "map, along +top token": "orange-line", "map, along −top token": "orange-line dashed",
+  "map, random (mean, range)": "quiet-line", "block, along +v": "green-line",
+  "model, along +v": "purple-line" };
+
 function drawPush() {
   const p = pushed();
   if (!p) return;
@@ -20,6 +26,9 @@ function drawPush() {
     select("Direction", state.along, p.directions.map((d, k) => [k, d.name]),
       (along) => { state.along = along; drawPushed(); }));
   $("push-about").textContent = p.name;
+  const drawn = distinct(p.curves.map((c) => c.curve));
+  fill("push-key", ...Object.keys(KEY).filter((name) => drawn.includes(name))
+    .map((name) => make("span", {}, make("i", { class: KEY[name] }), name)));
   fill("push-said", ...p.said.map((text) => make("li", {}, text)));
   const slider = $("push-at");
   slider.max = steps.length - 1;
@@ -27,7 +36,7 @@ function drawPush() {
   slider.setAttribute("aria-valuetext", sizeOf(steps[state.at]));
   fill("push-now", ...pushNow(p, steps[state.at]));
   fill("push-table", heading(["size", "number"], ["mean token norms", "number"],
-    ["sigma · size", "number"], ["certificate", "number"], ["layer", "number"], ["block", "number"],
+    ["sigma · size", "number"], ["certificate", "number"], ["map", "number"], ["block", "number"],
     ["model", "number"], p.reading || "", p.decision === null ? "" : "decision"),
   make("tbody", {}, ...steps.map((s, k) => make("tr", { class: k === state.at ? "front" : null },
     ...["eps", "relative", "promise", "certificate", "layer", "block", "model"]
@@ -54,7 +63,7 @@ const shownWord = (text) => text.replace(/^ /, "␣").replaceAll("\n", "↵");
 function pushNow(p, s) {
   const off = s.layer === null || !s.promise ? null : s.layer / s.promise;
   const facts = [["size", sizeOf(s)],
-    ["layer", `${number(s.layer)}${off === null ? "" : `, ${number(off, 3)} × sigma · size`}`],
+    ["map", `${number(s.layer)}${off === null ? "" : `, ${number(off, 3)} × sigma · size`}`],
     s.certificate === null ? null : ["certified", `at most ${upward(s.certificate)}`],
     s.block === null ? null : ["block", number(s.block)],
     s.model === null ? null : ["model", number(s.model)],
