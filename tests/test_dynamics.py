@@ -314,6 +314,9 @@ def test_sigma_from_block_to_block_ends_in_that_of_the_model() -> None:
     found = sigma_of_blocks([one.linearise(one.x) for _, one in maps], tol=1e-6)
     row = ls.measure(loaded, TEXT, lengths=[7], samples=1, map="model", dtype="float64")[0]
     assert float(found.sigma[-1]) == pytest.approx(row.sigma, rel=2e-3)
+    stacks = ls.measure(loaded, TEXT, lengths=[7], samples=1, map="stack", dtype="float64")
+    for row, sigma in zip(stacks, found.sigma[1:], strict=True):
+        assert float(sigma) == pytest.approx(row.sigma, rel=2e-3)
     assert float(found.excess[-1]) > 1
 
 

@@ -54,7 +54,7 @@ def test_a_mapping_with_a_padding_mask():
         measured("bert", {name: value[1:] for name, value in batch.items()}, move="2:4")
 
 
-@pytest.mark.parametrize("map", ["heads", "attention", "residual", "block", "model"])
+@pytest.mark.parametrize("map", ["heads", "attention", "residual", "block", "stack", "model"])
 def test_padding_changes_nothing_for_the_real_tokens(map):
     """Every map of a padded text is that of the text alone."""
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
