@@ -112,6 +112,12 @@ def test_positions_that_a_model_does_not_have(offset, words):
         measured("bert", IDS, position_offset=offset)
 
 
+def test_no_limit_of_positions_written_as_minus_one():
+    size = "n_layer=1,d_model=12,n_head=3,d_inner=8,vocab_size=300"
+    model = load_model(f"random:xlnet:{size}")
+    assert model.config.max_position_embeddings == -1 and model.max_tokens is None
+
+
 def test_tables_of_positions_start_later():
     """BART takes no position ids: as if its tables had lost their first rows."""
     kind = (
