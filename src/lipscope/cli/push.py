@@ -30,7 +30,7 @@ _COLUMNS += ("model",)
     "map",
     *SOLVER,
     hidden=("windows", "position_offset", "tol", "delta", "device", "memory"),
-    map="attention|normed|residual|block|model",
+    map="attention|normed|residual|block|stack|model",
 )
 def push(
     model: Model = "minilm",

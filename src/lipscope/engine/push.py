@@ -22,7 +22,7 @@ from lipscope.engine.plan import Job
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window, told
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
-from lipscope.models import LoadedModel
+from lipscope.models import MAPS, LoadedModel
 from lipscope.models.data.windows import read_text
 from lipscope.pages.rows import Rows
 from lipscope.records.pushed import DIRECTIONS, PLACES, STEPS, PushDirection, PushPlace, PushStep
@@ -30,7 +30,7 @@ from lipscope.records.rows import Measurement, stable_id
 
 _WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")
-_MAPS = ("attention", "normed", "residual", "block", "model")
+_MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the model never forms
 _MOST_SIZES, _MOST_DRAWS = 1000, 100
 
 

@@ -17,7 +17,7 @@ from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
 from lipscope.errors import InputError
 from lipscope.linalg.starts import start_named
-from lipscope.models import moved
+from lipscope.models import OF_BLOCKS, moved
 from lipscope.models.data.images import normalisation
 from lipscope.models.next_token import with_scores
 from lipscope.models.patches import Patches, patches_of, picture_move
@@ -138,7 +138,7 @@ class Pushing:
         model = places.prepared(self.job)[0]
         body, inside = str(getattr(model, "base_model_prefix", "")), ""
         block = None
-        if built.map not in ("block", "model") and built.module is not None:
+        if built.map not in OF_BLOCKS and built.module is not None:
             block = block_of(model, built.module)
         if with_head:
             model, inside = with_scores(model)
