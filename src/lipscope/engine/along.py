@@ -25,7 +25,7 @@ from lipscope.theorems import PATIENCE
 # The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear
 # model holds, to ‖X‖, where what is put in outweighs what was there.
 _LEAST, _A_DECADE = 1e-3, 4
-_LARGE = 12 * 128**2  # heads times tokens squared, up to which certificates take a minute or so
+_LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 
 
 class Along:
