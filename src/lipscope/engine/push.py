@@ -105,9 +105,9 @@ def push(
     Raises:
         InputError: For every request that cannot be answered as asked.
 
-    A layer that ends in a mean moves by ``sigma · eps`` at every size:
+    One token is mapped linearly, so that it moves by ``sigma · eps`` at every size:
 
-    >>> import lipscope as ls
+    >>> import torch, lipscope as ls
     >>> one, x = torch.eye(2).double(), torch.tensor([[3.0, 1.0]]).double()
     >>> found = push(ls.DotProduct(one, one, one), x, eps=[1.0, 100.0])
     >>> [round(step.layer / step.promise, 9) for step in found.steps[:2]]
