@@ -20,7 +20,7 @@ from lipscope.errors import InputError
 from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
-from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:
     import pandas
@@ -36,6 +36,7 @@ class Rows(Sequence[Measurement]):
         rows: Measurements, in the order in which they should stand.
         tokens: The tokens of their windows; those of other rows are left out.
         bounds: What theorems say about them; those of other rows are left out.
+        directions: Their leading directions; those of other rows are left out.
         windows: How windows were chosen: "spread" compares the same passages at every
             length, "disjoint" takes fresh ones.
 
@@ -50,11 +51,13 @@ class Rows(Sequence[Measurement]):
         tokens: Iterable[TokenShare] = (),
         windows: Literal["spread", "disjoint"] = "spread",
         bounds: Iterable[Bound] = (),
+        directions: Iterable[Direction] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
         self.bounds = [bound for bound in bounds if bound.id in held]
+        self.directions = [part for part in directions if part.id in held]
         self.windows: Literal["spread", "disjoint"] = windows
 
     @overload
@@ -64,7 +67,8 @@ class Rows(Sequence[Measurement]):
     def __getitem__(self, index: int | slice) -> Measurement | Rows:
         """One measurement, or some of them with their tokens and bounds."""
         if isinstance(index, slice):
-            return Rows(self._rows[index], self.tokens, self.windows, self.bounds)
+            more = (self.tokens, self.windows, self.bounds, self.directions)
+            return Rows(self._rows[index], *more)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -103,6 +107,10 @@ class Rows(Sequence[Measurement]):
     def bounds_to_polars(self) -> polars.DataFrame:
         """One line for each theorem; `id` says which measurement it speaks of."""
         return typed_frame(Bound, (vars(bound) for bound in self.bounds))
+
+    def directions_to_polars(self) -> polars.DataFrame:
+        """One line for each part of a direction; `id` says which measurement it belongs to."""
+        return typed_frame(Direction, (vars(part) for part in self.directions))
 
     def plot(self) -> Chart:
         """The growth chart, see `lipscope.charts.growth_chart`.
