@@ -39,8 +39,9 @@ def directions(
     three tokens with the largest shares are read, as the words whose vectors have the largest
     and the smallest cosine with theirs: tokens in this token's place (layer 0 of a text), gradients
     of the model's own logits (decoders with a final norm), or the other tokens or patches of
-    this input. What ten readings span is compared with 99 random directions: one that does
-    not exceed them all reads as nothing, and a random one exceeds them once in a hundred times.
+    this input. The nearest cosine, and what the ten nearest span, stand beside those of 99
+    random directions: a vector that is no nearer than all of these reads as nothing, and a
+    random one is nearer once in a hundred times.
 
     Holds for self-attention, all heads together, in the Frobenius and the token-relative metric.
     Each direction has its own interval, and a bound of its angle with the singular vector; equal

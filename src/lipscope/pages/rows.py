@@ -138,6 +138,12 @@ class Rows(Sequence[Measurement]):
 
         return bounds_shown(self._rows, self.bounds)
 
+    def directions_table(self) -> RenderableType:
+        """The leading directions of every row: tokens, what they read as, and heads."""
+        from lipscope.pages.directions import directions_shown
+
+        return directions_shown(self._rows, self.directions)
+
     def shade(self, row_id: str | None = None) -> Chart:
         """A window of text, shaded by how much each token can move the output.
 

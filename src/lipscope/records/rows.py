@@ -249,9 +249,10 @@ class Direction:
         plus: Readings along the vector as JSON, ``[[word, cosine], …]``, nearest first.
         minus: Readings against it.
         cosine: Largest absolute cosine with a reading.
-        spanned: Share of the squared norm that the ten best readings span.
-        chance_cosine: The largest such cosine of 99 random directions of this dimension.
-        chance_spanned: The largest such share of these; what does not exceed it reads as nothing.
+        spanned: Share of the squared norm that the ten nearest readings span.
+        chance_cosine: The largest such cosine of 99 random directions of this dimension; what does
+            not exceed it reads as nothing.
+        chance_spanned: The largest such share of these.
     """
 
     id: str
@@ -279,10 +280,10 @@ class Direction:
 
     @property
     def reads(self) -> bool | None:
-        """Whether readings span more of it than of any of the random ones; None if unread."""
-        if self.spanned is None or self.chance_spanned is None:
+        """Whether a reading is nearer than to any of the random directions; None if unread."""
+        if self.cosine is None or self.chance_cosine is None:
             return None
-        return self.spanned > self.chance_spanned
+        return self.cosine > self.chance_cosine
 
     def words(self, sign: Literal["plus", "minus"]) -> list[tuple[str, float]]:
         """The readings of one sign with their cosines, nearest first."""

@@ -22,6 +22,7 @@ from lipscope.models.tracing.sums import close
 
 Space = Literal["vocabulary", "read-out", "window"]
 Row = Callable[[Tensor], Tensor]
+ANY = "(any other)"
 _LEAST = 1e-3  # of its largest stretch: what a norm shrinks more is not taken back through it
 
 
@@ -58,7 +59,8 @@ class Reader:
       move of h that this norm turns into it.
     - ``window``: ``x_j - x_i``, towards the other tokens (or patches) of this input.
 
-    The first that is so for this model and map, by its own values, is taken.
+    The first that is so for this model and map, by its own values, is taken. The mean of the steps
+    of ``vocabulary`` and ``window`` is one of them, under the name `ANY`.
 
     Args:
         built: The map.
@@ -78,7 +80,7 @@ class Reader:
         if self._vocabulary is not None:
             stream, table, ids, after = self._vocabulary
             moves = after(stream[i] + table - table[ids[i]]) - built.x[i]
-            return self._ordinary("vocabulary", moves)
+            return _with_mean(self._ordinary("vocabulary", moves))
         stream, out = self._stream, self._read_out
         if stream is None or out is None:
             return self._window(built.x, i)
@@ -112,7 +114,7 @@ class Reader:
     def _window(self, x: Tensor, i: int) -> Readings:
         others = [j for j in range(len(x)) if j != i]
         names = [self.names[j] if j < len(self.names) else str(j) for j in others]
-        return Readings("window", names, x[others] - x[i])
+        return _with_mean(Readings("window", names, x[others] - x[i]))
 
     def _logits(self, h: Tensor, back: Tensor | None = None) -> Readings:
         """Gradients at one token of the stream, or, through ``back``, at what follows from it."""
@@ -199,6 +201,14 @@ class Reader:
                 if close(ends, y) or (isinstance(head, nn.Linear) and _near(ends, head(y))):
                     return _ReadOut(ExactNorm(norm.module), weight - weight.mean(0), y)
         return None
+
+
+def _with_mean(steps: Readings) -> Readings:
+    """What all steps have in common, away from the token itself, as a reading of its own."""
+    if not len(steps.words):
+        return steps
+    vectors = torch.cat([steps.vectors, steps.vectors.mean(0, keepdim=True)])
+    return Readings(steps.space, [*steps.words, ANY], vectors)
 
 
 def _unembedding(model: nn.Module) -> Any:
