@@ -53,7 +53,7 @@ def test_all_tables_are_read_back(tmp_path):
     assert [t.id for t in run.token_shares([rows[1].id])] == [rows[1].id] * 2
     assert run.bound_values() == [bound_of(one) for one in rows]
     assert run.bound_values([rows[2].id]) == [bound_of(rows[2])]
-    assert run.manifest["schema"] == 5 and run.manifest["spec"] == SPEC
+    assert run.manifest["schema"] == 6 and run.manifest["spec"] == SPEC
     assert run.manifest["provenance"] == {"machine": "here"}
 
 
@@ -68,14 +68,14 @@ def test_bounds_open_without_lipscope(tmp_path):
     assert sorted(found, reverse=True) == [(6.0 / (2.0 + i),) for i in range(len(rows))]
 
 
-@pytest.mark.parametrize("schema", [1, 4, 6])
+@pytest.mark.parametrize("schema", [1, 5, 7])
 def test_a_folder_of_another_schema_is_refused_in_one_line(tmp_path, schema):
     filled(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({"schema": schema, "spec": SPEC}))
-    assert manifest["schema"] == 5
+    assert manifest["schema"] == 6
     for ask in (read_run, lambda path: RunFolder(path, SPEC)):
-        with pytest.raises(InputError, match=rf"of schema 5.*Found schema {schema}") as caught:
+        with pytest.raises(InputError, match=rf"of schema 6.*Found schema {schema}") as caught:
             ask(tmp_path)
         assert "\n" not in str(caught.value)
 

@@ -45,7 +45,7 @@ def heading(part: Direction) -> str:
     said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {_up(part.upper)}]; "
     if part.sine is None:
         return said + "its interval meets a neighbour's: the vector is not determined"
-    angle = f"sine of the angle to it at most {rounded_up(part.sine, 2):.2g}"
+    angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
     return said + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
 
 
