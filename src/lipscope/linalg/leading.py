@@ -81,7 +81,7 @@ def leading(
         basis = torch.stack([one.v for one in found]).flatten(1)
         top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
         # Products are rounded in units of the whole operator, whatever is taken away from it.
-        uppers.append(min(uppers[-1], top.upper + SLACK[op.dtype] * first.sigma))
+        uppers.append(top.upper + SLACK[op.dtype] * first.sigma)
         if not top.sigma > 16 * torch.finfo(op.dtype).eps * first.sigma:
             break
         v = _away(top.v.flatten(), basis)

@@ -231,8 +231,9 @@ class RunFolder:
         """
         rows, *sides, _ = self._tables
         lines = self._lines(finished)
-        for index, side in enumerate(sides, 1):
-            self._add(side, [to_line(record) for one in finished for record in one[index]])
+        for side in sides:
+            records = (record for one in finished for record in getattr(one, side.name))
+            self._add(side, [to_line(record) for record in records])
         self._add(rows, lines)
         self.done |= {one.row.id: one.row for one in finished}
 
@@ -243,7 +244,7 @@ class RunFolder:
         held: list[Counter[str]] = []
         for index, side in enumerate(sides, 1):
             records = [*self._beside(index, side.kind, again)] if again else []
-            records += [record for one in finished for record in one[index]]
+            records += [record for one in finished for record in getattr(one, side.name)]
             keys = {tuple(getattr(record, name) for name in side.key) for record in records}
             held.append(Counter(key[0] for key in keys))
         lines = []

@@ -175,9 +175,10 @@ class Reader:
         except InputError:
             return None
         norms = found.norms
-        plain = norms is not None and norms.second is None and norms.scale is None
-        plain = plain and norms.before is not None and norms.outer is None
-        return found if plain and found.x.shape == self.built.x.shape else None
+        if norms is None or norms.before is None or found.x.shape != self.built.x.shape:
+            return None
+        more = (norms.second, norms.scale, norms.outer)
+        return found if all(one is None for one in more) else None
 
     @cached_property
     def _read_out(self) -> _ReadOut | None:
