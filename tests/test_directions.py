@@ -192,11 +192,27 @@ def test_readings_of_a_decoder_are_changes_of_its_logits(map) -> None:
     assert {one.space for one in parts(rows, "left").values()} == {"read-out"}
 
 
-def test_without_a_read_out_deeper_layers_read_the_window() -> None:
-    rows = ls.directions(LLAMA, TEXT, layer=1, k=1, length=LENGTH)  # its embedding is not tied
+@pytest.mark.parametrize(
+    "model",
+    [
+        LLAMA,  # its embedding is not tied
+        BERT,  # its norms stand behind its layers
+        # Its embedding is tied, to logits behind a layer more than the final norm.
+        f"random:roberta-prelayernorm:{TINY['roberta']},tie_word_embeddings=true",
+    ],
+)
+def test_without_a_read_out_deeper_layers_read_the_window(model: str) -> None:
+    rows = ls.directions(model, TEXT, layer=1, k=1, length=LENGTH)
     some = [p for p in rows.directions if p.side != "head"]
     assert {p.space for p in some} == {"window"}
     assert all(word.endswith(")") for p in some for word, _ in p.words("plus"))
+
+
+def test_vectors_of_another_width_are_no_ground() -> None:
+    """ALBERT's embedding is projected on its way into the first layer."""
+    name = f"random:albert:{TINY['bert']},embedding_size=8"
+    rows = ls.directions(name, TEXT, layer=0, k=1, length=LENGTH)
+    assert {p.space for p in rows.directions if p.side != "head"} == {"window"}
 
 
 def test_a_layer_by_itself_and_moves_of_one_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,8 +82,8 @@ class Reader:
             stream, table, ids, after = self._vocabulary
             moves = after(stream[i] + table - table[ids[i]]) - built.x[i]
             return _with_mean(self._ordinary("vocabulary", moves))
-        stream, out = self._stream, self._read_out
-        if stream is None or out is None:
+        stream = self._stream
+        if stream is None or self._read_out is None:
             return self._window(built.x, i)
         if built.map in ("attention", "heads"):
             assert stream.norms is not None and stream.norms.before is not None
@@ -155,15 +156,16 @@ class Reader:
         stream = call.x if norm is None else as_tokens(norm.x, call.token_axis)
         after: Row = (lambda h: h) if norm is None else ExactNorm(norm.module)
         other, own = known.ids.roll(1), known.ids
-        if stream.shape != built.x.shape or len(own) != len(stream) or other.equal(own):
+        width = known.table.shape[1]
+        if not stream.shape == built.x.shape == (len(own), width) or other.equal(own):
             return None
         with torch.no_grad():
-            moved = after(stream + known.table[other] - known.table[own])
-            if not _near(known.read(other[None]).entering[0], moved):
-                return None
-            if not close(built.x, stream):
-                return (stream, known.table, own, after) if close(built.x, call.x) else None
-        return stream, known.table, own, lambda h: h
+            moves = after(stream + known.table[other] - known.table[own])
+            reached = _near(known.read(other[None]).entering[0], moves)
+        if reached and close(built.x, stream):
+            return stream, known.table, own, lambda h: h
+        found = reached and close(built.x, call.x)
+        return (stream, known.table, own, after) if found else None
 
     @cached_property
     def _stream(self) -> LayerMap | None:
@@ -183,7 +185,7 @@ class Reader:
     @cached_property
     def _read_out(self) -> _ReadOut | None:
         """The final norm and the unembedding, centred, if the model ends in them."""
-        if self.record is None or self.tokenizer is None:
+        if self.record is None or self.tokenizer is None or self._stream is None:
             return None
         head, output = _unembedding(self.record.model), self.record.output
         if head is None or output is None:
@@ -195,7 +197,7 @@ class Reader:
         weight = head.weight.detach().to(call.x)
         for norm in reversed(outside):
             y = as_tokens(norm.y, call.token_axis)
-            if y.shape[-1] != weight.shape[1]:
+            if not y.shape[-1] == weight.shape[1] == call.x.shape[-1]:
                 continue
             ends = as_tokens(output, call.token_axis)
             with torch.no_grad():
@@ -214,8 +216,6 @@ def _with_mean(steps: Readings) -> Readings:
 
 def _unembedding(model: nn.Module) -> Any:
     """What turns the last hidden state into logits: the model's own, or its tied embedding."""
-    from transformers.models.auto import modeling_auto as auto
-
     config: Any = getattr(model, "config", None)
     try:
         own = model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
@@ -224,10 +224,22 @@ def _unembedding(model: nn.Module) -> Any:
         return None
     if isinstance(own, nn.Linear):
         return own
-    decoders = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    tied = getattr(config, "tie_word_embeddings", False)
-    decodes = getattr(config, "model_type", None) in decoders
-    return table if tied and decodes and isinstance(table, nn.Embedding) else None
+    tied = getattr(config, "tie_word_embeddings", False) and isinstance(table, nn.Embedding)
+    return table if tied and _ends_in_a_matrix(config) else None
+
+
+def _ends_in_a_matrix(config: Any) -> bool:
+    """Whether the language model of a configuration is this model and one matrix behind it."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        head = model.get_output_embeddings()
+    except Exception:  # each family has errors of its own: there is no such model
+        return False
+    parts = [one for one in model.children() if next(one.parameters(), None) is not None]
+    return isinstance(head, nn.Linear) and len(parts) == 2 and head in parts
 
 
 def _jacobian(f: Row, x: Float[Tensor, " d"]) -> Float[Tensor, "e d"]:
