@@ -192,6 +192,14 @@ def test_readings_of_a_decoder_are_changes_of_its_logits(map) -> None:
     assert {one.space for one in parts(rows, "left").values()} == {"read-out"}
 
 
+@pytest.mark.parametrize("map", ["model", "stack"])
+def test_many_layers_together_read_from_tokens_to_logits(map) -> None:
+    layer = "all" if map == "model" else 1
+    rows = ls.directions(GPT2, TEXT, layer=layer, k=1, length=LENGTH, map=map)
+    read = {(p.side, p.space) for p in rows.directions}
+    assert read == {("right", "vocabulary"), ("left", "read-out")}  # and no heads
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -227,18 +235,19 @@ def test_a_layer_by_itself_and_moves_of_one_token() -> None:
 
 def test_patches_have_places() -> None:
     name = "random:dinov2:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,image_size=28"
-    rows = ls.directions(f"{name},patch_size=14", images="random", resolutions=[28], layer=1, k=1)
+    picture = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    rows = ls.directions(f"{name},patch_size=14", picture, layer=1, k=1)
     texts = {p.text for p in rows.directions if p.side != "head"}
     assert texts <= {"[0]", "patch 0,0", "patch 0,1", "patch 1,0", "patch 1,1"}
 
 
 def test_a_folder_goes_on_and_lacks_nothing(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    first = ls.directions(BERT, TEXT, layer=0, k=2, length=LENGTH, out=out)
+    first = ls.directions(GPT2, TEXT, layer=0, k=2, length=LENGTH, out=out)
     lines = (out / "directions.jsonl").read_bytes().splitlines(keepends=True)
     (out / "directions.jsonl").write_bytes(b"".join(lines[:-1]))
     (out / "directions.parquet").unlink()
-    again = ls.directions(BERT, TEXT, layer=[0, 1], k=2, length=LENGTH, out=out)
+    again = ls.directions(GPT2, TEXT, layer=[0, 1], k=2, length=LENGTH, out=out)
     assert {row.layer for row in again} == {0, 1}
     held = [p for p in again.directions if p.id == first[0].id]
     assert sorted(map(str, held)) == sorted(map(str, first.directions))
@@ -246,11 +255,11 @@ def test_a_folder_goes_on_and_lacks_nothing(tmp_path: Path) -> None:
     assert len(run.directions) == len(again.directions) == len(run.direction_parts())
     assert again.directions_to_polars().shape == run.directions.shape
     with pytest.raises(InputError, match="differs in directions"):
-        ls.directions(BERT, TEXT, layer=0, k=3, length=LENGTH, out=out)
+        ls.directions(GPT2, TEXT, layer=0, k=3, length=LENGTH, out=out)
 
 
 def test_the_command_says_it(command) -> None:
-    arguments = ("directions", BERT, "--text", "text.txt", "--length", "6", "-k", "2")
+    arguments = ("directions", GPT2, "--text", "text.txt", "--length", "6", "-k", "2")
     result = command(*arguments, "--out", "run")
     assert result.status == 0, result.err
     assert "direction 2: sigma in [" in result.out and "of the answer" in result.out

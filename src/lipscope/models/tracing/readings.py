@@ -101,7 +101,7 @@ class Reader:
             return self._window(built.output, i)
         if built.map == "model" and close(built.output, out.output):
             return self._ordinary("read-out", out.weight)
-        if built.map in ("residual", "block"):
+        if built.map in ("residual", "block", "stack"):
             return self._logits(built.output[i])
         added = stream.output - stream.x
         if built.map in ("attention", "normed") and built.output.shape == added.shape:
@@ -145,7 +145,8 @@ class Reader:
     def _vocabulary(self) -> tuple[Tensor, Tensor, Tensor, Row] | None:
         """Stream, vectors of all tokens, ids, and what leads on to the map's input."""
         record, built = self.record, self.built
-        if record is None or self.tokenizer is None or built.layer not in (0, None):
+        first = built.layer in (0, None) or built.map == "stack"
+        if record is None or self.tokenizer is None or not first:
             return None
         call = record.calls[0]
         try:
