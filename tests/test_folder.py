@@ -42,7 +42,7 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path):
         assert len(lines(tmp_path / "run" / "tokens.jsonl")) == 2 * (i + 1)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     files = manifest.pop("files")
-    assert sorted(files) == ["bounds", "rows", "tokens", "values"]
+    assert sorted(files) == ["bounds", "directions", "rows", "tokens", "values"]
     origin = {"machine": "here"}
     assert manifest == {"schema": 6, "spec": SPEC, "provenance": origin, "models": {}}
 
