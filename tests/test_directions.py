@@ -12,11 +12,12 @@ import torch
 
 import lipscope as ls
 from command import BERT, TEXT
+from lipscope.engine.worded import Units
 from lipscope.errors import InputError
 from lipscope.linalg.leading import leading
 from lipscope.linalg.operator import Operator
 from lipscope.linalg.singular import top_singular
-from lipscope.models import build_map, trace
+from lipscope.models import Readings, build_map, trace
 from lipscope.models.tracing.sites import attention_sites
 from tiny import TINY, tiny
 
@@ -119,6 +120,18 @@ def test_a_planted_replacement_is_read() -> None:
     assert one.reads and one.share == max(p.share for p in parts(rows, "right").values())
     heads = parts(rows, "head")
     assert heads[0].share == pytest.approx(1, abs=1e-9)  # the one whose values are not zero
+
+
+def test_a_random_direction_reads_as_something_once_in_a_hundred_times() -> None:
+    """200 of them, each with readings of its own: more than 8 pass once in 4,000 times."""
+    gen = torch.Generator().manual_seed(0)
+    passed = 0
+    for k in range(200):
+        vectors = torch.randn(40, 8, generator=gen, dtype=torch.float64)
+        units = Units(Readings("window", [""] * 40, vectors), str(k))
+        read = units.read(torch.randn(8, generator=gen, dtype=torch.float64))
+        passed += read["cosine"] > read["chance_cosine"]
+    assert passed <= 8
 
 
 def test_a_direction_that_no_reading_has_reads_as_nothing() -> None:

@@ -26,7 +26,7 @@ INSIDE = {
     "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control",
-    "engine": "changed cli_habits dynamics measure ranges reliability_sweep split sweep "
+    "engine": "changed cli_habits directions dynamics measure ranges reliability_sweep split sweep "
     "sweep_cluster sweep_spec",
     "experiments": "changed charlm digits perturb reproduce splitting zero_token",
     "linalg": "ascent derivative directions interval operator singular text_edits",

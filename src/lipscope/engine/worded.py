@@ -57,7 +57,7 @@ def worded(
         vectors = [one.of.v if side == "right" else one.of.u for one in found]
         tops = [_tops(vector) for vector in vectors]
         for i in dict.fromkeys(i for some in tops for i, _ in some):
-            readings = _Units(at(i), f"{row_id}|{side}|{i}")
+            readings = Units(at(i), f"{row_id}|{side}|{i}")
             for rank, (vector, some) in enumerate(zip(vectors, tops, strict=True), 1):
                 if i in dict(some):
                     text = names[i] if i < len(names) else str(i)
@@ -83,8 +83,13 @@ def _tops(vector: Tensor) -> list[tuple[int, float]]:
     return [first, *((i, share) for i, share in others if share >= _LEAST)]
 
 
-class _Units:
-    """Readings as unit vectors, and what chance reads in them."""
+class Units:
+    """Readings as unit vectors, and what chance reads in them.
+
+    Args:
+        readings: The readings.
+        name: Names the random directions.
+    """
 
     def __init__(self, readings: Readings, name: str) -> None:
         self.space, self.words = readings.space, readings.words

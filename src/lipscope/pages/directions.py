@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -95,7 +96,18 @@ def _table(title: str, parts: Sequence[Direction]) -> Table:
 
 
 def _name(one: Direction) -> str:
-    return f"{readable(one.text).strip() or one.text} ({one.index})"
+    return f"{_plain(one.text)} ({one.index})"
+
+
+def _plain(word: str) -> str:
+    """A word without the marks of its tokenizer, its place behind it where it has one.
+
+    >>> _plain("Ġthe (3)"), _plain("##ing"), _plain("(any other)"), _plain("Ġ")
+    ('the (3)', 'ing', '(any other)', 'Ġ')
+    """
+    place = "".join(re.findall(r" \(\d+\)\Z", word))
+    name = word.removesuffix(place)
+    return (readable(name).strip() or name) + place
 
 
 def _said(one: Direction) -> tuple[str, str]:
@@ -106,7 +118,7 @@ def _said(one: Direction) -> tuple[str, str]:
 
 
 def _words(one: Direction, sign: Any) -> str:
-    return " · ".join(readable(word).strip() or word for word, _ in one.words(sign)[:_WORDS])
+    return " · ".join(_plain(word) for word, _ in one.words(sign)[:_WORDS])
 
 
 def _beside(value: float | None, chance: float | None) -> str:
@@ -140,13 +152,13 @@ def _token(one: Direction) -> dict[str, Any]:
     numbers = ("share", "cosine", "spanned", "chance_cosine", "chance_spanned")
     values = {name: getattr(one, name) for name in numbers}
     words = {
-        sign: [[readable(word).strip() or word, cosine] for word, cosine in one.words(sign)]
+        sign: [[_plain(word), cosine] for word, cosine in one.words(sign)]
         for sign in ("plus", "minus")
     }
     return {
         "side": one.side,
         "index": one.index,
-        "text": readable(one.text).strip() or one.text,
+        "text": _plain(one.text),
         "space": one.space,
         "reads": one.reads,
         **{k: None if v is None else float(f"{v:.4g}") for k, v in values.items()},
