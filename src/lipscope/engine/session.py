@@ -27,7 +27,7 @@ from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
 from lipscope.engine.worded import worded
-from lipscope.errors import InputError
+from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     LayerMap,
     LoadedModel,
@@ -292,6 +292,7 @@ class Session:
     def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
 
+    @memory_for("The readings of a whole vocabulary")
     def _worded(
         self, job: Job, row: Measurement, reply: Answer, built: LayerMap
     ) -> tuple[Direction, ...]:

@@ -64,14 +64,15 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
     Returns:
         A table for each direction, and how to read them.
     """
-    found, shown = by_rank(parts), []
+    parts, shown = list(parts), []
+    found = by_rank(parts)
     for row in rows:
         place = f"{row.model}, " + ("" if row.layer is None else f"layer {row.layer}, ")
         place += f"map {row.map}, {row.num_tokens} tokens, "
         for some in found.get(row.id, {}).values():
-            shown.append(_table(place + heading(some[0]), some))
+            shown += [Text(printable(place + heading(some[0]))), _table(some)]
             if heads := [one for one in some if one.side == "head"]:
-                shown.append(Text(f"  {_heads(heads)}"))
+                shown.append(Text(f"  {_heads(heads)}\n"))
     if not shown:
         return Group(Text("No directions: sigma is zero here, or not finite."))
     read = {one.space for one in parts if one.space}
@@ -79,8 +80,8 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
     return Group(*shown, Text(" ".join([READING, "Read in", *spaces])))
 
 
-def _table(title: str, parts: Sequence[Direction]) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+def _table(parts: Sequence[Direction]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", "token", "share", "along", "against", "nearest", "spanned", "read in"):
         right = name in ("share", "nearest", "spanned")
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=right)
