@@ -51,8 +51,9 @@ def worded(
         The parts, by token or head.
     """
     names = names_of(loaded, item, len(built.x))
-    placed = [f"{name} ({i})" for i, name in enumerate(names)] if item.tokens else names
-    reader = Reader(built, record, loaded.tokenizer, placed)
+    placed = [f"{name} ({i})" for i, name in enumerate(names)]
+    named = placed if item.tokens == tuple(names) else names
+    reader = Reader(built, record, loaded.tokenizer, named)
     for side, at in (("right", reader.right), ("left", reader.left)):
         vectors = [one.of.v if side == "right" else one.of.u for one in found]
         tops = [_tops(vector) for vector in vectors]
