@@ -210,6 +210,18 @@ def test_readings_of_a_decoder_are_changes_of_its_logits(map) -> None:
                     assert exact == pytest.approx(cosine, rel=1e-3)
 
 
+def test_a_head_with_layers_of_its_own_is_no_read_out() -> None:
+    """Its norm stands in front of the unembedding too, and does not take the stream."""
+    from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+
+    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 16, "vocab_size": 300, "max_position_embeddings": 40}
+    model = RobertaPreLayerNormForMaskedLM(RobertaPreLayerNormConfig(**sizes)).eval()
+    tokenizer = tiny("bert").tokenizer
+    rows = ls.directions(model, TEXT, layer=1, k=1, length=LENGTH, tokenizer=tokenizer)
+    assert {p.space for p in rows.directions if p.side != "head"} == {"window"}
+
+
 @pytest.mark.parametrize("map", ["model", "stack"])
 def test_many_layers_together_read_from_tokens_to_logits(map) -> None:
     layer = "all" if map == "model" else 1

@@ -198,7 +198,8 @@ class Reader:
         weight = head.weight.detach().to(call.x)
         for norm in reversed(outside):
             y = as_tokens(norm.y, call.token_axis)
-            if not y.shape[-1] == weight.shape[1] == call.x.shape[-1]:
+            takes_stream = self.record.seen.of(norm.x_place) is not None  # which is a sum
+            if not takes_stream or not y.shape[-1] == weight.shape[1] == call.x.shape[-1]:
                 continue
             ends = as_tokens(output, call.token_axis)
             with torch.no_grad():
