@@ -6,13 +6,17 @@ import contextlib
 import io
 import logging as stdlib_logging
 import sys
+import warnings
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and warnings off the terminal."""
-    from transformers.utils import logging
+    with warnings.catch_warnings():
+        # In a notebook its bars, which are silenced here, would rather be widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        from transformers.utils import logging
 
     hub = stdlib_logging.getLogger("huggingface_hub")
     hub_level, level = hub.level, logging.get_verbosity()
