@@ -12,7 +12,7 @@ from typing import Any
 LINES = 12
 """Most lines of a table; more are counted."""
 
-_WORD = 60  # characters of a value
+_WORD = 160  # characters of a value
 
 
 def card(result: Any) -> str:

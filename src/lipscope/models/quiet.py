@@ -9,14 +9,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+# In a notebook its bars, which are silenced here, would rather be widgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and warnings off the terminal."""
-    with warnings.catch_warnings():
-        # In a notebook its bars, which are silenced here, would rather be widgets.
-        warnings.filterwarnings("ignore", message="IProgress not found")
-        from transformers.utils import logging
+    from transformers.utils import logging
 
     hub = stdlib_logging.getLogger("huggingface_hub")
     hub_level, level = hub.level, logging.get_verbosity()

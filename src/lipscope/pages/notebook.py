@@ -42,7 +42,7 @@ def _ball(found: BallCertificate) -> str:
     series = (
         Series("one head", values, "points"),
         Series("all heads", together[0], "dashes"),
-        Series("sigma at X, all heads", together[1], "dashes"),
+        Series("sigma at X", together[1], "dashes"),
     )
     title = f"How far the output can move, eps {found.eps:.3g}"
     return _with(found, title, Panel("", series, "head", "certificate", log_x=False))
