@@ -11,22 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import ziamath
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbclient import NotebookClient
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _PLACE = '<div class="output" id="output-{}"></div>'
+_FONT = "fonts/STIXTwoMath-Regular.ttf"
+_FONTS = Path(ziamath.__file__).parent / "fonts"
+# Bars that open and close, which the converter does not tell apart.
+_BARS = {
+    name: (chr(0xE000 + k), f'<mo fence="true" form="{form}" stretchy="false">{bar}</mo>')
+    for k, (name, form, bar) in enumerate(
+        [
+            (f"{side}{v}ert", form, bar)
+            for side, form in (("l", "prefix"), ("r", "postfix"))
+            for v, bar in (("v", "|"), ("V", "‖"))
+        ]
+    )
+}
 _made: dict[str, list[str]] = {}  # by page, its outputs
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """A page for every notebook, all of them run in one kernel; an error in one ends the build."""
+    """The font of the formulas, and a page for every notebook.
+
+    Notebooks are run in one kernel; an error in one of them ends the build.
+    """
+    files.append(File.generated(config, _FONT, abs_src_path=str(_FONTS / Path(_FONT).name)))
     found = [file for file in files if file.src_uri.endswith(".ipynb")]
-    if not found:
-        return files
     books = [nbformat.read(file.abs_src_path or "", as_version=4) for file in found]
     reset = nbformat.v4.new_code_cell("%reset -f")  # imports stay: they take longest
     cells = [cell for book in books for cell in (*book.cells, reset)]
@@ -68,4 +85,11 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
 
 
 def _formula(found: re.Match[str]) -> str:
-    return convert(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+    source = html.unescape(found[2])
+    marked = re.sub(r"\\([lr][vV]ert)\b ?", lambda bar: _BARS[bar[1]][0], source)
+    made = convert(marked, display="block" if found[1] == "div" else "inline")
+    for mark, operator in _BARS.values():
+        made = re.sub(f"<m[io]>{mark}</m[io]>", operator, made)
+    if "\\" in made or "<mi>&</mi>" in made:
+        raise PluginError(f"A formula has a command that is not known: {source.strip()}")
+    return made
