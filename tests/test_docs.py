@@ -5,6 +5,7 @@ Python blocks run in their order and share their names, commands run one by one.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
@@ -129,3 +130,10 @@ def _command(line: str, monkeypatch) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 0, line
+
+
+def test_the_page_of_benchmarks_is_written_from_what_was_kept(monkeypatch) -> None:
+    """`python benchmarks/run.py --page`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    run = importlib.import_module("run")
+    assert run.page(run.kept()) == run.PAGE.read_text(encoding="utf-8")
