@@ -76,6 +76,11 @@ def _shown(output: Any) -> str:
     return f"<pre>{html.escape(output.data['text/plain'])}</pre>"
 
 
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links to notebooks lead to their pages."""
+    return markdown if page.file.src_uri in _made else markdown.replace(".ipynb)", ".md)")
+
+
 def on_page_content(content: str, page: Page, **_: Any) -> str:
     """Formulas as MathML, and the outputs of a notebook in their places."""
     content = _FORMULA.sub(_formula, content)
