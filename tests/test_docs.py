@@ -21,6 +21,7 @@ from lipscope.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_ALONE = re.compile(r"^`(lipscope .*)`$", re.MULTILINE)  # under a figure
 _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -80,7 +81,8 @@ def test_every_command_of_the_pages_can_be_read() -> None:
     known: Any = typer.main.get_command(app)
     found = 0
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for code in _FENCED.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for code in _FENCED.findall(text) + _ALONE.findall(text):
             for line in code.replace("\\\n", " ").splitlines():
                 if line.split(" ")[0] not in ("lipscope", ".venv/bin/lipscope"):
                     continue
