@@ -21,7 +21,7 @@ from lipscope.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-_ALONE = re.compile(r"^`(lipscope .*)`$", re.MULTILINE)  # under a figure
+_ALONE = re.compile(r"^`(lipscope [^`]*)`$", re.MULTILINE)  # under a figure
 _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
