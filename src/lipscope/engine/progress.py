@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
 
 from tqdm import tqdm
 
 from lipscope.errors import InputError
+from lipscope.records.rows import Measurement
 
-if TYPE_CHECKING:
-    from lipscope.records.rows import Measurement
-
-Tell: TypeAlias = "Callable[[int, int, Measurement | None], None]"
-Progress: TypeAlias = "Tell | bool"
+Tell = Callable[[int, int, Measurement | None], None]
+Progress = Tell | bool
 
 _FORMAT = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}"
 
