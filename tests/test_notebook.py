@@ -113,3 +113,27 @@ def test_true_is_a_bar(capsys) -> None:
     assert re.search(r"measuring .* 3/3 ", told.splitlines()[-1].rpartition("\r")[2])
     with pytest.raises(ls.InputError, match="`progress` should be true, or a function"):
         ls.measure(layer, torch.randn(3, 4, 2), progress="yes")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+def test_in_a_real_kernel() -> None:
+    """A bar that ends full, no warning, tables and pages as HTML, a mistake in one line."""
+    from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    model = "random:bert:hidden_size=16,num_attention_heads=4,num_hidden_layers=2"
+    cells = [
+        f"import lipscope as ls\nmodel = '{model}'",
+        "rows = ls.measure(model, lengths=[8], samples=1, progress=True)",
+        "rows",
+        "rows.show()",
+        "ls.measure('nobody', lengths=[8])",
+    ]
+    book = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    NotebookClient(book, timeout=300, allow_errors=True).execute()
+    _, told, table, page, mistake = (cell.outputs for cell in book.cells)
+    said = "".join(one.text for one in told)
+    assert " 2/2 " in said.rpartition("\r")[2] and "Warning" not in said
+    assert table[0].data["text/html"].startswith("<table>")
+    assert page[0].data["text/html"].startswith("<iframe")
+    assert len(mistake[-1].traceback) == 1 and "InputError: " in mistake[-1].traceback[0]
