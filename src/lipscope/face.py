@@ -1,6 +1,7 @@
 """What `lipscope` offers: the verbs, sigma, linearise, the variants, the records."""
 
-import lipscope.dynamics  # noqa: F401  (the room `ls.dynamics`)
+import lipscope.dynamics
+import lipscope.pages.notebook  # noqa: F401  (what notebooks show)
 from lipscope.attention import (
     Attention,
     ClippedAttention,

@@ -19,6 +19,7 @@ from lipscope.attention import Attention, MultiheadAttention
 from lipscope.engine.checks import argument, path, window_length
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.progress import Progress, told
 from lipscope.engine.question import explained
 from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
@@ -32,7 +33,6 @@ from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
-Progress = Callable[[int, int, Measurement | None], None]
 AnyModel = str | Path | nn.Module | LoadedModel
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
@@ -176,7 +176,7 @@ class LocalRun:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
 
         Args:
-            progress: Called as ``progress(done, total, row)``.
+            progress: As for `told`.
             keep: Whether they are written into the folder.
 
         Returns:
@@ -299,16 +299,6 @@ class LocalRun:
         """The specification in the words of the call."""
         plain = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
         return plain | {name: plain.pop(several) for name, several in AXES.items()}
-
-
-def told(progress: Progress | None) -> Progress:
-    """What is told how far a run is; nobody if None."""
-    if progress is not None and not callable(progress):
-        raise InputError(
-            "`progress` should be a function of `done`, `total` and the row. Found "
-            f"`{type(progress).__name__}`."
-        )
-    return progress or (lambda *_: None)
 
 
 def _with_more(one: Finished, held: Measurement | None) -> Finished:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from lipscope.display import Shown
+
 if TYPE_CHECKING:
     import polars
 
@@ -36,7 +38,7 @@ Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Shown):
     """One measured local Lipschitz constant: what, where, how, and the answer.
 
     Attributes:
@@ -159,7 +161,7 @@ COLUMNS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Meas
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShare:
+class TokenShare(Shown):
     """One token of a measured window: its part in the most sensitive direction.
 
     Attributes:
@@ -180,7 +182,7 @@ class TokenShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class Bound(Shown):
     """One theorem, or one certificate, asked about a layer.
 
     Attributes:

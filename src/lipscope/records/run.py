@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, shown
 from lipscope.records.folder import belonging, values_of
 from lipscope.records.manifest import read_manifest
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Shown):
     """A run folder as it is read: its tables and the manifest.
 
     Attributes:
