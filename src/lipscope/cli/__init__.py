@@ -17,6 +17,7 @@ from lipscope.cli import (
     attack,
     bounds,
     certify,
+    directions,
     doctor,
     measure,
     push,
@@ -69,7 +70,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, push, split, smooth)
+COMMANDS = (measure, bounds, directions, attack, certify, push, split, smooth)
 COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]

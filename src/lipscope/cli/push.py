@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -69,7 +69,7 @@ def push(
     from lipscope.engine.push import push as run
     from lipscope.pages.pushed import pushes_in
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
@@ -83,7 +83,7 @@ def push(
             pool=pool,  # pyright: ignore[reportArgumentType]
             certificate=certificate,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     pushes = pushes_in(found.rows, found.places, found.directions, found.steps)
@@ -95,7 +95,7 @@ def push(
         for one in pushes:
             _show(one)
     if place is not None:
-        _draw(pushes, place.path, anew=bar.anew)
+        _draw(pushes, place.path, anew=told.anew)
         errors.print(f"Rows, sizes and figure: {place.path}", markup=False, soft_wrap=True)
 
 

@@ -19,7 +19,8 @@ from lipscope.engine.classifier import (
     classifier_of_texts,
 )
 from lipscope.engine.plan import Job
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window, told
+from lipscope.engine.progress import Progress, Tell, told
+from lipscope.engine.runs import AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS, LoadedModel
@@ -152,7 +153,7 @@ class _Pushes:
         among: Sequence[str],
         between: Sequence[str],
         decides: Classifier | None,
-        tell: Progress,
+        tell: Tell,
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
         self._among, self._between, self._given = among, between, decides
