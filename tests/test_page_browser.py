@@ -404,7 +404,7 @@ def test_a_push_is_read_size_by_size_with_the_keyboard(opened: Opened) -> None:
     page.locator("#push-more summary").click()
     assert page.locator("#push-table tbody tr").count() == 3
     assert "13.33" in page.inner_text("#push-table tr.front")
-    page.get_by_label("Direction", exact=True).focus()
-    opened.choose("Direction", "along −v")
+    page.get_by_label("Pushed along", exact=True).focus()
+    opened.choose("Pushed along", "along −v")
     assert "20.00, 1.00 × sigma · size" in page.inner_text("#push-now")
     assert page.evaluate("document.activeElement.tagName") == "SELECT"

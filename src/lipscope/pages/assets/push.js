@@ -23,7 +23,7 @@ function drawPush() {
   fill("push-controls",
     D.pushes.length < 2 ? null : select("Pushed", state.push, D.pushes.map((o, k) => [k, o.name]),
       (push) => { Object.assign(state, { push, along: 0, at: 0 }); drawPushed(); }),
-    select("Direction", state.along, p.directions.map((d, k) => [k, d.name]),
+    select("Pushed along", state.along, p.directions.map((d, k) => [k, d.name]),
       (along) => { state.along = along; drawPushed(); }));
   $("push-about").textContent = p.name;
   const drawn = distinct(p.curves.map((c) => c.curve));
