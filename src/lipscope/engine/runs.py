@@ -189,6 +189,7 @@ class LocalRun:
         done = self._held(ids)
         tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
         bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
+        parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
         for job in self.left():
             new = [one for one in self._answered(job) if one.row.id not in done]
@@ -198,6 +199,7 @@ class LocalRun:
                 folder.extend(new)
             tokens += [token for one in new for token in one.tokens]
             bounds += [bound for one in new for bound in one.bounds]
+            parts += [part for one in new for part in one.directions]
             done |= {one.row.id: one.row for one in new}
             tell(sum(one in done for one in ids), len(ids), new[-1].row if new else None)
         return Rows(
@@ -205,6 +207,7 @@ class LocalRun:
             tokens=tokens,
             windows=self.spec.windows,  # pyright: ignore[reportArgumentType]
             bounds=bounds,
+            directions=parts,
         )
 
     def once(
@@ -272,11 +275,13 @@ class LocalRun:
         if folder is None or folder is not self._out:
             return held
         bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
+        worded = {one.id for one in folder.directions(held)} if self.spec.directions else held
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
 
         def complete(row: Measurement) -> bool:
             said = all(getattr(row, name) is not None for name, on in asked.items() if on)
-            return row.sigma is None or (said and row.id in bounded)
+            whole = row.id in bounded and (row.id in worded or not row.sigma)
+            return row.sigma is None or (said and whole)
 
         return {id: row for id, row in held.items() if complete(row)}
 

@@ -21,7 +21,7 @@ from lipscope.pages.sentences import failure_probability, place, remarkable, sen
 from lipscope.pages.table import Line, blocks, draw, number, rounded_up
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
-from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:
     import pandas
@@ -38,6 +38,7 @@ class Rows(Sequence[Measurement], Shown):
         rows: Measurements, in the order in which they should stand.
         tokens: The tokens of their windows; those of other rows are left out.
         bounds: What theorems say about them; those of other rows are left out.
+        directions: Their leading directions; those of other rows are left out.
         windows: How windows were chosen: "spread" compares the same passages at every
             length, "disjoint" takes fresh ones.
 
@@ -52,11 +53,13 @@ class Rows(Sequence[Measurement], Shown):
         tokens: Iterable[TokenShare] = (),
         windows: Literal["spread", "disjoint"] = "spread",
         bounds: Iterable[Bound] = (),
+        directions: Iterable[Direction] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
         self.bounds = [bound for bound in bounds if bound.id in held]
+        self.directions = [part for part in directions if part.id in held]
         self.windows: Literal["spread", "disjoint"] = windows
 
     @overload
@@ -66,7 +69,8 @@ class Rows(Sequence[Measurement], Shown):
     def __getitem__(self, index: int | slice) -> Measurement | Rows:
         """One measurement, or some of them with their tokens and bounds."""
         if isinstance(index, slice):
-            return Rows(self._rows[index], self.tokens, self.windows, self.bounds)
+            more = (self.tokens, self.windows, self.bounds, self.directions)
+            return Rows(self._rows[index], *more)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -106,6 +110,10 @@ class Rows(Sequence[Measurement], Shown):
         """One line for each theorem; `id` says which measurement it speaks of."""
         return typed_frame(Bound, (vars(bound) for bound in self.bounds))
 
+    def directions_to_polars(self) -> polars.DataFrame:
+        """One line for each part of a direction; `id` says which measurement it belongs to."""
+        return typed_frame(Direction, (vars(part) for part in self.directions))
+
     def plot(self) -> Chart:
         """The growth chart, see `lipscope.charts.growth_chart`.
 
@@ -131,6 +139,12 @@ class Rows(Sequence[Measurement], Shown):
         from lipscope.pages.bounds_table import bounds_shown
 
         return bounds_shown(self._rows, self.bounds)
+
+    def directions_table(self) -> RenderableType:
+        """The leading directions of every row: tokens, what they read as, and heads."""
+        from lipscope.pages.directions import directions_shown
+
+        return directions_shown(self._rows, self.directions)
 
     def shade(self, row_id: str | None = None) -> Chart:
         """A window of text, shaded by how much each token can move the output.
