@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lipscope.charts.panels import Panel, Series
-from lipscope.engine.edited import TextEdit
+from lipscope.records.edits import TextEdit
 from lipscope.engine.text import attack_text
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table

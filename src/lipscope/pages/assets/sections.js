@@ -253,21 +253,17 @@ async function drawAll() {
   drawHeadControls();
   drawBounds();
   drawWorst();
+  DRAWERS.forEach((one) => one());
   if (mine === turn) document.documentElement.dataset.drawn = "yes";
 }
 
 function watchContents() {
-  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
+  const sections = [...document.querySelectorAll("main section:not([hidden])")];
+  const links = new Map(sections.map((s) => [s.id, make("a", { href: `#${s.id}` },
+    s.querySelector("h2").textContent)]));
+  $("contents").lastElementChild.replaceChildren(...[...links.values()].map((a) => make("li", {}, a)));
   const seen = new IntersectionObserver((entries) => {
     for (const e of entries) links.get(e.target.id)?.classList.toggle("here", e.isIntersecting);
   }, { rootMargin: "-15% 0px -75% 0px" });
-  document.querySelectorAll("main section").forEach((s) => seen.observe(s));
+  sections.forEach((s) => seen.observe(s));
 }
-
-document.querySelectorAll(".training").forEach((e) => { e.hidden = !D.groups.length; });
-$("theme").addEventListener("click", nextTheme);
-$("controls").addEventListener("submit", (e) => e.preventDefault());
-window.addEventListener("beforeprint", () => document.querySelectorAll("details")
-  .forEach((d) => { d.open = true; }));
-watchContents();
-if (D.settings.length) choose({ layer: null });

@@ -15,7 +15,8 @@ const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
-  quantity: "sigma", length: null, trained: null, metric: null, place: null, sort: "sigma", kind: "real" };
+  quantity: "sigma", length: null, trained: null, metric: null, place: null, sort: "sigma", kind: "real",
+  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, theme: null, tables: "" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"
@@ -75,6 +76,14 @@ function largestLayer() {
 const kindsBuilt = () => setting().kinds.filter((kind) => kind !== "real");
 
 function choose(change) {
+  settle(change);
+  remember();
+  controls();
+  drawAll();
+}
+
+// The state after a change: whatever does not go with it is chosen anew.
+function settle(change) {
   const before = { ...state };
   Object.assign(state, change);
   const s = setting();
@@ -88,10 +97,9 @@ function choose(change) {
     state.layer = largestLayer();
     state.front = null;
   }
+  if (!s.layers.includes(state.front)) state.front = null;
   const p = points[state.picked];
   if (!p || !here(p) || p.layer !== state.layer) state.picked = remarkable();
-  controls();
-  drawAll();
 }
 
 function pick(i) {
@@ -162,8 +170,11 @@ function controls() {
 
 const THEMES = ["automatic", "light", "dark"];
 function nextTheme() {
-  const root = document.documentElement;
-  const now = THEMES.indexOf(root.dataset.theme ?? "automatic");
-  root.dataset.theme = THEMES[(now + 1) % 3];
-  $("theme").textContent = `Theme: ${root.dataset.theme}`;
+  state.theme = THEMES[(THEMES.indexOf(state.theme ?? "automatic") + 1) % 3];
+  remember();
+  themed();
+}
+function themed() {
+  document.documentElement.dataset.theme = state.theme ?? "automatic";
+  $("theme").textContent = `Theme: ${state.theme ?? "automatic"}`;
 }
