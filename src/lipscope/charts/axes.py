@@ -90,7 +90,7 @@ def up(field: str, title: str) -> alt.Y:
         field,
         title=title,
         scale=alt.Scale(type="log", domain=alt.ExprRef("axes.y"), nice=False, clamp=True),
-        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format="~g"),
+        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format=",~g"),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import altair as alt
 
-from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, data
+from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, data, up
 
 WAYS = {"moved": BLUE, "split": ORANGE}
 
@@ -15,7 +15,7 @@ def gains_chart(tokens: Data | None, frame: Frame) -> alt.LayerChart:
     Args:
         tokens: Records with ``index, text, way`` (moved or split), ``gain, upper, better``, or None
             where a page puts them in.
-        frame: The legend and the size.
+        frame: The axis, the legend and the size.
 
     Returns:
         The chart; large marks: taking the token apart is known to gain more.
@@ -30,13 +30,10 @@ def gains_chart(tokens: Data | None, frame: Frame) -> alt.LayerChart:
         axis=alt.Axis(format="d", tickMinStep=1, grid=False),
         scale=alt.Scale(nice=False, padding=12),
     )
-    axis = alt.Axis(format="~g", tickCount=6, labelOverlap=True)
-    y = alt.Y(
-        "gain:Q", title="gain", scale=alt.Scale(type="log", nice=False, padding=12), axis=axis
-    )
+    y = up("gain:Q", "gain")
     bars = base.mark_rule(strokeWidth=1.6, opacity=0.6).encode(x=x, y=y, y2="upper:Q", color=colour)
     large = alt.when("datum.better").then(alt.value(90)).otherwise(alt.value(34))
     dots = base.mark_circle(opacity=1, cursor="pointer").encode(
         x=x, y=y, color=colour, size=large, tooltip="y:Q"
     )
-    return frame.around([bars, dots])
+    return frame.around([bars, dots], frame.ends)

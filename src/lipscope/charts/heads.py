@@ -62,8 +62,12 @@ def heads_chart(
         title="kind of the top token in most windows",
         orient="top",
         titleLimit=0,
+        symbolType="square",
         symbolFillColor="#ffffff",
         symbolStrokeColor=INK,
+        symbolStrokeWidth=1,
+        symbolOpacity=1,
+        symbolSize=60,
         values=list(SHAPES),
     )
     shape = alt.Shape(
@@ -71,7 +75,7 @@ def heads_chart(
     )
     kind = (
         base.transform_filter("isValid(datum.top)")
-        .mark_point(size=42, filled=True, fill="#ffffff", stroke=INK, strokeWidth=1, opacity=1)
+        .mark_point(size=54, filled=True, fill="#ffffff", stroke=INK, strokeWidth=1, opacity=1)
         .encode(x=x, y=y, shape=shape)
     )
     mark = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lipscope.charts.marks import positive, tick_values
@@ -303,7 +304,7 @@ def _axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # The interval of two windows can be so wide that it would flatten everything else.
     low, high = max(min(values), min(means) / 10), min(max(values), 10 * max(means))
     y = [low / 1.12, high * 1.12]
-    room = min([2.0, *(b / a for a, b in zip(lengths, lengths[1:], strict=False))]) ** 0.3
+    room = min([2.0, *(b / a for a, b in pairwise(lengths))]) ** 0.3
     x = [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)]
     ends = {"x": x, "y": [short(v) for v in y]}
     return ends | {"xticks": lengths, "yticks": tick_values(*y), "room": round(room, 4)}

@@ -1,16 +1,16 @@
-"""Sigma through depth: every map of a layer side by side, the whole model, the product of blocks."""
+"""Sigma through depth: every map of a layer, the whole model, the product of its blocks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lipscope.charts.depth import MAPS
 from lipscope.charts.marks import positive, tick_values
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import log_ends, short, spread_of
-from lipscope.pages.table import number
 from lipscope.records.rows import Measurement
 from lipscope.records.sampling import enclosed_mean
 
@@ -121,7 +121,7 @@ def _chains(
     for window in by_window[0]:
         rows = [some[window] for some in by_window if window in some]
         if len(rows) == depth:
-            if not all(_follows(a, b) for a, b in zip(rows, rows[1:], strict=False)):
+            if not all(_follows(a, b) for a, b in pairwise(rows)):
                 return {}, "a block does not read what the one before it gives"
             found[window] = list(_sums(map(log_ends, rows)))
     return found, "" if found else "no window was measured at every layer"
@@ -161,8 +161,8 @@ def _said(
     depth = _depth(windows)
     yield (
         f"Product: of the sigmas of blocks 0 to {depth - 1}, window by window. Each block reads "
-        "what the one before it gives (their norms agree), so the product is above sigma of all "
-        "these blocks together."
+        "what the one before it gives (their norms agree), so up to the solver's intervals the "
+        "product is above sigma of all these blocks together."
     )
     last = {row.tokens_sha256: row for row in blocks[depth - 1]}
     first = {row.tokens_sha256: row for row in blocks[0]}
@@ -185,7 +185,7 @@ def _said(
         over.append((low - upper, high - sigma))
         middle += (low - sigma) / len(both)
     _, *ends = enclosed_mean(over)
-    ratio, low, high = (number(_exp(value), 3) for value in (middle, *ends))
+    ratio, low, high = (f"{float(f'{_exp(v):.3g}'):,g}" for v in (middle, *ends))
     of = f"the mean over {len(both)} windows" if len(both) > 1 else "one window"
     yield (
         f"At {n} tokens it is {ratio} times sigma of the model's map (from {low} to {high}, {of})."

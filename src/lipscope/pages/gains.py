@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lipscope.charts.marks import positive, tick_values
 from lipscope.charts.pieces import readable
 from lipscope.pages.points import short
 from lipscope.records.gains import GAINS, TokenGain
@@ -41,8 +42,20 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
             s, layer = settings[row_id]
             some = [tokens[index] for index in sorted(tokens)]
             about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
-            records.append(about | {"tokens": [_token(one) for one in some]})
+            axis = _axis(
+                [v for t in some for v in (t.split, t.split_upper, t.moved, t.moved_upper)]
+            )
+            records.append(about | {"tokens": [_token(one) for one in some], "axes": axis})
     return records
+
+
+def _axis(values: Sequence[float]) -> dict[str, Any] | None:
+    """The axis of both gains; None where all are 0."""
+    drawn = [value for value in values if positive(value)]
+    if not drawn:
+        return None
+    y = [min(drawn) / 1.1, max(drawn) * 1.1]
+    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
 
 
 def _token(one: TokenGain) -> dict[str, Any]:

@@ -203,7 +203,7 @@ document.addEventListener("pointerover", (e) => { if (!e.target.closest?.(".char
 
 function hover(_, event, item, value) {
   const told = value === null || value === undefined || value === "" ? [] : explain(item.datum, value);
-  showTip(told, event.clientX, event.clientY);
+  showTip(told, event?.clientX, event?.clientY);  // none when a chart goes
 }
 
 function showTip(told, x, y) {

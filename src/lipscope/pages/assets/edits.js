@@ -23,6 +23,7 @@ DRAWERS.push(() => {
     cell(percent(one.predicted), "number"),
     make("td", { class: "edited" }, ...one.pieces.map(([sign, text]) => PIECES[sign](text)))))));
   $("edits-note").textContent = "Changes are relative, ‖f(X′) − f(X)‖ / ‖f(X)‖; means over what succeeded; to first "
-    + "order: what the Jacobian predicts for the target. Rates: Clopper–Pearson. "
+    + "order: what the Jacobian predicts for the target. Succeeded: "
+    + (e.decided ? "the decision changed" : "a text with edits was found") + "; rates with Clopper–Pearson intervals. "
     + (e.edits.length < e.count ? `The ${e.edits.length} largest of ${e.count} edits.` : "The largest change first.");
 });

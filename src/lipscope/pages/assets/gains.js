@@ -11,7 +11,7 @@ const gainWay = (r) => (r.way === "split" ? "taken apart" : "moved");
 MARKS.y = [() => null, (y) => [make("b", {}, `token ${gainRows[y].index}: “${gainRows[y].text}”`),
   line(`${gainWay(gainRows[y])}: gain in ${gainEnds(gainRows[y])}`)]];
 CHARTS.apart = { spec: "gains", say: () => "Gains of moving and of taking apart every token",
-  data: () => ({ tokens: gain()?.tokens ?? [] }), signals: () => ({}) };
+  data: () => ({ tokens: gain()?.tokens ?? [] }), signals: () => ({ axes: gain()?.axes }) };
 COLUMNS.token = column("token", (r) => r.index);
 COLUMNS.text = column("text", (r) => r.text, (r) => r.text, "text");
 COLUMNS.way = column("way", gainWay, gainWay, "whole");
