@@ -30,7 +30,8 @@ def heads_chart(
         cells: Records with ``layer, head, sigma, relative, share`` and ``top``, the kind of token
             that most often is on top (or null), or None where a page puts them in.
         layers: All layers in their order.
-        frame: The layer that is marked, with its head, and the width.
+        frame: The layer that is marked, with its head, the width, and whether the kinds of tokens
+            have a legend.
         quantity: What the colour says; logarithmic but for shares.
 
     Returns:
@@ -63,20 +64,20 @@ def heads_chart(
         orient="top",
         titleLimit=0,
         symbolType="square",
-        symbolFillColor="#ffffff",
-        symbolStrokeColor=INK,
-        symbolStrokeWidth=1,
+        symbolFillColor=INK,
         symbolOpacity=1,
         symbolSize=60,
         values=list(SHAPES),
     )
     shape = alt.Shape(
-        "top:N", scale=alt.Scale(domain=[*SHAPES], range=[*SHAPES.values()]), legend=kinds
+        "top:N",
+        scale=alt.Scale(domain=[*SHAPES], range=[*SHAPES.values()]),
+        legend=kinds if frame.legend else None,
     )
     kind = (
         base.transform_filter("isValid(datum.top)")
-        .mark_point(size=54, filled=True, fill="#ffffff", stroke=INK, strokeWidth=1, opacity=1)
-        .encode(x=x, y=y, shape=shape)
+        .mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)
+        .encode(x=x, y=y, shape=shape, stroke=alt.value(INK), tooltip="m:Q")
     )
     mark = (
         base.transform_filter("datum.layer === layer && datum.head === head")

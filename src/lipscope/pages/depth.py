@@ -156,7 +156,8 @@ def _said(
 ) -> Iterator[str]:
     """What the product is, and how far it is above the model's map on the same windows."""
     if not windows:
-        yield f"No product of the blocks: {why}." if why else "A product takes the map block."
+        if why:
+            yield f"No product of the blocks: {why}."
         return
     depth = _depth(windows)
     yield (

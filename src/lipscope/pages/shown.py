@@ -164,7 +164,7 @@ def _heads(quantity: Quantity) -> Shown:
         name,
         lambda b: heads_chart(None, b.layers, FILL, quantity=quantity),
         lambda v: v.cells,
-        lambda v, cells: heads_chart(cells, v.layers, Frame(), quantity=quantity),
+        lambda v, cells: heads_chart(cells, v.layers, Frame(legend=True), quantity=quantity),
     )
 
 

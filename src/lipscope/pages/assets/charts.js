@@ -38,9 +38,9 @@ const CHARTS = {
     data: () => ({ slopes: fits.filter(real).flatMap(localSlopes) }),
     signals: () => ({ layer: state.front, head: state.head }),
     empty: "A local slope takes three lengths." },
-  steps: { spec: "training", say: () => `Sigma against training step at ${state.trained} tokens`,
+  steps: { spec: "training", say: () => `Sigma against training step at ${trained()} tokens`,
     data: () => ({ means: stepsHere(), points: stepPoints() }),
-    signals: () => ({ axes: group()?.axes[state.head === null ? "all" : "heads"][state.trained],
+    signals: () => ({ axes: group()?.axes[state.head === null ? "all" : "heads"][trained()],
       layer: state.front, head: state.head }),
     empty: "No checkpoints of this model. They come from a sweep over checkpoints." },
   heatmap: { spec: () => `heads-${state.quantity}`, say: () => "Layers and heads",
@@ -76,22 +76,17 @@ function localSlopes(fit) {
 const group = () => D.groups[setting().group];
 const stepHere = (t) => t.g === setting().group && t.head === state.head
   && (t.source === null || t.source === state.source);
-function stepsHere() {
-  const mine = steps.filter((t) => stepHere(t));
-  const lengths = distinct(mine.map((t) => t.n));
-  if (!lengths.includes(state.trained)) state.trained = Math.max(...lengths);
-  return mine.filter((t) => t.n === state.trained);
-}
+const stepLengths = () => distinct(steps.filter(stepHere).map((t) => t.n)).sort((a, b) => a - b);
+const trained = () => (stepLengths().includes(state.trained) ? state.trained : stepLengths().at(-1));
+const stepsHere = () => steps.filter((t) => stepHere(t) && t.n === trained());
 const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) && p.kind === "real"
-  && (p.source === null || p.source === state.source) && p.head === state.head && p.layer === state.front && p.n === state.trained && p.sigma > 0)
+  && (p.source === null || p.source === state.source) && p.head === state.head && p.layer === state.front && p.n === trained() && p.sigma > 0)
   .map((p) => ({ ...p, step: D.settings[p.s].step }));
 
 const headMeans = () => means.filter((m) => ours(m) && m.head !== null && m.kind === "real");
-function cells() {
-  const lengths = distinct(headMeans().map((m) => m.n));
-  if (!lengths.includes(state.length)) state.length = Math.max(...lengths);
-  return headMeans().filter((m) => m.n === state.length);
-}
+const headLengths = () => distinct(headMeans().map((m) => m.n)).sort((a, b) => a - b);
+const headLength = () => (headLengths().includes(state.length) ? state.length : headLengths().at(-1));
+const cells = () => headMeans().filter((m) => m.n === headLength());
 
 // The record of bounds that is shown: this model and text, the chosen metric, the nearest layer and head.
 const boundsHere = () => D.bounds.filter((b) => {

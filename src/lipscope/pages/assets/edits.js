@@ -17,7 +17,7 @@ DRAWERS.push(() => {
     cell(number(r.queries, 3), "number"), cell(percent(r.change_layer), "number"), cell(percent(r.change_model), "number")))));
   const decided = (one) => (one.decision === null ? "" : ` ${one.decision} → ${one.decided}`);
   fill("edited", heading(["window", "number"], "recipe", "", ["layer", "number"], ["model", "number"],
-    ["to first order", "number"], "text"),
+    ["first order", "number"], "text"),
   make("tbody", {}, ...e.edits.map((one) => make("tr", {}, cell(one.sample, "number"), cell(one.recipe),
     cell(one.status + decided(one)), cell(percent(one.change_layer), "number"), cell(percent(one.change_model), "number"),
     cell(percent(one.predicted), "number"),

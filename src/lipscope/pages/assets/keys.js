@@ -5,10 +5,14 @@ function reachable(box) {
   box.setAttribute("aria-roledescription", "chart: arrow keys go from mark to mark, Enter chooses");
 }
 
+const keyOf = ({ datum }) => `${markOf(datum)} ${datum[markOf(datum)]}`;
+const same = (a, b) => Math.abs(a.x - b.x) + Math.abs(a.y - b.y) < 1 && markOf(a.e.__data__.datum)
+  && keyOf(a.e.__data__) === keyOf(b.e.__data__);
 const marksOf = (box) => [...box.querySelectorAll(".role-mark > *")]
   .filter((e) => (e.__data__?.tooltip ?? null) !== null)
   .map((e) => { const r = e.getBoundingClientRect(); return { e, x: r.x + r.width / 2, y: r.y + r.height / 2 }; })
-  .sort((a, b) => a.x - b.x || a.y - b.y);
+  .sort((a, b) => a.x - b.x || a.y - b.y)
+  .filter((m, k, all) => !k || !same(m, all[k - 1]));  // a mark may stand in the middle of another
 
 // Left and right reach every mark in turn; up and down the nearest one above or below.
 const STEPS = { ArrowRight: 1, ArrowLeft: -1 };
@@ -37,8 +41,17 @@ document.addEventListener("keydown", (event) => {
   if (!next) return;
   unmark(box);
   next.e.classList.add("at");
-  const item = next.e.__data__;
-  showTip(explain(item.datum, item.tooltip), next.x, next.y);
+  tell(next);
+});
+function tell({ e, x, y }) {
+  const item = e.__data__;
+  showTip(explain(item.datum, item.tooltip), x, y);
+}
+// Scrolling hides what stands under the mouse; what the keyboard is at is told again.
+document.addEventListener("scrollend", () => {
+  const box = document.activeElement;
+  const now = box?.classList.contains("chart") && marksOf(box).find((m) => m.e.classList.contains("at"));
+  if (now) tell(now);
 });
 document.addEventListener("focusout", (event) => {
   if (event.target.classList?.contains("chart")) { unmark(event.target); hideTip(); }

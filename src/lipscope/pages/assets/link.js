@@ -6,7 +6,7 @@ let section = "";
 function remember() {
   const view = new URLSearchParams();
   for (const [name, value] of Object.entries(state)) {
-    if (value !== FIRST[name]) view.set(name, value ?? "");
+    if (value !== FIRST[name] && (name !== "picked" || value !== remarkable())) view.set(name, value ?? "");
   }
   const words = view.toString();
   history.replaceState(null, "", words || section ? `#${section}${words && `?${words}`}` : " ");

@@ -84,11 +84,10 @@ function choose(change) {
 
 // The state after a change: whatever does not go with it is chosen anew.
 function settle(change) {
-  const before = { ...state };
   Object.assign(state, change);
   const s = setting();
-  if (state.s !== before.s) state.length = null;
-  if (!s.sources.includes(state.source)) state.source = s.sources[0] ?? null;
+  const holds = (f) => means.some((m) => m.s === state.s && m.head === state.head && m.source === f);
+  if (!s.sources.includes(state.source)) state.source = s.sources.find(holds) ?? s.sources[0] ?? null;
   if (!kindsBuilt().includes(state.built)) state.built = kindsBuilt()[0] ?? null;
   if (state.head === null ? !s.together : !s.heads.includes(state.head)) {
     state.head = s.together ? null : s.heads[0];
