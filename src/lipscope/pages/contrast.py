@@ -230,9 +230,9 @@ def _table(
     return place._asdict() | {"quantity": quantity, "rows": rows, "said": said} | axes
 
 
-def _order(cell: _Cell) -> tuple[float, ...]:
+def _order(cell: _Cell) -> tuple[int, int, int]:
     layer, head, num_tokens = cell
-    return (math.inf if layer is None else layer, -1 if head is None else head, num_tokens)
+    return -1 if layer is None else layer, -1 if head is None else head, num_tokens
 
 
 def _row(

@@ -5,14 +5,18 @@ function reachable(box) {
   box.setAttribute("aria-roledescription", "chart: arrow keys go from mark to mark, Enter chooses");
 }
 
-const keyOf = ({ datum }) => `${markOf(datum)} ${datum[markOf(datum)]}`;
-const same = (a, b) => Math.abs(a.x - b.x) + Math.abs(a.y - b.y) < 1 && markOf(a.e.__data__.datum)
-  && keyOf(a.e.__data__) === keyOf(b.e.__data__);
-const marksOf = (box) => [...box.querySelectorAll(".role-mark > *")]
-  .filter((e) => (e.__data__?.tooltip ?? null) !== null)
-  .map((e) => { const r = e.getBoundingClientRect(); return { e, x: r.x + r.width / 2, y: r.y + r.height / 2 }; })
-  .sort((a, b) => a.x - b.x || a.y - b.y)
-  .filter((m, k, all) => !k || !same(m, all[k - 1]));  // a mark may stand in the middle of another
+function marksOf(box) {
+  const marks = [...box.querySelectorAll(".role-mark > *")]
+    .filter((e) => (e.__data__?.tooltip ?? null) !== null)
+    .map((e) => { const r = e.getBoundingClientRect(); return { e, x: r.x + r.width / 2, y: r.y + r.height / 2 }; })
+    .sort((a, b) => a.x - b.x || a.y - b.y);
+  const seen = new Set();
+  return marks.filter(({ e: { __data__: { datum } }, y }) => {  // a mark may stand in the middle of another
+    const name = markOf(datum);
+    const key = name ? `${name} ${datum[name]} ${Math.round(y / 8)}` : seen.size;
+    return seen.size < seen.add(key).size;
+  });
+}
 
 // Left and right reach every mark in turn; up and down the nearest one above or below.
 const STEPS = { ArrowRight: 1, ArrowLeft: -1 };
