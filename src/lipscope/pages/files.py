@@ -102,12 +102,12 @@ def _of_depths(content: Content) -> Iterator[tuple[str, Chart]]:
         if len({line["layer"] for line in one["lines"]}) > 1:
             best[key] = max(best.get(key, one), one, key=lambda d: (len(d["lines"]), d["n"]))
     for key, one in best.items():
-        name = _safe("-".join(filter(None, key)))
+        name = "-" + _safe("-".join(filter(None, key))) if len(best) > 1 else ""
         frame = Frame(one["axes"]["layers"], legend=True)
-        yield f"depth-{name}", depth_chart(one["lines"], one["whole"], frame)
+        yield f"depth{name}", depth_chart(one["lines"], one["whole"], frame)
         if one["products"]:
             frame = Frame(one["axes"]["products"])
-            yield f"products-{name}", product_chart(one["products"], one["whole"], frame)
+            yield f"products{name}", product_chart(one["products"], one["whole"], frame)
 
 
 def _of_gains(content: Content) -> Iterator[tuple[str, Chart]]:

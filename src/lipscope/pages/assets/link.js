@@ -18,7 +18,7 @@ const ONE_OF = { quantity: () => QUANTITIES.map(([q]) => q), sort: () => SORTS.m
 function said(words) {
   const found = {};
   for (const [name, text] of new URLSearchParams(words)) {
-    if (!(name in FIRST)) continue;
+    if (!Object.hasOwn(FIRST, name)) continue;
     const value = text === "" && name !== "tables" ? null : NUMBERS.has(name) ? Number(text) : text;
     const known = ONE_OF[name]?.() ?? [value];
     if (!Number.isNaN(value) && (value === FIRST[name] || known.includes(value))) found[name] = value;
