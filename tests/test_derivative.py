@@ -56,7 +56,9 @@ class Model(nn.Module):
         return x + self.a(x)
 
 
-@pytest.mark.parametrize("map", ["heads", "attention", "normed", "residual", "block", "model"])
+@pytest.mark.parametrize(
+    "map", ["heads", "attention", "normed", "residual", "block", "stack", "model"]
+)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [("bert", "float32"), ("bert", "float64"), ("llama", "float32"), ("olmo", "float64")],

@@ -115,6 +115,8 @@ def test_albert_whose_attention_module_adds_and_normalises():
         parts = one.linearise(one.x, per_head=True).matvec(e.expand(3, *e.shape))
         assert torch.allclose(parts.sum(0), one.linearise(one.x).matvec(e), atol=1e-12)
         agrees(build("model"), lambda x: _albert_from(model, x))
+        with pytest.raises(InputError, match="needs a block for every layer"):
+            build("stack", 1)
 
 
 def _albert_from(model: Any, x: torch.Tensor) -> torch.Tensor:

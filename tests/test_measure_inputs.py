@@ -54,7 +54,7 @@ def test_a_mapping_with_a_padding_mask():
         measured("bert", {name: value[1:] for name, value in batch.items()}, move="2:4")
 
 
-@pytest.mark.parametrize("map", ["heads", "attention", "residual", "block", "model"])
+@pytest.mark.parametrize("map", ["heads", "attention", "residual", "block", "stack", "model"])
 def test_padding_changes_nothing_for_the_real_tokens(map):
     """Every map of a padded text is that of the text alone."""
     mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
@@ -110,6 +110,12 @@ def test_rotary_positions_do_not_see_an_offset():
 def test_positions_that_a_model_does_not_have(offset, words):
     with pytest.raises(InputError, match=words):
         measured("bert", IDS, position_offset=offset)
+
+
+def test_no_limit_of_positions_written_as_minus_one():
+    size = "n_layer=1,d_model=12,n_head=3,d_inner=8,vocab_size=300"
+    model = load_model(f"random:xlnet:{size}")
+    assert model.config.max_position_embeddings == -1 and model.max_tokens is None
 
 
 def test_tables_of_positions_start_later():

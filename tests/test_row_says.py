@@ -18,6 +18,7 @@ EXPECTED = {
     "normed": (SITE, "input of h.1.ln_1", True),
     "residual": (SITE, "input of h.1.ln_1", True),
     "block": ("h.1", "hidden_states", None),
+    "stack": ("h.0", "hidden_states", None),
     "model": ("h.0", "hidden_states", None),
 }
 

@@ -330,6 +330,7 @@ def test_an_encoder_decoder_reads_a_text_twice():
     [
         ({"side": "query", "map": "block", "per_head": True}, "`per_head` goes with"),
         ({"side": "key", "map": "residual"}, "residual"),
+        ({"side": "key", "map": "stack"}, "leave out `side`"),
     ],
 )
 def test_what_a_side_does_not_have(options, words):

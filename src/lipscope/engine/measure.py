@@ -52,8 +52,8 @@ def measure(
         progress: Called as ``progress(done, total, row)``, in rows.
         **options: Shared by all verbs, each with its default:
 
-            * ``map="attention"``: ``heads``, ``attention``, ``normed``, ``residual``, ``block``
-              or ``model``.
+            * ``map="attention"``: ``heads``, ``attention``, ``normed``, ``residual``, ``block``,
+              ``stack`` (the blocks up to this one) or ``model``.
             * ``per_head=False``: one row per query head.
             * ``metric="frobenius"``; ``token-relative``: each token's move in proportion to its
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two

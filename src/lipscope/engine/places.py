@@ -17,6 +17,7 @@ from lipscope.engine.ranges import parse_bytes
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, memory_for
 from lipscope.models import (
+    OF_BLOCKS,
     LayerMap,
     LoadedModel,
     Sample,
@@ -195,7 +196,7 @@ class Places:
                 moved(item.arguments, self.device, dtype),
                 self._sites(model),
                 norms=bool({"normed", "residual"} & maps) or self._needs_norms,
-                blocks=bool({"block", "model"} & maps),
+                blocks=bool(maps.intersection(OF_BLOCKS)),
                 dtype=dtype,
                 side=self.spec.side,
                 asked=self.spec.modules,

@@ -19,7 +19,7 @@ from lipscope.models.data.written import Written
 from lipscope.models.loading import LoadedModel, adopt_model, load_model
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.embedded import Embedded
-from lipscope.models.tracing.maps import MAPS, LayerMap, build_map, check_request
+from lipscope.models.tracing.maps import MAPS, OF_BLOCKS, LayerMap, build_map, check_request
 from lipscope.models.tracing.overflow import overflows
 from lipscope.models.tracing.padding import without_padding
 from lipscope.models.tracing.prepare import device_of, implementation_for, prepared
@@ -28,6 +28,7 @@ from lipscope.models.tracing.trace import trace
 
 __all__ = [
     "MAPS",
+    "OF_BLOCKS",
     "SIDES",
     "Embedded",
     "LayerMap",

@@ -86,7 +86,7 @@ class LoadedModel:
         limit = getattr(config, "max_position_embeddings", None) or getattr(
             config, "n_positions", None
         )
-        if not isinstance(limit, int):
+        if not isinstance(limit, int) or limit < 0:  # XLNet says -1 for none
             return None
         return limit - self.first_position
 

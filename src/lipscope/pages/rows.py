@@ -246,6 +246,7 @@ ENDS = {
     "normed": ("the input of the layer's norm", "the output of its attention"),
     "residual": ("the layer's input", "its output with the residual connection"),
     "block": ("the block's input", "its output"),
+    "stack": ("the first block's input", "this block's output"),
     "model": ("the model's embedded input", "its last hidden state"),
 }
 

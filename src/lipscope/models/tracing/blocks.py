@@ -1,4 +1,4 @@
-"""The maps ``block`` and ``model``: whole Transformer blocks, run again.
+"""The maps ``block``, ``stack`` and ``model``: whole Transformer blocks, run again.
 
 Where the layers are those of cross-attention, what moves is the decoder's stream (query
 side), or the tokens of its keys and values as the blocks take them (key side); the other
@@ -65,12 +65,7 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
         InputError: If there is no block around the layer, it hands on several streams, or, on the
             key side, it is not given the keys' tokens as they are.
     """
-    block, axis = _block_around(record, call), call.token_axis
-    if block.returned > 1:
-        raise InputError(
-            f"The map `block` needs a block that hands on one stream. Found that `{block.name}` "
-            f"returns {block.returned}; use the map `attention` or `model`."
-        )
+    block, axis = _one_stream(_block_around(record, call)), call.token_axis
     if record.side == "key":
         moved = Streams([Stream(_names_of_states(block, call), call.kept[0], None)], axis)
     else:
@@ -78,6 +73,54 @@ def block_parts(record: Trace, call: AttentionCall) -> Whole:
     function = replay_block(block, axis, moved)
     output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
     return Whole(moved.x, output, function, block.name, moved.names, ends)
+
+
+def stack_parts(record: Trace, call: AttentionCall) -> Whole:
+    """The blocks up to the one around an attention layer, from the first of their list.
+
+    Args:
+        record: A trace with blocks.
+        call: The layer.
+
+    Returns:
+        The map.
+
+    Raises:
+        InputError: If there is no block around the layer, it hands on several streams, serves
+            several layers or does not depend on the first one, or on the key side.
+    """
+    block, axis = _one_stream(_block_around(record, call)), call.token_axis
+    if record.side == "key":
+        raise InputError("The map `stack` follows the stream of the blocks; leave out `side`.")
+    if sum(other.name == block.name for other in record.blocks) > 1:
+        raise InputError(
+            f"The map `stack` needs a block for every layer. Found that `{block.name}` is called "
+            "for several; use the map `block` or `model`."
+        )
+    name = first_block_of(block.name)
+    if name not in record.firsts or not _follows(block, record.firsts[name][1]):
+        raise InputError(
+            f"The map `stack` needs blocks that follow each other. Found none before "
+            f"`{block.name}` that leads to it; use the map `block`."
+        )
+    first, start = record.firsts[name]
+    moved = Streams([start], axis)
+    function = _rerun(record, {first: moved}, block.name, once=True)
+    ends = ends_of_model(record, name, moved, block.name)
+    return Whole(moved.x, as_tokens(block.output, axis), function, name, moved.names, ends)
+
+
+def _one_stream(block: BlockCall) -> BlockCall:
+    if block.returned > 1:
+        raise InputError(
+            f"The maps `block` and `stack` need a block that hands on one stream. Found that "
+            f"`{block.name}` returns {block.returned}; use the map `attention` or `model`."
+        )
+    return block
+
+
+def _follows(block: BlockCall, start: Stream) -> bool:
+    return any(depends(one.node, start.node) for one in block.streams)
 
 
 def _moving(record: Trace, block: BlockCall) -> list[Stream]:

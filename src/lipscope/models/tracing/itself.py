@@ -188,7 +188,7 @@ def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: i
 
 
 def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> Ends:
-    """Ends of the map ``model``: from its first block to the output of a module, "" for its own."""
+    """From a first block to the output of a module, "" for the model's own."""
     return Ends(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise
-from lipscope.models.tracing.blocks import Whole, block_parts, model_parts
+from lipscope.models.tracing.blocks import Whole, block_parts, model_parts, stack_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
 from lipscope.models.tracing.itself import Ends, ends_of_attention, from_norm
 from lipscope.models.tracing.replay import (
@@ -26,8 +26,9 @@ from lipscope.models.tracing.residual import Norms, norm_before, residual
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
 from lipscope.models.tracing.sums import NormCall, close, distance
 
-MapName = Literal["heads", "attention", "normed", "residual", "block", "model"]
+MapName = Literal["heads", "attention", "normed", "residual", "block", "stack", "model"]
 MAPS: tuple[str, ...] = get_args(MapName)
+OF_BLOCKS = ("block", "stack", "model")
 PER_HEAD_MAPS = ("heads", "attention", "normed")
 
 # Largest difference between the rebuilt map and the model's own output, relative to the
@@ -145,6 +146,8 @@ def _layer_map(
 ) -> LayerMap:
     if name == "block":
         return _whole(layer, name, count_heads(call.module), block_parts(record, call))
+    if name == "stack":
+        return _whole(layer, name, count_heads(call.module), stack_parts(record, call))
     if call.refusal:
         raise InputError(call.refusal)
     attention = closed_form(call)
@@ -292,12 +295,12 @@ def check_request(
         InputError: If the request exceeds the memory.
     """
     call = record.calls[layer or 0]
-    if name not in ("block", "model") and closed_form(call) is not None:
+    if name not in OF_BLOCKS and closed_form(call) is not None:
         return
-    layers = len(record.calls) if name == "model" else 1
+    layers = {"stack": (layer or 0) + 1, "model": len(record.calls)}.get(name, 1)
     others = num_tokens if call.context is None else call.context.shape[0]
     pairs = num_tokens * others
-    if call.context is not None and name in ("block", "model"):  # it attends to itself, too
+    if call.context is not None and name in OF_BLOCKS:  # it attends to itself, too
         pairs += (num_tokens if call.side == "query" else others) ** 2
     heads = count_heads(call.module) or 1
     needed = _GENERIC_COPIES * layers * heads * pairs * call.x.element_size()
