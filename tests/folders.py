@@ -139,7 +139,7 @@ def stacked(
     metric: str = "frobenius",
     **second: Any,
 ) -> Path:
-    """Three blocks of sigma 2, 3, 4 on one stream, attention, and the model's map of sigma 5.
+    """Three blocks of sigma 2, 3, 4 on one stream, all of them 3.5; attention; the model's map 5.
 
     Args:
         folder: Where.
@@ -154,6 +154,7 @@ def stacked(
         norms: dict[str, Any] = {"input_norm": 1.0 + k, "output_norm": 2.0 + k}
         block = norms | (second if k == 1 else {})
         rows += [row(layer=k, sigma=1.0 + k, **about)]
+        rows += [row(map="stack", layer=k, sigma=1.5 + k, **norms | {"input_norm": 1.0}, **about)]
         rows += [row(map="block", layer=k, sigma=2.0 + k, **block, **about)]
     return written(folder, rows)
 

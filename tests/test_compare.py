@@ -182,13 +182,16 @@ def _sides() -> dict[str, list[Measurement]]:
 
 
 def test_the_product_of_blocks_stands_against_the_map_of_the_model(tmp_path: Path) -> None:
-    """2 · 3 · 4 = 24 on one stream, 4.8 times the model's 5."""
+    """2 · 3 · 4 = 24 on one stream: 4.8 times the model's 5, 6.86 times the 3.5 of all together."""
     (one,) = Content([read_run(stacked(tmp_path / "run"))]).depths
-    assert [p["sigma"] for p in one["products"]] == pytest.approx([2, 6, 24], rel=1e-4)
-    assert one["products"][-1]["high"] == pytest.approx(24 * 1.02**3, rel=1e-4)
+    products = [p for p in one["products"] if p["map"] == "product"]
+    assert [p["sigma"] for p in products] == pytest.approx([2, 6, 24], rel=1e-4)
+    assert products[-1]["high"] == pytest.approx(24 * 1.02**3, rel=1e-4)
+    assert [p["sigma"] for p in one["products"] if p["map"] == "stack"] == [1.5, 2.5, 3.5]
     assert [w["sigma"] for w in one["whole"]] == [5.0]
     assert {line["map"] for line in one["lines"]} == {"attention", "block"}
     assert "it is 4.8 times sigma of the model's map" in one["said"]
+    assert "it is 6.86 times sigma of these blocks together" in one["said"]
     assert "goes on behind" not in one["said"]
 
 
@@ -203,12 +206,12 @@ def test_the_product_of_blocks_stands_against_the_map_of_the_model(tmp_path: Pat
 )
 def test_constants_are_multiplied_only_on_one_stream(tmp_path: Path, values, said) -> None:
     (one,) = Content([read_run(stacked(tmp_path / "run", **values))]).depths
-    assert one["products"] == [] and said in one["said"] and one["lines"]
+    assert {p["map"] for p in one["products"]} == {"stack"} and said in one["said"] and one["lines"]
 
 
 def test_what_lies_behind_the_last_block_is_said(tmp_path: Path) -> None:
     (one,) = Content([read_run(stacked(tmp_path / "run", end=7.0))]).depths
-    assert "goes on behind the last of these blocks" in one["said"]
+    assert "The model's map goes on behind the last of them" in one["said"]
 
 
 # --- kinds, edits, gains ---------------------------------------------------------------------

@@ -532,7 +532,7 @@ def test_the_print_has_the_charts_and_no_controls(anew: Opened) -> None:
 def test_blocks_and_the_model_stand_in_one_picture(browser: Browser, tmp_path: Path) -> None:
     path = report([stacked(tmp_path / "run")], tmp_path / "page.html")[0]
     opened = Opened(browser.new_page(), path)
-    assert opened.count("layers", "symbol") == 6 and opened.count("products", "symbol") == 3
+    assert opened.count("layers", "symbol") == 6 and opened.count("products", "symbol") == 6
     assert "it is 4.8 times sigma of the model's map" in opened.page.inner_text("#depth-note")
     opened.sane()
     opened.page.close()

@@ -11,6 +11,8 @@ from lipscope.charts.look import INK, QUIET
 
 MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
 """Maps of a layer and their colours."""
+TOGETHER = {"product": ORANGE, "stack": BLUE}
+"""What is said of several blocks: the product of their sigmas, sigma of all of them together."""
 
 
 def depth_chart(lines: Data | None, whole: Data | None, frame: Frame) -> alt.LayerChart:
@@ -33,20 +35,22 @@ def depth_chart(lines: Data | None, whole: Data | None, frame: Frame) -> alt.Lay
 
 
 def product_chart(products: Data | None, whole: Data | None, frame: Frame) -> alt.LayerChart:
-    """The product of the blocks up to each layer, and the model's map as a line across.
+    """The product of the blocks up to each layer, sigma of them together, and the model's map.
 
     Args:
-        products: Records with ``layer, sigma, low, high``, or None where a page puts them in.
+        products: Records with ``map`` (product or stack), ``layer, sigma, low, high``, or None
+            where a page puts them in.
         whole: At most one record with ``sigma, low, high``.
-        frame: The axis and the size.
+        frame: The axis, the legend and the size.
 
     Returns:
         The chart.
     """
-    base = alt.Chart(data("products", products))
-    title = "sigma, product of sigmas"
-    marks = [*_across(whole, title), *_along(base, title, color=alt.value(ORANGE))]
-    return frame.around(marks, frame.ends)
+    key = alt.Legend(title="blocks 0 to", symbolType="circle", symbolOpacity=1)
+    scale = alt.Scale(domain=[*TOGETHER], range=[*TOGETHER.values()])
+    colour = alt.Color("map:N", scale=scale, legend=key if frame.legend else None)
+    base, title = alt.Chart(data("products", products)), "sigma, product of sigmas"
+    return frame.around([*_across(whole, title), *_along(base, title, color=colour)], frame.ends)
 
 
 def _along(base: alt.Chart, title: str, **colour: Any) -> list[alt.Chart]:

@@ -169,13 +169,17 @@ def _differences(
     runs: Sequence[Run], items: Sequence[Sequence[Item]]
 ) -> list[tuple[str, str, str]]:
     """What tells the two sides apart, in words."""
+    words: dict[str, Callable[[Item], Any]] = {
+        name: lambda i, name=name: getattr(i.row, name) or "–" for name in _DIFFER
+    }
+    words["text"] = _ASPECTS["text"]
+    mine, other = items
     found = [
-        (name, *(_few({str(getattr(i.row, name) or "–") for i in some}) for some in items))
-        for name in _DIFFER
+        (name, _few({str(of(i)) for i in mine}), _few({str(of(i)) for i in other}))
+        for name, of in words.items()
     ]
-    found.append(("text", *(_few({_subject(i)[1] or "not named" for i in some}) for some in items)))
-    windows = (str(run.manifest["spec"].get("windows", "spread")) for run in runs)
-    found.append(("windows", *windows))
+    first, second = (str(run.manifest["spec"].get("windows", "spread")) for run in runs)
+    found.append(("windows", first, second))
     return [one for one in found if one[1] != one[2]]
 
 

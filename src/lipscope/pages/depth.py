@@ -32,7 +32,8 @@ def depths_of(items: Iterable[Item]) -> list[dict[str, Any]]:
         items: All items.
 
     Returns:
-        Records with ``lines`` (layer by layer and map), ``model``, ``products`` and ``said``.
+        Records with ``lines`` (layer by layer and map), ``whole`` (the model's map), ``products``
+        (also sigma of the blocks together, map ``stack``), axes and words.
     """
     found: dict[tuple[Any, ...], list[Item]] = {}
     for item in items:
@@ -59,7 +60,15 @@ def _record(
         for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
     ]
     windows, why = _chains(maps.get("block", {}), setting[1:4])
-    products = [_mean_of([chain[k] for chain in windows.values()]) for k in range(_depth(windows))]
+    stack = maps.get("stack", {})
+    products = [
+        {"map": "product", "layer": k} | _mean_of([chain[k] for chain in windows.values()])
+        for k in range(_depth(windows))
+    ]
+    products += [
+        {"map": "stack", "layer": layer} | _mean(rows)
+        for layer, rows in sorted(stack.items(), key=lambda one: one[0] or 0)
+    ]
     means = [_mean(whole)] if whole else []
     return {
         **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
@@ -67,9 +76,9 @@ def _record(
         "n": n,
         "lines": lines,
         "whole": means,
-        "products": [{"layer": k} | one for k, one in enumerate(products)],
+        "products": products,
         "axes": {"layers": _axis([*lines, *means]), "products": _axis([*products, *means])},
-        "said": " ".join(_said(n, windows, why, maps.get("block", {}), whole)),
+        "said": " ".join(_said(n, windows, why, maps, whole)),
     }
 
 
@@ -151,48 +160,47 @@ def _said(
     n: int,
     windows: Mapping[str, _Chain],
     why: str,
-    blocks: Mapping[int | None, Sequence[Measurement]],
+    maps: Mapping[str, Mapping[int | None, Sequence[Measurement]]],
     whole: Sequence[Measurement],
 ) -> Iterator[str]:
-    """What the product is, and how far it is above the model's map on the same windows."""
+    """What the product is, and how far it is above the blocks together and the model's map."""
     if not windows:
         if why:
             yield f"No product of the blocks: {why}."
         return
-    depth = _depth(windows)
+    blocks, last = maps["block"], _depth(windows) - 1
     yield (
-        f"Product: of the sigmas of blocks 0 to {depth - 1}, window by window. Each block reads "
-        "what the one before it gives (their norms agree), so up to the solver's intervals the "
-        "product is above sigma of all these blocks together."
+        f"Product: of the sigmas of blocks 0 to {last}, window by window. Each block reads what "
+        "the one before it gives (their norms agree), so up to the solver's intervals the product "
+        "is above sigma of all these blocks together."
     )
-    last = {row.tokens_sha256: row for row in blocks[depth - 1]}
     first = {row.tokens_sha256: row for row in blocks[0]}
-    both = [
-        row
-        for row in whole
-        if row.tokens_sha256 in windows
-        and _close(row.input_norm, first[row.tokens_sha256].input_norm)
-    ]
-    if not both:
-        yield (
-            "The model's map was measured on none of these windows."
-            if whole
-            else "The model's map was not measured: lipscope measure … --map model does."
-        )
-        return
-    over, middle = [], 0.0
-    for row in both:
-        (low, high), (sigma, upper) = windows[row.tokens_sha256][-1], log_ends(row)
-        over.append((low - upper, high - sigma))
-        middle += (low - sigma) / len(both)
-    _, *ends = enclosed_mean(over)
+    ends = {row.tokens_sha256: row for row in blocks[last]}
+    for name, rows in (
+        ("these blocks together (map stack)", maps.get("stack", {}).get(last, ())),
+        ("the model's map", whole),
+    ):
+        both = [
+            row
+            for row in rows
+            if row.tokens_sha256 in windows
+            and _close(row.input_norm, first[row.tokens_sha256].input_norm)
+        ]
+        if both:
+            yield _over(n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both])
+        if any(not _close(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both):
+            yield (
+                f"{name[0].upper()}{name[1:]} goes on behind the last of them (a final norm, or "
+                "blocks that were not measured), which the product leaves out."
+            )
+    if not whole:
+        yield "The model's map was not measured: lipscope measure … --map model does."
+
+
+def _over(n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str:
+    """How many times sigma of a map the product is, on the same windows."""
+    middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
+    _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
     ratio, low, high = (f"{float(f'{_exp(v):.3g}'):,g}" for v in (middle, *ends))
-    of = f"the mean over {len(both)} windows" if len(both) > 1 else "one window"
-    yield (
-        f"At {n} tokens it is {ratio} times sigma of the model's map (from {low} to {high}, {of})."
-    )
-    if not all(_close(row.output_norm, last[row.tokens_sha256].output_norm) for row in both):
-        yield (
-            "The model's map goes on behind the last of these blocks (a final norm, or blocks that "
-            "were not measured), which the product leaves out."
-        )
+    of = f"the mean over {len(pairs)} windows" if len(pairs) > 1 else "one window"
+    return f"At {n} tokens it is {ratio} times sigma of {name} (from {low} to {high}, {of})."

@@ -106,7 +106,7 @@ def _of_depths(content: Content) -> Iterator[tuple[str, Chart]]:
         frame = Frame(one["axes"]["layers"], legend=True)
         yield f"depth{name}", depth_chart(one["lines"], one["whole"], frame)
         if one["products"]:
-            frame = Frame(one["axes"]["products"])
+            frame = Frame(one["axes"]["products"], legend=True)
             yield f"products{name}", product_chart(one["products"], one["whole"], frame)
 
 

@@ -3,7 +3,7 @@ const MAP_COLOURS = { attention: "--blue", normed: "--purple", heads: "--quiet",
 const depths = D.depths.map((d) => {
   const about = { n: d.n };
   return { ...d, lines: d.lines.map((x) => ({ ...x, ...about })), whole: d.whole.map((x) => ({ ...x, ...about, map: "model" })),
-    products: d.products.map((x) => ({ ...x, ...about, map: "product" })) };
+    products: d.products.map((x) => ({ ...x, ...about })) };
 });
 const deepRows = depths.flatMap((d) => [...d.lines, ...d.whole, ...d.products]);
 deepRows.forEach((r, z) => { r.z = z; });
@@ -16,11 +16,11 @@ function depth() {
   const all = depthsHere();
   const mine = all.filter((d) => d.source === null || d.source === state.source);
   const some = (mine.length ? mine : all).sort((a, b) => distinct(b.lines.map((x) => x.map)).length
-    + b.whole.length - distinct(a.lines.map((x) => x.map)).length - a.whole.length || b.n - a.n);
+    + b.whole.length + b.products.length - distinct(a.lines.map((x) => x.map)).length - a.whole.length - a.products.length || b.n - a.n);
   return some.find((d) => d.n === state.deep) ?? some[0];
 }
 const deepName = (r) => (r.map === "model" ? "the model's map" : r.map === "product"
-  ? `product of blocks 0 to ${r.layer}` : `layer ${r.layer}, map ${r.map}`);
+  ? `product of blocks 0 to ${r.layer}` : r.map === "stack" ? `blocks 0 to ${r.layer} together` : `layer ${r.layer}, map ${r.map}`);
 MARKS.z = [(z) => (deepRows[z].layer === undefined ? null : choose({ layer: String(deepRows[z].layer) })),
   (z) => [make("b", {}, `${deepName(deepRows[z])}, ${deepRows[z].n} tokens`),
     line(`${number(deepRows[z].sigma)} in ${between(deepRows[z])}`), line(meanOf(deepRows[z]))]];
@@ -30,8 +30,8 @@ CHARTS.layers = { spec: "depth", say: () => "Sigma of every map by layer",
   empty: "No layers in this selection." };
 CHARTS.products = { spec: "products", say: () => "Product of the blocks by layer and the model's map",
   data: () => ({ products: depth()?.products ?? [], whole: depth()?.whole ?? [] }), signals: () => ({ axes: depth()?.axes.products }),
-  empty: "No product: it takes the map block at every layer, of one input and with all tokens moved and read "
-    + "(lipscope measure … --map block), and the model's map to set it against (--map model)." };
+  empty: "Nothing of several layers. The product takes the map block at every layer, of one input and with all tokens moved and read "
+    + "(lipscope measure … --map block); set beside it are the blocks together and the model (--map stack, --map model)." };
 COLUMNS.map = column("map", deepName, deepName, "whole");
 TABLES.layers = ["lines", "layer map sigma between count"];
 TABLES.products = ["products", "layer map sigma between count"];
