@@ -202,5 +202,5 @@ def _over(n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[flo
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
     ratio, low, high = (f"{float(f'{_exp(v):.3g}'):,g}" for v in (middle, *ends))
-    of = f"the mean over {len(pairs)} windows" if len(pairs) > 1 else "one window"
-    return f"At {n} tokens it is {ratio} times sigma of {name} (from {low} to {high}, {of})."
+    of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
+    return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
