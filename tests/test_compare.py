@@ -151,9 +151,9 @@ def test_what_cannot_be_compared_ends_in_one_line(command) -> None:
     assert not list(Path().rglob("*.html"))
 
 
-def test_words_and_figures_of_a_comparison_are_its_rows(tmp_path: Path) -> None:
-    runs = [written(tmp_path / name, side) for name, side in _sides().items()]
-    content = Content([read_run(run) for run in runs], compare=True)
+def test_words_of_a_comparison_are_its_rows(tmp_path: Path) -> None:
+    runs = [read_run(written(tmp_path / name, side)) for name, side in _sides().items()]
+    content = Content(runs, compare=True)
     table = content.contrast.tables[0]
     said = table["said"]
     changed = [r for r in table["rows"] if r["changed"]]
@@ -161,9 +161,17 @@ def test_words_and_figures_of_a_comparison_are_its_rows(tmp_path: Path) -> None:
     assert "Of 6 rows with an interval, sigma changed beyond the sampling of text in 3" in said
     assert f"× {max(r['ratio'] for r in changed):.3g}" in said
     assert "Holm's procedure over the 6 rows" in said
-    made = report(runs, tmp_path / "page.html", svg=tmp_path / "svg", compare=True)
+
+
+@pytest.mark.slow
+def test_figures_of_a_comparison_of_depth_and_of_gains(tmp_path: Path) -> None:
+    sides = [written(tmp_path / name, side) for name, side in _sides().items()]
+    made = report(sides, tmp_path / "page.html", svg=tmp_path / "compared", compare=True)
+    blocks = gained(stacked(tmp_path / "blocks"))
+    made += report([blocks], tmp_path / "page.html", svg=tmp_path / "depth")
     names = {path.stem for path in made}
     assert {"compare-sigma-attention-frobenius", "ratios-sigma-attention-frobenius"} <= names
+    assert {"gains-minilm-0-0", "depth", "products"} <= names
 
 
 def _sides() -> dict[str, list[Measurement]]:

@@ -65,7 +65,7 @@ def page(content: Content) -> str:
     )
 
 
-@functools.lru_cache(maxsize=4)  # half of a page's time, and the same for every other page
+@functools.lru_cache(maxsize=8)  # half of a page's time, and the same for every other page
 def _charts(blank: Blank) -> tuple[dict[str, Any], dict[str, str]]:
     """The specifications of all charts, and the colours of their names."""
     charts = {one.spec: one.page(blank) for one in SHOWN if one.spec and one.page}
