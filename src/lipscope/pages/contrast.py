@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lipscope.charts.marks import positive, tick_values
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, Item, items_of
-from lipscope.pages.points import label, log_ends, short
+from lipscope.pages.points import as_columns, label, log_ends, short
 from lipscope.pages.runs import folder_names
 from lipscope.records.growth import share_text
 from lipscope.records.rows import Measurement
@@ -62,7 +62,8 @@ class Contrast:
 
     def as_plain(self) -> dict[str, Any]:
         """As the scripts of the page read it."""
-        return dict(vars(self))
+        tables = [table | {"rows": as_columns(table["rows"])} for table in self.tables]
+        return vars(self) | {"tables": tables}
 
 
 def contrast_of(runs: Sequence[Run]) -> Contrast:

@@ -1,6 +1,6 @@
 // Two folders side by side: one table of rows is what the charts, the words and the tables show.
 $("compare").hidden = !D.contrast;
-const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, k }));
+const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
 const compared = contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k })));
 compared.forEach((r, c) => { r.c = c; });
 
