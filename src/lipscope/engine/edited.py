@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lipscope.display import Shown
 from lipscope.pages.rows import Rows
 from lipscope.records.edits import RecipeSummary, TextEdit, summed
 
 
 @dataclass(frozen=True)
-class TextAttack:
+class TextAttack(Shown):
     """What edits of few tokens do.
 
     Attributes:

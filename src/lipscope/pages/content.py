@@ -12,6 +12,7 @@ from lipscope.pages.bounded import bounded
 from lipscope.pages.cards import Card, cards_of
 from lipscope.pages.contrast import Contrast, contrast_of
 from lipscope.pages.depth import depths_of
+from lipscope.pages.directions import as_plain, by_rank
 from lipscope.pages.edits import edits_of
 from lipscope.pages.gains import gains_of
 from lipscope.pages.items import Item, by_setting, items_of
@@ -21,7 +22,7 @@ from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, top_tokens, windows_for
 from lipscope.records.comparison import comparisons
-from lipscope.records.rows import Bound, Measurement, TokenShare
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
 from lipscope.records.run import Run
 
 _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
@@ -111,6 +112,15 @@ class Content:
         return {i.row.id: (index[i.setting], label(i.row.layer)) for i in self.items}
 
     @cached_property
+    def directions(self) -> dict[int, list[dict[str, Any]]]:
+        """The leading directions of the measurements that are carried one by one, by place."""
+        ids = [item.row.id for item in self.points.items]
+        parts: dict[str, dict[int, list[Direction]]] = {}
+        for run in self.runs:
+            parts = by_rank(run.direction_parts(ids)) | parts
+        return {k: as_plain(parts[id]) for k, id in enumerate(ids) if id in parts}
+
+    @cached_property
     def cards(self) -> list[Card]:
         """What is said of every curve on real inputs."""
         return cards_of(self.points, self.windows.tops)
@@ -171,6 +181,7 @@ class Content:
             "windows": windows.windows,
             "excerpts": windows.excerpts,
             "begins": windows.begins,
+            "directions": self.directions,
             "tops": [windows.tops.get(item.row.id) for item in points.items],
             "cards": [one.as_plain() for one in self.cards],
             "scale": SCALE,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from lipscope.display import Shown
+
 EDITS = "edits"
 """The part of the values of a run folder that holds `TextEdit` records."""
 
@@ -13,7 +15,7 @@ SUCCEEDED, FAILED, SKIPPED = "succeeded", "failed", "skipped"
 
 
 @dataclass(frozen=True)
-class TextEdit:
+class TextEdit(Shown):
     """What one recipe did to one window of a text.
 
     Attributes:
