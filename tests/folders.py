@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Direction, Measurement, TokenShare
+from lipscope.records.edits import EDITS, TextEdit
 from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.gains import GAINS, TokenGain
 from lipscope.records.pushed import (
     DIRECTIONS,
     PLACES,
@@ -213,3 +216,62 @@ def pushed(folder: Path, model: str = "minilm") -> Path:
             course = PushDirection(**about, direction=name, gain=gain, most=10.0, **own)
             run.add_value(DIRECTIONS, f"p/{name}", vars(course))
     return folder
+
+
+def stacked(
+    folder: Path,
+    *,
+    only: Sequence[int] = (0, 1, 2),
+    end: float = 4.0,
+    metric: str = "frobenius",
+    **second: Any,
+) -> Path:
+    """Three blocks of sigma 2, 3, 4 on one stream, all of them 3.5; attention; the model's map 5.
+
+    Args:
+        folder: Where.
+        only: Layers that are there.
+        end: Norm of the model's output; that of the last block is 4.
+        metric: Of all rows.
+        second: Other values of block 1.
+    """
+    about: dict[str, Any] = {"metric": metric}
+    rows = [row(map="model", layer=None, sigma=5.0, input_norm=1.0, output_norm=end, **about)]
+    for k in only:
+        norms: dict[str, Any] = {"input_norm": 1.0 + k, "output_norm": 2.0 + k}
+        block = norms | (second if k == 1 else {})
+        rows += [row(layer=k, sigma=1.0 + k, **about)]
+        rows += [row(map="stack", layer=k, sigma=1.5 + k, **norms | {"input_norm": 1.0}, **about)]
+        rows += [row(map="block", layer=k, sigma=2.0 + k, **block, **about)]
+    return written(folder, rows)
+
+
+def valued(folder: Path, part: str, values: Iterable[dict[str, Any]]) -> Path:
+    """The folder, with values of a part."""
+    with RunFolder(folder, {"windows": "spread"}) as run:
+        for k, one in enumerate(values):
+            run.add_value(part, f"{part}-{k}", one)
+    return folder
+
+
+def edited(folder: Path) -> Path:
+    """The folder of `grown` rows, with two edits of its first window."""
+    about: dict[str, Any] = {"id": row(layer=0).id, "sample": 0, "start": 0, "num_tokens": 16}
+    about |= {"target": "model", "status": "succeeded", "changed": 1, "before": "the cat sat"}
+    edits = [
+        TextEdit(recipe="sigma", after="the bat sat", change_layer=0.1, change_model=0.2, **about),
+        TextEdit(
+            recipe="hotflip", after="the dog sat", change_layer=0.3, change_model=0.4, **about
+        ),
+    ]
+    return valued(folder, EDITS, map(asdict, edits))
+
+
+def gained(folder: Path) -> Path:
+    """The folder of `grown` rows, with gains of two tokens: only the second is better split."""
+    of = row(layer=0).id
+    tokens = [
+        TokenGain(of, 0, 0, 0, "[CLS]", 0.9, 1.0, 2.0, 2.1),
+        TokenGain(of, 0, 0, 1, "▁cat", 1.5, 1.6, 1.2, 1.3),
+    ]
+    return valued(folder, GAINS, map(asdict, tokens))

@@ -32,9 +32,9 @@ INSIDE = {
     "linalg": "ascent derivative directions interval operator singular text_edits",
     "measures": "splitting",
     "models": "capture changed dinov2 directions families settings sides",
-    "pages": "identity page",
-    "records": "changed charlm cli_rows engine_bounds folder growth normed parquet perturb record "
-    "report reliability reliability_sweep reproduce residual_bounds run sweep",
+    "pages": "compare identity page",
+    "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
+    "record report reliability reliability_sweep reproduce residual_bounds run sweep",
     "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.

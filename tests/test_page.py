@@ -231,7 +231,7 @@ def test_figures_are_those_of_the_page(tmp_path: Path) -> None:
     names = {path.stem for path in made if path.suffix == ".svg"}
     heads = {f"heads-{q}" for q in ("sigma", "relative", "share")}
     bounded = {f"bounds-minilm-attention-{m}-0" for m in ("frobenius", "infinity")}
-    assert names == {*KINDS, *heads, *bounded, "growth-adversarial", "push"}
+    assert names == {*KINDS, *heads, *bounded, "growth-adversarial", "depth", "push"}
     assert {path.stem for path in made if path.suffix == ".png"} == names
     assert all(path.exists() for path in made)
     said = {name: words(tmp_path / "s" / f"{name}.svg") for name in names}

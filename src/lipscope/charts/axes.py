@@ -18,7 +18,7 @@ from lipscope.charts.marks import palette
 Data = Sequence[Mapping[str, Any]]
 
 # Blue and orange stay apart for every kind of colour vision; so does their brightness.
-BLUE, ORANGE, GREEN = "#0072b2", "#d55e00", "#009e73"
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#8a4f9e"
 GROWS = "number of tokens n"
 WIDTH, HEIGHT = 460, 320
 FRONT = "layer === null || datum.layer === layer"
@@ -90,7 +90,7 @@ def up(field: str, title: str) -> alt.Y:
         field,
         title=title,
         scale=alt.Scale(type="log", domain=alt.ExprRef("axes.y"), nice=False, clamp=True),
-        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format="~g"),
+        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format=",~g"),
     )
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, by_layer, data, in_front
+from lipscope.charts.axes import BLUE, ORANGE, PURPLE, Data, Frame, by_layer, data, in_front
 from lipscope.charts.look import QUIET
 
-PURPLE = "#8a4f9e"
 SERIES = {"real": ("all tokens move", BLUE), "rest": ("top token fixed", ORANGE)}
 _ROW = 34  # pixels of a layer
 

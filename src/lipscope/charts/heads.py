@@ -9,6 +9,7 @@ import altair as alt
 
 from lipscope.charts.axes import Data, Frame, data
 from lipscope.charts.look import INK
+from lipscope.charts.pieces import KINDS
 
 Quantity = Literal["sigma", "relative", "share"]
 TITLES: dict[Quantity, str] = {
@@ -16,6 +17,7 @@ TITLES: dict[Quantity, str] = {
     "relative": "relative",
     "share": "share of the top token",
 }
+SHAPES = dict(zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True))
 _CELL = 26  # pixels
 
 
@@ -25,10 +27,11 @@ def heads_chart(
     """Sigma, relative or the share of the top token, by layer and head, at one length.
 
     Args:
-        cells: Records with ``layer, head, sigma, relative, share``, or None where a page puts
-            them in.
+        cells: Records with ``layer, head, sigma, relative, share`` and ``top``, the kind of token
+            that most often is on top (or null), or None where a page puts them in.
         layers: All layers in their order.
-        frame: The layer that is marked, with its head, and the width.
+        frame: The layer that is marked, with its head, the width, and whether the kinds of tokens
+            have a legend.
         quantity: What the colour says; logarithmic but for shares.
 
     Returns:
@@ -55,9 +58,30 @@ def heads_chart(
     cell = base.mark_rect(cornerRadius=2, cursor="pointer").encode(
         x=x, y=y, color=colour, tooltip="m:Q"
     )
+    # Small and in the middle: the colour around it says the value.
+    kinds = alt.Legend(
+        title="kind of the top token in most windows",
+        orient="top",
+        titleLimit=0,
+        symbolType="square",
+        symbolFillColor=INK,
+        symbolOpacity=1,
+        symbolSize=60,
+        values=list(SHAPES),
+    )
+    shape = alt.Shape(
+        "top:N",
+        scale=alt.Scale(domain=[*SHAPES], range=[*SHAPES.values()]),
+        legend=kinds if frame.legend else None,
+    )
+    kind = (
+        base.transform_filter("isValid(datum.top)")
+        .mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)
+        .encode(x=x, y=y, shape=shape, stroke=alt.value(INK), tooltip="m:Q")
+    )
     mark = (
         base.transform_filter("datum.layer === layer && datum.head === head")
         .mark_rect(fill=None, stroke=INK, strokeWidth=2.4, cornerRadius=2)
         .encode(x=x, y=y)
     )
-    return frame.around([cell, mark], *frame.chosen, height=alt.Step(_CELL))
+    return frame.around([cell, kind, mark], *frame.chosen, height=alt.Step(_CELL))

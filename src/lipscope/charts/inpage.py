@@ -8,7 +8,7 @@ from typing import Any
 
 import vl_convert
 
-from lipscope.charts import axes, exponents, look
+from lipscope.charts import axes, look
 from lipscope.charts.marks import palette
 
 _NAMED = 24  # pixels beside names of lines, whose width is an estimate
@@ -22,7 +22,7 @@ _NAMES = {
     axes.BLUE: "--blue",
     axes.ORANGE: "--orange",
     axes.GREEN: "--green",
-    exponents.PURPLE: "--purple",
+    axes.PURPLE: "--purple",
     "#ffffff": "--paper",
 }
 

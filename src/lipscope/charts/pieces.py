@@ -161,6 +161,37 @@ def _special(text: str) -> bool:
     return len(text) > 2 and (text[0] + text[-1]) in ("[]", "<>")
 
 
+KINDS = ("special", "word", "number", "punctuation", "whitespace")
+"""What a token can be, see `kind_of`."""
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def kind_of(text: str) -> str:
+    """What a token of a text is, by its letters: one of `KINDS`.
+
+    Special tokens are told by their brackets; a piece of a word is a word.
+
+    Args:
+        text: The token as its tokenizer writes it.
+
+    Returns:
+        The kind.
+
+    >>> [kind_of(t) for t in ("[CLS]", "##ing", "Ġ12", "▁,", "Ċ")]
+    ['special', 'word', 'number', 'punctuation', 'whitespace']
+    """
+    byte = _BYTE.fullmatch(text)
+    shown = chr(int(byte[1], 16)) if byte else readable(text)
+    if _special(shown):
+        return "special"
+    if not shown.strip():
+        return "whitespace"
+    if not any(letter.isalnum() for letter in shown):
+        return "punctuation"
+    return "number" if all(c.isnumeric() for c in shown.strip()) else "word"
+
+
 def _visible(text: str, columns: int) -> str:
     """One line of at most ``columns`` characters, line ends as signs, never empty."""
     text = printable(text).strip(" ").replace("\r", "").replace("\n", "↵").replace("\t", "→") or "␣"

@@ -12,7 +12,8 @@ from rich.text import Text
 from lipscope.cli.terminal import Screen
 
 if TYPE_CHECKING:
-    from lipscope.engine.edited import TextAttack, TextEdit
+    from lipscope.engine.edited import TextAttack
+    from lipscope.records.edits import TextEdit
 
 _WIDTH = 100
 _COLUMNS = ("texts", "skipped", "failed", "succeeded", "rate", "edits", "queries")

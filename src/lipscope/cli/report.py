@@ -21,6 +21,9 @@ def report(
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Folder for the figures as SVG.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also compare the second of two DIRs with the first.")
+    ] = False,
 ) -> None:
     """Draw run folders as one HTML page that opens from disk and asks no network.
 
@@ -29,5 +32,5 @@ def report(
     """
     from lipscope.pages.report import report as write
 
-    for path in write(folders, out, png=png, svg=svg):
+    for path in write(folders, out, png=png, svg=svg, compare=compare):
         sys.stdout.write(f"{path}\n")

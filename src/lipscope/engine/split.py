@@ -26,44 +26,12 @@ from lipscope.measures.splitting import own_operator
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
+from lipscope.records.gains import GAINS, TokenGain
 from lipscope.records.rows import Measurement, stable_id
 
 _WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")
 _TOL = 0.05  # of the gains of single tokens
-PART = "tokens"  # of the values in a run folder
-
-
-@dataclass(frozen=True)
-class TokenGain:
-    """One token of a window: taken apart, and moved.
-
-    Attributes:
-        id: Row of its layer with ``move = copies``.
-        layer: Index of the layer.
-        sample: Index of the window or entry.
-        index: Position in the window, from 0.
-        text: The token's text.
-        split: Largest gain of moving its copies against each other.
-        split_upper: Upper end of its interval.
-        moved: Largest gain of moving it alone, copies together.
-        moved_upper: Upper end of its interval.
-    """
-
-    id: str
-    layer: int
-    sample: int
-    index: int
-    text: str
-    split: float
-    split_upper: float
-    moved: float
-    moved_upper: float
-
-    @property
-    def better_split(self) -> bool:
-        """Whether taking it apart is known to gain more than moving it."""
-        return self.split > self.moved_upper
 
 
 @dataclass(frozen=True)
@@ -181,7 +149,7 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 def _tokens(run: LocalRun, rows: Rows, folder: RunFolder | None) -> list[TokenGain]:
     """The gains of every token, from the folder where it holds them."""
-    held = {} if folder is None else folder.values(PART)
+    held = {} if folder is None else folder.values(GAINS)
     found = []
     for job, row in zip(run.jobs, rows, strict=True):
         keys = [stable_id({"id": row.id, "token": i}) for i in range(row.num_tokens)]
@@ -190,7 +158,7 @@ def _tokens(run: LocalRun, rows: Rows, folder: RunFolder | None) -> list[TokenGa
             held |= {key: asdict(one) for key, one in zip(keys, new, strict=True)}
             if folder is not None:
                 for key in keys:
-                    folder.add_value(PART, key, held[key])
+                    folder.add_value(GAINS, key, held[key])
         found += [TokenGain(**held[key]) for key in keys if key in held]
     return found
 

@@ -19,16 +19,16 @@ from lipscope.engine.classifier import (
     classifier_of_file,
     nearest_by_angle,
 )
-from lipscope.engine.edited import FAILED, SKIPPED, SUCCEEDED, TextAttack, TextEdit
+from lipscope.engine.edited import TextAttack
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, told
 from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import Embedded, LoadedModel, Written, moved
+from lipscope.records.edits import EDITS, FAILED, SKIPPED, SUCCEEDED, TextEdit
 from lipscope.records.rows import Measurement, stable_id
 
-PART = "edits"  # of the values in a run folder
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
 _READ_OUT = "the read-out given, on the mean output of the model"
@@ -157,7 +157,7 @@ class _Windows:
         given: Classifier | None,
     ) -> None:
         self._run, self._wanted, self._between, self._given = run, wanted, between, given
-        self._held = {} if run.folder is None else run.folder.values(PART)
+        self._held = {} if run.folder is None else run.folder.values(EDITS)
         self._at: tuple[str, EditSearch] | None = None
         self._classes: Classifier | None = None
         self.anew = False
@@ -169,7 +169,7 @@ class _Windows:
             self.anew = True
             self._held[key] = asdict(self._made(job, row, recipe))
             if self._run.folder is not None:
-                self._run.folder.add_value(PART, key, self._held[key])
+                self._run.folder.add_value(EDITS, key, self._held[key])
         return TextEdit(**self._held[key])
 
     def _made(self, job: Job, row: Measurement, recipe: Any) -> TextEdit:

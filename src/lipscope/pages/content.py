@@ -10,16 +10,23 @@ from typing import Any
 from lipscope.errors import InputError
 from lipscope.pages.bounded import bounded
 from lipscope.pages.cards import Card, cards_of
+from lipscope.pages.contrast import Contrast, contrast_of
+from lipscope.pages.depth import depths_of
 from lipscope.pages.directions import as_plain, by_rank
+from lipscope.pages.edits import edits_of
+from lipscope.pages.gains import gains_of
 from lipscope.pages.items import Item, by_setting, items_of
-from lipscope.pages.points import Points, as_columns, points_of
+from lipscope.pages.kinds import kinds_of
+from lipscope.pages.points import Points, as_columns, label, points_of
 from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
-from lipscope.pages.windows import SCALE, Windows, windows_for
+from lipscope.pages.windows import SCALE, Windows, top_tokens, windows_for
 from lipscope.records.comparison import comparisons
-from lipscope.records.rows import Bound, Direction, Measurement
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
 from lipscope.records.run import Run
+
+_CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
 
 @dataclass(frozen=True)
@@ -28,14 +35,18 @@ class Content:
 
     Args:
         runs: The folders.
+        compare: Whether the second of two folders is compared with the first.
 
     Raises:
-        InputError: If they hold no row with a finite, positive sigma.
+        InputError: If they hold no row with a finite, positive sigma, or nothing to compare.
     """
 
     runs: Sequence[Run]
+    compare: bool = False
 
     def __post_init__(self) -> None:
+        if self.compare:
+            _ = self.contrast
         if not any(item.row.sigma for item in self.items):
             places = ", ".join(str(run.path) for run in self.runs)
             raise InputError(
@@ -62,9 +73,44 @@ class Content:
     @cached_property
     def windows(self) -> Windows:
         """Texts that are shown."""
-        rows = [item.row for item in self.points.items]
-        rows += [line.row for _, line in self.points.lines if line.row is not None]
-        return windows_for(self.runs, self.points.items, rows)
+        return windows_for(self.runs, self.points.items, self._tops)
+
+    @cached_property
+    def _tops(self) -> dict[str, TokenShare]:
+        """The top token of every row."""
+        return top_tokens(self.runs, (item.row for item in self.items))
+
+    @cached_property
+    def means(self) -> list[dict[str, Any]]:
+        """The means of the curves, with the kind of token that most often is on top."""
+        kinds = kinds_of(self.items, self._tops)
+        names = list(by_setting(self.items))
+        keys = ((names[m["s"]], *(m[k] for k in _CURVE)) for m in self.points.means)
+        return [
+            mean | dict(zip(("top", "often"), kinds.get(key, (None, None)), strict=True))
+            for mean, key in zip(self.points.means, keys, strict=True)
+        ]
+
+    @cached_property
+    def contrast(self) -> Contrast:
+        """The two folders side by side."""
+        return contrast_of(self.runs)
+
+    @cached_property
+    def depths(self) -> list[dict[str, Any]]:
+        """Sigma through depth."""
+        return depths_of(self.items)
+
+    @cached_property
+    def gains(self) -> list[dict[str, Any]]:
+        """What taking tokens apart gains."""
+        return gains_of(self.runs, self._places)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, str]]:
+        """Setting and layer of every row."""
+        index = {setting: s for s, setting in enumerate(by_setting(self.items))}
+        return {i.row.id: (index[i.setting], label(i.row.layer)) for i in self.items}
 
     @cached_property
     def directions(self) -> dict[int, list[dict[str, Any]]]:
@@ -135,7 +181,7 @@ class Content:
             "steps": as_columns(training.means),
             "layers": self.layers,
             "points": as_columns(points.points),
-            "means": as_columns(points.means),
+            "means": as_columns(self.means),
             "fits": points.fits,
             "texts": windows.texts,
             "windows": windows.windows,
@@ -147,5 +193,9 @@ class Content:
             "scale": SCALE,
             "bounds": self.bounded,
             "pushes": [one.as_plain() for one in self.pushes],
+            "contrast": self.contrast.as_plain() if self.compare else None,
+            "depths": self.depths,
+            "edits": edits_of(self.runs, self._places),
+            "gains": self.gains,
             "remarks": remarks,
         }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from lipscope.charts.axes import Frame
+from lipscope.charts.contrast import SIDES, ratios_chart, sides_chart
+from lipscope.charts.depth import depth_chart, product_chart
+from lipscope.charts.gains import WAYS, gains_chart
 from lipscope.charts.look import Chart, save
 from lipscope.charts.push import push_chart
 from lipscope.charts.sandwich import bounds_chart
@@ -36,7 +40,8 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     charts = [*_of_settings(content), *training_charts(content), *_of_bounds(content)]
-    charts += [*push_charts(content.pushes)]
+    charts += [*_of_contrast(content), *_of_depths(content), *_of_gains(content)]
+    charts += push_charts(content.pushes)
     return [save(chart, folder / f"{name}.{kind}") for name, chart in charts]
 
 
@@ -62,6 +67,65 @@ def _of_bounds(content: Content) -> Iterator[tuple[str, Chart]]:
         words += [record["folder"]] if len(folders) > 1 else []
         chart = bounds_chart(record["lines"], record["names"], Frame(record["axes"], height=340))
         yield f"bounds-{_safe('-'.join(map(str, words)))}", chart
+
+
+def _of_contrast(content: Content) -> Iterator[tuple[str, Chart]]:
+    """Both folders at the layer that differs most, and the ratios of all, at the largest length."""
+    contrast = content.contrast if content.compare else None
+    for table in contrast.tables if contrast else ():
+        rows = table["rows"]
+        most = max(rows, key=lambda row: abs(math.log(row["ratio"])))
+        mine = [row for row in rows if row["head"] == most["head"]]
+        layer = [row for row in mine if row["layer"] == most["layer"]]
+        last = [row for row in mine if row["n"] == max(row["n"] for row in mine)]
+        words = [str(table[k]) for k in ("quantity", "map", "metric", "model", "text") if table[k]]
+        words += ["heads"] * table["heads"]
+        means = [
+            {"side": s, "n": r["n"], "value": r[s], "low": r[f"{s}_low"], "high": r[f"{s}_high"]}
+            for r in layer
+            for s in SIDES
+        ]
+        head = "" if most["head"] is None else f", head {most['head']}"
+        title = f"{table['quantity']}, layer {most['layer']}{head}"
+        frame, names = Frame(table["axes"], legend=True), contrast.names if contrast else ("", "")
+        yield (
+            f"compare-{_safe('-'.join(words))}",
+            sides_chart(means, frame, names=names, title=title),
+        )
+        title = f"{names[1]} / {names[0]}: {table['quantity']}{head}, {last[0]['n']} tokens"
+        chart = ratios_chart(last, content.layers, Frame(table["ratios"]), title=title)
+        yield f"ratios-{_safe('-'.join(words))}", chart
+
+
+def _of_depths(content: Content) -> Iterator[tuple[str, Chart]]:
+    """Sigma through depth at the length of which most is known, once for each model and text."""
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in content.depths:
+        key = tuple(one[k] or "" for k in ("model", "metric", "move", "read", "text", "source"))
+        if len({line["layer"] for line in one["lines"]}) > 1:
+            best[key] = max(best.get(key, one), one, key=lambda d: (len(d["lines"]), d["n"]))
+    for key, one in best.items():
+        name = "-" + _safe("-".join(filter(None, key))) if len(best) > 1 else ""
+        frame = Frame(one["axes"]["layers"], legend=True)
+        yield f"depth{name}", depth_chart(one["lines"], one["whole"], frame)
+        if one["products"]:
+            frame = Frame(one["axes"]["products"], legend=True)
+            yield f"products{name}", product_chart(one["products"], one["whole"], frame)
+
+
+def _of_gains(content: Content) -> Iterator[tuple[str, Chart]]:
+    """What taking tokens apart gains, window by window."""
+    for one in content.gains:
+        model = content.points.settings[one["s"]]["model"]
+        name = _safe(f"{model}-{one['layer']}-{one['sample']}")
+        tokens = [
+            token
+            | {"way": way, "gain": token[way], "upper": token[f"{way}_upper"]}
+            | {"better": token["better"] and way == "split"}
+            for token in one["tokens"]
+            for way in WAYS
+        ]
+        yield f"gains-{name}", gains_chart(tokens, Frame(one["axes"], legend=True))
 
 
 def _plain_name(setting: dict[str, Any], source: str | None = None) -> str:

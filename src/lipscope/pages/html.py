@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import importlib.resources
 import json
@@ -15,7 +16,7 @@ from lipscope.charts.marks import palette
 from lipscope.charts.pieces import printable
 from lipscope.pages.cards import headlines
 from lipscope.pages.content import Content
-from lipscope.pages.shown import SHOWN
+from lipscope.pages.shown import SHOWN, Blank
 from lipscope.pages.words import failures, methods, provenance, references
 from lipscope.records.rows import version
 
@@ -27,7 +28,9 @@ _PARTS = {
     "models": "Models",
     "files": "Files and their digests",
 }
-_SCRIPTS = ("state.js", "charts.js", "push.js", "sections.js")
+_SECTIONS = ("compare", "depth", "edits", "gains", "push")
+"""Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
+_SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "start")
 
 
 def page(content: Content) -> str:
@@ -42,8 +45,7 @@ def page(content: Content) -> str:
     Returns:
         HTML with its styles, scripts and data inside.
     """
-    charts = {one.spec: one.page(content) for one in SHOWN if one.spec and one.page}
-    specs, inks = in_the_page(charts, len(content.layers))
+    specs, inks = _charts(Blank(tuple(content.layers), content.training.turn))
     data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     words = {
@@ -53,16 +55,24 @@ def page(content: Content) -> str:
         "methods": _methods(content),
         "provenance": _provenance(content),
         "references": _references(content),
-    }
+    } | {name: _asset(f"{name}.html") for name in _SECTIONS}
     return _asset("page.html").format(
         **printable(words),
         css=_asset("page.css") + _layer_colours(len(content.layers)),
         data=text.replace("<", "\\u003c"),
         vega=_vega(),
-        scripts="\n".join(map(_asset, _SCRIPTS)),
+        scripts="\n".join(_asset(f"{name}.js") for name in _SCRIPTS),
     )
 
 
+@functools.lru_cache(maxsize=8)  # half of a page's time, and the same for every other page
+def _charts(blank: Blank) -> tuple[dict[str, Any], dict[str, str]]:
+    """The specifications of all charts, and the colours of their names."""
+    charts = {one.spec: one.page(blank) for one in SHOWN if one.spec and one.page}
+    return in_the_page(charts, len(blank.layers))
+
+
+@functools.cache
 def _vega() -> str:
     """Vega, as vl-convert brings it along: inside vega-embed."""
     script = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]

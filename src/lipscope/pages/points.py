@@ -16,6 +16,7 @@ from lipscope.pages.table import Line, middle, stable_rank
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Of, group_of, growth
 from lipscope.records.rows import Measurement
+from lipscope.records.sampling import enclosed_mean
 
 MAX_POINTS = 10_000
 """Rows that a page carries one by one; beyond, a part of them."""
@@ -248,25 +249,49 @@ def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
         if positive(item.row.sigma):
             lengths.setdefault(item.row.num_tokens, []).append(item.row)
     first = items[0]
-    return [
-        {
-            "s": setting,
-            "kind": first.kind,
-            "source": first.source,
-            "layer": label(first.row.layer),
-            "head": first.row.head,
-            "n": n,
-            "sigma": _geometric(row.sigma for row in rows),
-            "rest": _geometric(row.sigma_rest for row in rows),
-            "relative": _geometric(row.relative for row in rows),
-            "radius": _geometric(row.radius_max for row in rows),
-            "rank": _geometric(map(stable_rank, rows)),
-            "share": _average([row.top_share for row in rows if row.top_share is not None]),
-            "count": len(rows),
-            "trained": rows[0].trained_length if first.kind == REAL else None,
-        }
-        for n, rows in sorted(lengths.items())
-    ]
+    found = []
+    for n, rows in sorted(lengths.items()):
+        sigma, low, high = map(short, spread_of(rows))
+        found.append(
+            {
+                "s": setting,
+                "kind": first.kind,
+                "source": first.source,
+                "layer": label(first.row.layer),
+                "head": first.row.head,
+                "n": n,
+                "sigma": sigma,
+                "low": low,
+                "high": high,
+                "rest": _geometric(row.sigma_rest for row in rows),
+                "relative": _geometric(row.relative for row in rows),
+                "radius": _geometric(row.radius_max for row in rows),
+                "rank": _geometric(map(stable_rank, rows)),
+                "share": _average([row.top_share for row in rows if row.top_share is not None]),
+                "count": len(rows),
+                "trained": rows[0].trained_length if first.kind == REAL else None,
+            }
+        )
+    return found
+
+
+def spread_of(rows: Sequence[Measurement]) -> tuple[float, float, float]:
+    """The geometric mean of sigma over windows, and the interval of `enclosed_mean` in logarithms.
+
+    Args:
+        rows: Rows with a positive sigma, at least one.
+
+    Returns:
+        Mean, lower and upper end.
+    """
+    sigma, low, high = map(math.exp, enclosed_mean([log_ends(row) for row in rows]))
+    return sigma, low, high
+
+
+def log_ends(row: Measurement) -> tuple[float, float]:
+    """``log sigma`` and ``log upper`` of a row with a positive sigma."""
+    sigma = row.sigma or 1.0
+    return math.log(sigma), math.log(max(row.upper or 0.0, sigma))
 
 
 def _geometric(values: Iterable[float | None]) -> float | None:

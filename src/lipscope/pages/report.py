@@ -19,6 +19,7 @@ def report(
     *,
     png: str | Path | None = None,
     svg: str | Path | None = None,
+    compare: bool = False,
 ) -> list[Path]:
     """Write one self-contained HTML page about run folders, and their figures as files.
 
@@ -27,12 +28,15 @@ def report(
         out: The page; ``report.html`` in the first folder if None.
         png: Folder for the figures as PNG, two pixels a point.
         svg: Folder for the figures as SVG.
+        compare: Whether the second of two folders is also compared with the first: ratios with
+            intervals for the sampling of text, and what changed beyond them.
 
     Returns:
         Every file written, the page first.
 
     Raises:
-        InputError: If a folder cannot be read, nothing can be drawn, or nothing be written.
+        InputError: If a folder cannot be read, nothing can be drawn or written, or two folders
+            share nothing to compare.
     """
     from lipscope.pages.content import Content
     from lipscope.pages.files import write_figures
@@ -43,7 +47,7 @@ def report(
     folders = [folders] if isinstance(folders, str | Path) else folders
     if not isinstance(folders, Sequence) or not folders:
         raise InputError("`DIR` should name at least one run folder. Found none.")
-    content = Content([read_run(folder) for folder in folders])
+    content = Content([read_run(folder) for folder in folders], compare=compare)
     path = Path(out) if out is not None else Path(folders[0]) / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

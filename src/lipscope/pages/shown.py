@@ -8,8 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.charts.axes import Frame
+from lipscope.charts.contrast import ratios_chart, sides_chart
+from lipscope.charts.depth import depth_chart, product_chart
 from lipscope.charts.exponents import exponents_chart, slopes_chart
 from lipscope.charts.focus import focus_chart
+from lipscope.charts.gains import gains_chart
 from lipscope.charts.heads import TITLES, Quantity, heads_chart
 from lipscope.charts.layers import Grown, layers_chart
 from lipscope.charts.look import Chart
@@ -22,6 +25,14 @@ from lipscope.pages.items import REAL
 
 Records = list[dict[str, Any]]
 FILL = Frame(width="container")
+
+
+@dataclass(frozen=True)
+class Blank:
+    """All that a chart without data is told: the layers, and where the axis of steps turns."""
+
+    layers: tuple[str, ...]
+    turn: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ class View:
     @cached_property
     def means(self) -> Records:
         """Means over real inputs."""
-        return self.mine(self.content.points.means, REAL)
+        return self.mine(self.content.means, REAL)
 
     @property
     def slopes(self) -> Records:
@@ -104,7 +115,7 @@ class View:
     @property
     def cells(self) -> Records:
         """Means of single heads at the largest length."""
-        means = self.content.points.means
+        means = self.content.means
         some = [m for m in means if self.here(m) and m["kind"] == REAL and m["head"] is not None]
         return [m for m in some if m["n"] == max(c["n"] for c in some)]
 
@@ -124,7 +135,7 @@ class Shown:
 
     name: str
     spec: str | None = None
-    page: Callable[[Content], Chart] | None = None
+    page: Callable[[Blank], Chart] | None = None
     records: Callable[[View], Records] | None = None
     draw: Callable[[View, Records], Chart] | None = None
 
@@ -152,9 +163,9 @@ def _heads(quantity: Quantity) -> Shown:
     return Shown(
         name,
         name,
-        lambda c: heads_chart(None, c.layers, FILL, quantity=quantity),
+        lambda b: heads_chart(None, b.layers, FILL, quantity=quantity),
         lambda v: v.cells,
-        lambda v, cells: heads_chart(cells, v.layers, Frame(), quantity=quantity),
+        lambda v, cells: heads_chart(cells, v.layers, Frame(legend=True), quantity=quantity),
     )
 
 
@@ -162,7 +173,7 @@ def _grown(name: str, grown: Grown) -> Shown:
     return Shown(
         name,
         name,
-        lambda c: layers_chart(None, None, c.layers, FILL, grown=grown),
+        lambda b: layers_chart(None, None, b.layers, FILL, grown=grown),
         lambda v: [m for m in v.means if m[grown]],
         lambda v, means: layers_chart(v.points, means, v.layers, v.frame(REAL), grown=grown),
     )
@@ -172,28 +183,28 @@ SHOWN: tuple[Shown, ...] = (
     Shown(
         "sigma",
         "focus",
-        lambda c: focus_chart(None, None, FILL),
+        lambda b: focus_chart(None, None, FILL),
         lambda v: v.means,
         _focus,
     ),
     Shown(
         "growth",
         "layers",
-        lambda c: layers_chart(None, None, c.layers, FILL),
+        lambda b: layers_chart(None, None, b.layers, FILL),
         lambda v: v.means,
         _growth,
     ),
     Shown(
         "exponents",
         "exponents",
-        lambda c: exponents_chart(None, c.layers, FILL),
+        lambda b: exponents_chart(None, b.layers, FILL),
         lambda v: v.fits,
         lambda v, fits: exponents_chart(fits, v.layers, v.frame(), *v.built[:1]),
     ),
     Shown(
         "slopes",
         "slopes",
-        lambda c: slopes_chart(None, c.layers, FILL),
+        lambda b: slopes_chart(None, b.layers, FILL),
         lambda v: v.slopes,
         lambda v, slopes: slopes_chart(slopes, v.layers, v.frame()),
     ),
@@ -203,16 +214,21 @@ SHOWN: tuple[Shown, ...] = (
     Shown(
         "sigma-radius",
         "sigma-radius",
-        lambda c: radius_chart(None, c.layers, FILL),
+        lambda b: radius_chart(None, b.layers, FILL),
         lambda v: [p for p in v.points if p["radius"]],
         lambda v, points: radius_chart(points, v.layers, v.frame()),
     ),
     Shown(
         "training",
         "training",
-        lambda c: training_chart(None, None, c.layers, FILL, turn=c.training.turn),
+        lambda b: training_chart(None, None, b.layers, FILL, turn=b.turn),
     ),
-    Shown("push", "push", lambda c: push_chart(None, None, FILL)),
-    Shown("bounds", "bounds", lambda c: bounds_chart(None, None, replace(FILL, height=380))),
+    Shown("push", "push", lambda b: push_chart(None, None, FILL)),
+    Shown("bounds", "bounds", lambda b: bounds_chart(None, None, replace(FILL, height=380))),
+    Shown("compare", "sides", lambda b: sides_chart(None, FILL)),
+    Shown("ratios", "ratios", lambda b: ratios_chart(None, b.layers, FILL)),
+    Shown("depth", "depth", lambda b: depth_chart(None, None, FILL)),
+    Shown("products", "products", lambda b: product_chart(None, None, FILL)),
+    Shown("gains", "gains", lambda b: gains_chart(None, FILL)),
 )
 """Every chart of the page. One more is its own file, an entry here and one in ``charts.js``."""

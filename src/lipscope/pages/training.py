@@ -10,9 +10,8 @@ from typing import Any
 
 from lipscope.charts.marks import positive
 from lipscope.pages.items import REAL, SETTING, Item
-from lipscope.pages.points import axes, label, layers_first, short
+from lipscope.pages.points import axes, label, layers_first, short, spread_of
 from lipscope.records.rows import Measurement
-from lipscope.records.sampling import mean_interval
 
 _FAR = 50  # last step by first one, beyond which steps stand on a logarithmic axis
 _PAD = 0.04  # of the axis, on both sides
@@ -89,10 +88,7 @@ def _groups(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _mean(key: tuple[Any, ...], step: int, rows: Sequence[Measurement]) -> dict[str, Any]:
     """The geometric mean over the windows of one length, with its interval."""
     group, source, num_tokens, layer, head = key
-    lower = [math.log(row.sigma or 1.0) for row in rows]
-    upper = [math.log(max(row.upper or 0.0, row.sigma or 1.0)) for row in rows]
-    mean, low, _ = mean_interval(lower)
-    top, _, high = mean_interval(upper)
+    sigma, low, high = spread_of(rows)
     return {
         "g": group,
         "source": source,
@@ -100,10 +96,10 @@ def _mean(key: tuple[Any, ...], step: int, rows: Sequence[Measurement]) -> dict[
         "head": head,
         "n": num_tokens,
         "step": step,
-        "sigma": short(math.exp(mean)),
+        "sigma": short(sigma),
         # One window has the solver's interval alone; several also that of the sampling of text.
-        "low": short(math.exp(mean if math.isnan(low) else low)),
-        "high": short(math.exp(top if math.isnan(high) else high)),
+        "low": short(low),
+        "high": short(high),
         "count": len(rows),
     }
 

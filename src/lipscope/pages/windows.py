@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +44,15 @@ class Windows:
     remark: str | None
 
 
-def windows_for(runs: Sequence[Run], items: Sequence[Item], rows: Sequence[Measurement]) -> Windows:
+def windows_for(
+    runs: Sequence[Run], items: Sequence[Item], tops: Mapping[str, TokenShare]
+) -> Windows:
     """Windows of the worst rows first, until the page is full.
 
     Args:
         runs: The folders.
         items: The measurements that the page carries one by one.
-        rows: Those, and others whose top token is named.
+        tops: The top token of rows, see `top_tokens`.
 
     Returns:
         What is shown of their texts.
@@ -73,7 +75,7 @@ def windows_for(runs: Sequence[Run], items: Sequence[Item], rows: Sequence[Measu
         windows,
         excerpts,
         begins,
-        _tops(runs, rows),
+        {row_id: spaced([token])[0] for row_id, token in tops.items()},
         remark,
     )
 
@@ -126,15 +128,23 @@ def _excerpts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[list[str], li
     return list(texts), [by_digest.get(item.row.tokens_sha256) for item in items]
 
 
-def _tops(runs: Sequence[Run], rows: Sequence[Measurement]) -> dict[str, str]:
-    """Text of the top token of every row."""
+def top_tokens(runs: Sequence[Run], rows: Iterable[Measurement]) -> dict[str, TokenShare]:
+    """The token with the largest share of the direction, by row.
+
+    Args:
+        runs: The folders.
+        rows: Rows.
+
+    Returns:
+        By row, its top token; a row whose tokens were not kept is missing.
+    """
     import polars as pl
 
     held = [(row.id, row.top_token) for row in rows if row.top_token is not None]
     wanted = pl.LazyFrame(held, schema={"id": pl.String, "index": pl.Int64}, orient="row")
-    names: dict[str, TokenShare] = {}
+    found: dict[str, TokenShare] = {}
     for run in runs:
-        found = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()
-        for token in records_of(TokenShare, found):
-            names.setdefault(token.id, token)
-    return {row_id: spaced([token])[0] for row_id, token in names.items()}
+        some = run.tokens.lazy().join(wanted, on=["id", "index"], how="semi").collect()
+        for token in records_of(TokenShare, some):
+            found.setdefault(token.id, token)
+    return found

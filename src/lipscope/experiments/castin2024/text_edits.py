@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lipscope.charts.panels import Panel, Series
-from lipscope.engine.edited import TextEdit
 from lipscope.engine.text import attack_text
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.pages.table import number
+from lipscope.records.edits import TextEdit
 from lipscope.records.sampling import mean_interval, share_interval
 
 _LENGTH = 16

@@ -13,6 +13,9 @@ const focusAbout = () => `${layerName(state.layer)}, ${headName(state.head)}; th
 const asked = (option) => `Not measured in this selection: add ${option} to `
   + "lipscope measure.";
 
+// What sections of their own draw besides their charts, in the order of their files.
+const DRAWERS = [];
+
 // For each chart: its specification, what it draws (null: nothing), and why it is empty. One
 // that has no place in the page names the section that it closes, and its title.
 const CHARTS = {
@@ -35,9 +38,9 @@ const CHARTS = {
     data: () => ({ slopes: fits.filter(real).flatMap(localSlopes) }),
     signals: () => ({ layer: state.front, head: state.head }),
     empty: "A local slope takes three lengths." },
-  steps: { spec: "training", say: () => `Sigma against training step at ${state.trained} tokens`,
+  steps: { spec: "training", say: () => `Sigma against training step at ${trained()} tokens`,
     data: () => ({ means: stepsHere(), points: stepPoints() }),
-    signals: () => ({ axes: group()?.axes[state.head === null ? "all" : "heads"][state.trained],
+    signals: () => ({ axes: group()?.axes[state.head === null ? "all" : "heads"][trained()],
       layer: state.front, head: state.head }),
     empty: "No checkpoints of this model. They come from a sweep over checkpoints." },
   heatmap: { spec: () => `heads-${state.quantity}`, say: () => "Layers and heads",
@@ -73,22 +76,17 @@ function localSlopes(fit) {
 const group = () => D.groups[setting().group];
 const stepHere = (t) => t.g === setting().group && t.head === state.head
   && (t.source === null || t.source === state.source);
-function stepsHere() {
-  const mine = steps.filter((t) => stepHere(t));
-  const lengths = distinct(mine.map((t) => t.n));
-  if (!lengths.includes(state.trained)) state.trained = Math.max(...lengths);
-  return mine.filter((t) => t.n === state.trained);
-}
+const stepLengths = () => distinct(steps.filter(stepHere).map((t) => t.n)).sort((a, b) => a - b);
+const trained = () => (stepLengths().includes(state.trained) ? state.trained : stepLengths().at(-1));
+const stepsHere = () => steps.filter((t) => stepHere(t) && t.n === trained());
 const stepPoints = () => points.filter((p) => group()?.settings.includes(p.s) && p.kind === "real"
-  && (p.source === null || p.source === state.source) && p.head === state.head && p.layer === state.front && p.n === state.trained && p.sigma > 0)
+  && (p.source === null || p.source === state.source) && p.head === state.head && p.layer === state.front && p.n === trained() && p.sigma > 0)
   .map((p) => ({ ...p, step: D.settings[p.s].step }));
 
 const headMeans = () => means.filter((m) => ours(m) && m.head !== null && m.kind === "real");
-function cells() {
-  const lengths = distinct(headMeans().map((m) => m.n));
-  if (!lengths.includes(state.length)) state.length = Math.max(...lengths);
-  return headMeans().filter((m) => m.n === state.length);
-}
+const headLengths = () => distinct(headMeans().map((m) => m.n)).sort((a, b) => a - b);
+const headLength = () => (headLengths().includes(state.length) ? state.length : headLengths().at(-1));
+const cells = () => headMeans().filter((m) => m.n === headLength());
 
 // The record of bounds that is shown: this model and text, the chosen metric, the nearest layer and head.
 const boundsHere = () => D.bounds.filter((b) => {
@@ -118,12 +116,12 @@ async function draw(id) {
     views.delete(id);
     view = undefined;
     box.replaceChildren();
-    box.parentElement.querySelector(".save")?.remove();
+    box.parentElement.querySelector(".tools")?.remove();
   }
   box.setAttribute("aria-label", empty ? "" : chart.say());
   if (empty) {
     box.append(make("p", { class: "note" }, chart.empty ?? "Nothing to draw."));
-    return;
+    return asTable(id, null);
   }
   if (!view) {
     box.replaceChildren();
@@ -132,13 +130,19 @@ async function draw(id) {
     view = { spec, view: embedded.view };
     view.view.addEventListener("click", (_, item) => clicked(item?.datum));
     views.set(id, view);
-    box.parentElement.querySelector("figcaption").append(make("button", { class: "save", type: "button",
-      "aria-label": `Save this chart as SVG: ${chart.say()}`, onclick: () => save(id) }, "SVG"));
+    box.parentElement.querySelector("figcaption").append(make("span", { class: "tools" },
+      make("button", { class: "as-table", type: "button", onclick: () => turnTable(id) }, "Table"),
+      make("button", { class: "save", type: "button", onclick: () => save(id) }, "SVG")));
   } else {
     for (const [name, value] of Object.entries(chart.signals())) view.view.signal(name, value ?? null);
     for (const [name, rows] of Object.entries(data)) view.view.data(name, structuredClone(rows));
     await view.view.runAsync();
   }
+  const tools = box.parentElement.querySelector(".tools");
+  tools.firstChild.setAttribute("aria-label", `Show this chart as a table: ${chart.say()}`);
+  tools.lastChild.setAttribute("aria-label", `Save this chart as SVG: ${chart.say()}`);
+  reachable(box);
+  return asTable(id, data);
 }
 
 function placed(id) {
@@ -155,11 +159,18 @@ function filled(spec, data, signals) {
   return own;
 }
 
+// What a mark stands for, by the name of its index: what it chooses, and what it tells.
+const MARKS = {
+  i: [pick, (i) => explainPoint(points[i])],
+  m: [(m) => choose({ layer: means[m].layer, head: means[m].head }), (m) => explainMean(means[m])],
+  t: [(t) => chooseStep(steps[t]), (t) => explainStep(steps[t])],
+  f: [(f) => choose({ layer: fits[f].layer, front: fits[f].layer }), (f) => explainFit(fits[f])],
+};
+const markOf = (datum) => Object.keys(MARKS).find((name) => datum?.[name] !== undefined);
+
 function clicked(datum) {
-  if (datum?.i !== undefined) pick(datum.i);
-  else if (datum?.m !== undefined) choose({ layer: means[datum.m].layer, head: means[datum.m].head });
-  else if (datum?.t !== undefined) chooseStep(steps[datum.t]);
-  else if (datum?.f !== undefined) choose({ layer: fits[datum.f].layer, front: fits[datum.f].layer });
+  const name = markOf(datum);
+  if (name) MARKS[name][0](datum[name]);
 }
 
 function chooseStep(t) {
@@ -186,25 +197,35 @@ for (const kind of ["scroll", "pointerdown", "keydown", "pointercancel"]) {
 document.addEventListener("pointerover", (e) => { if (!e.target.closest?.(".chart")) hideTip(); });
 
 function hover(_, event, item, value) {
-  const tip = $("tip");
   const told = value === null || value === undefined || value === "" ? [] : explain(item.datum, value);
+  showTip(told, event?.clientX, event?.clientY);  // none when a chart goes
+}
+
+function showTip(told, x, y) {
+  const tip = $("tip");
   tip.style.display = told.length ? "block" : "none";
   if (!told.length) return;
   tip.replaceChildren(...told);
   const { width, height } = tip.getBoundingClientRect();
-  const right = event.clientX + 16 + width > window.innerWidth;
-  tip.style.left = `${Math.max(4, right ? event.clientX - width - 12 : event.clientX + 16)}px`;
-  tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, window.innerHeight - height - 6))}px`;
+  const right = x + 16 + width > window.innerWidth;
+  tip.style.left = `${Math.max(4, right ? x - width - 12 : x + 16)}px`;
+  tip.style.top = `${Math.max(4, Math.min(y + 14, window.innerHeight - height - 6))}px`;
 }
 
+const between = (m) => `[${number(m.low)}, ${upward(m.high)}]`;
+const meanOf = (m) => (m.count > 1
+  ? `mean of ${m.count} windows, with 95 % for the sampling of text` : "one window: the solver's interval");
 const line = (text) => make("div", {}, text);
 function explain(datum, value) {
-  if (datum.i !== undefined) return explainPoint(points[datum.i]);
-  if (datum.m !== undefined) return explainMean(means[datum.m]);
-  if (datum.t !== undefined) return explainStep(steps[datum.t]);
-  if (datum.f !== undefined) return explainFit(fits[datum.f]);
-  return Object.entries(value).map(([name, text]) => line(`${name}: ${text}`));
+  const name = markOf(datum);
+  if (name) return MARKS[name][1](datum[name]);
+  if (datum.group !== undefined) return explainBound(datum);
+  return Object.entries(value).map(([key, text]) => line(`${key}: ${text}`));
 }
+
+const explainBound = (b) => [make("b", {}, b.name), line(`${b.n} tokens`),
+  line(b.upper > b.value ? `mean of the windows, in ${ends({ sigma: b.value, upper: b.upper })}`
+    : number(b.value))];
 
 function explainPoint(p) {
   const excerpt = D.excerpts[D.begins[p.i]];
@@ -225,14 +246,14 @@ function explainPoint(p) {
 
 function explainMean(m) {
   return [make("b", {}, `${layerName(m.layer)}, ${headName(m.head)}, ${m.n} tokens`),
-    line(`sigma ${number(m.sigma)}, relative ${number(m.relative, 3)}`),
-    line(`share of the top token ${percent(m.share)}`), line(`mean of ${m.count} windows`)];
+    line(`sigma ${number(m.sigma)} in ${between(m)}`), line(meanOf(m)),
+    line(`relative ${number(m.relative, 3)}, share of the top token ${percent(m.share)}`),
+    m.top ? line(`top token most often: ${m.top} (${m.often})`) : ""];
 }
 
 function explainStep(t) {
   return [make("b", {}, `step ${t.step}: ${layerName(t.layer)}, ${headName(t.head)}, ${t.n} tokens`),
-    line(`sigma ${number(t.sigma)} in [${number(t.low)}, ${upward(t.high)}]`),
-    line(`mean of ${t.count} windows`)];
+    line(`sigma ${number(t.sigma)} in ${between(t)}`), line(meanOf(t))];
 }
 
 const KINDS = { real: "all tokens move", rest: "top token fixed" };

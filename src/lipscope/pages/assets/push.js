@@ -1,12 +1,15 @@
 // Pushes: one chart, and a slider over the sizes at which the model was run.
-Object.assign(state, { push: 0, along: 0, at: 0 });
-const pushed = () => D.pushes[state.push];
-const pushSteps = () => pushed()?.directions[state.along].steps ?? [];
+Object.assign(state, { push: 0, along: 0, size: 0 });
+// A link may name what this page does not have.
+const pushed = () => D.pushes[state.push] ?? D.pushes[0];
+const course = () => pushed()?.directions[state.along] ?? pushed()?.directions[0];
+const pushSteps = () => course()?.steps ?? [];
+const pushStep = () => pushSteps()[state.size] ?? pushSteps().at(-1);
 const pushSay = () => `Change of the output against the size of the move: ${pushed()?.name ?? ""}`;
 
 CHARTS.push = { spec: "push", say: pushSay,
   data: () => ({ curves: pushed()?.curves ?? [], sizes: pushed()?.sizes ?? [] }),
-  signals: () => ({ at: pushSteps()[state.at]?.eps ?? null }),
+  signals: () => ({ at: pushStep()?.eps ?? null }),
   empty: "No pushes in these folders. They come from lipscope push … --out DIR." };
 
 const KEY = { "sigma · size": "ink dashed", "certificate, any move": "ink dotted",
@@ -19,11 +22,11 @@ function drawPush() {
   const p = pushed();
   if (!p) return;
   const steps = pushSteps();
-  state.at = Math.min(state.at, steps.length - 1);
+  const now = pushStep();
   fill("push-controls",
-    D.pushes.length < 2 ? null : select("Pushed", state.push, D.pushes.map((o, k) => [k, o.name]),
-      (push) => { Object.assign(state, { push, along: 0, at: 0 }); drawPushed(); }),
-    select("Pushed along", state.along, p.directions.map((d, k) => [k, d.name]),
+    D.pushes.length < 2 ? null : select("Pushed", D.pushes.indexOf(p), D.pushes.map((o, k) => [k, o.name]),
+      (push) => { Object.assign(state, { push, along: 0, size: 0 }); drawPushed(); }),
+    select("Pushed along", p.directions.indexOf(course()), p.directions.map((d, k) => [k, d.name]),
       (along) => { state.along = along; drawPushed(); }));
   $("push-about").textContent = p.name;
   const drawn = distinct(p.curves.map((c) => c.curve));
@@ -32,17 +35,19 @@ function drawPush() {
   fill("push-said", ...p.said.map((text) => make("li", {}, text)));
   const slider = $("push-at");
   slider.max = steps.length - 1;
-  slider.value = state.at;
-  slider.setAttribute("aria-valuetext", sizeOf(steps[state.at]));
-  fill("push-now", ...pushNow(p, steps[state.at]));
+  slider.value = steps.indexOf(now);
+  slider.setAttribute("aria-valuetext", sizeOf(now));
+  fill("push-now", ...pushNow(p, now));
   fill("push-table", heading(["size", "number"], ["mean token norms", "number"],
     ["sigma · size", "number"], ["certificate", "number"], ["map", "number"], ["block", "number"],
     ["model", "number"], p.reading || "", p.decision === null ? "" : "decision"),
-  make("tbody", {}, ...steps.map((s, k) => make("tr", { class: k === state.at ? "front" : null },
+  make("tbody", {}, ...steps.map((s) => make("tr", { class: s === now ? "front" : null },
     ...["eps", "relative", "promise", "certificate", "layer", "block", "model"]
       .map((name) => cell(name === "certificate" ? upward(s[name]) : number(s[name]), "number")),
     cell(s.reads.length ? shownWord(s.reads[0][0]) : ""), cell(s.decision ?? "")))));
 }
+
+DRAWERS.push(drawPush);
 
 async function drawPushed() {
   document.documentElement.dataset.drawn = "";
@@ -53,6 +58,7 @@ async function drawPushed() {
       .find((l) => l.firstChild.textContent === focused)?.querySelector("select").focus();
   }
   await draw("push");
+  remember();
   document.documentElement.dataset.drawn = "yes";
 }
 
@@ -80,7 +86,7 @@ function pushNow(p, s) {
     .flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])),
   bars.length ? make("table", { class: "reads" }, make("caption", {}, CAPTIONS[p.reading]),
     make("tbody", {}, ...bars)) : null,
-  ...patches(p.directions[state.along].pixels, s.eps)].filter(Boolean);
+  ...patches(course().pixels, s.eps)].filter(Boolean);
 }
 
 const CAPTIONS = {
@@ -116,4 +122,4 @@ function canvas({ before, move }, eps, name) {
   return box;
 }
 
-$("push-at").addEventListener("input", (e) => { state.at = Number(e.target.value); drawPushed(); });
+$("push-at").addEventListener("input", (e) => { state.size = Number(e.target.value); drawPushed(); });

@@ -189,7 +189,7 @@ function drawGrowthNotes() {
     ? "The worst inputs found, on the same axes. A lower value of the worst case, no proof that nothing is "
       + "worse." : "On the same axes; inputs of other kinds are not in these curves.";
   const levels = distinct(fits.filter(here).map((f) => f.interval)).join("; ");
-  $("exponents-note").textContent = `Dashed: 1/4 and 1/2. Bars: ${levels}, for the sampling of text: how the `
+  $("exponents-note").textContent = !levels ? "" : `Dashed: 1/4 and 1/2. Bars: ${levels}, for the sampling of text: how the `
     + "exponent moves when other passages are drawn, independent of each other, not how exact a single "
     + "sigma is.";
 }
@@ -197,17 +197,16 @@ function drawGrowthNotes() {
 // --- training ------------------------------------------------------------------------------
 
 function drawTraining() {
-  const lengths = distinct(steps.filter(stepHere)
-    .map((t) => t.n)).sort((a, b) => a - b);
+  const lengths = stepLengths();
   const one = group();
   $("training-about").textContent = one ? `${one.name}, map ${setting().map}, ${headName(state.head)}, `
-    + `${state.trained} tokens` : "";
+    + `${trained()} tokens` : "";
   $("training-note").textContent = one ? "Lines: geometric means over windows. Bars: up to the upper end "
     + "of the solver's interval and, from two windows on, 95 % for the sampling of text (Student, for nearly "
     + "normal log sigma of independent windows). Small points: "
     + "single windows of the layer in front." : "";
   if (!lengths.length) return fill("training-controls");
-  return fill("training-controls", select("Length at each step", state.trained,
+  return fill("training-controls", select("Length at each step", trained(),
     lengths.map((n) => [n, `${n} tokens`]), (trained) => choose({ trained })));
 }
 
@@ -215,13 +214,13 @@ function drawTraining() {
 
 const QUANTITIES = [["sigma", "sigma"], ["relative", "relative"], ["share", "share of the top token"]];
 function drawHeadControls() {
-  const lengths = distinct(headMeans().map((m) => m.n)).sort((a, b) => a - b);
+  const lengths = headLengths();
   $("heatmap-about").firstChild.textContent = lengths.length
-    ? `${QUANTITIES.find(([q]) => q === state.quantity)[1]} at ${state.length} tokens` : "";
+    ? `${QUANTITIES.find(([q]) => q === state.quantity)[1]} at ${headLength()} tokens` : "";
   if (!lengths.length) return fill("heads-controls");
   return fill("heads-controls",
     select("Colour", state.quantity, QUANTITIES, (quantity) => choose({ quantity })),
-    select("Length", state.length, lengths.map((n) => [n, `${n} tokens`]), (length) => choose({ length })));
+    select("Length", headLength(), lengths.map((n) => [n, `${n} tokens`]), (length) => choose({ length })));
 }
 
 function drawBounds() {
@@ -307,23 +306,17 @@ async function drawAll() {
   drawHeadControls();
   drawBounds();
   drawWorst();
-  drawPush();
+  DRAWERS.forEach((one) => one());
   if (mine === turn) document.documentElement.dataset.drawn = "yes";
 }
 
 function watchContents() {
-  const links = new Map([...document.querySelectorAll("nav a")].map((a) => [a.hash.slice(1), a]));
+  const sections = [...document.querySelectorAll("main section:not([hidden])")];
+  const links = new Map(sections.map((s) => [s.id, make("a", { href: `#${s.id}` },
+    s.querySelector("h2").textContent)]));
+  $("contents").lastElementChild.replaceChildren(...[...links.values()].map((a) => make("li", {}, a)));
   const seen = new IntersectionObserver((entries) => {
     for (const e of entries) links.get(e.target.id)?.classList.toggle("here", e.isIntersecting);
   }, { rootMargin: "-15% 0px -75% 0px" });
-  document.querySelectorAll("main section").forEach((s) => seen.observe(s));
+  sections.forEach((s) => seen.observe(s));
 }
-
-document.querySelectorAll(".training").forEach((e) => { e.hidden = !D.groups.length; });
-document.querySelectorAll(".pushed").forEach((e) => { e.hidden = !D.pushes.length; });
-$("theme").addEventListener("click", nextTheme);
-$("controls").addEventListener("submit", (e) => e.preventDefault());
-window.addEventListener("beforeprint", () => document.querySelectorAll("details")
-  .forEach((d) => { d.open = true; }));
-watchContents();
-if (D.settings.length) choose({ layer: null });

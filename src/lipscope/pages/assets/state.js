@@ -15,7 +15,8 @@ const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
-  quantity: "sigma", length: null, trained: null, metric: null, place: null, rank: 1, sort: "sigma", kind: "real" };
+  quantity: "sigma", length: null, trained: null, metric: null, place: null, rank: 1, sort: "sigma", kind: "real",
+  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, theme: null, tables: "" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"
@@ -75,11 +76,18 @@ function largestLayer() {
 const kindsBuilt = () => setting().kinds.filter((kind) => kind !== "real");
 
 function choose(change) {
-  const before = { ...state };
+  settle(change);
+  remember();
+  controls();
+  drawAll();
+}
+
+// The state after a change: whatever does not go with it is chosen anew.
+function settle(change) {
   Object.assign(state, change);
   const s = setting();
-  if (state.s !== before.s) state.length = null;
-  if (!s.sources.includes(state.source)) state.source = s.sources[0] ?? null;
+  const holds = (f) => means.some((m) => m.s === state.s && m.head === state.head && m.source === f);
+  if (!s.sources.includes(state.source)) state.source = s.sources.find(holds) ?? s.sources[0] ?? null;
   if (!kindsBuilt().includes(state.built)) state.built = kindsBuilt()[0] ?? null;
   if (state.head === null ? !s.together : !s.heads.includes(state.head)) {
     state.head = s.together ? null : s.heads[0];
@@ -88,10 +96,9 @@ function choose(change) {
     state.layer = largestLayer();
     state.front = null;
   }
+  if (!s.layers.includes(state.front)) state.front = null;
   const p = points[state.picked];
   if (!p || !here(p) || p.layer !== state.layer) state.picked = remarkable();
-  controls();
-  drawAll();
 }
 
 function pick(i) {
@@ -162,8 +169,11 @@ function controls() {
 
 const THEMES = ["automatic", "light", "dark"];
 function nextTheme() {
-  const root = document.documentElement;
-  const now = THEMES.indexOf(root.dataset.theme ?? "automatic");
-  root.dataset.theme = THEMES[(now + 1) % 3];
-  $("theme").textContent = `Theme: ${root.dataset.theme}`;
+  state.theme = THEMES[(THEMES.indexOf(state.theme ?? "automatic") + 1) % 3];
+  remember();
+  themed();
+}
+function themed() {
+  document.documentElement.dataset.theme = state.theme ?? "automatic";
+  $("theme").textContent = `Theme: ${state.theme ?? "automatic"}`;
 }

@@ -1,0 +1,88 @@
+// Two folders side by side: one table of rows is what the charts, the words and the tables show.
+$("compare").hidden = !D.contrast;
+const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
+const compared = contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k })));
+compared.forEach((r, c) => { r.c = c; });
+
+// The table of the chosen map, metric and quantity, or the nearest one.
+function contrast() {
+  const s = setting();
+  const score = (t) => 8 * (t.map === s.map) + 4 * (t.heads === (state.head !== null)) + 2 * (t.metric === s.metric)
+    + 2 * (t.move === s.move) + (t.model === "" || t.model === s.model) + (t.text === "" || t.text === s.text);
+  const scores = contrasts.map(score);
+  const best = contrasts.filter((_, k) => scores[k] === Math.max(...scores));
+  return best.find((t) => t.quantity === state.ratio) ?? best[0];
+}
+const comparedRows = () => compared.filter((r) => r.k === contrast()?.k);
+const lengthsCompared = () => distinct(comparedRows().map((r) => r.n)).sort((a, b) => a - b);
+const lengthCompared = () => (lengthsCompared().includes(state.at) ? state.at : lengthsCompared().at(-1));
+const headCompared = () => { const heads = distinct(comparedRows().map((r) => r.head));
+  return heads.includes(state.head) ? state.head : heads[0]; };
+const layerCompared = () => { const layers = distinct(comparedRows().map((r) => r.layer));
+  return layers.includes(state.layer) ? state.layer : layers[0]; };
+const comparedName = (r) => `${layerName(r.layer)}, ${headName(r.head)}, ${r.n} tokens`;
+const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
+const within = (r) => (r.low === null ? "–" : `[${number(r.low, 3)}, ${number(r.high, 3)}]`);
+
+MARKS.c = [(c) => choose({ layer: compared[c].layer, front: state.front === null ? null : compared[c].layer,
+  head: compared[c].head, at: compared[c].n }), (c) => explainCompared(compared[c])];
+function explainCompared(r) {
+  const [a, b] = D.contrast.names;
+  return [make("b", {}, comparedName(r)),
+    line(`${a}: ${number(r.a)} in [${number(r.a_low)}, ${upward(r.a_high)}]`),
+    line(`${b}: ${number(r.b)} in [${number(r.b_low)}, ${upward(r.b_high)}]`),
+    line(`ratio ${number(r.ratio, 3)}${r.low === null ? "" : ` in ${within(r)}`}`),
+    line(r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
+      + (r.changed ? "changed" : "not beyond the sampling"))];
+}
+
+CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of tokens, ${layerName(layerCompared())}`,
+  data: () => ({ means: comparedRows().filter((r) => r.layer === layerCompared() && r.head === headCompared())
+    .flatMap((r) => ["a", "b"].map((side) => ({ side, c: r.c, n: r.n, value: r[side],
+      low: r[`${side}_low`], high: r[`${side}_high`] }))) }),
+  signals: () => ({ axes: contrast().axes }), empty: "Nothing to compare." };
+CHARTS.ratios = { spec: "ratios", say: () => `Ratio of the second folder to the first by layer, ${lengthCompared()} tokens`,
+  data: () => ({ ratios: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
+  signals: () => ({ axes: contrast().ratios }), empty: "Nothing to compare." };
+COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");
+COLUMNS.mean = column("mean", (r) => r.value, (r) => number(r.value));
+COLUMNS.ratio = column("ratio", (r) => r.ratio, (r) => number(r.ratio, 3));
+COLUMNS.within = column("95 %", (r) => r.low, within);
+COLUMNS.holm = column("p by Holm", (r) => r.holm, (r) => number(r.holm, 2));
+COLUMNS.changed = column("changed", (r) => String(r.changed), (r) => (r.changed ? "yes" : "no"), "whole");
+TABLES.sides = ["means", "n side mean between"];
+TABLES.ratios = ["ratios", "layer ratio within holm changed"];
+
+DRAWERS.push(() => {
+  const t = contrast();
+  if (!t) return;
+  const [a, b] = D.contrast.names;
+  const rows = comparedRows();
+  const heads = t.heads ? `, ${headName(headCompared())}` : "";
+  fill("differ", D.contrast.differ.length ? heading("", a, b) : null,
+    make("tbody", {}, ...D.contrast.differ.map(([name, x, y]) => make("tr", {}, make("th", { scope: "row" }, name),
+      cell(x), cell(y)))));
+  const quantities = contrasts.filter((o) => ["map", "metric", "move", "read", "side", "heads", "model", "text"]
+    .every((name) => o[name] === t[name])).map((o) => [o.quantity, o.quantity]);
+  fill("compare-controls",
+    select("Compared", t.quantity, quantities, (ratio) => choose({ ratio })),
+    select("Length compared", lengthCompared(), lengthsCompared().map((n) => [n, `${n} tokens`]), (at) => choose({ at })),
+    select("Rows", state.every, [[null, "changed"], ["yes", "all"]], (every) => choose({ every })));
+  $("compare-said").textContent = t.said;
+  $("sides-title").textContent = `${t.quantity} against the number of tokens`;
+  $("sides-about").textContent = `map ${t.map}, ${layerName(layerCompared())}${heads}`;
+  $("ratios-title").textContent = `${b} / ${a}, by layer`;
+  $("ratios-about").textContent = `${t.quantity}, ${lengthCompared()} tokens${heads}`;
+  $("side-a").textContent = a;
+  $("side-b").textContent = b;
+  const size = (r) => Math.abs(Math.log(r.ratio));
+  const shown = rows.filter((r) => state.every || r.changed).sort((x, y) => size(y) - size(x));
+  fill("changed", shown.length ? heading(["layer", "number"], "head", ["tokens", "number"], [a, "number"], [b, "number"],
+    ["ratio", "number"], ["95 %", "number"], ["p", "number"], ["p by Holm", "number"], "changed", "windows") : null,
+  make("tbody", {}, ...shown.map((r) => make("tr", { class: r.layer === layerCompared() ? "front" : null },
+    cell(r.layer, "number"), cell(r.head ?? "all"), cell(r.n, "number"), cell(number(r.a), "number"), cell(number(r.b), "number"),
+    cell(times(r.ratio), "number"), cell(within(r), "number"), cell(number(r.p, 2), "number"), cell(number(r.holm, 2), "number"),
+    cell(r.changed ? "yes" : "no"), cell(r.why || `${r.count}, ${r.how}`, "text")))));
+  $("compare-note").textContent = (state.every ? "" : shown.length ? "Rows that changed, the largest change first. "
+    : "No row changed beyond the sampling. ") + D.contrast.remarks.join(" ");
+});

@@ -1,0 +1,370 @@
+"""Two runs side by side: what they share, what differs, and what changed beyond the sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from lipscope.charts.marks import positive, tick_values
+from lipscope.errors import InputError
+from lipscope.pages.items import REAL, Item, items_of
+from lipscope.pages.points import as_columns, label, log_ends, short
+from lipscope.pages.runs import folder_names
+from lipscope.records.growth import share_text
+from lipscope.records.rows import Measurement
+from lipscope.records.run import Run
+from lipscope.records.sampling import (
+    CONFIDENCE,
+    Ends,
+    Shift,
+    enclosed_mean,
+    holm,
+    paired_shift,
+    welch_shift,
+)
+
+PAIRED, APART = "the same windows", "two samples"
+QUANTITIES = ("sigma", "relative", "sigma without the top token")
+_DIFFER = ("model", "revision", "weights", "step", "dtype", "seed", "version")
+
+
+class Place(NamedTuple):
+    """What a row of both runs has in common, besides its layer, head and length."""
+
+    map: str
+    metric: str
+    move: str
+    read: str
+    side: str
+    heads: bool
+    model: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two runs side by side.
+
+    Attributes:
+        names: Of the two folders.
+        differ: What tells them apart: name, value of the first, value of the second.
+        tables: What was compared, a record for each place and quantity with its ``rows``.
+        remarks: What only one of them has, in words.
+    """
+
+    names: tuple[str, str]
+    differ: list[tuple[str, str, str]]
+    tables: list[dict[str, Any]]
+    remarks: list[str] = field(default_factory=list)
+
+    def as_plain(self) -> dict[str, Any]:
+        """As the scripts of the page read it."""
+        tables = [table | {"rows": as_columns(table["rows"])} for table in self.tables]
+        return vars(self) | {"tables": tables}
+
+
+def contrast_of(runs: Sequence[Run]) -> Contrast:
+    """Compare the rows of two folders at given inputs, layer by layer and length by length.
+
+    A row of the table is a layer (or head) at one length. Where both folders hold the same windows
+    of tokens, ratios are taken window by window (`paired_shift` of logarithms); else the windows
+    are two independent samples (`welch_shift`). Both hold for nearly normal logarithms of windows
+    that share no text. What the solver leaves open is inside the interval.
+
+    Args:
+        runs: Two folders.
+
+    Returns:
+        What they share, and what changed.
+
+    Raises:
+        InputError: If there are not two, or they share nothing that can be compared.
+    """
+    if len(runs) != 2 or len({run.path.resolve() for run in runs}) != 2:
+        found = ", ".join(f"`{run.path}`" for run in runs)
+        raise InputError(f"`--compare` should have two different run folders. Found {found}.")
+    by_path = folder_names(runs)
+    names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
+    items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
+    items = [[i for i in some if positive(i.row.sigma)] for some in items]
+    cells = [_cells(some, other) for some, other in (items, items[::-1])]
+    shared = [place for place in cells[0] if place in cells[1]]
+    both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
+    if not any(both.values()):
+        raise InputError(_nothing(names, items))
+    tables = [
+        table
+        for place, places in both.items()
+        if places
+        for quantity in QUANTITIES
+        if (table := _table(place, quantity, places, cells[0][place], cells[1][place]))
+    ]
+    return Contrast(names, _differences(runs, items), tables, _left_out(names, runs, cells))
+
+
+# --- what is compared with what --------------------------------------------------------------
+
+_Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
+_Cells = dict[Place, dict[_Cell, list[Measurement]]]
+
+
+def _subject(item: Item) -> tuple[str, str]:
+    return item.setting[0], item.setting[-1]
+
+
+def _cells(items: Iterable[Item], others: Iterable[Item]) -> _Cells:
+    """Rows by place and cell. One model (or text) on each side is the same place whatever it is."""
+    items, others = list(items), list(others)
+    several = [
+        max(len({_subject(i)[k] for i in some}) for some in (items, others)) > 1 for k in (0, 1)
+    ]
+    found: _Cells = {}
+    for item in items:
+        row, subject = item.row, _subject(item)
+        model, text = (one if more else "" for one, more in zip(subject, several, strict=True))
+        heads = row.head is not None
+        place = Place(row.map, row.metric, row.move, row.read, row.side, heads, model, text)
+        cell = (row.layer, row.head, row.num_tokens)
+        found.setdefault(place, {}).setdefault(cell, []).append(row)
+    return found
+
+
+_ASPECTS: dict[str, Callable[[Item], Any]] = {
+    "model": lambda i: _subject(i)[0],
+    "map": lambda i: i.row.map,
+    "metric": lambda i: i.row.metric,
+    "moved tokens": lambda i: i.row.move,
+    "read tokens": lambda i: i.row.read,
+    "layer": lambda i: label(i.row.layer),
+    "length": lambda i: i.row.num_tokens,
+    "text": lambda i: _subject(i)[1] or "not named",
+}
+
+
+def _nothing(names: tuple[str, str], items: Sequence[Sequence[Item]]) -> str:
+    """Why nothing can be compared: the first thing of which the folders share no value."""
+    wanted = "`--compare` should have two folders that share a map, metric, layer and length."
+    for name, some in zip(names, items, strict=True):
+        if not some:
+            return f"{wanted} Found no row with a positive sigma on a given input in `{name}`."
+    for aspect, of in _ASPECTS.items():
+        mine, other = ({*map(of, some)} for some in items)
+        alone = aspect in ("model", "text") and len(mine) == len(other) == 1
+        if not mine & other and not alone:
+            return (
+                f"{wanted} Found the {aspect} {_few(mine)} in `{names[0]}` and {_few(other)} in "
+                f"`{names[1]}`."
+            )
+    return f"{wanted} Found none together in `{names[0]}` and `{names[1]}`."
+
+
+def _few(values: Iterable[Any]) -> str:
+    some = sorted(values, key=lambda v: (isinstance(v, str), v))
+    return ", ".join(map(str, some[:4])) + (f" and {len(some) - 4} more" if len(some) > 4 else "")
+
+
+def _differences(
+    runs: Sequence[Run], items: Sequence[Sequence[Item]]
+) -> list[tuple[str, str, str]]:
+    """What tells the two sides apart, in words."""
+    words: dict[str, Callable[[Item], Any]] = {
+        name: lambda i, name=name: getattr(i.row, name) or "–" for name in _DIFFER
+    }
+    words["text"] = _ASPECTS["text"]
+    mine, other = items
+    found = [
+        (name, _few({str(of(i)) for i in mine}), _few({str(of(i)) for i in other}))
+        for name, of in words.items()
+    ]
+    first, second = (str(run.manifest["spec"].get("windows", "spread")) for run in runs)
+    found.append(("windows", first, second))
+    return [one for one in found if one[1] != one[2]]
+
+
+def _left_out(
+    names: tuple[str, str], runs: Sequence[Run], cells: tuple[_Cells, _Cells] | list[_Cells]
+) -> list[str]:
+    """What only one of the folders has, and what no interval speaks of."""
+    said = []
+    for k, name in enumerate(names):
+        mine, other = cells[k], cells[1 - k]
+        count = sum(c not in other.get(place, {}) for place, some in mine.items() for c in some)
+        if count:
+            what = "layer, head or length" if count == 1 else "layers, heads or lengths"
+            said.append(f"{count:,} {what} only in {name}.")
+    built = sum(i.kind != REAL for run in runs for i in items_of([run]))
+    if built:
+        said.append(f"{built:,} rows at built inputs are no sample of a text, and not compared.")
+    return said
+
+
+# --- a table ---------------------------------------------------------------------------------
+
+
+def _log(quantity: str, row: Measurement) -> tuple[float, float] | None:
+    """Ends of the logarithm of a quantity; None where the row has none."""
+    sigma, upper = log_ends(row)
+    if quantity == "sigma":
+        return sigma, upper
+    value = row.relative if quantity == "relative" else row.sigma_rest
+    if value is None or not positive(value):
+        return None
+    at = math.log(value)
+    return (at, at + upper - sigma) if quantity == "relative" else (at, at)
+
+
+def _table(
+    place: Place,
+    quantity: str,
+    cells: Sequence[_Cell],
+    mine: Mapping[_Cell, Sequence[Measurement]],
+    other: Mapping[_Cell, Sequence[Measurement]],
+) -> dict[str, Any] | None:
+    rows = [_row(quantity, cell, mine[cell], other[cell]) for cell in sorted(cells, key=_order)]
+    rows = [row for row in rows if row is not None]
+    if not rows:
+        return None
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row |= {"holm": short(p), "changed": p <= 1 - CONFIDENCE, "p": short(row["p"])}
+    axes = {"axes": _axes(rows), "ratios": _ratio_axis(rows)}
+    said = _said(rows, tested, quantity)
+    return place._asdict() | {"quantity": quantity, "rows": rows, "said": said} | axes
+
+
+def _order(cell: _Cell) -> tuple[int, int, int]:
+    layer, head, num_tokens = cell
+    return -1 if layer is None else layer, -1 if head is None else head, num_tokens
+
+
+def _row(
+    quantity: str, cell: _Cell, mine: Sequence[Measurement], other: Sequence[Measurement]
+) -> dict[str, Any] | None:
+    """One layer or head at one length: both means, their ratio, and whether that is sampling."""
+    mine, other, shared = _matched(mine, other)
+    ends = [[_log(quantity, row) for row in some] for some in (mine, other)]
+    if shared:  # a window without a value drops out on both sides
+        pairs = [p for p in zip(*ends, strict=True) if None not in p]
+        ends = [[p[k] for p in pairs] for k in (0, 1)]
+    a, b = ([one for one in some if one is not None] for some in ends)
+    if not a or not b:
+        return None
+    shift, why = _shift(a, b, [mine, other], shared=shared)
+    means = {
+        f"{side}{name}": short(math.exp(value))
+        for side, some in (("a", a), ("b", b))
+        for name, value in zip(("", "_low", "_high"), enclosed_mean(some), strict=True)
+    }
+    middle = [sum(one for one, _ in some) / len(some) for some in (a, b)]
+    ratio = (middle[1] - middle[0], None, None) if shift is None else shift[:3]
+    return {
+        "layer": label(cell[0]),
+        "head": cell[1],
+        "n": cell[2],
+        **means,
+        **{
+            name: None if value is None else short(math.exp(value))
+            for name, value in zip(("ratio", "low", "high"), ratio, strict=True)
+        },
+        "p": None if shift is None else shift.p,
+        "holm": None,
+        "changed": False,
+        "how": PAIRED if shared else APART,
+        "count": f"{len(a)}" if shared else f"{len(a)} and {len(b)}",
+        "why": why,
+    }
+
+
+def _matched(
+    mine: Sequence[Measurement], other: Sequence[Measurement]
+) -> tuple[list[Measurement], list[Measurement], bool]:
+    """Rows of the same windows in the same order; all rows where no window is in both."""
+    one, two = ({row.tokens_sha256: row for row in some} for some in (mine, other))
+    shared = [window for window in one if window and window in two]
+    if not shared:
+        return list(mine), list(other), False
+    return [one[window] for window in shared], [two[window] for window in shared], True
+
+
+def _shift(
+    a: Ends, b: Ends, rows: Sequence[Sequence[Measurement]], *, shared: bool
+) -> tuple[Shift | None, str]:
+    """The shift of logarithms, or why there is no interval."""
+    if any(share_text(some, paired=False) for some in rows):
+        return None, "windows share text, so they are not independent"
+    if min(len(a), len(b)) < 2:
+        return None, "too few windows: an interval takes two" + " of each" * (not shared)
+    return (paired_shift(a, b) if shared else welch_shift(a, b)), ""
+
+
+def _axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One pair of axes for both folders, whichever layer is shown."""
+    lengths = sorted({row["n"] for row in rows})
+    names = [f"{side}{end}" for side in "ab" for end in ("", "_low", "_high")]
+    means = [row[side] for row in rows for side in "ab"]
+    values = [row[name] for row in rows for name in names]
+    # The interval of two windows can be so wide that it would flatten everything else.
+    low, high = max(min(values), min(means) / 10), min(max(values), 10 * max(means))
+    y = [low / 1.12, high * 1.12]
+    room = min([2.0, *(b / a for a, b in pairwise(lengths))]) ** 0.3
+    x = [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)]
+    ends = {"x": x, "y": [short(v) for v in y]}
+    return ends | {"xticks": lengths, "yticks": tick_values(*y), "room": round(room, 4)}
+
+
+def _ratio_axis(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One axis for all ratios, with 1 on it."""
+    ratios = [row["ratio"] for row in rows] + [1.0]
+    ends = [row[end] for row in rows for end in ("low", "high") if row[end]] + ratios
+    y = [max(min(ends), min(ratios) / 4) / 1.05, min(max(ends), 4 * max(ratios)) * 1.05]
+    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
+
+
+def _said(
+    rows: Sequence[Mapping[str, Any]], tested: Sequence[Mapping[str, Any]], quantity: str
+) -> str:
+    """What changed, in a few sentences, and what the intervals rest on."""
+    changed = [row for row in tested if row["changed"]]
+    up = sum(row["ratio"] > 1 for row in changed)
+    said = (
+        f"Of {len(tested)} rows with an interval, {quantity} changed beyond the sampling of text "
+    )
+    said += (
+        f"in {len(changed)}: it is larger in the second folder in {up}, smaller in "
+        f"{len(changed) - up}."
+        if changed
+        else "in none."
+    )
+    if not tested:
+        said = f"No row has an interval: {rows[0]['why']}."
+    elif changed:
+        most = max(changed, key=lambda row: abs(math.log(row["ratio"])))
+        head = "" if most["head"] is None else f", head {most['head']}"
+        said += (
+            f" Most at layer {most['layer']}{head}, {most['n']} tokens: {_times(most)} "
+            f"({_times(most, 'low')} to {_times(most, 'high')})."
+        )
+    hows = {row["how"] for row in rows}
+    if PAIRED in hows:
+        said += (
+            " Both folders hold the same windows: ratios are taken window by window, with Student "
+            "intervals (95 %, each alone) for nearly normal logarithms of independent windows."
+        )
+    if APART in hows:
+        said += (
+            " Where no window is in both folders, they are taken as two independent samples, with "
+            "Welch intervals (95 %, each alone) for nearly normal logarithms."
+        )
+    if tested:
+        said += (
+            f" Changed: Holm's procedure over the {len(tested)} rows of this table; with "
+            "probability at least 95 % it names no row that did not change."
+        )
+    return said + " What the solver leaves open is part of every interval."
+
+
+def _times(row: Mapping[str, Any], name: str = "ratio") -> str:
+    return f"× {row[name]:.3g}"

@@ -1,0 +1,258 @@
+"""Two runs side by side, sigma through depth, and what else a page says of several runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from folders import edited, gained, grown, stacked, valued, written
+from lipscope import Measurement, read_run, report
+from lipscope.pages.content import Content
+from lipscope.pages.contrast import contrast_of
+from lipscope.records.edits import TextEdit
+from lipscope.records.sampling import holm, paired_shift
+from rows import row
+
+SIGMAS = np.random.default_rng(0).lognormal(1.0, 0.2, (2, 5))
+
+
+def sampled(sigmas: Sequence[float], slack: float = 1.0, **values: Any) -> list[Measurement]:
+    """Windows of one layer at 16 tokens, with the digests of one text unless given."""
+    text = values.pop("of", "alice")
+    return [
+        row(
+            sample=k,
+            sigma=float(v),
+            upper=float(v) * slack,
+            **{"tokens_sha256": f"{text}/{k}", "id": f"{values}/{text}/{k}", "relative": float(v)}
+            | values,
+        )
+        for k, v in enumerate(sigmas)
+    ]
+
+
+def compared(folder: Path, *sides: Sequence[Measurement], **spec: Any) -> list[dict[str, Any]]:
+    """Rows of the table of sigma of two folders."""
+    runs = [read_run(written(folder / f"{k}", s, **spec)) for k, s in enumerate(sides)]
+    return contrast_of(runs).tables[0]["rows"]
+
+
+def ends(one: dict[str, Any]) -> list[float]:
+    return [math.log(one[name]) for name in ("ratio", "low", "high")]
+
+
+def test_the_same_windows_are_compared_in_pairs(tmp_path: Path) -> None:
+    """Student's paired test of scipy; a window that one folder lacks is left out."""
+    before, after = SIGMAS
+    (one,) = compared(tmp_path, sampled(before), sampled(after[:4], model="smoothed"))
+    logs = np.log(after[:4]) - np.log(before[:4])
+    found = stats.ttest_1samp(logs, 0.0)
+    assert one["how"] == "the same windows" and one["count"] == "4"
+    assert ends(one) == pytest.approx([logs.mean(), *found.confidence_interval(0.95)], abs=1e-4)
+    assert one["p"] == one["holm"] == pytest.approx(found.pvalue, rel=1e-4)
+    assert one["a"] == pytest.approx(stats.gmean(before[:4]), rel=1e-4)
+
+
+def test_other_windows_are_two_samples(tmp_path: Path) -> None:
+    """Welch's test of scipy, with samples of unequal sizes."""
+    before, after = SIGMAS[0], 2 * SIGMAS[1][:3]
+    (one,) = compared(tmp_path, sampled(before), sampled(after, of="tales"))
+    found = stats.ttest_ind(np.log(after), np.log(before), equal_var=False)
+    mean = np.log(after).mean() - np.log(before).mean()
+    assert one["how"] == "two samples" and one["count"] == "5 and 3"
+    assert ends(one) == pytest.approx([mean, *found.confidence_interval(0.95)], abs=1e-4)
+    assert one["p"] == pytest.approx(found.pvalue, rel=1e-4)
+
+
+def test_what_the_solver_leaves_open_is_no_change(tmp_path: Path) -> None:
+    """One per cent more everywhere: a change where sigma is known, none within its interval."""
+    before, after = SIGMAS[0], 1.01 * SIGMAS[0] * (1 + 1e-6 * SIGMAS[1])
+    for slack, changed in ((1.0, True), (1.02, False)):
+        sides = (sampled(before, slack), sampled(after, slack, model="other"))
+        (one,) = compared(tmp_path / f"{slack}", *sides)
+        assert one["changed"] is changed
+        low, high = (math.log(1.01) + sign * math.log(slack) for sign in (-1, 1))
+        assert ends(one) == pytest.approx([math.log(1.01), low, high], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [({}, "too few windows"), ({"start": 0}, "windows share text")],
+)
+def test_too_few_or_overlapping_windows_have_no_interval(tmp_path: Path, values, why) -> None:
+    count = 3 if values else 1
+    sides = [sampled(SIGMAS[k][:count], model=f"m{k}", **values) for k in (0, 1)]
+    (one,) = compared(tmp_path, *sides)
+    assert (one["low"], one["p"], one["changed"]) == (None, None, False)
+    assert why in one["why"] and one["ratio"]
+
+
+def test_a_table_names_a_row_that_did_not_change_in_five_per_cent_at_most() -> None:
+    """200 tables of 12 rows without a change; three standard errors of that rate are 4.6 %."""
+    logs = np.random.default_rng(1).normal(0.0, 0.3, (200, 12, 2, 5))
+    named = 0
+    for table in logs:
+        p = [paired_shift(*([(v, v) for v in side] for side in one.tolist())).p for one in table]
+        named += min(holm(p)) <= 0.05
+    assert named / len(logs) <= 0.05 + 0.046
+
+
+def test_holm_is_the_closed_test_of_bonferroni() -> None:
+    """A row is rejected when Bonferroni rejects every set of rows that holds it."""
+    p = [0.004, 0.03, 0.011, 0.2]
+    sets = [[k for k in range(4) if mask >> k & 1] for mask in range(1, 16)]
+    closed = [
+        max(min(1.0, len(s) * min(p[k] for k in s)) for s in sets if j in s) for j in range(4)
+    ]
+    assert holm(p) == pytest.approx(closed)
+
+
+def test_folders_are_matched_by_what_they_share(tmp_path: Path) -> None:
+    """Several models by their names, one model on each side whatever it is; the rest is counted."""
+    both = [grown(2, model=name) for name in ("one", "two")]
+    a = written(tmp_path / "a", [*both[0], *both[1]])
+    b = written(tmp_path / "b", [*grown(3, model="two", dtype="float64"), *grown(2, model="x")])
+    found = contrast_of([read_run(a), read_run(b)])
+    assert {table["model"] for table in found.tables} == {"two"}
+    assert {(r["layer"], r["n"]) for r in found.tables[0]["rows"]} == {
+        (layer, n) for layer in "01" for n in (16, 32, 64)
+    }
+    assert found.remarks == [
+        "6 layers, heads or lengths only in a.",
+        "9 layers, heads or lengths only in b.",
+    ]
+    assert ("dtype", "float32", "float32, float64") in found.differ
+    assert {(r["ratio"], r["low"]) for r in found.tables[1]["rows"]} == {(1.0, 0.98039)}  # 1 / 1.02
+
+
+def test_what_cannot_be_compared_ends_in_one_line(command) -> None:
+    written(Path("run"), grown(1))
+    written(Path("block"), grown(1, map="block"))
+    written(Path("later"), grown(1, lengths=(128,)))
+    written(Path("built"), grown(1, input="ascent"))
+    for folders, expected in (
+        (["run"], "two different run folders. Found `run`."),
+        (["run", "run/../run"], "two different run folders"),
+        (["run", "block", "later"], "two different run folders"),
+        (["run", "block"], "Found the map attention in `run` and block in `block`."),
+        (["run", "later"], "Found the length 16, 32, 64 in `run` and 128 in `later`."),
+        (["run", "built"], "no row with a positive sigma on a given input in `built`"),
+    ):
+        result = command("report", *folders, "--compare")
+        assert result.status == 2 and result.out == "" and expected in result.err
+        assert len(result.err.strip().splitlines()) == 1
+    assert not list(Path().rglob("*.html"))
+
+
+def test_words_of_a_comparison_are_its_rows(tmp_path: Path) -> None:
+    runs = [read_run(written(tmp_path / name, side)) for name, side in _sides().items()]
+    content = Content(runs, compare=True)
+    table = content.contrast.tables[0]
+    said = table["said"]
+    changed = [r for r in table["rows"] if r["changed"]]
+    assert {r["layer"] for r in changed} == {"0"} and len(changed) == 3
+    assert "Of 6 rows with an interval, sigma changed beyond the sampling of text in 3" in said
+    assert f"× {max(r['ratio'] for r in changed):.3g}" in said
+    assert "Holm's procedure over the 6 rows" in said
+
+
+@pytest.mark.slow
+def test_figures_of_a_comparison_of_depth_and_of_gains(tmp_path: Path) -> None:
+    sides = [written(tmp_path / name, side) for name, side in _sides().items()]
+    made = report(sides, tmp_path / "page.html", svg=tmp_path / "compared", compare=True)
+    blocks = gained(stacked(tmp_path / "blocks"))
+    made += report([blocks], tmp_path / "page.html", svg=tmp_path / "depth")
+    names = {path.stem for path in made}
+    assert {"compare-sigma-attention-frobenius", "ratios-sigma-attention-frobenius"} <= names
+    assert {"gains-minilm-0-0", "depth", "products"} <= names
+
+
+def _sides() -> dict[str, list[Measurement]]:
+    """Layer 0 twice as large in the second folder, give or take; layer 1 only give or take."""
+    noise = np.random.default_rng(2).lognormal(0.0, 0.02, 18)
+    sides: dict[str, list[Measurement]] = {"a": [], "b": []}
+    for one, v in zip(grown(2), noise, strict=True):
+        for name, factor in (("a", 1.0), ("b", float(v) * (2 if one.layer == 0 else 1))):
+            sigma = factor * (one.sigma or 0)
+            values = {"id": f"{name}/{one.id}", "sigma": sigma, "upper": 1.001 * sigma}
+            sides[name].append(row(**(vars(one) | values | {"model": name})))
+    return sides
+
+
+# --- through depth ---------------------------------------------------------------------------
+
+
+def test_the_product_of_blocks_stands_against_the_map_of_the_model(tmp_path: Path) -> None:
+    """2 · 3 · 4 = 24 on one stream: 4.8 times the model's 5, 6.86 times the 3.5 of all together."""
+    (one,) = Content([read_run(stacked(tmp_path / "run"))]).depths
+    products = [p for p in one["products"] if p["map"] == "product"]
+    assert [p["sigma"] for p in products] == pytest.approx([2, 6, 24], rel=1e-4)
+    assert products[-1]["high"] == pytest.approx(24 * 1.02**3, rel=1e-4)
+    assert [p["sigma"] for p in one["products"] if p["map"] == "stack"] == [1.5, 2.5, 3.5]
+    assert [w["sigma"] for w in one["whole"]] == [5.0]
+    assert {line["map"] for line in one["lines"]} == {"attention", "block"}
+    assert "it is 4.8 times sigma of the model's map" in one["said"]
+    assert "it is 6.86 times sigma of these blocks together" in one["said"]
+    assert "goes on behind" not in one["said"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"output_norm": 9.0}, "a block does not read what the one before it gives"),
+        ({"metric": "token-relative"}, "constants multiply only where"),
+        ({"only": (0, 2)}, "layers are missing: found 0, 2"),
+        ({"tokens_sha256": "y"}, "no window was measured at every layer"),
+    ],
+)
+def test_constants_are_multiplied_only_on_one_stream(tmp_path: Path, values, said) -> None:
+    (one,) = Content([read_run(stacked(tmp_path / "run", **values))]).depths
+    assert {p["map"] for p in one["products"]} == {"stack"} and said in one["said"] and one["lines"]
+
+
+def test_what_lies_behind_the_last_block_is_said(tmp_path: Path) -> None:
+    (one,) = Content([read_run(stacked(tmp_path / "run", end=7.0))]).depths
+    assert "The model's map goes on behind the last of them" in one["said"]
+
+
+# --- kinds, edits, gains ---------------------------------------------------------------------
+
+
+def test_the_kind_of_the_top_token_stands_with_the_means(tmp_path: Path) -> None:
+    """The first token is on top; ids without a tokenizer and pictures have no kind."""
+    for words, values, top in (
+        (["[CLS]", "a"], {}, "special"),
+        ([",", "a"], {}, "punctuation"),
+        (["101", "7"], {}, None),
+        (["[CLS]", "a"], {"input": "image"}, None),
+    ):
+        folder = tmp_path / f"{words}{values}"
+        means = Content([read_run(written(folder, grown(1, heads=2, **values), words))]).means
+        assert {m["top"] for m in means} == {top}
+        assert {m["often"] for m in means} == ({"3 of 3 windows"} if top else {None})
+
+
+def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
+    data = Content([read_run(gained(edited(written(tmp_path / "run", grown(1)))))]).as_plain()
+    (edits,) = data["edits"]
+    assert [one["recipe"] for one in edits["edits"]] == ["hotflip", "sigma"]  # the larger change
+    assert edits["edits"][0]["pieces"] == [["", "the "], ["-", "cat"], ["+", "dog"], ["", " sat"]]
+    first = edits["summary"][0]
+    assert (first["recipe"], first["rate"]) == ("sigma", 1.0)
+    assert first["low"] == pytest.approx(0.025)  # Clopper–Pearson of one of one: the tail
+    (gains,) = data["gains"]
+    assert [t["better"] for t in gains["tokens"]] == [False, True]
+    assert [t["text"] for t in gains["tokens"]] == ["[CLS]", "cat"]
+
+
+def test_values_of_another_kind_are_no_edits(tmp_path: Path) -> None:
+    one = asdict(TextEdit("no row", 0, 0, 4, "sigma", "model", "failed"))
+    run = valued(written(tmp_path / "run", grown(1)), "edits", [{"id": "x"}, one])
+    assert Content([read_run(run)]).as_plain()["edits"] == []
