@@ -2,7 +2,15 @@
 
 import lipscope.models.families  # noqa: F401  (its files enter what they read)
 from lipscope.models.asked import parted
-from lipscope.models.changed import as_decoder, quantised, reinitialised, scrambled
+from lipscope.models.changed import (
+    as_decoder,
+    quantised,
+    reinitialised,
+    rounded,
+    rounding,
+    rounding_error,
+    scrambled,
+)
 from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.models.data.inputs import inputs_of, remarks_on
 from lipscope.models.data.positions import later_positions
@@ -62,6 +70,9 @@ __all__ = [
     "reader_of",
     "reinitialised",
     "remarks_on",
+    "rounded",
+    "rounding",
+    "rounding_error",
     "repeated_token",
     "samples_of",
     "scrambled",
