@@ -19,7 +19,7 @@ from lipscope.records.rows import Measurement, TokenShare
 from lipscope.records.sampling import mean_interval, rank_correlation
 
 _TOKENS = 64
-_LAYERS = 10  # at most so many of a model, evenly
+_LAYERS = 6  # at most so many of a model, evenly
 FIRST, SPECIAL, MARK, OTHER = "first token", "special, not first", "punctuation", "other"
 _KINDS = (FIRST, SPECIAL, MARK, OTHER)
 _AS_IS, _BARE, _RANDOM = "as it is", "no special tokens", "random weights"
@@ -124,7 +124,7 @@ def _case(study: Study, where: str, source: Source, control: str) -> Case:
     if not source.sees:
         asked["lengths"] = [_TOKENS]
     if source.asked.get("images", "random") == "random":
-        asked["samples"] = study.pick(4, 20)
+        asked["samples"] = study.pick(4, 10)
     part = f"{where}, {control}"
     rows = study.measure(f"sigma, {part}", loaded, rest=True, **asked)
     (found,) = study.values(f"received, {part}", [_received(source, asked)])

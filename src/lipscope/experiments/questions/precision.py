@@ -1,0 +1,452 @@
+"""Which blocks to keep in high precision: does sigma rank what rounding one of them does?"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.charts.panels import Panel, Series
+from lipscope.engine.capture import layer_maps
+from lipscope.errors import InputError
+from lipscope.experiments.experiment import Source, Study, ValueJob, experiment
+from lipscope.experiments.findings import Claim, Findings, Table, average
+from lipscope.models import inputs_of, reinitialised, rounded, rounding, rounding_error
+from lipscope.models.changed import Rounds
+from lipscope.pages.rows import Rows
+from lipscope.pages.table import number
+from lipscope.records.sampling import mean_interval, rank_correlation
+
+Record = dict[str, Any]
+
+_TOKENS = 64
+_LAYERS = 15  # at most so many of a model, evenly
+_BITS = (8, 4)
+_WHAT: tuple[Rounds, ...] = ("weights", "inputs")
+_TOL = 0.05  # of sigma of a block, which is run again for every product
+ERROR, INDEX = "error alone", "index of the block"
+BASELINES = (ERROR, INDEX)
+LOCAL = "change of the block's own output (measured)"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on what it reads: what could be known before, and what rounding did.
+
+    Attributes:
+        where: Model and text.
+        measure: What is measured of the model's output, in words.
+        layers: The blocks.
+        known: By bits and what is rounded, then by predictor: values ``[window][layer]``.
+        change: By bits and what is rounded: the true changes, likewise.
+        other: Likewise of a second measure.
+        second: That measure in words.
+    """
+
+    where: str
+    measure: str
+    layers: list[int]
+    known: dict[tuple[int, str], dict[str, list[list[float]]]]
+    change: dict[tuple[int, str], list[list[float]]]
+    second: str
+    other: dict[tuple[int, str], list[list[float]]]
+
+
+@experiment(
+    "questions/precision",
+    title="Which blocks do I keep in high precision? Sigma against simulated rounding",
+    cite="derived here",
+    models=("minilm", "smollm2", "dinov2"),
+    quick_models=("minilm",),
+    reads_images=True,
+)
+def precision(study: Study) -> Findings:
+    """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
+    missing: list[str] = []
+    cases = [case for one in study.sources(missing) for case in _cases(study, one)]
+    _draw(study, cases)
+    return Findings(
+        tuple(claim for case in cases for claim in _claims(case)),
+        tuple(table for case in cases for table in _tables(case)),
+        (
+            f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
+            f"block at a time, at most {_LAYERS} of a model, evenly spread; all of its linear maps "
+            "are rounded, symmetrically to the nearest: weights with a step for each output "
+            "channel, or inputs with a step for each token and map. Steps are exact numbers, and "
+            "nothing is calibrated.",
+            "Error: ‖Q(X) − X‖_F / ‖X‖_F of the input X of the block (of its attention, for the "
+            "predictors of attention) where inputs are rounded; ‖Q(W) − W‖_F / ‖W‖_F over all of "
+            "its matrices where weights are.",
+            "Relative sigma: sigma ‖X‖_F / ‖f(X)‖_F, of the block with its residual connections or "
+            "of its attention alone. sigma ‖X‖ · error is the change of the output that such a "
+            "move of the input could make at most, to first order; of rounded weights it is a "
+            f"guess. Sigma of blocks to {_TOL:.0%}.",
+            "Output of encoders: the last hidden state, and the mean token as an embedding. Of "
+            "decoders: the next token by the model's own embedding table; the loss is that of the "
+            "text.",
+            "Rank correlations are over blocks, one for each window; intervals: 95 %, Student's "
+            "over windows of this text. They say nothing of other models. A predictor is advice "
+            "where its mean is above 0 and above that of each baseline, both beyond the interval "
+            "(pairs of one window); the index counts in the direction that suits it.",
+            *missing,
+        ),
+    )
+
+
+# --- what is computed ------------------------------------------------------------------------
+
+
+def _cases(study: Study, source: Source) -> Iterator[Case]:
+    yield _case(study, source)
+    loaded = source.model
+    if not (loaded.weights.startswith("random") or _decides(loaded.config)):
+        yield _case(study, Source(reinitialised(loaded), source.name, source.asked))
+
+
+def _case(study: Study, source: Source) -> Case:
+    count = int(source.model.config.num_hidden_layers)
+    layers = [*range(0, count, math.ceil(count / study.pick(6, _LAYERS)))]
+    asked: Record = {"layers": layers, **source.asked}
+    if not source.sees:
+        asked["lengths"] = [_TOKENS]
+    if source.asked.get("images", "random") == "random":
+        asked["samples"] = study.pick(4, 12)
+    sigmas = {
+        map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **asked)
+        for map, tol in (("block", _TOL), ("attention", 1e-3))
+    }
+    (errors,) = study.values(f"errors, {source.where}", [_errors(source, asked)])
+    paths = [_path(sigmas["block"], layer) for layer in layers]
+    done = study.values(f"rounded, {source.where}", _roundings(source, asked, paths))
+    names = _measures(done[0])
+    every: dict[str, dict[tuple[int, str], list[list[float]]]] = {}
+    for name in (*names, "local"):
+        every[name] = {
+            key: _by_window([r[name] for r in done if (r["bits"], r["what"]) == key])
+            for key in ((bits, what) for bits in _BITS for what in _WHAT)
+        }
+    first, second = names
+    return Case(
+        source.where,
+        _WORDS[first],
+        layers,
+        {
+            (bits, what): _known(layers, sigmas, errors, bits, what)
+            | {LOCAL: every["local"][bits, what]}
+            for bits in _BITS
+            for what in _WHAT
+        },
+        every[first],
+        _WORDS[second],
+        every[second],
+    )
+
+
+_WORDS = {
+    "hidden": "relative change of the last hidden state",
+    "cosine": "1 − cosine of the mean tokens",
+    "divergence": "KL divergence of the next token, nats",
+    "loss": "change of the loss, nats",
+}
+
+
+def _measures(record: Mapping[str, Any]) -> tuple[str, str]:
+    return ("divergence", "loss") if "loss" in record else ("hidden", "cosine")
+
+
+def _by_window(layers: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [list(window) for window in zip(*layers, strict=True)]
+
+
+def _decides(config: Any) -> bool:
+    """Whether the next token is what a model is for."""
+    return hasattr(config, "vocab_size") and config.model_type != "bert"
+
+
+def _path(rows: Rows, layer: int) -> str:
+    found = next((row.module for row in rows if row.layer == layer and row.module), None)
+    if found is None:
+        raise InputError(f"Layer {layer} should be in a block of its own. Found none.")
+    return found
+
+
+def _errors(source: Source, asked: Record) -> ValueJob:
+    """Relative rounding errors, of the inputs by map, bits, layer and window, and of weights."""
+
+    def compute() -> Record:
+        found: Record = {}
+        for map in ("block", "attention"):
+            for item, one in layer_maps(source.model, map=map, **asked):
+                x = one.x.detach()
+                for bits in _BITS:
+                    error = float((rounded(x, bits) - x).norm() / x.norm())
+                    found[f"{map}, {bits}, {one.layer}, {item.sample}"] = error
+                    if map == "block" and item.sample == 0:
+                        block = source.model.model.get_submodule(one.module or "")
+                        found[f"weights, {bits}, {one.layer}"] = rounding_error(block, bits)
+        return {"errors": found}
+
+    return {name: value for name, value in asked.items() if name != "data"}, compute
+
+
+def _roundings(source: Source, asked: Record, paths: Sequence[str]) -> Iterator[ValueJob]:
+    """What each rounding of one block does to every window."""
+    run = functools.cache(lambda: Run(source, asked))
+
+    def job(path: str, bits: int, what: Rounds) -> ValueJob:
+        def compute() -> Record:
+            return run().rounded(path, bits, what)
+
+        key = {name: value for name, value in asked.items() if name not in ("data", "layers")}
+        return {"path": path, "bits": bits, "what": what, **key}, compute
+
+    return (job(path, bits, what) for path in paths for bits in _BITS for what in _WHAT)
+
+
+class Run:
+    """A model on all windows at once, as it is and with one block rounded.
+
+    Args:
+        source: The model and what it reads.
+        asked: How that is cut into windows.
+    """
+
+    def __init__(self, source: Source, asked: Mapping[str, Any]) -> None:
+        self.loaded = source.model
+        items = inputs_of(
+            source.model,
+            source.asked.get("data"),
+            lengths=asked.get("lengths"),
+            samples=asked.get("samples"),
+            windows="spread",
+            special_tokens=True,
+            images=source.asked.get("images"),
+        )
+        arguments = [dict(one.arguments) for one in items]
+        self.arguments = {
+            name: torch.cat([one[name] for one in arguments])
+            if isinstance(value, Tensor)
+            else value
+            for name, value in arguments[0].items()
+        }
+        self.ids = self.arguments.get("input_ids") if _decides(source.model.config) else None
+        self.blocks: dict[str, Tensor] = {}
+        self.before = self._hidden()
+        self.log_p = None if self.ids is None else self._log_p(self.before)
+
+    @torch.no_grad()
+    def _hidden(self) -> Tensor:
+        """The last hidden state."""
+        model: Any = self.loaded.model
+        return model(**self.arguments).last_hidden_state
+
+    @torch.no_grad()
+    def _log_p(self, hidden: Tensor) -> Tensor:
+        model: Any = self.loaded.model
+        return (hidden @ model.get_input_embeddings().weight.T).log_softmax(-1)
+
+    def _block(self, path: str) -> tuple[Tensor, Tensor]:
+        """The last hidden state, and the output of one block on the way."""
+        block, held = self.loaded.model.get_submodule(path), []
+
+        def keep(module: nn.Module, given: Any, output: Any) -> None:
+            held.append(output if isinstance(output, Tensor) else output[0])
+
+        hook = block.register_forward_hook(keep)
+        try:
+            return self._hidden(), held[0]
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def rounded(self, path: str, bits: int, what: Rounds) -> Record:
+        """What rounding one block does, by window.
+
+        Args:
+            path: Of the block.
+            bits: Of each number.
+            what: ``weights`` or ``inputs`` of its linear maps.
+
+        Returns:
+            ``local`` and ``hidden``: relative changes of the block's output and of the last hidden
+            state. Of encoders ``cosine``: 1 less the cosine of mean tokens. Of decoders
+            ``divergence``: of the next token, mean over places; ``loss``: its change.
+        """
+        if path not in self.blocks:
+            self.blocks = {path: self._block(path)[1]}
+        own = self.blocks[path]
+        with rounding(self.loaded.model.get_submodule(path), what, bits):
+            hidden, block = self._block(path)
+        found = {"local": _relative(block, own), "hidden": _relative(hidden, self.before)}
+        if self.log_p is None or self.ids is None:
+            means = self.before.double().mean(1), hidden.double().mean(1)
+            cosine = torch.cosine_similarity(*means)
+            return found | {"cosine": (1 - cosine).tolist()}
+        log_q = self._log_p(hidden)
+        divergence = (self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean(1)
+        lost = _loss(log_q, self.ids) - _loss(self.log_p, self.ids)
+        return found | {"divergence": divergence.tolist(), "loss": lost.tolist()}
+
+
+def _relative(after: Tensor, before: Tensor) -> list[float]:
+    change = (after - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
+    return change.tolist()
+
+
+def _loss(log_p: Tensor, ids: Tensor) -> Tensor:
+    """Mean surprise of every window's next tokens."""
+    return -log_p[:, :-1].gather(-1, ids[:, 1:, None]).mean((1, 2))
+
+
+def _known(
+    layers: Sequence[int], sigmas: Mapping[str, Rows], errors: Record, bits: int, what: str
+) -> dict[str, list[list[float]]]:
+    """Every predictor, by window and layer."""
+    found: dict[str, dict[tuple[int, int], float]] = {}
+    for map, rows in sigmas.items():
+        for row in rows:
+            assert row.layer is not None
+            name = (
+                f"weights, {bits}, {row.layer}"
+                if what == "weights"
+                else f"{map}, {bits}, {row.layer}, {row.sample}"
+            )
+            error, place = errors["errors"][name], (row.sample, row.layer)
+            relative = math.nan if row.relative is None else row.relative
+            found.setdefault(f"relative sigma, {map}", {})[place] = relative
+            found.setdefault(f"relative sigma · error, {map}", {})[place] = relative * error
+            moved = (row.sigma or math.nan) * (row.input_norm or math.nan) * error
+            found.setdefault(f"sigma ‖X‖ · error, {map}", {})[place] = moved
+            if map == "block":
+                found.setdefault(ERROR, {})[place] = error
+                found.setdefault(INDEX, {})[place] = float(row.layer)
+    windows = sorted({sample for sample, _ in found[INDEX]})
+    return {
+        name: [[values[w, layer] for layer in layers] for w in windows]
+        for name, values in found.items()
+    }
+
+
+# --- what is said ----------------------------------------------------------------------------
+
+
+def correlations(known: list[list[float]], change: list[list[float]]) -> list[float]:
+    """Spearman's rank correlation over layers, window by window; without those that have none."""
+    pairs = zip(known, change, strict=True)
+    return [rho for rho in (rank_correlation(x, y)[0] for x, y in pairs) if math.isfinite(rho)]
+
+
+def holds(
+    known: Mapping[str, list[list[float]]], change: list[list[float]], name: str
+) -> tuple[bool, bool]:
+    """Whether a predictor's correlation is above 0, and above that of each baseline.
+
+    Args:
+        known: Values by predictor, ``[window][layer]``, `BASELINES` among them.
+        change: What is predicted, likewise.
+        name: The predictor.
+
+    Returns:
+        Two answers, each beyond the 95 % interval over windows. A baseline that is constant over
+        layers says nothing, and is beaten by what is above 0.
+    """
+    mine = correlations(known[name], change)
+    if len(mine) < 3 or not mean_interval(mine)[1] > 0:
+        return False, False
+    for baseline in BASELINES:
+        other = correlations(known[baseline], change)
+        if len(other) != len(mine):
+            continue
+        sign = math.copysign(1.0, fmean(other)) if baseline == INDEX else 1.0
+        gaps = [a - sign * b for a, b in zip(mine, other, strict=True)]
+        if not mean_interval(gaps)[1] > 0:
+            return True, False
+    return True, True
+
+
+def _predictors(case: Case) -> list[str]:
+    one = next(iter(case.known.values()))
+    return [name for name in one if name not in (*BASELINES, LOCAL)]
+
+
+def _condition(key: tuple[int, str]) -> str:
+    return f"{key[0]}-bit {key[1]}"
+
+
+def _claims(case: Case) -> Iterator[Claim]:
+    yield Claim(
+        f"{case.where}: {case.measure}, largest block / smallest",
+        "some blocks matter more",
+        "; ".join(f"{_condition(k)}: {_spread(v)}" for k, v in case.change.items()),
+    )
+    for name in _predictors(case):
+        cells, sure, better = [], 0, 0
+        for key, change in case.change.items():
+            rhos = correlations(case.known[key][name], change)
+            cells.append(f"{_condition(key)} {average(rhos) if rhos else '–'}")
+            above, best = holds(case.known[key], change, name)
+            sure, better = sure + above, better + best
+        yield Claim(
+            f"{case.where}: {name}, rank correlation with that",
+            "above the error alone and the index, if it is advice",
+            f"{'; '.join(cells)}. Above 0 in {sure} of {len(cells)}, above the baselines too in "
+            f"{better}: {'advice' if better == len(cells) else 'no advice'}",
+        )
+
+
+def _spread(change: list[list[float]]) -> str:
+    means = [fmean(layer) for layer in _by_window(change)]
+    low, high = min(means), max(means)
+    ratio = f"{number(high / low, 3)} times" if low > 0 else "–"
+    return f"{ratio} ({number(high, 2)} at most)"
+
+
+def _tables(case: Case) -> Iterator[Table]:
+    names = [*_predictors(case), *BASELINES, LOCAL]
+    for measure, change in ((case.measure, case.change), (case.second, case.other)):
+        lines = []
+        for name in names:
+            rhos = [correlations(case.known[key][name], change[key]) for key in change]
+            lines.append((name, *(average(one) if one else "–" for one in rhos)))
+        yield Table(
+            f"{case.where}: rank correlation over {len(case.layers)} blocks with the {measure}",
+            ("what is known before", *map(_condition, change)),
+            tuple(lines),
+        )
+    lines = [
+        (str(layer), *(average([window[i] for window in change]) for change in case.change.values()))
+        for i, layer in enumerate(case.layers)
+    ]
+    yield Table(
+        f"{case.where}: {case.measure}, one block rounded",
+        ("block", *map(_condition, case.change)),
+        tuple(lines),
+    )
+
+
+# --- what is drawn ---------------------------------------------------------------------------
+
+
+def _draw(study: Study, cases: Sequence[Case]) -> None:
+    panels = []
+    for case in cases:
+        means = {key: [fmean(one) for one in _by_window(v)] for key, v in case.change.items()}
+        lines = [
+            Series(_condition(key), tuple(zip(case.layers, values, strict=True)))
+            for key, values in means.items()
+        ]
+        panels.append(Panel(case.where, tuple(lines), "block", case.measure, log_x=False))
+        for name in ("relative sigma · error, block", ERROR):
+            known = {key: map(fmean, _by_window(v[name])) for key, v in case.known.items()}
+            dots = [
+                Series(_condition(key), tuple(zip(known[key], values, strict=True)), "points")
+                for key, values in means.items()
+            ]
+            panels.append(Panel(case.where, tuple(dots), name, case.measure))
+    study.draw("precision", "What rounding one block does, and what was known before", panels)
