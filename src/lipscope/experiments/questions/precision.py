@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from lipscope.charts.panels import Panel, Series
 from lipscope.engine.capture import layer_maps
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Source, Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, average
-from lipscope.models import inputs_of, reinitialised, rounded, rounding, rounding_error
+from lipscope.experiments.questions.rounded import Run, decides
+from lipscope.models import reinitialised, rounded, rounding_error
 from lipscope.models.changed import Rounds
 from lipscope.pages.rows import Rows
 from lipscope.pages.table import number
@@ -26,7 +24,7 @@ from lipscope.records.sampling import mean_interval, rank_correlation
 Record = dict[str, Any]
 
 _TOKENS = 64
-_LAYERS = 15  # at most so many of a model, evenly
+_LAYERS = 10  # at most so many of a model, evenly
 _BITS = (8, 4)
 _WHAT: tuple[Rounds, ...] = ("weights", "inputs")
 _TOL = 0.05  # of sigma of a block, which is run again for every product
@@ -72,7 +70,7 @@ def precision(study: Study) -> Findings:
     cases = [case for one in study.sources(missing) for case in _cases(study, one)]
     _draw(study, cases)
     return Findings(
-        tuple(claim for case in cases for claim in _claims(case)),
+        (_verdict(cases), *(claim for case in cases for claim in _claims(case))),
         tuple(table for case in cases for table in _tables(case)),
         (
             f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
@@ -105,7 +103,7 @@ def precision(study: Study) -> Findings:
 def _cases(study: Study, source: Source) -> Iterator[Case]:
     yield _case(study, source)
     loaded = source.model
-    if not (loaded.weights.startswith("random") or _decides(loaded.config)):
+    if not (loaded.weights.startswith("random") or decides(loaded.config) or source.sees):
         yield _case(study, Source(reinitialised(loaded), source.name, source.asked))
 
 
@@ -116,7 +114,7 @@ def _case(study: Study, source: Source) -> Case:
     if not source.sees:
         asked["lengths"] = [_TOKENS]
     if source.asked.get("images", "random") == "random":
-        asked["samples"] = study.pick(4, 12)
+        asked["samples"] = study.pick(4, 8)
     sigmas = {
         map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **asked)
         for map, tol in (("block", _TOL), ("attention", 1e-3))
@@ -164,11 +162,6 @@ def _by_window(layers: Sequence[Sequence[float]]) -> list[list[float]]:
     return [list(window) for window in zip(*layers, strict=True)]
 
 
-def _decides(config: Any) -> bool:
-    """Whether the next token is what a model is for."""
-    return hasattr(config, "vocab_size") and config.model_type != "bert"
-
-
 def _path(rows: Rows, layer: int) -> str:
     found = next((row.module for row in rows if row.layer == layer and row.module), None)
     if found is None:
@@ -207,101 +200,6 @@ def _roundings(source: Source, asked: Record, paths: Sequence[str]) -> Iterator[
         return {"path": path, "bits": bits, "what": what, **key}, compute
 
     return (job(path, bits, what) for path in paths for bits in _BITS for what in _WHAT)
-
-
-class Run:
-    """A model on all windows at once, as it is and with one block rounded.
-
-    Args:
-        source: The model and what it reads.
-        asked: How that is cut into windows.
-    """
-
-    def __init__(self, source: Source, asked: Mapping[str, Any]) -> None:
-        self.loaded = source.model
-        items = inputs_of(
-            source.model,
-            source.asked.get("data"),
-            lengths=asked.get("lengths"),
-            samples=asked.get("samples"),
-            windows="spread",
-            special_tokens=True,
-            images=source.asked.get("images"),
-        )
-        arguments = [dict(one.arguments) for one in items]
-        self.arguments = {
-            name: torch.cat([one[name] for one in arguments])
-            if isinstance(value, Tensor)
-            else value
-            for name, value in arguments[0].items()
-        }
-        self.ids = self.arguments.get("input_ids") if _decides(source.model.config) else None
-        self.blocks: dict[str, Tensor] = {}
-        self.before = self._hidden()
-        self.log_p = None if self.ids is None else self._log_p(self.before)
-
-    @torch.no_grad()
-    def _hidden(self) -> Tensor:
-        """The last hidden state."""
-        model: Any = self.loaded.model
-        return model(**self.arguments).last_hidden_state
-
-    @torch.no_grad()
-    def _log_p(self, hidden: Tensor) -> Tensor:
-        model: Any = self.loaded.model
-        return (hidden @ model.get_input_embeddings().weight.T).log_softmax(-1)
-
-    def _block(self, path: str) -> tuple[Tensor, Tensor]:
-        """The last hidden state, and the output of one block on the way."""
-        block, held = self.loaded.model.get_submodule(path), []
-
-        def keep(module: nn.Module, given: Any, output: Any) -> None:
-            held.append(output if isinstance(output, Tensor) else output[0])
-
-        hook = block.register_forward_hook(keep)
-        try:
-            return self._hidden(), held[0]
-        finally:
-            hook.remove()
-
-    @torch.no_grad()
-    def rounded(self, path: str, bits: int, what: Rounds) -> Record:
-        """What rounding one block does, by window.
-
-        Args:
-            path: Of the block.
-            bits: Of each number.
-            what: ``weights`` or ``inputs`` of its linear maps.
-
-        Returns:
-            ``local`` and ``hidden``: relative changes of the block's output and of the last hidden
-            state. Of encoders ``cosine``: 1 less the cosine of mean tokens. Of decoders
-            ``divergence``: of the next token, mean over places; ``loss``: its change.
-        """
-        if path not in self.blocks:
-            self.blocks = {path: self._block(path)[1]}
-        own = self.blocks[path]
-        with rounding(self.loaded.model.get_submodule(path), what, bits):
-            hidden, block = self._block(path)
-        found = {"local": _relative(block, own), "hidden": _relative(hidden, self.before)}
-        if self.log_p is None or self.ids is None:
-            means = self.before.double().mean(1), hidden.double().mean(1)
-            cosine = torch.cosine_similarity(*means)
-            return found | {"cosine": (1 - cosine).tolist()}
-        log_q = self._log_p(hidden)
-        divergence = (self.log_p.exp() * (self.log_p - log_q)).sum(-1).mean(1)
-        lost = _loss(log_q, self.ids) - _loss(self.log_p, self.ids)
-        return found | {"divergence": divergence.tolist(), "loss": lost.tolist()}
-
-
-def _relative(after: Tensor, before: Tensor) -> list[float]:
-    change = (after - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
-    return change.tolist()
-
-
-def _loss(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Mean surprise of every window's next tokens."""
-    return -log_p[:, :-1].gather(-1, ids[:, 1:, None]).mean((1, 2))
 
 
 def _known(
@@ -379,25 +277,48 @@ def _condition(key: tuple[int, str]) -> str:
     return f"{key[0]}-bit {key[1]}"
 
 
+def _verdict(cases: Sequence[Case]) -> Claim:
+    """Whether any predictor is advice, over all that was run."""
+    found = []
+    for name in _predictors(cases[0]):
+        answers = [
+            holds(case.known[key], change, name)
+            for case in cases
+            for key, change in case.change.items()
+        ]
+        above, better = (sum(one[i] for one in answers) for i in (0, 1))
+        found.append((above, better, len(answers), name))
+    words = [f"{name}: {a} of {n}, {b} of {n}" for a, b, n, name in found]
+    advice = [name for _, better, n, name in found if better == n]
+    return Claim(
+        "is sigma advice? cases (model, text, bits, what is rounded) in which the correlation is "
+        "above 0; and above that of the error alone and the index, too",
+        "all of them, if it is advice",
+        f"{'; '.join(words)}. Advice: {', '.join(advice) or 'none of them'}",
+    )
+
+
 def _claims(case: Case) -> Iterator[Claim]:
     yield Claim(
         f"{case.where}: {case.measure}, largest block / smallest",
-        "some blocks matter more",
+        "far above 1, if it matters which block is kept",
         "; ".join(f"{_condition(k)}: {_spread(v)}" for k, v in case.change.items()),
     )
-    for name in _predictors(case):
-        cells, sure, better = [], 0, 0
-        for key, change in case.change.items():
-            rhos = correlations(case.known[key][name], change)
-            cells.append(f"{_condition(key)} {average(rhos) if rhos else '–'}")
-            above, best = holds(case.known[key], change, name)
-            sure, better = sure + above, better + best
+    names = ("relative sigma, block", "relative sigma · error, block", *BASELINES)
+    for name in names:
         yield Claim(
             f"{case.where}: {name}, rank correlation with that",
-            "above the error alone and the index, if it is advice",
-            f"{'; '.join(cells)}. Above 0 in {sure} of {len(cells)}, above the baselines too in "
-            f"{better}: {'advice' if better == len(cells) else 'no advice'}",
+            "a baseline" if name in BASELINES else "near 1, if it is advice",
+            "; ".join(
+                f"{_condition(key)} {_correlation(case.known[key][name], change)}"
+                for key, change in case.change.items()
+            ),
         )
+
+
+def _correlation(known: list[list[float]], change: list[list[float]]) -> str:
+    found = correlations(known, change)
+    return average(found, (-1.0, 1.0)) if found else "–"
 
 
 def _spread(change: list[list[float]]) -> str:
@@ -412,15 +333,18 @@ def _tables(case: Case) -> Iterator[Table]:
     for measure, change in ((case.measure, case.change), (case.second, case.other)):
         lines = []
         for name in names:
-            rhos = [correlations(case.known[key][name], change[key]) for key in change]
-            lines.append((name, *(average(one) if one else "–" for one in rhos)))
+            cells = (_correlation(case.known[key][name], change[key]) for key in change)
+            lines.append((name, *cells))
         yield Table(
             f"{case.where}: rank correlation over {len(case.layers)} blocks with the {measure}",
             ("what is known before", *map(_condition, change)),
             tuple(lines),
         )
     lines = [
-        (str(layer), *(average([window[i] for window in change]) for change in case.change.values()))
+        (
+            str(layer),
+            *(average([window[i] for window in change]) for change in case.change.values()),
+        )
         for i, layer in enumerate(case.layers)
     ]
     yield Table(

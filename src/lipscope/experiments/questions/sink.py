@@ -1,4 +1,4 @@
-"""Which token holds the most sensitive direction, and whether it is the one that attention reads."""
+"""Which token holds the most sensitive direction, and whether attention reads that one most."""
 
 from __future__ import annotations
 
@@ -78,19 +78,24 @@ def sink(study: Study) -> Findings:
     missing: list[str] = []
     cases = [case for source in study.sources(missing) for case in _cases(study, source)]
     _draw(study, cases)
+    places = dict.fromkeys(case.where for case in cases)
     return Findings(
-        tuple(claim for case in cases for claim in _claims(case)),
+        tuple(
+            claim for where in places for claim in _claims([c for c in cases if c.where == where])
+        ),
         tuple(_table(case) for case in cases),
         (
             f"The map `attention` at windows of {_TOKENS} tokens (pictures: at the model's own "
             f"side), at most {_LAYERS} layers of a model, evenly spread over its depth. v is the "
             "top right singular vector, the direction of the input in which the output moves most; "
             "the share of a token is its part of |v|².",
-            "A token is of the first kind that fits: the first of the window (the class token of "
-            "MiniLM and DINOv2), another special token, one without a letter or a digit, any other.",
+            "A token is of the first kind that fits: the first one of the window (the class token "
+            "of MiniLM and DINOv2), another special token, one without a letter or a digit, any "
+            "other.",
             "Attention received: the mean over heads and rows of what a token gets; 1 over all "
             "tokens. Under a causal mask early tokens are read by more rows; the control with "
             "random weights shows what that does by itself.",
+            "Of several layers: the middle one of their means over windows (smallest to largest).",
             "Held fixed: sigma over moves that leave the top token where it is, as a part of "
             "sigma. It speaks of first order, and of that layer alone.",
             "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts), for independent "
@@ -192,51 +197,63 @@ def _agreement(window: Window) -> float:
     return rank_correlation(window.held, window.received)[0]
 
 
-def _mean(windows: Sequence[Window], of: Callable[[Window], float]) -> str:
+def _mean(windows: Sequence[Window], of: Callable[[Window], float], least: float = 0.0) -> str:
     values = [value for value in map(of, windows) if math.isfinite(value)]
-    return average(values) if values else "–"
+    return average(values, (least, 1.0)) if values else "–"
 
 
-def _claims(case: Case) -> Iterator[Claim]:
-    where = f"{case.where}, {case.control}"
-    every = [window for windows in case.layers.values() for window in windows]
-    tops = counted(
-        f"{_largest(windows)} (layer {layer})" if len(case.layers) < 3 else _largest(windows)
-        for layer, windows in case.layers.items()
+def _claims(cases: Sequence[Case]) -> Iterator[Claim]:
+    """What is said of one model on one text, as it is and changed."""
+    where, tokens = cases[0].where, len(next(iter(cases[0].layers.values()))[0].kinds)
+    questions: tuple[tuple[str, str, Callable[[Case], str]], ...] = (
+        (
+            "kind of token that holds most of |v|², by layers",
+            "the first token, if the direction sits where attention does",
+            lambda case: counted(map(_largest, case.layers.values())),
+        ),
+        (
+            "|v|² on the first token",
+            f"{1 / tokens:.3f} if all tokens were alike",
+            lambda case: _over(case, lambda w: w.on(FIRST, w.held)),
+        ),
+        (
+            "attention that the first token receives",
+            f"{1 / tokens:.3f} if all tokens were alike",
+            lambda case: _over(case, lambda w: w.on(FIRST, w.received)),
+        ),
+        (
+            "rank correlation over tokens of |v|² with the attention received",
+            "positive, if attention says where the direction is",
+            _agreements,
+        ),
+        (
+            "sigma with the top token held fixed / sigma",
+            "small, if one token carries sigma",
+            lambda case: _over(case, lambda w: w.kept),
+        ),
     )
-    yield Claim(
-        f"{where}: which kind of token holds most of |v|², by layers",
-        "the first token, if the direction sits where attention does",
-        tops,
-    )
-    yield Claim(
-        f"{where}: share of |v|² on the first token; attention that it receives; tokens of it",
-        "–",
-        f"{_over(case, FIRST, lambda w: w.held)}; {_over(case, FIRST, lambda w: w.received)}; "
-        f"1 of {len(every[0].kinds)}",
-    )
-    agreed = [_interval([_agreement(w) for w in windows]) for windows in case.layers.values()]
-    known = [one for one in agreed if one is not None]
-    yield Claim(
-        f"{where}: rank correlation over tokens of that share with the attention received",
-        "positive, if attention says where the direction is",
-        f"{middle(mean for mean, _, _ in known)} over {len(known)} layers, above 0 beyond the "
-        f"interval in {sum(low > 0 for _, low, _ in known)}, below in "
-        f"{sum(high < 0 for _, _, high in known)}",
-    )
-    yield Claim(
-        f"{where}: sigma with the top token held fixed / sigma",
-        "–",
-        f"{middle(fmean(w.kept for w in windows) for windows in case.layers.values())} over layers",
-    )
+    for about, said, of in questions:
+        found = "; ".join(f"{case.control}: {of(case)}" for case in cases)
+        yield Claim(f"{where}: {about}", said, found)
 
 
 def _largest(windows: Sequence[Window]) -> str:
     return max(_KINDS, key=lambda kind: fmean(w.on(kind, w.held) for w in windows))
 
 
-def _over(case: Case, kind: str, of: Callable[[Window], Sequence[float]]) -> str:
-    return middle(fmean(w.on(kind, of(w)) for w in windows) for windows in case.layers.values())
+def _over(case: Case, of: Callable[[Window], float]) -> str:
+    """The middle layer's mean, with the smallest and the largest."""
+    return middle(fmean(map(of, windows)) for windows in case.layers.values())
+
+
+def _agreements(case: Case) -> str:
+    found = [_interval([_agreement(w) for w in windows]) for windows in case.layers.values()]
+    known = [one for one in found if one is not None]
+    sure = sum(low > 0 for _, low, _ in known)
+    return (
+        f"{middle(mean for mean, _, _ in known)}, above 0 beyond the interval in {sure} of "
+        f"{len(known)} layers"
+    )
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float] | None:
@@ -256,7 +273,7 @@ def _table(case: Case) -> Table:
                 *shares,
                 f"{top}: {share(sum(w.top == top for w in windows), len(windows))}",
                 _mean(windows, lambda w: w.on(FIRST, w.received)),
-                _mean(windows, _agreement),
+                _mean(windows, _agreement, -1.0),
                 _mean(windows, lambda w: w.kept),
             )
         )
