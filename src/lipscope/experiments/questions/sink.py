@@ -15,6 +15,7 @@ from lipscope.engine.capture import captures
 from lipscope.experiments.experiment import Source, Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, average, counted, middle, share
 from lipscope.models import reinitialised
+from lipscope.models.data.windows import special_tokens_of
 from lipscope.records.rows import Measurement, TokenShare
 from lipscope.records.sampling import mean_interval, rank_correlation
 
@@ -89,6 +90,7 @@ def sink(study: Study) -> Findings:
             f"side), at most {_LAYERS} layers of a model, evenly spread over its depth. v is the "
             "top right singular vector, the direction of the input in which the output moves most; "
             "the share of a token is its part of |v|².",
+            "Without special tokens: for models that put some around a text. "
             "A token is of the first kind that fits: the first one of the window (the class token "
             "of MiniLM and DINOv2), another special token, one without a letter or a digit, any "
             "other.",
@@ -113,7 +115,8 @@ def _cases(study: Study, source: Source) -> Iterator[Case]:
     where = source.where
     yield _case(study, where, source, _AS_IS)
     asked = source.asked
-    if source.model.tokenizer is not None and _specials(source):
+    tokenizer = source.model.tokenizer
+    if tokenizer is not None and any(special_tokens_of(tokenizer)):
         bare = Source(source.model, source.name, {**asked, "special_tokens": False})
         yield _case(study, where, bare, _BARE)
     if not source.model.weights.startswith("random"):
