@@ -42,7 +42,8 @@ def with_a_sink() -> LoadedModel:
     return loaded
 
 
-def test_a_planted_sink_is_found(tmp_path) -> None:
+def test_a_planted_sink_is_found(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sink, "_TOKENS", 16)
     source = Source(with_a_sink(), "text", {"data": TEXT})
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         case = sink._case(a_study(folder), "here", source, "planted")
@@ -54,7 +55,7 @@ def test_a_planted_sink_is_found(tmp_path) -> None:
         assert sum(window.held) == pytest.approx(1.0, abs=1e-5)
         assert sum(window.received) == pytest.approx(1.0, abs=1e-5)
     (about, received, *_) = sink._claims([case])
-    assert "first token" in about.found and received.said.startswith("0.016")
+    assert "first token" in about.found and received.said.startswith("0.062")
 
 
 def test_attention_received_is_the_mean_of_the_columns() -> None:
