@@ -367,10 +367,18 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
         ]
         panels.append(Panel(case.where, tuple(lines), "block", case.measure, log_x=False))
         for name in ("relative sigma · error, block", ERROR):
-            known = {key: map(fmean, _by_window(v[name])) for key, v in case.known.items()}
-            dots = [
-                Series(_condition(key), tuple(zip(known[key], values, strict=True)), "points")
-                for key, values in means.items()
-            ]
-            panels.append(Panel(case.where, tuple(dots), name, case.measure))
+            dots, every = [], list[float]()
+            for key, values in means.items():
+                known = _over_mean([fmean(one) for one in _by_window(case.known[key][name])])
+                points = tuple(zip(known, _over_mean(values), strict=True))
+                dots.append(Series(_condition(key), points, "points"))
+                every += known
+            ends = min(every), max(every)
+            line = Series("in proportion", tuple((x, x) for x in ends), "dashes")
+            axes = f"{name}, over its mean", "change of the output, over its mean"
+            panels.append(Panel(case.where, (*dots, line), *axes))
     study.draw("precision", "What rounding one block does, and what was known before", panels)
+
+
+def _over_mean(values: Sequence[float]) -> list[float]:
+    return [value / fmean(values) for value in values]
