@@ -16,7 +16,7 @@ from lipscope.records.growth import groups, growth
 from lipscope.records.rows import Measurement
 
 _TOL = 1e-2
-_MOST = 2**9  # tokens
+_MOST, _MOST_IF_DEEP = 2**9, 2**8  # tokens; where there are more than twelve layers
 _ALL, _LAST = "all tokens", "read at the last token"
 _PARTS = {"first tenth": "0%:10%", "middle tenth": "45%:55%", "last tenth": "90%:100%"}
 _ASKED = {
@@ -86,8 +86,9 @@ def long_context(study: Study) -> Findings:
             "Jacobian is 11ᵀ/n with the matrix of the values).",
             "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts; of exponents see "
             "`growth`), for windows of this text.",
-            f"Not run beyond {_MOST} tokens. Two clusters to 131,072 tokens, and all tokens of "
-            "real text as far as a model allows, are in `castin2024/long-context`.",
+            f"Not run beyond {_MOST} tokens ({_MOST_IF_DEEP} above twelve layers). Two clusters to "
+            "131,072 tokens, and all tokens of real text as far as a model allows, are in "
+            "`castin2024/long-context`.",
         ),
     )
 
@@ -103,8 +104,10 @@ def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Case]:
 
 
 def _case(study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]) -> Case:
-    most = min(loaded.max_tokens or _MOST, study.pick(2**7, _MOST))
-    layers = [0, int(loaded.config.num_hidden_layers) // 2]
+    depth = int(loaded.config.num_hidden_layers)
+    full = _MOST if depth <= 12 else _MOST_IF_DEEP
+    most = min(loaded.max_tokens or full, study.pick(2**7, full))
+    layers = [0, depth // 2]
     found: dict[str, dict[int, list[Measurement]]] = {}
     for one in asked:
         rows = study.measure(

@@ -70,7 +70,7 @@ def precision(study: Study) -> Findings:
     cases = [case for one in study.sources(missing) for case in _cases(study, one)]
     _draw(study, cases)
     return Findings(
-        (_verdict(cases), *(claim for case in cases for claim in _claims(case))),
+        tuple(claim for case in cases for claim in _claims(case)),
         tuple(table for case in cases for table in _tables(case)),
         (
             f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
@@ -89,8 +89,8 @@ def precision(study: Study) -> Findings:
             "decoders: the next token by the model's own embedding table; the loss is that of the "
             "text.",
             "Rank correlations are over blocks, one for each window; intervals: 95 %, Student's "
-            "over windows of this text. They say nothing of other models. A predictor is advice "
-            "where its mean is above 0 and above that of each baseline, both beyond the interval "
+            "over windows of this text, without a correction for how many there are. They say "
+            "nothing of other models. A predictor is advice where its mean is above 0 and above that of each baseline, both beyond the interval "
             "(pairs of one window); the index counts in the direction that suits it.",
             *missing,
         ),
@@ -277,28 +277,8 @@ def _condition(key: tuple[int, str]) -> str:
     return f"{key[0]}-bit {key[1]}"
 
 
-def _verdict(cases: Sequence[Case]) -> Claim:
-    """Whether any predictor is advice, over all that was run."""
-    found = []
-    for name in _predictors(cases[0]):
-        answers = [
-            holds(case.known[key], change, name)
-            for case in cases
-            for key, change in case.change.items()
-        ]
-        above, better = (sum(one[i] for one in answers) for i in (0, 1))
-        found.append((above, better, len(answers), name))
-    words = [f"{name}: {a} of {n}, {b} of {n}" for a, b, n, name in found]
-    advice = [name for _, better, n, name in found if better == n]
-    return Claim(
-        "is sigma advice? cases (model, text, bits, what is rounded) in which the correlation is "
-        "above 0; and above that of the error alone and the index, too",
-        "all of them, if it is advice",
-        f"{'; '.join(words)}. Advice: {', '.join(advice) or 'none of them'}",
-    )
-
-
 def _claims(case: Case) -> Iterator[Claim]:
+    yield _verdict(case)
     yield Claim(
         f"{case.where}: {case.measure}, largest block / smallest",
         "far above 1, if it matters which block is kept",
@@ -316,9 +296,29 @@ def _claims(case: Case) -> Iterator[Claim]:
         )
 
 
+def _verdict(case: Case) -> Claim:
+    """Which predictors made of sigma are advice for this model on this text."""
+    words, advice = [], []
+    for name in _predictors(case):
+        answers = [holds(case.known[key], change, name) for key, change in case.change.items()]
+        above, better = (sum(one[i] for one in answers) for i in (0, 1))
+        words.append(f"{name} {above}, {better}")
+        advice += [name] * (better == len(answers))
+    return Claim(
+        f"{case.where}: is sigma advice? Of {len(case.change)} ways to round, those in which the "
+        "correlation is above 0; and above the error alone and the index, too",
+        f"{len(case.change)}, {len(case.change)}, if it is advice",
+        f"{'; '.join(words)}. Advice: {', '.join(advice) or 'none of them'}",
+    )
+
+
 def _correlation(known: list[list[float]], change: list[list[float]]) -> str:
     found = correlations(known, change)
-    return average(found, (-1.0, 1.0)) if found else "–"
+    if not found:
+        return "–"
+    mean, low, high = (round(value, 2) + 0.0 for value in mean_interval(found))
+    ends = f" [{max(low, -1.0):.2f}, {min(high, 1.0):.2f}]" if len(found) > 2 else ""
+    return f"{mean:.2f}{ends}"
 
 
 def _spread(change: list[list[float]]) -> str:
