@@ -22,7 +22,7 @@ from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Session
 from lipscope.engine.sweep import local, read_spec
 from lipscope.errors import InputError
-from sweeps import JOBS, SPEC, same_run
+from sweeps import JOBS, SPEC, in_this_process, same_run
 
 AGAIN = ["measure", BERT, "--text", "text.txt", "--lengths", "6", "--samples", "2", "--jsonl"]
 AGAIN += ["--out", "run"]
@@ -294,3 +294,27 @@ def children_of(pid: int) -> list[int]:
         found = [f.read_text() for f in Path(f"/proc/{pid}/task").glob("*/children")]
         return [int(word) for text in found for word in text.split()]
     return []
+
+
+@pytest.mark.slow
+def test_two_thousand_jobs_leave_memory_flat(monkeypatch, tmp_path) -> None:
+    """What this process holds after 1,500 more jobs: rows and what waits, no tensor of each."""
+    monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+    words = random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)
+    (tmp_path / "text.txt").write_text("".join(words))
+    spec = SPEC | {"inputs": "real", "theorems": [], "layers": [0], "samples": 2_000}
+    held: dict[int, int] = {}
+
+    def progress(done: int, total: int, row: object) -> None:
+        if done in (500, 2_000):
+            held[done] = int(Path("/proc/self/statm").read_text().split()[1])
+
+    found = ls.sweep(
+        spec | {"texts": [str(tmp_path / "text.txt")]},
+        tmp_path / "run",
+        workers=1,
+        progress=progress,
+    )
+    assert len({row.id for row in found}) == 2_000
+    grown = (held[2_000] - held[500]) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 1_500 * 16_000, f"{grown / 1_500:.0f} bytes a job"

@@ -215,6 +215,18 @@ def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
     assert list((tmp_path / "a").glob("*.png"))
 
 
+@pytest.mark.slow
+def test_windows_that_repeat_another_are_no_neighbours(tmp_path, monkeypatch) -> None:
+    """Windows left out leave gaps in their numbers: the next one's own sentence is set aside."""
+    text = "a" * 4 * len(TEXT) + TEXT
+    monkeypatch.setattr("lipscope.experiments.texts.default_text", lambda: text)
+    for name in ("prediction", "robustness"):
+        found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / name)
+        assert found.claims and found.tables
+    samples = {row.sample for row in read_run(tmp_path / "prediction").measurements()}
+    assert max(samples) >= len(samples)
+
+
 def test_figure4_reads_pictures(tmp_path, short_text) -> None:
     """Sides of 4, 8 and 16 patches: 17, 65 and 257 tokens with the class token."""
     found = reproduce(

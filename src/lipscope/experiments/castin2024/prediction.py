@@ -77,9 +77,10 @@ def _case(study: Study, loaded: LoadedModel, text: Text) -> Record:
     decides = loaded.config.model_type != "bert"
     bank = None if decides else torch.stack([_sentence(one.output) for _, one in maps])
     records: list[Record] = []
-    for item, one in layer_maps(loaded, text.content, map="model", layers=[0], **options):
+    again = layer_maps(loaded, text.content, map="model", layers=[0], **options)
+    for place, (item, one) in enumerate(again):  # windows that repeat another are left out
         key = {"model": loaded.name, "text": text.name, "sample": item.sample}
-        scores = _next_token(loaded) if bank is None else _neighbour(bank, item.sample)
+        scores = _next_token(loaded) if bank is None else _neighbour(bank, place)
         part = f"flips-{loaded.name}-{text.name}"
         records += study.values(part, [_job(key, one, scores)])
     return {"model": loaded.name, "text": text.name, "rows": rows, "moves": records}

@@ -118,13 +118,16 @@ def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
     bank = torch.stack([_embedding(one(one.x)) for _, one in maps])
     held = captures(loaded, text.content, chosen=chosen, dtype="float32", **options)
     inputs = {c.sample: c for c in list(held)}
-    for item, model in layer_maps(loaded, text.content, map="model", **options):
+    again = layer_maps(loaded, text.content, map="model", **options)
+    for place, (item, model) in enumerate(again):  # windows that repeat another are left out
         if item.sample in inputs:
             c = inputs[item.sample]
             window = _Window(c.attention, model, c.x, item.sample)
             key = {"model": loaded.name, "text": text.name, "sample": item.sample}
             part = f"moves-{loaded.name}-{text.name}-{item.sample}"
-            (record,) = study.values(part, [_job(study, key, window, bank)])
+            others = bank.clone()
+            others[place] = 0.0  # not its own neighbour
+            (record,) = study.values(part, [_job(study, key, window, others)])
             yield from record["cases"]
 
 
@@ -133,7 +136,7 @@ def _embedding(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.detach().mean(0), dim=0)
 
 
-def _job(study: Study, key: Record, window: _Window, bank: Tensor) -> ValueJob:
+def _job(study: Study, key: Record, window: _Window, others: Tensor) -> ValueJob:
     steps = study.pick(10, 20)
     # Half a minute each: of a quick run one window, of a full one every fourth.
     certified = key["sample"] % 24 == 0
@@ -149,7 +152,7 @@ def _job(study: Study, key: Record, window: _Window, bank: Tensor) -> ValueJob:
             case["asked"] = size in asked
             case["sigma"], case["sigma model"] = window.layer_top.sigma, window.model_top.sigma
             for name, move in moves.items():
-                case |= _effect(name, window, move, bank)
+                case |= _effect(name, window, move, others)
             case["split"] = split_change(window.attention, window.x, size, window.seed)
             cases.append(case)
         return {"cases": cases}
@@ -169,14 +172,12 @@ def _certificates(window: _Window, sizes: Sequence[float], *, sharp: bool) -> li
     return found + [None] * (len(_SHARES) - len(found))
 
 
-def _effect(name: str, window: _Window, move: Tensor, bank: Tensor) -> Record:
+def _effect(name: str, window: _Window, move: Tensor, others: Tensor) -> Record:
     """Change of the layer's and the model's output, and whether the neighbour is another."""
     x = window.x
     with torch.no_grad():
         here, there = window.model(x), window.model(x + move)
         change = float((window.attention(x + move) - window.attention(x)).norm())
-    others = bank.clone()
-    others[window.seed] = 0.0  # not its own neighbour
     before, after = (int((others @ _embedding(y)).argmax()) for y in (here, there))
     return {
         name: change,
