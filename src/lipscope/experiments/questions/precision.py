@@ -90,7 +90,8 @@ def precision(study: Study) -> Findings:
             "text.",
             "Rank correlations are over blocks, one for each window; intervals: 95 %, Student's "
             "over windows of this text, without a correction for how many there are. They say "
-            "nothing of other models. A predictor is advice where its mean is above 0 and above that of each baseline, both beyond the interval "
+            "nothing of other models. A predictor is advice where its mean is above 0 and "
+            "above that of each baseline, both beyond the interval "
             "(pairs of one window); the index counts in the direction that suits it.",
             *missing,
         ),
