@@ -367,7 +367,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
             for key, values in means.items()
         ]
         panels.append(Panel(case.where, tuple(lines), "block", case.measure, log_x=False))
-        for name in ("relative sigma · error, block", ERROR):
+        for name in ("relative sigma, block", ERROR):
             dots, every = [], list[float]()
             for key, values in means.items():
                 known = _over_mean([fmean(one) for one in _by_window(case.known[key][name])])
@@ -377,7 +377,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
             ends = min(every), max(every)
             line = Series("in proportion", tuple((x, x) for x in ends), "dashes")
             axes = f"{name}, over its mean", "change of the output, over its mean"
-            panels.append(Panel(case.where, (*dots, line), *axes))
+            panels.append(Panel(case.where, (*dots, line), *axes, log_x=False, log_y=False))
     study.draw("precision", "What rounding one block does, and what was known before", panels)
 
 
