@@ -313,5 +313,5 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
     study.draw("sink", "What the first token holds, and what it receives", panels, columns=3)
 
 
-def _curve(case: Case, of: Callable[[Window], float]) -> tuple[tuple[float, float], ...]:
+def _curve(case: Case, of: Callable[[Window], float]) -> tuple[tuple[int, float], ...]:
     return tuple((layer, fmean(map(of, windows))) for layer, windows in case.layers.items())
