@@ -56,6 +56,7 @@ def section(*, quick: bool) -> Section:
             held.step()
 
         took = _timed(act, readings)
+        found.raw.append({"what": how, "seconds": took, "step": plain})
         rows.append([f"`{how}`, all layers", f"{1e3 * took:.0f}", f"{took / plain:.2f}"])
         say(f"control: {how} {took:.2f} s")
     found.add(table(["", "ms", "training steps"], rows))

@@ -35,6 +35,7 @@ which load from elsewhere disturbs less than that of the clock."""
         most = 12 * EVALUATIONS if n > 1000 else 200 * EVALUATIONS
         found = evolve(layer, x, [50.0], renormalise=True, rtol=1e-6, max_evaluations=most)
         seconds = time.process_time() - began
+        out.raw.append({"tokens": n, "width": d, "steps": found.steps, "seconds": seconds})
         rate = 60 * found.steps / seconds
         rows.append([n, d, found.steps, f"{seconds:.1f}", f"{rate:,.0f}"])
         if n == 256:

@@ -75,6 +75,7 @@ other."""
     for name in PASSES:
         for n in lengths:
             found = {which: _fresh(which, name, n) for which in WHICH}
+            out.raw.append({"pass": name, "n": n, **found})
             rows.append([name, n, *_cells(found["eager"], found["lipscope"])])
     headers = [
         "pass",

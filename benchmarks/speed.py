@@ -44,6 +44,7 @@ class Entry:
         products: Products per method: median over windows.
         error: Largest relative error per method over the windows; NaN where it failed.
         tols: Tolerance that each SciPy solver was given.
+        rounds: Seconds of every round, by window and method.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Entry:
     products: dict[str, float]
     error: dict[str, float]
     tols: dict[str, float]
+    rounds: list[dict[str, list[float]]]
 
     @property
     def best_peer(self) -> str:
@@ -93,6 +95,9 @@ over lipscope's. The best peer is the fastest one within 1e-3 on every window.
 {_FOUND[has_curvlinops()]}. primme is not here: its package has no wheels, and did not build without
 LAPACK's development files."""
     )
+    out.raw += [
+        {"layer": e.name, "n": e.n, "threads": e.threads, "seconds": e.rounds} for e in entries
+    ]
     out.add(_time_table(entries))
     out.add(
         """Products (JVPs and VJPs; median over the windows) and the largest relative error over
@@ -127,7 +132,8 @@ def _entries(
             )
             for m in METHODS
         }
-        entries.append(Entry(cases[0].name, n, count, seconds, products, error, tols))
+        times = [{m: [a.seconds for a in window[m]] for m in METHODS} for window in answers]
+        entries.append(Entry(cases[0].name, n, count, seconds, products, error, tols, times))
     return entries
 
 

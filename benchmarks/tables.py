@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,11 +37,19 @@ class Target:
 
 @dataclass
 class Section:
-    """One section of the page: paragraphs, tables and targets in order."""
+    """One section of the page: paragraphs, tables and targets in order.
+
+    Attributes:
+        title: Its heading.
+        parts: Paragraphs and tables.
+        targets: Goals with what was measured.
+        raw: What was measured, as numbers; kept beside the page.
+    """
 
     title: str
     parts: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    raw: list[dict[str, object]] = field(default_factory=list)
 
     def add(self, text: str) -> None:
         """Append a paragraph or table."""
@@ -115,6 +124,16 @@ def machine(command: str) -> str:
             f"- Versions: {versions} ({blas})",
         ]
     )
+
+
+def commit() -> str:
+    """The commit of this tree, with a plus sign if it was changed since."""
+    at = Path(__file__).parent
+    said = [
+        subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=False).stdout
+        for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
+    ]
+    return (said[0].strip() or "unknown") + "+" * bool(said[1].strip())
 
 
 def _processor() -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope import Bound, Measurement, TokenShare
+from lipscope import Bound, Direction, Measurement, TokenShare
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import provenance
 from rows import row, write_lines
@@ -20,6 +21,7 @@ def written(
     folder: Path,
     rows: Iterable[Measurement],
     words: Sequence[str] | None = WORDS,
+    directions: Iterable[Direction] = (),
     **spec: Any,
 ) -> Path:
     """A finished run folder of these rows; every window says the same words."""
@@ -28,7 +30,8 @@ def written(
     # All lines at once: a run appends row by row and waits for the disk each time.
     rows = list(rows)
     tokens = [vars(t) for one in rows for t in (shares(one, words) if words else ())]
-    for name, records in (("rows", [one.to_dict() for one in rows]), ("tokens", tokens)):
+    tables = {"rows": [one.to_dict() for one in rows], "tokens": tokens}
+    for name, records in (tables | {"directions": [*map(vars, directions)]}).items():
         write_lines(folder / f"{name}.jsonl", records)
     return folder
 
@@ -47,6 +50,39 @@ def shares(of: Measurement, words: Sequence[str]) -> list[TokenShare]:
         )
         for k, text in enumerate(words)
     ]
+
+
+def directed(of: Measurement) -> list[Direction]:
+    """Two directions: the first moves a nasty token along a nasty word and is not determined."""
+    assert of.sigma is not None
+    found = []
+    for rank in (1, 2):
+        about: dict[str, Any] = {"id": of.id, "rank": rank, "sigma": of.sigma / rank}
+        about |= {"upper": 1.1 * of.sigma / rank, "residual": 1e-4}
+        about |= {"sine": None if rank == 1 else 0.01}
+        read: dict[str, Any] = {"space": "vocabulary", "spanned": 0.3, "chance_spanned": 0.1}
+        read |= {"chance_cosine": 0.2, "minus": "[]"}
+        plus = json.dumps([[NASTY, 0.5], ["word", 0.25]])
+        found += [
+            Direction(
+                side="right", index=1, text=NASTY, share=0.9, plus=plus, cosine=0.5, **read, **about
+            ),
+            Direction(
+                side="left",
+                index=5,
+                text="[SEP]",
+                share=0.4,
+                plus=plus,
+                cosine=0.1,
+                **read,
+                **about,
+            ),
+            *(
+                Direction(side="head", index=h, text=f"head {h}", share=share, **about)
+                for h, share in enumerate((1.25, -0.25))
+            ),
+        ]
+    return found
 
 
 def grown(

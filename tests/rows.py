@@ -7,6 +7,7 @@ from typing import Any
 
 from lipscope import Measurement, TokenShare
 from lipscope.records.jsonl import sealed
+from lipscope.records.stored import BESIDE
 
 # As the first issue lists them, in its order; then what sweeps added.
 KEYS = [
@@ -137,7 +138,7 @@ def tokens_of(measured: Measurement, texts: Sequence[str]) -> list[TokenShare]:
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file, without what a run adds to its records."""
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    extra = ("crc", *(("tokens", "bounds") if path.name == "rows.jsonl" else ()))
+    extra = ("crc", *(BESIDE if path.name == "rows.jsonl" else ()))
     return [{k: v for k, v in one.items() if k not in extra} for one in found]
 
 

@@ -16,7 +16,7 @@ from lipscope import capture, certify, read_run, to_dense
 from lipscope.theorems import catalogue
 from tiny import TINY
 
-PAGE = Path(__file__).parent.parent / "docs" / "theorems.md"
+DOCS = Path(__file__).parent.parent / "docs"
 OLMO, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("olmo", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
@@ -283,14 +283,25 @@ def test_theorems(command):
     assert some and {(r["kind"], r["scope"]) for r in some} == {("lower", "global")}
 
 
+SOURCES = {one.cite.replace(" ", "-"): one.cite for one in catalogue()}
+
+
 @pytest.mark.parametrize(
-    ("option", "name"),
-    [("--markdown", "theorems"), ("--families", "families"), ("--variants", "variants")],
+    ("options", "name"),
+    [
+        (["--markdown"], "theorems"),
+        (["--families"], "families"),
+        (["--variants"], "variants"),
+        *((["--markdown", "--cite", cite], f"theorems/{name}") for name, cite in SOURCES.items()),
+    ],
 )
-def test_the_generated_pages_are_up_to_date(command, option, name):
+def test_the_generated_pages_are_up_to_date(command, options, name):
     """`lipscope theorems --markdown > docs/theorems.md`, and so on."""
-    page = PAGE.with_name(f"{name}.md").read_text(encoding="utf-8")
-    assert command("theorems", option).out == page
+    assert command("theorems", *options).out == (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_every_source_of_theorems_has_its_page():
+    assert {one.stem for one in (DOCS / "theorems").iterdir()} == set(SOURCES)
 
 
 @pytest.mark.parametrize(

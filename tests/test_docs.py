@@ -5,6 +5,7 @@ Python blocks run in their order and share their names, commands run one by one.
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
@@ -20,6 +21,7 @@ from lipscope.cli import app
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_ALONE = re.compile(r"^`(lipscope [^`]*)`$", re.MULTILINE)  # under a figure
 _BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -79,7 +81,8 @@ def test_every_command_of_the_pages_can_be_read() -> None:
     known: Any = typer.main.get_command(app)
     found = 0
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for code in _FENCED.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        for code in _FENCED.findall(text) + _ALONE.findall(text):
             for line in code.replace("\\\n", " ").splitlines():
                 if line.split(" ")[0] not in ("lipscope", ".venv/bin/lipscope"):
                     continue
@@ -129,3 +132,10 @@ def _command(line: str, monkeypatch) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 0, line
+
+
+def test_the_page_of_benchmarks_is_written_from_what_was_kept(monkeypatch) -> None:
+    """`python benchmarks/run.py --page`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    run = importlib.import_module("run")
+    assert run.page(run.kept()) == run.PAGE.read_text(encoding="utf-8")

@@ -42,9 +42,9 @@ def test_rows_are_on_the_disk_as_they_come(tmp_path):
         assert len(lines(tmp_path / "run" / "tokens.jsonl")) == 2 * (i + 1)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     files = manifest.pop("files")
-    assert sorted(files) == ["bounds", "rows", "tokens", "values"]
+    assert sorted(files) == ["bounds", "directions", "rows", "tokens", "values"]
     origin = {"machine": "here"}
-    assert manifest == {"schema": 5, "spec": SPEC, "provenance": origin, "models": {}}
+    assert manifest == {"schema": 6, "spec": SPEC, "provenance": origin, "models": {}}
 
 
 def test_a_folder_gives_its_rows_back(tmp_path):

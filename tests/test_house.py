@@ -26,12 +26,12 @@ INSIDE = {
     "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control",
-    "engine": "changed cli_habits dynamics measure ranges reliability_sweep split sweep "
+    "engine": "changed cli_habits directions dynamics measure ranges reliability_sweep split sweep "
     "sweep_cluster sweep_spec",
     "experiments": "changed charlm digits perturb questions reproduce splitting zero_token",
-    "linalg": "ascent derivative interval operator singular text_edits",
+    "linalg": "ascent derivative directions interval operator singular text_edits",
     "measures": "splitting",
-    "models": "capture changed dinov2 families settings sides",
+    "models": "capture changed dinov2 directions families settings sides",
     "pages": "identity page",
     "records": "changed charlm cli_rows engine_bounds folder growth normed parquet perturb "
     "questions record report reliability reliability_sweep reproduce residual_bounds run sweep",

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
-from folders import NASTY, WORDS, grown, sandwiched, trained, written
+from folders import NASTY, WORDS, directed, grown, sandwiched, trained, written
 from lipscope import Rows, report
 from rows import row
 
@@ -45,7 +45,13 @@ def path(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     first = grown() + grown(heads=2) + grown(map="block", metric="token-relative")
     runs = [
-        written(folder / "first", first),
+        written(
+            folder / "first",
+            first,
+            directions=[
+                d for r in first if (r.layer, r.map) == (2, "attention") for d in directed(r)
+            ],
+        ),
         written(folder / "second", grown(layers=2, model=NASTY, revision=NASTY)),
         sandwiched(folder / "bounds"),
     ]
@@ -154,6 +160,19 @@ def test_a_text_with_markup_stays_text(opened: Opened) -> None:
     assert NASTY in opened.page.inner_text("#tip")
     assert opened.page.locator("main img, #tip img, script[src]").count() == 0
     assert opened.page.locator("script").count() == 3
+
+
+def test_directions_are_in_words(opened: Opened) -> None:
+    words = opened.page.locator("#words")
+    assert "the vector is not determined" in words.inner_text()
+    assert words.locator(".chips span").all_inner_texts() == [NASTY, "word"]
+    assert words.locator(".reading q").all_inner_texts() == [NASTY, "[SEP]"]
+    assert words.inner_text().count("reads as nothing\n") == 1  # nearest 0.1, chance 0.2
+    assert words.locator(".bars i").count() == 2 and words.locator(".bars i.against").count() == 1
+    opened.choose("Direction", "2")
+    assert "singular vector at most 0.01" in words.inner_text()
+    opened.choose("Layer", "layer 0")
+    assert "lipscope directions … --out DIR" in words.inner_text()
 
 
 def test_a_point_under_the_mouse_and_a_click_tell_its_window(opened: Opened) -> None:

@@ -11,10 +11,11 @@ import pandas
 import polars
 import pytest
 
+from folders import directed
 from lipscope import Bound, Measurement, read_run
 from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
-from lipscope.records.folder import RunFolder
+from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.jsonl import sealed
 from rows import BOUND_KEYS, SPEC, lines, row, tokens_of, write_lines
 
@@ -41,7 +42,8 @@ def filled(path: Path, count: int = 3, *, start: int = 0) -> list[Measurement]:
     rows = [row(layer=i, sigma=2.0 + i) for i in range(start, start + count)]
     with RunFolder(path, SPEC, {"machine": "here"}) as folder:
         for one in rows:
-            folder.append(one, tokens_of(one, ["a", "b"]), [bound_of(one)])
+            sides = tuple(tokens_of(one, ["a", "b"])), (bound_of(one),), tuple(directed(one))
+            folder.extend([Finished(one, *sides)])
     return rows
 
 
@@ -53,7 +55,9 @@ def test_all_tables_are_read_back(tmp_path):
     assert [t.id for t in run.token_shares([rows[1].id])] == [rows[1].id] * 2
     assert run.bound_values() == [bound_of(one) for one in rows]
     assert run.bound_values([rows[2].id]) == [bound_of(rows[2])]
-    assert run.manifest["schema"] == 5 and run.manifest["spec"] == SPEC
+    assert run.direction_parts() == [part for one in rows for part in directed(one)]
+    assert run.direction_parts([rows[2].id]) == directed(rows[2])
+    assert run.manifest["schema"] == 6 and run.manifest["spec"] == SPEC
     assert run.manifest["provenance"] == {"machine": "here"}
 
 
@@ -68,14 +72,14 @@ def test_bounds_open_without_lipscope(tmp_path):
     assert sorted(found, reverse=True) == [(6.0 / (2.0 + i),) for i in range(len(rows))]
 
 
-@pytest.mark.parametrize("schema", [1, 4, 6])
+@pytest.mark.parametrize("schema", [1, 5, 7])
 def test_a_folder_of_another_schema_is_refused_in_one_line(tmp_path, schema):
     filled(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({"schema": schema, "spec": SPEC}))
-    assert manifest["schema"] == 5
+    assert manifest["schema"] == 6
     for ask in (read_run, lambda path: RunFolder(path, SPEC)):
-        with pytest.raises(InputError, match=rf"of schema 5.*Found schema {schema}") as caught:
+        with pytest.raises(InputError, match=rf"of schema 6.*Found schema {schema}") as caught:
             ask(tmp_path)
         assert "\n" not in str(caught.value)
 
@@ -141,13 +145,13 @@ def _flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("name", ["rows", "tokens", "bounds"])
+@pytest.mark.parametrize("name", ["rows", "tokens", "bounds", "directions"])
 def test_a_damaged_copy_is_made_again_from_the_lines(tmp_path, damage, name):
     rows = filled(tmp_path)
     DAMAGE[damage](tmp_path / f"{name}.parquet")
     run = read_run(tmp_path)
     assert run.measurements() == rows
-    assert (len(run.tokens), len(run.bounds)) == (6, 3)
+    assert (len(run.tokens), len(run.bounds), len(run.directions)) == (6, 3, 24)
     with RunFolder(tmp_path, SPEC) as folder:
         assert [*folder.done.values()] == rows
     assert len(polars.read_parquet(tmp_path / f"{name}.parquet")) == len(lines_of(tmp_path, name))

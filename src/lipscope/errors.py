@@ -32,6 +32,10 @@ class InputError(ValueError):
         words = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
         super().__init__(re.sub(r"`([^`]*)`", lambda found: f"`{_cut(found[1])}`", words))
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython prints instead of a traceback: a foreseeable mistake is one line."""
+        return [f"InputError: {self}"]
+
 
 def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -1,6 +1,7 @@
 """What `lipscope` offers: the verbs, sigma, linearise, the variants, the records."""
 
-import lipscope.dynamics  # noqa: F401  (the room `ls.dynamics`)
+import lipscope.dynamics
+import lipscope.pages.notebook  # noqa: F401  (what notebooks show)
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -20,6 +21,7 @@ from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
 from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
+from lipscope.engine.directions import directions
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
 from lipscope.engine.smooth import Smoothed, smooth
@@ -33,7 +35,7 @@ from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.models import load_model
 from lipscope.pages.report import report
 from lipscope.pages.rows import Rows
-from lipscope.records.rows import Bound, Measurement, TokenShare
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
 from lipscope.records.run import Run, read_run
 from lipscope.theorems import catalogue
 
@@ -41,6 +43,7 @@ __all__ = [
     "Attention",
     "Bound",
     "ClippedAttention",
+    "Direction",
     "DividedAttention",
     "DotProduct",
     "InputError",
@@ -66,6 +69,7 @@ __all__ = [
     "capture",
     "catalogue",
     "certify",
+    "directions",
     "linearise",
     "load_model",
     "measure",

@@ -11,12 +11,13 @@ from torch import Tensor
 from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.balls import in_double, sigma_of, tokens_of
 from lipscope.certificates.read_out import check_ball
+from lipscope.display import Shown
 from lipscope.theorems.derived.ball import per_token
 from lipscope.theorems.derived.intervals import BallName
 
 
 @dataclass(frozen=True)
-class BallAttack:
+class BallAttack(Shown):
     """The worst that was found inside a ball; what a certificate must exceed.
 
     Attributes:

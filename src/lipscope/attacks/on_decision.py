@@ -12,6 +12,7 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.certificates.decision import Decision
 from lipscope.certificates.read_out import Pool, check_ball
+from lipscope.display import Shown
 from lipscope.theorems.derived.intervals import BallName
 
 _RIVALS = 5  # classes that an attack tries to reach, those nearest to first order
@@ -20,7 +21,7 @@ _BISECTIONS = 7
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(Shown):
     """The smallest move found that changes a decision; what a certified radius must not exceed.
 
     Attributes:

@@ -16,6 +16,7 @@ from lipscope.attacks.constructions.construction import Construction
 from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attention import Attention
+from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.theorems import DERIVED
@@ -35,7 +36,7 @@ _BEST_AS_STARTS = 4
 
 
 @dataclass(frozen=True)
-class WorstInput:
+class WorstInput(Shown):
     """One input and sigma of the whole layer there, or why it is not available.
 
     Attributes:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lipscope.attention import Attention, Map
 from lipscope.certificates.balls import BallLayer, in_double, sigma_of, tokens_of
 from lipscope.certificates.read_out import check_ball
+from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.theorems.derived.ball import per_token
 from lipscope.theorems.derived.intervals import BallName
@@ -25,7 +26,7 @@ _WIDE = 100.0  # times sigma at X, from which on a certificate says so
 
 
 @dataclass(frozen=True)
-class HeadCertificate:
+class HeadCertificate(Shown):
     """One head's part.
 
     Attributes:
@@ -41,7 +42,7 @@ class HeadCertificate:
 
 
 @dataclass(frozen=True)
-class BallCertificate:
+class BallCertificate(Shown):
     """How far a layer's output can move while its input stays in a ball.
 
     Attributes:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.certificates.balls import in_double, tokens_of
 from lipscope.certificates.read_out import Pool, ReadOut, check_ball
+from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import UNIT, heads_of
@@ -26,7 +27,7 @@ _DENSE = 1024  # entries of X up to which the Hessian of a margin is formed
 
 
 @dataclass(frozen=True)
-class CertifiedRadius:
+class CertifiedRadius(Shown):
     """The radius within which a decision cannot change.
 
     Attributes:

@@ -99,7 +99,8 @@ def _axis(values: list[float | int], log: bool) -> tuple[alt.Scale, alt.Axis]:
     """Scale and ticks around all values."""
     low, high = min(values), max(values)
     if not log:
-        return alt.Scale(zero=False), alt.Axis(tickCount=6)
+        step = 1 if all(isinstance(value, int) for value in values) else alt.Undefined
+        return alt.Scale(zero=False), alt.Axis(tickCount=6, tickMinStep=step)
     pad = max(1.06, (high / low) ** 0.04)
     domain = [low / pad, high * pad]
     form = ",~g" if high < 1e6 and low >= 1e-3 else ".0e"

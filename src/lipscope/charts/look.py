@@ -42,16 +42,13 @@ def save(chart: Chart, path: str | Path) -> Path:
         InputError: If the ending is another one.
     """
     path = Path(path)
-    # Text of a row may hold what ends a drawing: everything that is drawn passes here.
-    spec = printable(chart.to_dict())
-    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    spec, version = _drawn(chart)
     if path.suffix == ".html":
         remark = marks.HINT if "params" in spec else ""
         page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
         replaced(path, page.encode())
     elif path.suffix == ".svg":
-        svg = vl_convert.vegalite_to_svg(spec, vl_version=version)
-        replaced(path, _slim(svg).encode())
+        replaced(path, as_svg(chart).encode())
     elif path.suffix == ".png":
         replaced(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
     else:
@@ -59,6 +56,22 @@ def save(chart: Chart, path: str | Path) -> Path:
             f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
         )
     return path
+
+
+def as_svg(chart: Chart) -> str:
+    """A chart as a drawing that stands by itself.
+
+    Args:
+        chart: A chart of this room.
+    """
+    spec, version = _drawn(chart)
+    return _slim(vl_convert.vegalite_to_svg(spec, vl_version=version))
+
+
+def _drawn(chart: Chart) -> tuple[dict[str, Any], str]:
+    """The chart in Vega-Lite, and its release; text of a row may hold what ends a drawing."""
+    version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+    return printable(chart.to_dict()), version
 
 
 def _slim(svg: str) -> str:

@@ -17,6 +17,7 @@ from lipscope.cli import (
     attack,
     bounds,
     certify,
+    directions,
     doctor,
     measure,
     report,
@@ -68,7 +69,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, attack, certify, split, smooth)
+COMMANDS = (measure, bounds, directions, attack, certify, split, smooth)
 COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]

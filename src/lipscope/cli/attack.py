@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -94,7 +94,7 @@ def attack(
     steps = 20 if steps is None else steps
     from lipscope.engine.attack import attack as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
@@ -102,7 +102,7 @@ def attack(
             length=None if "images" in given else length,
             steps=steps,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     if jsonl:
@@ -125,9 +125,9 @@ def _edit(
     from lipscope.cli.edits import lines, show
     from lipscope.engine.text import attack_text
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = attack_text(
-            model, content, layer=layer, length=length, out=place, progress=bar.update, **given
+            model, content, layer=layer, length=length, out=place, progress=told.update, **given
         )
     if jsonl:
         for line in lines(found):

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.comparison import ADVERSARIAL, MEASURED, by_row, given, looseness
 from lipscope.records.place import Place
@@ -64,7 +64,7 @@ def bounds(
     pictures = "images" in wanted
     from lipscope.engine.bounds import bounds as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
@@ -73,7 +73,7 @@ def bounds(
             samples=samples,
             attack=attack,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **wanted,
         )
     if jsonl:
@@ -83,7 +83,7 @@ def bounds(
         console = Screen(width=max(_WIDTH, Console().width))
         console.print(found.bounds_table())
     if out is not None:
-        if bar.anew or not any(Path(out).glob("*.svg")):
+        if told.anew or not any(Path(out).glob("*.svg")):
             found.save(out)
         errors.print(f"Rows and figure: {out}", markup=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.errors import InputError
 from lipscope.records.place import Place
 
@@ -114,10 +114,10 @@ def certify(
         def find(loaded: LoadedModel, out: RunFolder | None) -> tuple[Any, Any]:
             return _bound(loaded, content, place, wanted, attempts, out)
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         where = None if out is None else Place(out, force=force)
         every = {**wanted, **attempts}
-        about = {"asked": every, "out": where, "progress": bar.update}
+        about = {"asked": every, "out": where, "progress": told.update}
         rows, file = answered(model, content, find, **about, **place)
     if jsonl:
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]

@@ -18,7 +18,7 @@ from lipscope.cli.options import (
     indices,
     with_options,
 )
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.engine.ranges import parse_integers
 from lipscope.records.place import Place
 
@@ -50,7 +50,7 @@ def measure(
     pictures = "images" in given
     from lipscope.engine.measure import measure as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         rows = run(
             model,
             content,
@@ -58,11 +58,11 @@ def measure(
             lengths=None if pictures else parse_integers(lengths, "lengths"),
             samples=samples,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     _publish(rows, jsonl=jsonl)
-    if bar.anew or not any(place.path.glob("*.svg")):
+    if told.anew or not any(place.path.glob("*.svg")):
         rows.save(place.path)
     errors.print(f"Rows and figures: {place.path}", markup=False, soft_wrap=True)
 

@@ -38,10 +38,13 @@ def rows(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
     where: Annotated[
         str | None,
-        typer.Option(help="SQL condition on the columns; also on tokens and bounds, by id."),
+        typer.Option(
+            help="SQL condition on the columns; also on tokens, bounds and directions, by id."
+        ),
     ] = None,
     part: Annotated[
-        str | None, typer.Option(help="Values beside the rows: edits of attack, tokens of split.")
+        str | None,
+        typer.Option(help="Beside the rows: directions; edits of attack, tokens of split."),
     ] = None,
     to: Annotated[
         str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
@@ -77,7 +80,7 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
     """The rows for which a condition holds.
 
     Args:
-        run: The run; its tables are ``rows``, ``tokens`` and ``bounds``.
+        run: The run; its tables are ``rows`` and those of `BESIDE`.
         where: What stands after WHERE, in polars' SQL; all rows if None.
 
     Returns:
@@ -88,15 +91,17 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
     """
     import polars as pl
 
+    from lipscope.records.stored import BESIDE
+
     if where is None:
         return run.rows
     if other := _READS.search(_TEXT.sub("", where)):
         raise InputError(
             f"`--where` should be an SQL condition on this run. Found `{other[0]}`, which reads "
-            "other files; its tables are rows, tokens and bounds."
+            f"other files; its tables are rows, {', '.join(BESIDE)}."
         )
     tables = {"rows": run.rows}
-    for name in ("tokens", "bounds"):
+    for name in BESIDE:
         if name in where:
             tables[name] = getattr(run, name)
     try:
@@ -107,12 +112,12 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
 
 
 def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
-    """Values of a part, a line each."""
+    """Values of a part, or the directions, a line each."""
     if where is not None or to == "latex":
         raise InputError(
             "`--part` goes with csv, parquet and json of all lines. Found `--where` or latex."
         )
-    found = run.values(part)
+    found = run.directions if part == "directions" else run.values(part)
     if not len(found):
         raise InputError(f"`--part` should name values of this run. Found none of `{part}`.")
     return found

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
@@ -55,14 +55,14 @@ def split(
     content, given = asked(options)
     from lipscope.engine.split import split as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
             layers=indices(layers, "layers"),
             length=None if "images" in given else length,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     if jsonl:
@@ -72,7 +72,7 @@ def split(
     else:
         _show(found)
     if place is not None:
-        if bar.anew or not (place.path / f"{_STEM}.svg").exists():
+        if told.anew or not (place.path / f"{_STEM}.svg").exists():
             _draw(found, place.path)
         errors.print(f"Rows and figure: {place.path}", markup=False, soft_wrap=True)
 

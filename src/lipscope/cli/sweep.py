@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.records.place import Place
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def sweep(
     if dry_run:
         _tell(estimate(spec, place, workers=workers, cluster=cluster))
         return
-    with resumable(), Bar() as bar:
-        rows = run(spec, place, workers=workers, cluster=cluster, progress=bar.update)
+    with resumable(), bar() as told:
+        rows = run(spec, place, workers=workers, cluster=cluster, progress=told.update)
     _publish(rows, place.path)
     if any(row.passing for row in rows):
         raise typer.Exit(1)

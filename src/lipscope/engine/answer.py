@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from lipscope.engine.plan import Job
-from lipscope.engine.question import Answer, explained, finite
+from lipscope.engine.question import Answer, Found, explained, finite
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.difference import difference
-from lipscope.linalg.norms import bracketed
+from lipscope.linalg.leading import leading
+from lipscope.linalg.norms import bracketed, frobenius_interval
 from lipscope.linalg.operator import Operator, Product, over_leading, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
 from lipscope.linalg.starts import start_named
@@ -154,9 +155,30 @@ class _Solve:
                 derivative_error=error,
                 seconds=seconds,
                 notes=tuple(self._notes(top, rest[i][1], average[i], remark)),
+                leading=self._leading(top) if self.spec.directions else (),
             )
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
+
+    def _leading(self, top: TopSingular) -> tuple[Found, ...]:
+        """The leading directions of all heads together, on all tokens."""
+        if not top.sigma > 0:
+            return ()
+        found = leading(
+            self.operator,
+            top,
+            lambda rank: self._generator(None, f"direction {rank}"),
+            count=self.spec.directions,
+            memory=self.memory // 2,
+            **self.spec.solver(),
+        )
+        rows_out = self.jacobian.out_shape[-2]
+        whole = [
+            replace(one, v=_whole(one.v, self.move, self.n), u=_whole(one.u, self.read, rows_out))
+            for one in found
+        ]
+        scale = 1.0 if self.scale is None else self.scale[:, None]
+        return tuple(Found(one, one.v * scale) for one in whole)
 
     def _beside(self, itself: Itself, tops: list[TopSingular]) -> tuple[float | None, str | None]:
         """How far ``J v`` is from the finite difference of the model; a remark."""
@@ -192,9 +214,7 @@ class _Solve:
             v = torch.randn(v.shape, generator=self._generator(None, "difference")).to(v)
         if self.scale is not None:
             v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
-        if self.move is None:
-            return v
-        return torch.zeros_like(self.layer.x).index_copy(0, self.move, v)
+        return _whole(v, self.move, self.n)
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
         if self.job.metric in ("max-token", "infinity"):
@@ -306,34 +326,11 @@ class _Solve:
         return spread
 
 
-def frobenius_interval(
-    value: float, sigma: float, probes: int, delta: float
-) -> tuple[float, float]:
-    """Interval for ``F = ‖J‖_F`` from ``X = mean ‖J z‖^2 = value^2`` over Gaussian probes.
-
-    With ``s = sqrt(log(2 / delta) / probes)`` and ``sigma >= ‖J‖_2``,
-    ``sqrt(max(X - sigma^2 s^2, 0)) - sigma s <= F <= sigma s + sqrt(X + sigma^2 s^2)``
-    with probability at least ``1 - delta``.
-
-    Holds because ``X`` is a weighted sum of chi-squares with weights ``s_i^2 / probes``,
-    ``sum s_i^4 <= sigma^2 F^2``, and Lemma 1 of [laurent2000] bounds both of its tails.
-
-    Args:
-        value: Root of the mean squared probe.
-        sigma: Upper bound of the spectral norm.
-        probes: Number of probes.
-        delta: Failure probability.
-
-    Returns:
-        Lower and upper end.
-
-    >>> low, high = frobenius_interval(10.0, 1.0, 16, 0.01)
-    >>> low < 10.0 < high
-    True
-    """
-    s = sigma * math.sqrt(math.log(2 / delta) / probes)
-    low = math.sqrt(max(value**2 - s**2, 0.0)) - s
-    return max(low, 0.0), s + math.sqrt(value**2 + s**2)
+def _whole(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
+    """Rows of some tokens as rows of all; those of the others are zero."""
+    if index is None:
+        return vector
+    return vector.new_zeros(n, vector.shape[1]).index_copy(0, index, vector)
 
 
 def _of_copies(layer: LayerMap) -> str | None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attacks import WorstInput
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, is_number, whole
-from lipscope.engine.runs import LocalRun, Progress, of_one_window, told
+from lipscope.engine.progress import Progress, told
+from lipscope.engine.runs import LocalRun, of_one_window
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
@@ -24,7 +26,7 @@ WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascen
 
 
 @dataclass(frozen=True)
-class Attacked:
+class Attacked(Shown):
     """What an attack on a layer found.
 
     Attributes:
@@ -74,7 +76,7 @@ def attack(
         steps: Steps of the ascent; 0 for constructions only.
         out: Run folder for both rows, the worst input as ``worst.npz`` (x, v) in it; one of another
             attack is refused.
-        progress: Called as ``progress(done, total, row)``.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention``, and
             ``dtype`` float64.
 
@@ -114,9 +116,10 @@ def attack(
             plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
             return {"found": plain, "radius": radius, "given_radius": given}
 
-        told(progress)(0, 2, None)
+        tell = told(progress)
+        tell(0, 2, None)
         held = run.once("attack", {}, find, _WORST)
-        rows = run.rows(progress)
+        rows = run.rows(tell)
         if not tried:  # it was attacked before
             assert run.folder is not None
             tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]

@@ -9,7 +9,8 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from lipscope.engine.checks import argument, flag
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress, is_text
+from lipscope.engine.progress import Progress
+from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
 from lipscope.models import LoadedModel
@@ -46,7 +47,7 @@ def bounds(
         attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
             seconds a head.
         out: As for `measure`.
-        progress: Called as ``progress(done, total, row)``.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
             ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
             measures sigma in it (all theorems, and sigma in the Frobenius norm, without);

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, whole, window_length
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.plan import Job
@@ -30,7 +31,7 @@ ANSWERS += ("radius", "rest", "average", *SOLVER)
 
 
 @dataclass(frozen=True)
-class Captured:
+class Captured(Shown):
     """A layer and its input on one window of text or one entry of a batch.
 
     Attributes:

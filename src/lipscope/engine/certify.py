@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
-from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, Progress, of_one_window
+from lipscope.engine.progress import Progress, Tell
+from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel
@@ -73,8 +74,8 @@ def certify(
             to 5 seconds, else the note says how long.
         out: Run folder for the row of sigma at X and for the certificate; several of one input may
             stand in it.
-        progress: Called as ``progress(done, total, row)``, at the start, and when sigma at X is
-            known.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``,
+            at the start, and when sigma at X is known.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``, and ``dtype`` float64.
 
@@ -156,7 +157,7 @@ def answered(
     layer: int,
     length: int | None,
     out: Place | None,
-    progress: Progress,
+    progress: Tell,
     **options: Any,
 ) -> tuple[list[dict[str, Any]], str]:
     """What is said of certificates and attacks on them, from the folder if it was said before.

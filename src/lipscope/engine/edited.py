@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from lipscope.display import Shown
 from lipscope.pages.rows import Rows
 
 SUCCEEDED, FAILED, SKIPPED = "succeeded", "failed", "skipped"
 
 
 @dataclass(frozen=True)
-class TextEdit:
+class TextEdit(Shown):
     """What one recipe did to one window of a text.
 
     Attributes:
@@ -98,7 +99,7 @@ class RecipeSummary:
 
 
 @dataclass(frozen=True)
-class TextAttack:
+class TextAttack(Shown):
     """What edits of few tokens do.
 
     Attributes:

@@ -10,7 +10,8 @@ from typing import Any, Literal, Unpack
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress
+from lipscope.engine.progress import Progress
+from lipscope.engine.runs import AnyFolder, LocalRun
 from lipscope.engine.spec import MeasureOptions
 from lipscope.models import LoadedModel, Sample
 from lipscope.models.data.windows import digest
@@ -49,7 +50,8 @@ def measure(
         samples: Windows per length, or pictures; 10 if None.
         out: Run folder, or one that is open; a run of the same question there is continued, also
             by more layers, lengths or samples, and any other is refused.
-        progress: Called as ``progress(done, total, row)``, in rows.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``,
+            in rows.
         **options: Shared by all verbs, each with its default:
 
             * ``map="attention"``: ``heads``, ``attention``, ``normed``, ``residual``, ``block``,

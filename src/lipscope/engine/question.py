@@ -7,9 +7,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Float
+from torch import Tensor
+
 from lipscope.errors import InputError, out_of_memory
+from lipscope.linalg.leading import Leading
 from lipscope.linalg.singular import TopSingular
 from lipscope.records.rows import AGAIN, TokenShare
+
+
+@dataclass(frozen=True)
+class Found:
+    """One of the leading directions of a map, on all of its tokens.
+
+    Attributes:
+        of: The direction, its vectors on all tokens: zero where none moves or none is read.
+        move: ``D v``, the move that it is in the metric.
+    """
+
+    of: Leading
+    move: Float[Tensor, "n d"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +47,7 @@ class Answer:
         seconds: Solving time.
         notes: Remarks for the row.
         error: What failed, or None.
+        leading: The leading directions, if they are asked for.
     """
 
     head: int | None
@@ -46,6 +64,7 @@ class Answer:
     seconds: float
     notes: tuple[str, ...] = ()
     error: str | None = None
+    leading: tuple[Found, ...] = ()
 
     def columns(self) -> dict[str, Any]:
         """The columns of the row that the computation fills."""

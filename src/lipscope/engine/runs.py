@@ -19,6 +19,7 @@ from lipscope.attention import Attention, MultiheadAttention
 from lipscope.engine.checks import argument, path, window_length
 from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.engine.plan import Job, Shape, plan, row_ids
+from lipscope.engine.progress import Progress, told
 from lipscope.engine.question import explained
 from lipscope.engine.rows import failed_rows, source_of
 from lipscope.engine.session import Session
@@ -32,7 +33,6 @@ from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
 
-Progress = Callable[[int, int, Measurement | None], None]
 AnyModel = str | Path | nn.Module | LoadedModel
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
@@ -176,7 +176,7 @@ class LocalRun:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
 
         Args:
-            progress: Called as ``progress(done, total, row)``.
+            progress: As for `told`.
             keep: Whether they are written into the folder.
 
         Returns:
@@ -189,6 +189,7 @@ class LocalRun:
         done = self._held(ids)
         tokens = folder.tokens(done) if folder is not None and self.spec.tokens else []
         bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
+        parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
         for job in self.left():
             new = [one for one in self._answered(job) if one.row.id not in done]
@@ -198,6 +199,7 @@ class LocalRun:
                 folder.extend(new)
             tokens += [token for one in new for token in one.tokens]
             bounds += [bound for one in new for bound in one.bounds]
+            parts += [part for one in new for part in one.directions]
             done |= {one.row.id: one.row for one in new}
             tell(sum(one in done for one in ids), len(ids), new[-1].row if new else None)
         return Rows(
@@ -205,6 +207,7 @@ class LocalRun:
             tokens=tokens,
             windows=self.spec.windows,  # pyright: ignore[reportArgumentType]
             bounds=bounds,
+            directions=parts,
         )
 
     def once(
@@ -272,11 +275,13 @@ class LocalRun:
         if folder is None or folder is not self._out:
             return held
         bounded = {one.id for one in folder.bounds(held)} if self.spec.theorems else held
+        worded = {one.id for one in folder.directions(held)} if self.spec.directions else held
         asked = {"sigma_rest": self.spec.rest, "frobenius": self.spec.average}
 
         def complete(row: Measurement) -> bool:
             said = all(getattr(row, name) is not None for name, on in asked.items() if on)
-            return row.sigma is None or (said and row.id in bounded)
+            whole = row.id in bounded and (row.id in worded or not row.sigma)
+            return row.sigma is None or (said and whole)
 
         return {id: row for id, row in held.items() if complete(row)}
 
@@ -294,16 +299,6 @@ class LocalRun:
         """The specification in the words of the call."""
         plain = self.spec.as_dict() | ({"asked": dict(self._asked)} if self._asked else {})
         return plain | {name: plain.pop(several) for name, several in AXES.items()}
-
-
-def told(progress: Progress | None) -> Progress:
-    """What is told how far a run is; nobody if None."""
-    if progress is not None and not callable(progress):
-        raise InputError(
-            "`progress` should be a function of `done`, `total` and the row. Found "
-            f"`{type(progress).__name__}`."
-        )
-    return progress or (lambda *_: None)
 
 
 def _with_more(one: Finished, held: Measurement | None) -> Finished:

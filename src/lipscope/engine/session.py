@@ -22,11 +22,12 @@ from lipscope.engine.built import (
 from lipscope.engine.layer import radius_of_the_norm
 from lipscope.engine.places import Places
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
-from lipscope.engine.question import explained
+from lipscope.engine.question import Answer, explained
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
-from lipscope.errors import InputError
+from lipscope.engine.worded import worded
+from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     LayerMap,
     LoadedModel,
@@ -38,6 +39,7 @@ from lipscope.models import (
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
+from lipscope.records.rows import Direction, Measurement
 from lipscope.theorems import Normed, Residual
 
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
@@ -203,7 +205,7 @@ class Session:
             )
             tokens = reply.token_shares(row.id, item.tokens) if self.spec.tokens else []
             bounds = self._bounds(job, row, built) if self.spec.theorems else ()
-            found.append(Finished(row, tuple(tokens), bounds))
+            found.append(Finished(row, tuple(tokens), bounds, self._worded(job, row, reply, built)))
         return found
 
     def place(self, job: Job) -> tuple[LayerMap, Sample, list[str]]:
@@ -289,6 +291,16 @@ class Session:
 
     def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
         return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
+
+    @memory_for("The readings of a whole vocabulary")
+    def _worded(
+        self, job: Job, row: Measurement, reply: Answer, built: LayerMap
+    ) -> tuple[Direction, ...]:
+        places = self.places
+        record = None if places.is_layer(job) else places.trace(job)
+        loaded = places.loaded(job.model, job.weights)
+        about = (built, row.id, loaded, places.item(job), record, places.memory)
+        return tuple(worded(reply.leading, *about)) if reply.leading else ()
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
         """Of which tokens bounds through a norm in front speak, if any are asked for."""

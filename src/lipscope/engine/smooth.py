@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lipscope.attacks import ascent_move
 from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, flag, path, whole
 from lipscope.engine.measure import measure
 from lipscope.engine.runs import loaded_model
@@ -34,7 +35,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Smoothed:
+class Smoothed(Shown):
     """What became of a model.
 
     Attributes:

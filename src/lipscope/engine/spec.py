@@ -131,6 +131,7 @@ class Spec:
         images: Pictures instead of texts: a folder, or ``random``.
         resolutions: Sides of the pictures in pixels; the model's own if None.
         tokens: Whether the tokens of every row are kept.
+        directions: How many of the leading singular directions are put in words.
     """
 
     models: tuple[Model, ...]
@@ -166,6 +167,7 @@ class Spec:
     modules: str | None = None
     allow_pickle: bool = False
     tokens: bool = True
+    directions: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: what the manifest holds and what workers are told."""

@@ -11,10 +11,12 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, one_of
 from lipscope.engine.plan import Job
+from lipscope.engine.progress import Progress, told
 from lipscope.engine.ranges import COPIES
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
+from lipscope.engine.runs import AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, restrict
@@ -65,7 +67,7 @@ class TokenGain:
 
 
 @dataclass(frozen=True)
-class Splitting:
+class Splitting(Shown):
     """What splitting tokens can do in the layers of a model, beside moving them.
 
     Attributes:
@@ -116,7 +118,7 @@ def split(
         length: Number of tokens of the text window; 64 if None.
         out: Run folder: rows with ``move = copies`` and without, tokens as values of the part
             ``tokens``.
-        progress: Called as ``progress(done, total, row)``.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
 
@@ -151,10 +153,11 @@ def split(
         folder = run.opened(stack)
         found: dict[str, list[Rows]] = {"all": [], COPIES: []}
         tokens: list[TokenGain] = []
+        tell = told(progress)
         for per_head in (False, True):
             for move, some in found.items():
                 with run.also(folder, move=move, per_head=per_head) as one:
-                    some.append(one.rows(progress))
+                    some.append(one.rows(tell))
                     _check_finite(some[-1])
                     if move == COPIES and not per_head:
                         tokens = _tokens(one, some[-1], folder)

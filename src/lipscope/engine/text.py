@@ -16,7 +16,8 @@ from lipscope.engine.checks import argument, one_of, whole, words
 from lipscope.engine.classifier import Classifier, check_texts, classifier_of_file, short
 from lipscope.engine.edited import FAILED, SKIPPED, SUCCEEDED, TextAttack, TextEdit
 from lipscope.engine.plan import Job
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress, is_text, told
+from lipscope.engine.progress import Progress, told
+from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.models import Embedded, LoadedModel, Written, moved, whole_text
@@ -83,7 +84,7 @@ def attack_text(
         read_out: A file as for ``lipscope certify --read-out``, or a `Classifier`, on the mean
             output of the model.
         out: Run folder: rows of sigma, and the edits as values of the part ``edits``.
-        progress: Called as ``progress(done, total, row)``.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input and the solver.
 
     Returns:
@@ -133,10 +134,11 @@ def attack_text(
         edits = _Windows(run, wanted, between, given)
         jobs = [(*one, recipe) for one in zip(run.jobs, rows, strict=True) for recipe in recipes]
         found: list[TextEdit] = []
+        tell = told(progress)
         for job, row, recipe in jobs:
-            told(progress)(len(found), len(jobs), row if edits.anew else None)
+            tell(len(found), len(jobs), row if edits.anew else None)
             found.append(edits.edited(job, row, recipe))
-        told(progress)(len(jobs), len(jobs), rows[-1] if edits.anew else None)
+        tell(len(jobs), len(jobs), rows[-1] if edits.anew else None)
     by = _NEAREST if between else _READ_OUT if given else _OWN
     return TextAttack(rows, tuple(found), by if any(one.decision for one in found) else "")
 

@@ -209,3 +209,33 @@ def _unit_tokens(e: Tensor) -> Tensor:
 def _random(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
     gen = start_named(f"norm|{seed}")
     return torch.randn(_STARTS, *shape, generator=gen, dtype=torch.float64).to(op.device, op.dtype)
+
+
+def frobenius_interval(
+    value: float, sigma: float, probes: int, delta: float
+) -> tuple[float, float]:
+    """Interval for ``F = ‖J‖_F`` from ``X = mean ‖J z‖^2 = value^2`` over Gaussian probes.
+
+    With ``s = sqrt(log(2 / delta) / probes)`` and ``sigma >= ‖J‖_2``,
+    ``sqrt(max(X - sigma^2 s^2, 0)) - sigma s <= F <= sigma s + sqrt(X + sigma^2 s^2)``
+    with probability at least ``1 - delta``.
+
+    Holds because ``X`` is a weighted sum of chi-squares with weights ``s_i^2 / probes``,
+    ``sum s_i^4 <= sigma^2 F^2``, and Lemma 1 of [laurent2000] bounds both of its tails.
+
+    Args:
+        value: Root of the mean squared probe.
+        sigma: Upper bound of the spectral norm.
+        probes: Number of probes.
+        delta: Failure probability.
+
+    Returns:
+        Lower and upper end.
+
+    >>> low, high = frobenius_interval(10.0, 1.0, 16, 0.01)
+    >>> low < 10.0 < high
+    True
+    """
+    s = sigma * math.sqrt(math.log(2 / delta) / probes)
+    low = math.sqrt(max(value**2 - s**2, 0.0)) - s
+    return max(low, 0.0), s + math.sqrt(value**2 + s**2)

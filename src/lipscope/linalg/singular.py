@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg.interval import Cycle, Evidence, start_threshold
 from lipscope.linalg.krylov import Bidiagonal, golub_kahan
@@ -35,7 +36,7 @@ _USUAL_STEPS = 64
 
 
 @dataclass(frozen=True)
-class TopSingular:
+class TopSingular(Shown):
     """The top singular triplet of an operator and what is known about it.
 
     Attributes:

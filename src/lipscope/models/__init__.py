@@ -31,6 +31,7 @@ from lipscope.models.tracing.maps import MAPS, OF_BLOCKS, LayerMap, build_map, c
 from lipscope.models.tracing.overflow import overflows
 from lipscope.models.tracing.padding import without_padding
 from lipscope.models.tracing.prepare import device_of, implementation_for, prepared
+from lipscope.models.tracing.readings import Reader, Readings
 from lipscope.models.tracing.sites import SIDES, Side, attention_sites, families, reader_of, why_run
 from lipscope.models.tracing.trace import trace
 
@@ -41,6 +42,8 @@ __all__ = [
     "Embedded",
     "LayerMap",
     "LoadedModel",
+    "Reader",
+    "Readings",
     "Sample",
     "Side",
     "Trace",

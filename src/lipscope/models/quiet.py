@@ -6,7 +6,11 @@ import contextlib
 import io
 import logging as stdlib_logging
 import sys
+import warnings
 from collections.abc import Iterator
+
+# In a notebook its bars, which are silenced here, would rather be widgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -42,7 +42,7 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
         For every layer and input a table with a line for each theorem, and how to read it;
         with a line for each head where rows are of single heads.
     """
-    of = by_row(bounds)
+    of = by_row(bounds := list(bounds))
     inputs: dict[tuple[object, ...], list[Measurement]] = {}
     for row in rows:
         key = (row.model, row.map, row.layer, row.num_tokens, row.sample)
@@ -54,7 +54,7 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
         if not mine:
             continue
         if any(row.head is not None for row in some):
-            shown.append(_heads(some, of))
+            shown.append(best_table(some, bounds))
         else:
             shown.append(_theorems(some, mine))
             told += some
@@ -84,7 +84,7 @@ _Cells = tuple[str, str, str, str, str, str]
 def _theorems(rows: Sequence[Measurement], pairs: _Pairs) -> Table:
     """What was measured, then lower values, then upper ones."""
     columns = ("theorem", "statement", "source", "scope"), ("value", "× sigma")
-    made = empty_table(_title(rows[0], pairs), *columns)
+    made = empty_table(_title(rows, pairs), *columns)
     made.columns[0].no_wrap = True
     for row in filter(given, rows):
         scope = _scope("local", row.metric)
@@ -126,12 +126,28 @@ def _scope(scope: str, metric: str, eps: float | None = None) -> str:
     return ", ".join([scope, *radius, *([] if metric == "frobenius" else [metric])])
 
 
-def _title(row: Measurement, pairs: _Pairs) -> str:
-    sample = f", sample {row.sample}" if row.sample else ""
-    return (
-        f"{row.model}, layer {row.layer}, map {row.map}, {row.num_tokens} tokens{sample}, "
-        f"{allowed(bound for _, bound in pairs)}"
-    )
+def _shared(rows: Sequence[Measurement]) -> dict[str, object]:
+    """What rows have in common, of what tells them apart."""
+    names = ("model", "layer", "head", "map", "num_tokens", "sample")
+    first = rows[0]
+    return {
+        name: getattr(first, name)
+        for name in names
+        if all(getattr(row, name) == getattr(first, name) for row in rows)
+    }
+
+
+def _title(rows: Sequence[Measurement], pairs: _Pairs) -> str:
+    """What the rows have in common; their norms only where those are the same too."""
+    forms = {"model": "{}", "layer": "layer {}", "map": "map {}", "num_tokens": "{} tokens"}
+    shared = _shared(rows)
+    words = [form.format(shared[name]) for name, form in forms.items() if name in shared]
+    words += [f"sample {shared['sample']}"] if shared.get("sample") else []
+    of: dict[str, list[Bound]] = {}
+    for row, bound in pairs:
+        of.setdefault(row.id, []).append(bound)
+    norms = set(map(allowed, of.values()))
+    return ", ".join([*words, *(norms if len(norms) == 1 else [])])
 
 
 def _remarks(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
@@ -156,11 +172,20 @@ def _remarks(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
     )
 
 
-def _heads(rows: Sequence[Measurement], of: Mapping[str, list[Bound]]) -> Table:
-    """One line a head: sigma, and the best bounds at the input and on all inputs."""
+def best_table(rows: Sequence[Measurement], bounds: Iterable[Bound]) -> Table:
+    """One line a row: sigma, and the best bounds at the input and on all inputs.
+
+    Args:
+        rows: Rows at given inputs.
+        bounds: Their bounds, and those of other rows.
+    """
+    of = by_row(bounds)
+    named = [n for n in ("layer", "head", "num_tokens") if n not in _shared(rows)] or ["layer"]
+    if rows[0].head is not None and "head" not in named:
+        named.append("head")
     made = empty_table(
-        _title(rows[0], [(row, bound) for row in rows for bound in of.get(row.id, [])]),
-        ("head", "best local bound", "best global bound"),
+        _title(rows, [(row, bound) for row in rows for bound in of.get(row.id, [])]),
+        (*(n.replace("num_tokens", "n") for n in named), "best local bound", "best global bound"),
         ("sigma", "local", "× sigma", "global", "× sigma"),
     )
     for row in rows:
@@ -175,5 +200,6 @@ def _heads(rows: Sequence[Measurement], of: Mapping[str, list[Bound]]) -> Table:
             )
         ]
         names = ["–" if bound is None else bound.theorem for bound in best]
-        made.add_row(str(row.head), *names, interval(row), *values)
+        places = [str(getattr(row, name)) for name in named]
+        made.add_row(*places, *names, interval(row), *values)
     return made

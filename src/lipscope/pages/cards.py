@@ -8,7 +8,7 @@ from typing import Any
 
 from lipscope.pages.items import Item
 from lipscope.pages.points import Points, compared, label, short
-from lipscope.pages.rows import remarkable, sentences
+from lipscope.pages.sentences import remarkable, sentences
 from lipscope.pages.table import Line, stable_rank
 
 MAX_SAID = 300

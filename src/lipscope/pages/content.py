@@ -10,13 +10,14 @@ from typing import Any
 from lipscope.errors import InputError
 from lipscope.pages.bounded import bounded
 from lipscope.pages.cards import Card, cards_of
+from lipscope.pages.directions import as_plain, by_rank
 from lipscope.pages.items import Item, by_setting, items_of
 from lipscope.pages.points import Points, as_columns, points_of
 from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, windows_for
 from lipscope.records.comparison import comparisons
-from lipscope.records.rows import Bound, Measurement
+from lipscope.records.rows import Bound, Direction, Measurement
 from lipscope.records.run import Run
 
 
@@ -63,6 +64,15 @@ class Content:
         rows = [item.row for item in self.points.items]
         rows += [line.row for _, line in self.points.lines if line.row is not None]
         return windows_for(self.runs, self.points.items, rows)
+
+    @cached_property
+    def directions(self) -> dict[int, list[dict[str, Any]]]:
+        """The leading directions of the measurements that are carried one by one, by place."""
+        ids = [item.row.id for item in self.points.items]
+        parts: dict[str, dict[int, list[Direction]]] = {}
+        for run in self.runs:
+            parts = by_rank(run.direction_parts(ids)) | parts
+        return {k: as_plain(parts[id]) for k, id in enumerate(ids) if id in parts}
 
     @cached_property
     def cards(self) -> list[Card]:
@@ -125,6 +135,7 @@ class Content:
             "windows": windows.windows,
             "excerpts": windows.excerpts,
             "begins": windows.begins,
+            "directions": self.directions,
             "tops": [windows.tops.get(item.row.id) for item in points.items],
             "cards": [one.as_plain() for one in self.cards],
             "scale": SCALE,

@@ -84,13 +84,14 @@ def _layer_colours(count: int) -> str:
 def _counts(content: Content) -> str:
     rows = f"{len(content.items):,} measurements"
     bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
-    folders = f"{len(content.runs)} folder{'s' * (len(content.runs) > 1)}"
+    count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
+    folders = f" from {count} folder{'s' * (count > 1)}" if count else ""
     dates = sorted(
         str(run.manifest.get("provenance", {}).get("started", ""))[:10] for run in content.runs
     )
     when = " to ".join(dict.fromkeys(d for d in (dates[0], dates[-1]) if d))
     measured = f", measured {when}" if when else ""
-    return f"{rows}{bounds} from {folders}{measured}; written by lipscope {version()}."
+    return f"{rows}{bounds}{folders}{measured}; written by lipscope {version()}."
 
 
 def _methods(content: Content) -> str:

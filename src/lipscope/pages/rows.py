@@ -7,7 +7,6 @@ itself. Figures are drawn on demand, so that importing this module stays cheap.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
@@ -15,27 +14,31 @@ from typing import TYPE_CHECKING, Literal, overload
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from lipscope.charts.pieces import printable, readable
+from lipscope.charts.pieces import printable
+from lipscope.display import Shown, as_html, paragraphs, picture
 from lipscope.errors import InputError
-from lipscope.pages.table import Line, blocks, draw, interval, number, percent, rounded_up
+from lipscope.pages.sentences import failure_probability, place, remarkable, sentences
+from lipscope.pages.table import Line, blocks, draw, number, rounded_up
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
-from lipscope.records.rows import Bound, Measurement, TokenShare, typed_frame
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
     from lipscope.charts.look import Chart
+    from lipscope.pages.inline import Page
 
 
-class Rows(Sequence[Measurement]):
+class Rows(Sequence[Measurement], Shown):
     """Measurements in a sequence, with their tokens, bounds, tables and figures.
 
     Args:
         rows: Measurements, in the order in which they should stand.
         tokens: The tokens of their windows; those of other rows are left out.
         bounds: What theorems say about them; those of other rows are left out.
+        directions: Their leading directions; those of other rows are left out.
         windows: How windows were chosen: "spread" compares the same passages at every
             length, "disjoint" takes fresh ones.
 
@@ -50,11 +53,13 @@ class Rows(Sequence[Measurement]):
         tokens: Iterable[TokenShare] = (),
         windows: Literal["spread", "disjoint"] = "spread",
         bounds: Iterable[Bound] = (),
+        directions: Iterable[Direction] = (),
     ) -> None:
         self._rows = list(rows)
         held = {row.id for row in self._rows}
         self.tokens = [token for token in tokens if token.id in held]
         self.bounds = [bound for bound in bounds if bound.id in held]
+        self.directions = [part for part in directions if part.id in held]
         self.windows: Literal["spread", "disjoint"] = windows
 
     @overload
@@ -64,7 +69,8 @@ class Rows(Sequence[Measurement]):
     def __getitem__(self, index: int | slice) -> Measurement | Rows:
         """One measurement, or some of them with their tokens and bounds."""
         if isinstance(index, slice):
-            return Rows(self._rows[index], self.tokens, self.windows, self.bounds)
+            more = (self.tokens, self.windows, self.bounds, self.directions)
+            return Rows(self._rows[index], *more)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -104,6 +110,10 @@ class Rows(Sequence[Measurement]):
         """One line for each theorem; `id` says which measurement it speaks of."""
         return typed_frame(Bound, (vars(bound) for bound in self.bounds))
 
+    def directions_to_polars(self) -> polars.DataFrame:
+        """One line for each part of a direction; `id` says which measurement it belongs to."""
+        return typed_frame(Direction, (vars(part) for part in self.directions))
+
     def plot(self) -> Chart:
         """The growth chart, see `lipscope.charts.growth_chart`.
 
@@ -130,6 +140,12 @@ class Rows(Sequence[Measurement]):
 
         return bounds_shown(self._rows, self.bounds)
 
+    def directions_table(self) -> RenderableType:
+        """The leading directions of every row: tokens, what they read as, and heads."""
+        from lipscope.pages.directions import directions_shown
+
+        return directions_shown(self._rows, self.directions)
+
     def shade(self, row_id: str | None = None) -> Chart:
         """A window of text, shaded by how much each token can move the output.
 
@@ -150,7 +166,7 @@ class Rows(Sequence[Measurement]):
                 f"{row_id!r} among {len(self)} rows."
             )
         sigma = "" if row.sigma is None else f": sigma {number(row.sigma, 3)}"
-        title = f"{row.model}, {_where(row)}, {row.num_tokens} tokens{sigma}"
+        title = f"{row.model}, {place(row)}, {row.num_tokens} tokens{sigma}"
         return shaded_text([t for t in self.tokens if t.id == row.id], title=title)
 
     def growth(self) -> dict[Group, Growth | None]:
@@ -185,15 +201,8 @@ class Rows(Sequence[Measurement]):
         return printable("\n".join([*said, *filter(None, [self.confidence()])]))
 
     def failure_probability(self) -> float:
-        """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
-
-        ``delta`` for each row with an interval, and once more where ``‖J‖_F`` has one too.
-        """
-        return math.fsum(
-            row.delta * (1 + (row.frobenius is not None))
-            for row in self._rows
-            if row.upper is not None
-        )
+        """Sum of the failure probabilities of all intervals: at most so likely is one wrong."""
+        return failure_probability(self._rows)
 
     def confidence(self) -> str:
         """How often intervals fail, as a sentence; "" if there are none."""
@@ -205,6 +214,19 @@ class Rows(Sequence[Measurement]):
             return f"Of {count} intervals, at most {total:.2g} are expected to miss."
         kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
         return f"{kind} with probability at least 1 - {total:.2g}."
+
+    def show(self) -> Page:
+        """The page on these rows, which a notebook opens inline as the last line of a cell.
+
+        Returns:
+            The page, whole in itself; elsewhere ``show().save("page.html")`` writes it.
+
+        Raises:
+            InputError: If no row has a finite, positive sigma.
+        """
+        from lipscope.pages.inline import page_of
+
+        return page_of(self._rows, self.tokens, self.bounds, self.windows)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
@@ -237,135 +259,33 @@ class Rows(Sequence[Measurement]):
         return blocks(self._rows, self.tokens, self.growth())
 
 
-# --- summary --------------------------------------------------------------------------------
+@as_html.register
+def _rows(rows: Rows) -> str:
+    """The table, the sentences and the figure that says most."""
+    if not rows:
+        return paragraphs([rows.summary()])
+    from lipscope.charts.look import as_svg
+    from lipscope.pages.bounds_table import best_table
+    from lipscope.pages.inline import small
 
-# map: what moves, what answers
-ENDS = {
-    "attention": ("the layer's input", "its output"),
-    "heads": ("the layer's input", "the output of its heads"),
-    "normed": ("the input of the layer's norm", "the output of its attention"),
-    "residual": ("the layer's input", "its output with the residual connection"),
-    "block": ("the block's input", "its output"),
-    "stack": ("the first block's input", "this block's output"),
-    "model": ("the model's embedded input", "its last hidden state"),
-}
-
-# metric: how large the change is, and what moves by up to so much
-SIZES = {
-    "frobenius": ("of size ε", "{}"),
-    "token-relative": ("each token moving in proportion to its norm, of size ε", "{}"),
-    "max-token": ("no token moving by more than ε", "a token of {}"),
-    "infinity": ("no entry moving by more than ε", "an entry of {}"),
-}
+    made = best_table(rows, rows.bounds) if rows.bounds else rows.table()
+    try:
+        chart = _telling(rows)
+    except InputError:  # no sigma to draw
+        chart = None
+    drawn = "" if chart is None else picture(as_svg(chart), f"Figure of {rows!r}")
+    return small(made) + paragraphs(rows.summary().splitlines()) + drawn
 
 
-def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
-    """Two or three sentences on a line beside others, by default the one of largest sigma."""
-    line = line or remarkable(lines)
-    if line.row is None:
-        status = ", ".join(sorted({row.status for each in lines for row in each.last}))
-        reasons = [row.error or row.note for each in lines for row in each.last]
-        reason = next((f" ({text})" for text in reasons if text), "")
-        return f"No row at {line.num_tokens} tokens has a finite sigma: {status}{reason}."
-    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _course(line)]
-    return " ".join(part for part in parts if part)
+def _telling(rows: Rows) -> Chart | None:
+    """The bounds, or the growth, or the tokens of the one length."""
+    if rows.bounds:
+        return rows.plot_bounds()
+    if len({row.num_tokens for row in rows}) > 1:
+        return rows.plot()
+    return rows.shade() if rows.tokens else None
 
 
-def remarkable(lines: Sequence[Line]) -> Line:
-    """The line of largest sigma among those of one setting."""
-    return max(lines, key=lambda line: -1.0 if line.row is None else line.row.sigma or 0.0)
-
-
-def _where(row: Measurement | Group) -> str:
-    if row.layer is None:
-        return "whole model"
-    return f"layer {row.layer}" if row.head is None else f"layer {row.layer}, head {row.head}"
-
-
-def _tokens_named(which: str) -> str:
-    """Words for `move` and `read`."""
-    if which == "all":
-        return ""
-    names = {"last": "the last token", "first": "the first token"}
-    names |= {"not-first": "all tokens but the first", "copies": "copies against each other"}
-    return f" at {names.get(which, f'tokens {which}')}"
-
-
-def _meaning(row: Measurement, token: str | None) -> str:
-    """What sigma says, and which token carries it."""
-    sigma = number(row.sigma, 3)
-    source, answer = ENDS.get(row.map, ("the input", "the output"))
-    size, target = SIZES.get(row.metric, (f"of size ε ({row.metric})", "{}"))
-    said = (
-        f"{_where(row)}: sigma {sigma} means that a small change of {source}"
-        f"{_tokens_named(row.move)}, {size}, can move {target.format(answer)}"
-        f"{_tokens_named(row.read)} by up to {sigma} ε"
-    )
-    if row.status == "max_steps":
-        said += f" (the solver ran out of steps, the interval is {interval(row)})"
-    if row.top_token is not None and row.top_share is not None:
-        share, name = percent(row.top_share), _named(row, token)
-        said += (
-            f"; {share} of that direction sits on {name}"
-            if row.top_share >= 0.2
-            else f"; that direction is spread, its largest part ({share}) sits on {name}"
-        )
-        if row.sigma_rest is not None:
-            said += f"; without it, {number(row.sigma_rest, 3)}"
-    return said[0].upper() + said[1:] + "."
-
-
-def _named(row: Measurement, token: str | None) -> str:
-    """The top token by its place, and its text where that is known."""
-    ends = {0: "the first token", row.num_tokens - 1: "the last token"}
-    place = ends.get(row.top_token or 0, f"token {row.top_token}")
-    text = readable(token).strip(" ") if token is not None else ""
-    return f"{place}, {text!r}" if text else place
-
-
-def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
-    """What may be compared across layers."""
-    value = number(row.relative, 3)
-    if row.relative is None or not math.isfinite(row.relative):
-        return ""
-    said = (
-        f"Relative to the norms of input and output this is {value}: to first order, the output"
-        f" moves by up to {value} times the input's relative change"
-    )
-    others = [r for r in (line.row for line in lines) if r is not None and r.relative is not None]
-    if len(others) < 2:
-        return said + "."
-    top = max(others, key=lambda r: r.relative or 0.0)
-    best = (
-        "it is the largest here"
-        if top is row
-        else f"the largest is {number(top.relative, 3)}, at {_where(top)}"
-    )
-    return f"{said}; this is what may be compared across layers, and {best}."
-
-
-def _course(line: Line) -> str:
-    """How sigma of this line grows, or why that is not said."""
-    fit = line.growth
-    if fit is None:
-        return "How it grows with the number of tokens takes three lengths to say."
-    span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
-    if fit.fits is False:
-        return f"{span} its growth is {fit.verdict}, the slopes from length to length."
-    slope = _exponent(fit.slope)
-    verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
-    if float(slope) == 0:
-        verb = "hardly changes"
-    near = f" nearly, and not only by chance ({fit.deviation})" if fit.nearly else ""
-    if fit.low is None or fit.high is None:
-        return f"{span} it {verb}{near}, with no interval: {fit.note}."
-    interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
-    interval += " for the sampling of text"
-    if fit.low <= 0 <= fit.high:
-        return f"{span} no growth can be told from none (exponent {slope}; {interval})."
-    return f"{span} it {verb}{near} ({interval})."
-
-
-def _exponent(value: float) -> str:
-    """Two decimals, and no minus in front of a zero."""
-    return f"{round(value, 2) + 0.0:.2f}"
+@as_html.register
+def _measurement(row: Measurement) -> str:
+    return as_html(Rows([row]))

@@ -11,8 +11,8 @@ from typing import Any
 
 from lipscope.pages.bounded import cited
 from lipscope.pages.items import REAL, Item, by_setting
-from lipscope.pages.rows import Rows
 from lipscope.pages.runs import text_of
+from lipscope.pages.sentences import failure_probability
 from lipscope.records.rows import Bound
 from lipscope.records.run import Run
 
@@ -98,7 +98,7 @@ def failures(items: Sequence[Item]) -> dict[str, Any]:
         "rows": len(rows),
         "status": dict(Counter(row.status for row in rows).most_common()),
         "errors": errors.most_common(10),
-        "delta": Rows(rows).failure_probability(),
+        "delta": failure_probability(rows),
         "intervals": sum(row.upper is not None for row in rows),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -22,13 +23,14 @@ from lipscope.records.place import Place
 from lipscope.records.repair import repaired
 from lipscope.records.rows import (
     Bound,
+    Direction,
     Measurement,
     TokenShare,
     Value,
     records_of,
     to_line,
 )
-from lipscope.records.stored import Mark, Stored, marks_of, tables
+from lipscope.records.stored import BESIDE, Mark, Stored, marks_of, tables
 
 if TYPE_CHECKING:
     import polars
@@ -44,16 +46,17 @@ class Finished(NamedTuple):
     row: Measurement
     tokens: tuple[TokenShare, ...] = ()
     bounds: tuple[Bound, ...] = ()
+    directions: tuple[Direction, ...] = ()
 
 
 class RunFolder:
     """A folder of rows: append-only while it runs, Parquet when it ends.
 
     Files: ``manifest.json`` (specification, versions, machine, models, digests),
-    ``rows.jsonl``, ``tokens.jsonl`` and ``bounds.jsonl`` (each line with a checksum, appended and
-    brought to the disk; what belongs to a row is written before the row itself, so that a row
-    on disk is complete), ``values.jsonl`` (what an experiment computed besides rows, and what
-    models were found to have), and their Parquet copies.
+    ``rows.jsonl``, ``tokens.jsonl``, ``bounds.jsonl`` and ``directions.jsonl`` (each line with a
+    checksum, appended and brought to the disk; what belongs to a row is written before the row
+    itself, so that a row on disk is complete), ``values.jsonl`` (what an experiment computed
+    besides rows, and what models were found to have), and their Parquet copies.
 
     It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
     Parquet files and gives the folder free; a new folder that got nothing is taken away again.
@@ -226,33 +229,35 @@ class RunFolder:
         Raises:
             InputError: If the disk takes no more.
         """
-        rows, tokens, bounds, _ = self._tables
+        rows, *sides, _ = self._tables
         lines = self._lines(finished)
-        self._add(tokens, [to_line(token) for one in finished for token in one.tokens])
-        self._add(bounds, [to_line(bound) for one in finished for bound in one.bounds])
+        for side in sides:
+            records = (record for one in finished for record in getattr(one, side.name))
+            self._add(side, [to_line(record) for record in records])
         self._add(rows, lines)
         self.done |= {one.row.id: one.row for one in finished}
 
     def _lines(self, finished: Sequence[Finished]) -> list[str]:
-        """Rows as lines, which say how many tokens and bounds belong to each."""
+        """Rows as lines, which say how much of each side table belongs to each."""
         again = [one.row.id for one in finished if one.row.id in self.done]
-        tokens = {(one.id, one.index) for one in self.tokens(again)}
-        bounds = {(one.id, one.theorem, one.eps) for one in self.bounds(again)}
-        for one in finished if again else ():
-            tokens |= {(t.id, t.index) for t in one.tokens}
-            bounds |= {(b.id, b.theorem, b.eps) for b in one.bounds}
+        _, *sides, _ = self._tables
+        held: list[Counter[str]] = []
+        for index, side in enumerate(sides, 1):
+            records = [*self._beside(index, side.kind, again)] if again else []
+            records += [record for one in finished for record in getattr(one, side.name)]
+            keys = {tuple(getattr(record, name) for name in side.key) for record in records}
+            held.append(Counter(key[0] for key in keys))
         lines = []
-        for row, own_tokens, own_bounds in finished:
-            counts = {"tokens": len(own_tokens), "bounds": len(own_bounds)}
-            if row.id in again:
-                counts["tokens"] = sum(key[0] == row.id for key in tokens)
-                counts["bounds"] = sum(key[0] == row.id for key in bounds)
-            lines.append(json.dumps(row.to_dict() | counts, ensure_ascii=False, allow_nan=False))
+        for one in finished:
+            counts = {name: of[one.row.id] for name, of in zip(BESIDE, held, strict=True)}
+            lines.append(
+                json.dumps(one.row.to_dict() | counts, ensure_ascii=False, allow_nan=False)
+            )
         return lines
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
         """What was computed for a part of an experiment, by key, in the order of `add_value`."""
-        return values_of(self._tables[3].read(self._marks.get("values"), own=True), part)
+        return values_of(self._tables[-1].read(self._marks.get("values"), own=True), part)
 
     def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
         """Write what was computed, and flush it to the disk.
@@ -269,7 +274,7 @@ class RunFolder:
             InputError: If the disk takes no more.
         """
         text = json.dumps(content, ensure_ascii=False)
-        self._add(self._tables[3], [to_line(Value(part=part, key=key, content=text))])
+        self._add(self._tables[-1], [to_line(Value(part=part, key=key, content=text))])
         return json.loads(text)
 
     def _add(self, table: Stored, lines: list[str]) -> None:
@@ -305,6 +310,10 @@ class RunFolder:
     def bounds(self, ids: Iterable[str] | None = None) -> list[Bound]:
         """The bounds of finished rows, of all or of some, each once."""
         return self._beside(2, Bound, ids)
+
+    def directions(self, ids: Iterable[str] | None = None) -> list[Direction]:
+        """The directions of finished rows, of all or of some, each part once."""
+        return self._beside(3, Direction, ids)
 
     def _beside(self, index: int, kind: type[T], ids: Iterable[str] | None) -> list[T]:
         import polars as pl

@@ -15,7 +15,7 @@ from lipscope.records.manifest import MANIFEST, holds_rows, joined, load_manifes
 _RUNS = Path("runs")
 _DAY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-"
 # What a run leaves, and `force` removes.
-_TABLES = ("rows", "tokens", "bounds", "values")
+_TABLES = ("rows", "tokens", "bounds", "directions", "values")
 _KINDS = ("jsonl", "parquet", "damaged", "earlier")
 
 

@@ -23,12 +23,12 @@ def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) 
         marks: How far their copies go.
 
     Returns:
-        Ids of rows whose tokens or bounds are not all there.
+        Ids of rows whose side tables are not all there.
 
     Raises:
         InputError: If a file cannot be read or written.
     """
-    rows, *sides = tables[:3]
+    rows, *sides, _ = tables
     try:
         aside = {one.lines.name: one.repair(marks.get(one.name)) for one in tables}
         if all(one.as_marked(marks.get(one.name)) for one in tables):
@@ -44,8 +44,9 @@ def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) 
     incomplete = _incomplete(told, sides, marks)
     said = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
     parts = [f"lines set aside in `.damaged` files: {', '.join(said)}"] * bool(said)
-    parts += [f"brought back from Parquet: {back} of rows, tokens, bounds, values"] * bool(back)
-    parts += [f"rows without all of their tokens or bounds: {len(incomplete)}"] * bool(incomplete)
+    every, beside = ", ".join(one.name for one in tables), ", ".join(BESIDE)
+    parts += [f"brought back from Parquet: {back} of {every}"] * bool(back)
+    parts += [f"rows without all of their {beside}: {len(incomplete)}"] * bool(incomplete)
     if parts:
         remark(f"`{folder}`: {'; '.join(parts)}. What is missing is measured again.")
     return incomplete
@@ -82,14 +83,14 @@ def _brought_back(tables: Sequence[Stored], marks: Mapping[str, Mark]) -> int:
     """Write anew the lines of records that only Parquet still has."""
     rows, *sides = tables
     count = sum(one.restore(marks.get(one.name), None) for one in sides)
-    beside = _counts(sides[:2], marks)
+    beside = _counts(sides[:-1], marks)
     return count if beside is None else count + rows.restore(marks.get("rows"), beside)
 
 
 def _counts(
     sides: Sequence[Stored], marks: Mapping[str, Mark]
 ) -> Callable[[Mapping[str, Any]], dict[str, int]] | None:
-    """How many tokens and bounds belonged to a row, if that is still known."""
+    """How many lines of each side table belonged to a row, if that is still known."""
     found = []
     for side in sides:
         mark = marks.get(side.name)
@@ -105,7 +106,7 @@ def _counts(
 def _incomplete(
     told: Sequence[Mapping[str, Any]], sides: Sequence[Stored], marks: Mapping[str, Mark]
 ) -> set[str]:
-    """Ids of rows that once had more tokens or bounds than are there."""
+    """Ids of rows that once had more beside them than is there."""
     missing: set[str] = set()
     for side in sides:
         wanted = dict(_most(told, side.name))

@@ -19,10 +19,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from lipscope.display import Shown
+
 if TYPE_CHECKING:
     import polars
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the files of a run; only this one is read."""
 
 GIVEN = ("text", "batch", "image")
@@ -36,7 +38,7 @@ Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Shown):
     """One measured local Lipschitz constant: what, where, how, and the answer.
 
     Attributes:
@@ -159,7 +161,7 @@ COLUMNS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Meas
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShare:
+class TokenShare(Shown):
     """One token of a measured window: its part in the most sensitive direction.
 
     Attributes:
@@ -180,7 +182,7 @@ class TokenShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bound:
+class Bound(Shown):
     """One theorem, or one certificate, asked about a layer.
 
     Attributes:
@@ -224,6 +226,74 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Direction:
+    """One part of one of the leading singular directions of a layer at an input.
+
+    A direction is a pair of vectors, v that moves and u = J v / sigma that answers; with both signs
+    changed it is the same one. A part is a token of v (``side`` is ``right``), a token of u
+    (``left``), or a head's part in u (``head``).
+
+    Attributes:
+        id: Row that it belongs to.
+        rank: 1 for the top direction, then the next ones.
+        side: ``right``, ``left`` or ``head``.
+        index: Position of the token, or index of the head.
+        text: The token's text, the place of a patch, or ``head 3``.
+        share: ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; of a head ``<u, J_h v> / sigma``, which
+            sums to 1 over the heads and may be negative.
+        sigma: At most the singular value of this rank.
+        upper: At least it, with probability ``1 - delta`` of the row.
+        residual: ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``.
+        sine: Upper bound of the sine of the angle between v and the singular vector; null where
+            the intervals do not tell this singular value from its neighbours'.
+        space: In what a token was read: ``vocabulary`` (tokens in its place), ``read-out``
+            (gradients of logits), ``window`` (the other tokens here); null where in nothing.
+        plus: Readings along the vector as JSON, ``[[word, cosine], …]``, nearest first.
+        minus: Readings against it.
+        cosine: Largest absolute cosine with a reading.
+        spanned: Share of the squared norm that the ten nearest readings span.
+        chance_cosine: The largest such cosine of 99 random directions of this dimension; what does
+            not exceed it reads as nothing.
+        chance_spanned: The largest such share of these.
+    """
+
+    id: str
+    rank: int
+    side: str
+    index: int
+    text: str
+    share: float
+    sigma: float
+    upper: float
+    residual: float
+    sine: float | None
+    space: str | None = None
+    plus: str | None = None
+    minus: str | None = None
+    cosine: float | None = None
+    spanned: float | None = None
+    chance_cosine: float | None = None
+    chance_spanned: float | None = None
+
+    @property
+    def determined(self) -> bool:
+        """Whether the vector is known: a cosine with it is wrong by 0.1 at most."""
+        return self.sine is not None and self.sine <= 0.1
+
+    @property
+    def reads(self) -> bool | None:
+        """Whether a reading is nearer than to any of the random directions; None if unread."""
+        if self.cosine is None or self.chance_cosine is None:
+            return None
+        return self.cosine > self.chance_cosine
+
+    def words(self, sign: Literal["plus", "minus"]) -> list[tuple[str, float]]:
+        """The readings of one sign with their cosines, nearest first."""
+        held = self.plus if sign == "plus" else self.minus
+        return [(word, cosine) for word, cosine in json.loads(held or "[]")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Value:
     """What an experiment computed besides rows, under a key of its own.
 
@@ -238,7 +308,7 @@ class Value:
     content: str
 
 
-def to_line(record: TokenShare | Bound | Value) -> str:
+def to_line(record: TokenShare | Bound | Direction | Value) -> str:
     """A record of a side table as one line of JSON; non-finite numbers are null."""
     values = {name: _finite(value) for name, value in vars(record).items()}
     return json.dumps(values, ensure_ascii=False, allow_nan=False)

@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, shown
 from lipscope.records.folder import belonging, values_of
 from lipscope.records.manifest import read_manifest
-from lipscope.records.rows import Bound, Measurement, TokenShare, records_of
+from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, records_of
 from lipscope.records.stored import marks_of, tables
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(Shown):
     """A run folder as it is read: its tables and the manifest.
 
     Attributes:
@@ -47,6 +48,11 @@ class Run:
         """One line for each theorem that was asked about a row; ``id`` says of which."""
         return belonging(self._read(2), self.rows)
 
+    @cached_property
+    def directions(self) -> polars.DataFrame:
+        """One line for each part of a leading direction of a row; ``id`` says of which."""
+        return belonging(self._read(3), self.rows)
+
     def values(self, part: str) -> polars.DataFrame:
         """What an experiment computed for one of its parts, a line each, with their keys."""
         import polars as pl
@@ -56,7 +62,7 @@ class Run:
 
     def contents(self, part: str) -> dict[str, dict[str, Any]]:
         """The same by key."""
-        return values_of(self._read(3), part)
+        return values_of(self._read(-1), part)
 
     def measurements(self) -> list[Measurement]:
         """The rows as records."""
@@ -69,6 +75,10 @@ class Run:
     def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
         """The bounds of some rows, or of all, as records."""
         return records_of(Bound, _of(self.bounds, ids))
+
+    def direction_parts(self, ids: Sequence[str] | None = None) -> list[Direction]:
+        """The directions of some rows, or of all, as records."""
+        return records_of(Direction, _of(self.directions, ids))
 
     def _read(self, index: int) -> polars.DataFrame:
         table = tables(self.path)[index]

@@ -21,14 +21,22 @@ from lipscope.records.jsonl import (
     sealed,
     sorted_out,
 )
-from lipscope.records.rows import Bound, Measurement, TokenShare, Value, schema_of, typed_frame
+from lipscope.records.rows import (
+    Bound,
+    Direction,
+    Measurement,
+    TokenShare,
+    Value,
+    schema_of,
+    typed_frame,
+)
 
 if TYPE_CHECKING:
     import polars
 
 _CHUNK = 2**24
-BESIDE = ("tokens", "bounds")
-"""What a line of ``rows.jsonl`` says besides its row: how many tokens and bounds belong to it."""
+BESIDE = ("tokens", "bounds", "directions")
+"""What a line of ``rows.jsonl`` says besides its row: how many lines of these belong to it."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Stored:
 
     Attributes:
         folder: Where they are.
-        name: ``rows``, ``tokens``, ``bounds`` or ``values``.
+        name: ``rows``, one of `BESIDE` or ``values``.
         kind: Type of a record.
         key: Columns that name a record; of two of one name the later one counts.
     """
@@ -154,7 +162,7 @@ class Stored:
         mark = self.mark("" if held is None else held.copy)
         if mark == held and (not mark.bytes or self.copied(held) is not None):
             return mark
-        if not mark.bytes and self.name in ("bounds", "values"):
+        if not mark.bytes and self.name not in ("rows", "tokens"):
             return mark  # without any there is no file of them
         content = io.BytesIO()
         frame().write_parquet(content)
@@ -262,12 +270,13 @@ class Stored:
         return typed_frame(self.kind, records())
 
 
-def tables(folder: Path) -> tuple[Stored, Stored, Stored, Stored]:
-    """The tables of a run folder: rows, by their ids tokens and bounds, and other values."""
+def tables(folder: Path) -> tuple[Stored, ...]:
+    """The tables of a run folder: rows, what belongs to them by their ids, and other values."""
     return (
         Stored(folder, "rows", Measurement, ("id",)),
         Stored(folder, "tokens", TokenShare, ("id", "index")),
         Stored(folder, "bounds", Bound, ("id", "theorem", "eps")),
+        Stored(folder, "directions", Direction, ("id", "rank", "side", "index")),
         Stored(folder, "values", Value, ("part", "key")),
     )
 

@@ -11,7 +11,8 @@ from typing import Any
 from lipscope.engine.checks import argument, whole
 from lipscope.engine.known import surveys_in
 from lipscope.engine.plan import Job, Shape, plan, row_ids
-from lipscope.engine.runs import Progress, folder_of, told
+from lipscope.engine.progress import Progress, told
+from lipscope.engine.runs import folder_of
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.sweep.local import cores, local_results
@@ -46,7 +47,8 @@ def sweep(
             are divided among them.
         cluster: Address of a Dask scheduler, such as ``tcp://host:8786``: its workers do
             the jobs, and this process writes.
-        progress: Called as ``progress(done, total, row)``, in rows.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``,
+            in rows.
 
     Returns:
         The rows in the order of the specification, those of earlier runs included.

@@ -77,6 +77,59 @@ function drawTokens(w) {
     cell(number(w.norm[k]), "number")))));
 }
 
+// --- directions in words ---------------------------------------------------------------------
+
+const SPACES = { vocabulary: "tokens in its place", "read-out": "the model's logits",
+  window: "the other tokens here" };
+const VERBS = [["right", "Moves"], ["left", "Answers"]];
+
+function drawWords() {
+  const found = D.directions[state.picked] ?? [];
+  const d = found.find((one) => one.rank === state.rank) ?? found[0];
+  if (!d) {
+    for (const id of ["words-controls", "words-tokens", "words-heads"]) fill(id);
+    $("words-about").textContent = "";
+    $("words-note").textContent = "No directions of this window. They come from lipscope directions … --out DIR.";
+    return;
+  }
+  fill("words-controls", select("Direction", d.rank, found.map((one) => [one.rank,
+    one.rank === 1 ? "1, the worst" : one.rank]), (rank) => choose({ rank })));
+  $("words-about").textContent = `${d.said[0].toUpperCase()}${d.said.slice(1)}.`;
+  fill("words-tokens", ...VERBS.map(([side, verb]) => make("div", {}, make("h3", {}, verb),
+    ...d.tokens.filter((t) => t.side === side).map(wordsOf))));
+  drawHeadParts(d.heads);
+  $("words-note").textContent = "Readings by their cosine with the vector at this token, the nearest first. "
+    + "Chance: the largest of 99 random directions; a vector that no reading is nearer to reads as nothing, "
+    + "and a random one is nearer once in a hundred times. Spanned: by the ten nearest readings together.";
+}
+
+function wordsOf(t) {
+  const chips = (sign, words) => make("p", { class: "chips" }, make("b", {}, sign), ...words.length
+    ? words.map(([word, cosine]) => {
+      const chip = make("span", { title: `cosine ${number(cosine, 2)}` }, word);
+      chip.style.setProperty("--p", (70 * cosine).toFixed(1));
+      return chip;
+    }) : ["–"]);
+  const nothing = make("p", { class: "quiet" }, "reads as nothing");
+  const numbers = t.reads === null ? "" : `nearest ${number(t.cosine, 2)} (chance ${number(t.chance_cosine, 2)}), `
+    + `spanned ${percent(t.spanned)} (chance ${percent(t.chance_spanned)}); read in: ${SPACES[t.space]}`;
+  return make("div", { class: "reading" }, make("p", {}, make("q", {}, t.text),
+    ` (${t.index}), ${percent(t.share)} of the vector`),
+  ...t.reads ? [chips("+", t.plus), chips("−", t.minus)] : [nothing], make("p", { class: "note" }, numbers));
+}
+
+function drawHeadParts(heads) {
+  if (!heads.length) return fill("words-heads");
+  const most = Math.max(...heads.map(([, share]) => Math.abs(share)));
+  return fill("words-heads", make("figcaption", {}, make("b", {}, "Parts of the heads in the answer"),
+    make("span", {}, "⟨u, Jₕ v⟩ / sigma: together 1; a negative one works against it")),
+  make("div", { class: "bars" }, ...heads.toSorted((a, b) => a[0] - b[0]).flatMap(([head, share]) => {
+    const bar = make("i", { class: share < 0 ? "against" : null });
+    bar.style.width = `${(100 * Math.abs(share) / most).toFixed(1)}%`;
+    return [make("span", {}, head), make("div", {}, bar), make("span", {}, percent(share))];
+  })));
+}
+
 // --- growth --------------------------------------------------------------------------------
 
 function drawLegend() {
@@ -240,6 +293,7 @@ async function drawAll() {
   hideTip();  // what is drawn anew under the mouse does not say that it has gone
   drawFigures();
   drawText();
+  drawWords();
   drawLegend();
   drawFits();
   drawGrowthNotes();

@@ -1,0 +1,167 @@
+"""Leading directions to tables and to what the page shows: tokens, what they read as, heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from lipscope.charts.pieces import printable, readable
+from lipscope.pages.table import number, percent, rounded_up
+from lipscope.records.rows import Direction, Measurement
+
+SPACES = {
+    "vocabulary": "tokens that could stand in its place: the move that each would make",
+    "read-out": "the model's own logits: the gradient of each word's, less the mean of all",
+    "window": "the other tokens or patches of this input: the step towards each",
+}
+SIDES = {"right": "moves", "left": "answers"}
+NOTHING = "reads as nothing"
+READING = (
+    "Along and against: readings of the largest and the smallest cosine with the vector at this "
+    "token; with both signs changed in all tokens, it is the same direction. Nearest: the largest "
+    "cosine. Spanned: how much of its squared norm the ten nearest readings span. In brackets, the "
+    "largest of 99 random directions; what is no nearer reads as nothing, and a random direction "
+    "is nearer once in a hundred times."
+)
+_WORDS = 4  # of each sign in a table
+_HEADS = 3
+
+
+def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]:
+    """Parts by row and rank, the largest shares first."""
+    found: dict[str, dict[int, list[Direction]]] = {}
+    for one in sorted(parts, key=lambda p: (p.rank, -p.share)):
+        found.setdefault(one.id, {}).setdefault(one.rank, []).append(one)
+    return found
+
+
+def heading(part: Direction) -> str:
+    """What is known of a direction: its interval, and how well its vector is determined."""
+    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {_up(part.upper)}]; "
+    if part.sine is None:
+        return said + "its interval meets a neighbour's: the vector is not determined"
+    angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
+    return said + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
+
+
+def _up(value: float) -> str:
+    return number(rounded_up(value, 4))
+
+
+def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Group:
+    """Every direction of every row: a line for each token that was read, then the heads.
+
+    Args:
+        rows: The rows.
+        parts: Their directions.
+
+    Returns:
+        A table for each direction, and how to read them.
+    """
+    parts, shown = list(parts), []
+    found = by_rank(parts)
+    for row in rows:
+        place = f"{row.model}, " + ("" if row.layer is None else f"layer {row.layer}, ")
+        place += f"map {row.map}, {row.num_tokens} tokens, "
+        for some in found.get(row.id, {}).values():
+            shown += [Text(printable(place + heading(some[0]))), _table(some)]
+            if heads := [one for one in some if one.side == "head"]:
+                shown.append(Text(f"  {_heads(heads)}\n"))
+    if not shown:
+        return Group(Text("No directions: sigma is zero here, or not finite."))
+    read = {one.space for one in parts if one.space}
+    spaces = [f"{name}: {about}." for name, about in SPACES.items() if name in read]
+    return Group(*shown, Text(" ".join([READING, "Read in", *spaces])))
+
+
+def _table(parts: Sequence[Direction]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "token", "share", "along", "against", "nearest", "spanned", "read in"):
+        right = name in ("share", "nearest", "spanned")
+        table.add_column(Text(name), justify="right" if right else "left", no_wrap=right)
+    for side, verb in SIDES.items():
+        for one in (part for part in parts if part.side == side):
+            cells = (verb, _name(one), percent(one.share), *_said(one))
+            chance = (
+                _beside(one.cosine, one.chance_cosine),
+                _beside(one.spanned, one.chance_spanned),
+            )
+            table.add_row(*(Text(printable(cell)) for cell in (*cells, *chance, one.space or "–")))
+    return table
+
+
+def _name(one: Direction) -> str:
+    return f"{_plain(one.text)} ({one.index})"
+
+
+def _plain(word: str) -> str:
+    """A word without the marks of its tokenizer, its place behind it where it has one.
+
+    >>> _plain("Ġthe (3)"), _plain("##ing"), _plain("(any other)"), _plain("Ġ")
+    ('the (3)', 'ing', '(any other)', 'Ġ')
+    """
+    place = "".join(re.findall(r" \(\d+\)\Z", word))
+    name = word.removesuffix(place)
+    return (readable(name).strip() or name) + place
+
+
+def _said(one: Direction) -> tuple[str, str]:
+    if one.reads is False:
+        return NOTHING, ""
+    along, against = (_words(one, sign) for sign in ("plus", "minus"))
+    return along or "–", against or "–"
+
+
+def _words(one: Direction, sign: Any) -> str:
+    return " · ".join(_plain(word) for word, _ in one.words(sign)[:_WORDS])
+
+
+def _beside(value: float | None, chance: float | None) -> str:
+    return "–" if value is None or chance is None else f"{value:.2f} ({chance:.2f})"
+
+
+def _heads(parts: Sequence[Direction]) -> str:
+    """The heads with the largest parts in the answer."""
+    best = sorted(parts, key=lambda one: -abs(one.share))[:_HEADS]
+    rest = sum(one.share for one in parts) - sum(one.share for one in best)
+    others = f", the others {percent(rest)}" if len(parts) > len(best) else ""
+    return ", ".join(f"{one.text} {percent(one.share)}" for one in best) + others + " of the answer"
+
+
+def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
+    """The directions of one row as the scripts of the page read them."""
+    return [
+        {
+            "rank": rank,
+            "said": heading(parts[0]),
+            "tokens": [_token(one) for one in parts if one.side in SIDES],
+            "heads": [
+                [one.index, float(f"{one.share:.4g}")] for one in parts if one.side == "head"
+            ],
+        }
+        for rank, parts in ranks.items()
+    ]
+
+
+def _token(one: Direction) -> dict[str, Any]:
+    numbers = ("share", "cosine", "spanned", "chance_cosine", "chance_spanned")
+    values = {name: getattr(one, name) for name in numbers}
+    words = {
+        sign: [[_plain(word), cosine] for word, cosine in one.words(sign)]
+        for sign in ("plus", "minus")
+    }
+    return {
+        "side": one.side,
+        "index": one.index,
+        "text": _plain(one.text),
+        "space": one.space,
+        "reads": one.reads,
+        **{k: None if v is None else float(f"{v:.4g}") for k, v in values.items()},
+        **words,
+    }

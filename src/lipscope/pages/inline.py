@@ -1,0 +1,125 @@
+"""Rows in memory as a page and as small tables, to be shown inside of a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from lipscope.display import table
+from lipscope.errors import InputError
+from lipscope.pages.content import Content
+from lipscope.pages.html import page
+from lipscope.records.files import replaced
+from lipscope.records.manifest import empty
+from lipscope.records.rows import Bound, Measurement, TokenShare, provenance, typed_frame
+from lipscope.records.run import Run
+
+if TYPE_CHECKING:
+    import polars
+
+HEIGHT = 720
+"""Of the page in a notebook, in pixels."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report that a notebook opens inline; elsewhere `save` writes it.
+
+    Attributes:
+        html: The page, which needs nothing besides.
+        title: What it is about.
+    """
+
+    html: str
+    title: str
+
+    def _repr_html_(self) -> str:
+        # Its own document: no style, script or name of the notebook reaches it, nor the reverse.
+        # Without a base its links to its own sections would open the notebook inside of it.
+        whole = self.html.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        return (
+            f'<iframe title="{html.escape(self.title)}" srcdoc="{html.escape(whole)}"'
+            ' sandbox="allow-scripts allow-downloads allow-popups"'
+            f' style="width:100%;height:{HEIGHT}px;border:0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<Page on {self.title}: a notebook opens it; `.save('page.html')` writes it>"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page.
+
+        Args:
+            path: File to write.
+
+        Returns:
+            The path.
+
+        Raises:
+            InputError: If it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replaced(path, self.html.encode())
+        except OSError as problem:
+            raise InputError(
+                f"`path` should be a file that can be written. Found `{path}`: {problem.strerror}."
+            ) from None
+        return path
+
+
+@dataclass(frozen=True)
+class _Held(Run):
+    """Rows in memory, read as those of a run folder are."""
+
+    records: tuple[Sequence[Any], ...] = ()
+
+    def _read(self, index: int) -> polars.DataFrame:
+        kind = (Measurement, TokenShare, Bound)[index]
+        return typed_frame(kind, (vars(one) for one in self.records[index]))
+
+
+def page_of(
+    rows: Sequence[Measurement],
+    tokens: Sequence[TokenShare],
+    bounds: Sequence[Bound],
+    windows: str,
+) -> Page:
+    """The report of rows that stand in no folder.
+
+    Args:
+        rows: Measurements.
+        tokens: Their tokens.
+        bounds: Their bounds.
+        windows: How windows were chosen.
+
+    Returns:
+        The page.
+
+    Raises:
+        InputError: If no row has a finite, positive sigma.
+    """
+    manifest = empty({"windows": windows}, provenance())
+    content = Content([_Held(Path("rows in memory"), manifest, (rows, tokens, bounds))])
+    return Page(page(content), content.title)
+
+
+def small(made: Table, remark: str = "") -> str:
+    """A table of a terminal as a small one of HTML.
+
+    Args:
+        made: The table.
+        remark: What stands under it.
+
+    Returns:
+        HTML with its title, its columns and its first lines.
+    """
+    columns = [list(column.cells) for column in made.columns]
+    lines = [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
+    return table(str(made.title), [str(c.header) for c in made.columns], lines, remark)

@@ -1,0 +1,153 @@
+"""Lines of a table to sentences: what sigma says, what may be compared, and how it grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from lipscope.charts.pieces import readable
+from lipscope.pages.table import Line, interval, number, percent
+from lipscope.records.growth import Group
+from lipscope.records.rows import Measurement
+
+# map: what moves, what answers
+ENDS = {
+    "attention": ("the layer's input", "its output"),
+    "heads": ("the layer's input", "the output of its heads"),
+    "normed": ("the input of the layer's norm", "the output of its attention"),
+    "residual": ("the layer's input", "its output with the residual connection"),
+    "block": ("the block's input", "its output"),
+    "stack": ("the first block's input", "this block's output"),
+    "model": ("the model's embedded input", "its last hidden state"),
+}
+
+# metric: how large the change is, and what moves by up to so much
+SIZES = {
+    "frobenius": ("of size ε", "{}"),
+    "token-relative": ("each token moving in proportion to its norm, of size ε", "{}"),
+    "max-token": ("no token moving by more than ε", "a token of {}"),
+    "infinity": ("no entry moving by more than ε", "an entry of {}"),
+}
+
+
+def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
+    """Two or three sentences on a line beside others, by default the one of largest sigma."""
+    line = line or remarkable(lines)
+    if line.row is None:
+        status = ", ".join(sorted({row.status for each in lines for row in each.last}))
+        reasons = [row.error or row.note for each in lines for row in each.last]
+        reason = next((f" ({text})" for text in reasons if text), "")
+        return f"No row at {line.num_tokens} tokens has a finite sigma: {status}{reason}."
+    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _course(line)]
+    return " ".join(part for part in parts if part)
+
+
+def failure_probability(rows: Iterable[Measurement]) -> float:
+    """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
+
+    ``delta`` for each row with an interval, and once more where ``‖J‖_F`` has one too.
+    """
+    return math.fsum(
+        row.delta * (1 + (row.frobenius is not None)) for row in rows if row.upper is not None
+    )
+
+
+def remarkable(lines: Sequence[Line]) -> Line:
+    """The line of largest sigma among those of one setting."""
+    return max(lines, key=lambda line: -1.0 if line.row is None else line.row.sigma or 0.0)
+
+
+def place(row: Measurement | Group) -> str:
+    """The layer, and the head if it is one."""
+    if row.layer is None:
+        return "whole model"
+    return f"layer {row.layer}" if row.head is None else f"layer {row.layer}, head {row.head}"
+
+
+def _tokens_named(which: str) -> str:
+    """Words for `move` and `read`."""
+    if which == "all":
+        return ""
+    names = {"last": "the last token", "first": "the first token"}
+    names |= {"not-first": "all tokens but the first", "copies": "copies against each other"}
+    return f" at {names.get(which, f'tokens {which}')}"
+
+
+def _meaning(row: Measurement, token: str | None) -> str:
+    """What sigma says, and which token carries it."""
+    sigma = number(row.sigma, 3)
+    source, answer = ENDS.get(row.map, ("the input", "the output"))
+    size, target = SIZES.get(row.metric, (f"of size ε ({row.metric})", "{}"))
+    said = (
+        f"{place(row)}: sigma {sigma} means that a small change of {source}"
+        f"{_tokens_named(row.move)}, {size}, can move {target.format(answer)}"
+        f"{_tokens_named(row.read)} by up to {sigma} ε"
+    )
+    if row.status == "max_steps":
+        said += f" (the solver ran out of steps, the interval is {interval(row)})"
+    if row.top_token is not None and row.top_share is not None:
+        share, name = percent(row.top_share), _named(row, token)
+        said += (
+            f"; {share} of that direction sits on {name}"
+            if row.top_share >= 0.2
+            else f"; that direction is spread, its largest part ({share}) sits on {name}"
+        )
+        if row.sigma_rest is not None:
+            said += f"; without it, {number(row.sigma_rest, 3)}"
+    return said[0].upper() + said[1:] + "."
+
+
+def _named(row: Measurement, token: str | None) -> str:
+    """The top token by its place, and its text where that is known."""
+    ends = {0: "the first token", row.num_tokens - 1: "the last token"}
+    place = ends.get(row.top_token or 0, f"token {row.top_token}")
+    text = readable(token).strip(" ") if token is not None else ""
+    return f"{place}, {text!r}" if text else place
+
+
+def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
+    """What may be compared across layers."""
+    value = number(row.relative, 3)
+    if row.relative is None or not math.isfinite(row.relative):
+        return ""
+    said = (
+        f"Relative to the norms of input and output this is {value}: to first order, the output"
+        f" moves by up to {value} times the input's relative change"
+    )
+    others = [r for r in (line.row for line in lines) if r is not None and r.relative is not None]
+    if len(others) < 2:
+        return said + "."
+    top = max(others, key=lambda r: r.relative or 0.0)
+    best = (
+        "it is the largest here"
+        if top is row
+        else f"the largest is {number(top.relative, 3)}, at {place(top)}"
+    )
+    return f"{said}; this is what may be compared across layers, and {best}."
+
+
+def _course(line: Line) -> str:
+    """How sigma of this line grows, or why that is not said."""
+    fit = line.growth
+    if fit is None:
+        return "How it grows with the number of tokens takes three lengths to say."
+    span = f"From {fit.lengths[0]} to {fit.lengths[-1]} tokens"
+    if fit.fits is False:
+        return f"{span} its growth is {fit.verdict}, the slopes from length to length."
+    slope = _exponent(fit.slope)
+    verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
+    if float(slope) == 0:
+        verb = "hardly changes"
+    near = f" nearly, and not only by chance ({fit.deviation})" if fit.nearly else ""
+    if fit.low is None or fit.high is None:
+        return f"{span} it {verb}{near}, with no interval: {fit.note}."
+    interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
+    interval += " for the sampling of text"
+    if fit.low <= 0 <= fit.high:
+        return f"{span} no growth can be told from none (exponent {slope}; {interval})."
+    return f"{span} it {verb}{near} ({interval})."
+
+
+def _exponent(value: float) -> str:
+    """Two decimals, and no minus in front of a zero."""
+    return f"{round(value, 2) + 0.0:.2f}"
