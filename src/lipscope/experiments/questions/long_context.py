@@ -77,7 +77,7 @@ def long_context(study: Study) -> Findings:
             "windows share text, at one length or at two, and none has special tokens. A tenth "
             "holds every token of which a part lies in it.",
             "Lengths beyond those that a model was trained on are fitted apart, where its files "
-            "say (MiniLM: 128 tokens).",
+            "say (MiniLM: 128 tokens) and there are three of them.",
             "One layer of attention by itself: what earlier layers carried to a token before it "
             "is in that token. In a causal layer the last tenth is read by itself alone, and the "
             "first by all.",
@@ -193,8 +193,7 @@ def _growth_table(case: Case) -> Table:
         for name, layers in case.rows.items()
         for layer, rows in layers.items()
     )
-    lengths = case.lengths
-    title = f"{case.where}: exponents of sigma in n, {lengths[0]} to {lengths[-1]} tokens"
+    title = f"{case.where}: exponents of sigma in n, {case.lengths[0]} to {_trained(case)} tokens"
     return Table(title, ("what moves and is read", "layer", "exponent"), lines)
 
 
