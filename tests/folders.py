@@ -10,6 +10,14 @@ from typing import Any
 
 from lipscope import Bound, Direction, Measurement, TokenShare
 from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.pushed import (
+    DIRECTIONS,
+    PLACES,
+    STEPS,
+    PushDirection,
+    PushPlace,
+    PushStep,
+)
 from lipscope.records.rows import provenance
 from rows import row, write_lines
 
@@ -162,3 +170,46 @@ def trained(folder: Path, steps: Sequence[int] = (0, 10, 100, 1000)) -> Path:
             values: dict[str, Any] = {"step": step, "sigma": level, "upper": 1.02 * level}
             rows.append(row(**(vars(one) | values)))
     return written(folder, rows)
+
+
+def pushed(folder: Path, model: str = "minilm") -> Path:
+    """A folder of `lipscope push`: +v bends away from sigma · size, -v and chance do not."""
+    of, sizes = row(model=model, sigma=2.0, upper=2.1, num_tokens=16), (0.1, 1.0, 10.0)
+    about: dict[str, Any] = {"push": "p", "id": of.id}
+    with RunFolder(folder, {"windows": "spread"}, provenance(device="cpu")) as run:
+        run.extend([Finished(of)])
+        place = PushPlace(
+            **about,
+            mean_norm=5.0,
+            input_norm=20.0,
+            grid=json.dumps([(eps, 3 * eps) for eps in sizes]),
+            reading="next token",
+            reads=json.dumps([[" sea", 0.5], [NASTY, 0.25]]),
+            decision=NASTY,
+            decided_by="the read-out given",
+            radius=0.05,
+        )
+        run.add_value(PLACES, "p", vars(place))
+        for name, bend in (("+v", 0.05), ("-v", 0.0), ("random 1", 0.0)):
+            gain = 0.2 if "random" in name else 2.0
+            for eps in sizes:
+                flips = name == "+v" and eps == sizes[-1]
+                step = PushStep(
+                    **about,
+                    direction=name,
+                    eps=eps,
+                    relative=eps / 5,
+                    promise=2 * eps,
+                    certificate=3 * eps,
+                    layer=gain * eps / (1 + bend * eps),
+                    block=eps,
+                    model=eps / 2,
+                    reads=json.dumps([[NASTY, 0.6], [" sea", 0.3]][:: 1 if flips else -1]),
+                    decision=NASTY,
+                )
+                run.add_value(STEPS, f"p/{name}/{eps}", vars(step))
+            ends: dict[str, Any] = {"leaves_1": 0.2, "leaves_10": 2.0, "flip": 7.0}
+            own = ends | {"flip_to": NASTY} if bend else {}
+            course = PushDirection(**about, direction=name, gain=gain, most=10.0, **own)
+            run.add_value(DIRECTIONS, f"p/{name}", vars(course))
+    return folder

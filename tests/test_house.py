@@ -22,12 +22,12 @@ TESTS = sorted((ROOT / "tests").glob("*.py"))
 INSIDE = {
     "attacks": "ascent",
     "attention": "blocks faults functional gradient multihead weighting",
-    "certificates": "certify decision expansion hostile",
+    "certificates": "certify decision expansion hostile push",
     "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control",
-    "engine": "changed cli_habits directions dynamics measure ranges reliability_sweep split sweep "
-    "sweep_cluster sweep_spec",
+    "engine": "changed cli_habits directions dynamics measure push ranges reliability_sweep split "
+    "sweep sweep_cluster sweep_spec",
     "experiments": "changed charlm digits perturb questions reproduce splitting zero_token",
     "linalg": "ascent derivative directions interval operator singular text_edits",
     "measures": "splitting",

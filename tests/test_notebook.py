@@ -106,6 +106,7 @@ def test_show_is_the_page_of_the_report_in_a_frame_of_its_own(tmp_path: Path) ->
         page.save(tmp_path / "page.html" / "below")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_true_is_a_bar(capsys) -> None:
     layer = ls.DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     ls.measure(layer, torch.randn(3, 4, 2), progress=True)

@@ -16,7 +16,7 @@ from scipy import stats
 
 import lipscope as ls
 from command import BERT, TEXT
-from folders import NASTY, grown, sandwiched, shares, trained, written
+from folders import NASTY, grown, pushed, sandwiched, shares, trained, written
 from lipscope import Measurement, read_run, report
 from lipscope.charts.look import save
 from lipscope.charts.pieces import spaced
@@ -226,11 +226,12 @@ def test_axes_hold_every_value_and_no_runaway_end() -> None:
 def test_figures_are_those_of_the_page(tmp_path: Path) -> None:
     run = written(tmp_path / "run", grown() + grown(heads=2))
     bounds = sandwiched(tmp_path / "bounds")
-    made = report([run, bounds], tmp_path / "report.html", png=tmp_path / "p", svg=tmp_path / "s")
+    runs = [run, bounds, pushed(tmp_path / "pushed")]
+    made = report(runs, tmp_path / "report.html", png=tmp_path / "p", svg=tmp_path / "s")
     names = {path.stem for path in made if path.suffix == ".svg"}
     heads = {f"heads-{q}" for q in ("sigma", "relative", "share")}
     bounded = {f"bounds-minilm-attention-{m}-0" for m in ("frobenius", "infinity")}
-    assert names == {*KINDS, *heads, *bounded, "growth-adversarial"}
+    assert names == {*KINDS, *heads, *bounded, "growth-adversarial", "push"}
     assert {path.stem for path in made if path.suffix == ".png"} == names
     assert all(path.exists() for path in made)
     said = {name: words(tmp_path / "s" / f"{name}.svg") for name in names}
@@ -239,6 +240,7 @@ def test_figures_are_those_of_the_page(tmp_path: Path) -> None:
     assert "exponent s of sigma ∝ nˢ" in said["exponents"]
     assert "16–32" in said["slopes"]
     assert "castin_thm_3_3" in said["bounds-minilm-attention-frobenius-0"]
+    assert "1 % off sigma · size" in said["push"] and "decision certified" in said["push"]
     assert NASTY[:20] in said["text"].replace("\n", "")
     assert (tmp_path / "p" / "sigma.png").read_bytes().startswith(b"\x89PNG")
 

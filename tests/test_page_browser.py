@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from browser import ARGUMENTS, find
-from folders import NASTY, WORDS, directed, grown, sandwiched, trained, written
+from folders import NASTY, WORDS, directed, grown, pushed, sandwiched, trained, written
 from lipscope import Rows, report
 from rows import row
 
@@ -24,6 +24,7 @@ CHARTS = [
     "radius-n",
     "sigma-radius",
     "rank",
+    "push",
 ]
 POINT = "#{} .role-mark.mark-symbol > path"
 DRAWN = "document.documentElement.dataset.drawn === 'yes'"
@@ -54,6 +55,7 @@ def path(tmp_path_factory) -> Path:
         ),
         written(folder / "second", grown(layers=2, model=NASTY, revision=NASTY)),
         sandwiched(folder / "bounds"),
+        pushed(folder / "pushed"),
     ]
     return report(runs, folder / "report.html")[0]
 
@@ -375,3 +377,34 @@ def test_the_chart_of_a_run_fits_a_telephone(browser: Browser, tmp_path: Path) -
     assert "Growth of sigma" in page.inner_text("body")
     assert problems == []
     page.close()
+
+
+def test_a_push_is_read_size_by_size_with_the_keyboard(opened: Opened) -> None:
+    page = opened.page
+    assert page.locator("#pushed").is_visible()
+    said = page.inner_text("#push-said")
+    assert "sigma · size to 1 % up to 0.200 (0.0400 mean token norms), and to 10 %" in said
+    assert "No flip up to 10.0 (2.00 mean token norms): along −v, along random 1." in said
+    key = page.locator("#push-key span").all_inner_texts()
+    assert key[:3] == ["sigma · size", "certificate, any move", "map, along +v"]
+    assert "map, along +top token" not in key  # which was not pushed
+    slider = page.locator("#push-at")
+    assert slider.get_attribute("aria-valuetext") == "0.100, 0.0200 mean token norms"
+    assert page.inner_text("#push-now .first .word") == "␣sea"
+    before = opened.svg("push")
+    slider.focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowRight")
+        opened.drawn()
+    assert slider.get_attribute("aria-valuetext") == "10.0, 2.00 mean token norms"
+    now = page.inner_text("#push-now")
+    assert "13.33, 0.667 × sigma · size" in now and "at most 30.00" in now
+    assert NASTY in now and page.inner_text("#push-now tr:first-child .word") == NASTY
+    assert opened.svg("push") != before  # the bold line has moved
+    page.locator("#push-more summary").click()
+    assert page.locator("#push-table tbody tr").count() == 3
+    assert "13.33" in page.inner_text("#push-table tr.front")
+    page.get_by_label("Pushed along", exact=True).focus()
+    opened.choose("Pushed along", "along −v")
+    assert "20.00, 1.00 × sigma · size" in page.inner_text("#push-now")
+    assert page.evaluate("document.activeElement.tagName") == "SELECT"

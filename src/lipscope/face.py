@@ -24,6 +24,7 @@ from lipscope.engine.certify import certify
 from lipscope.engine.directions import directions
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
+from lipscope.engine.push import Pushed, push
 from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.split import split
 from lipscope.engine.sweep import sweep
@@ -53,6 +54,7 @@ __all__ = [
     "Monitor",
     "MultiheadAttention",
     "Operator",
+    "Pushed",
     "Restraint",
     "Rows",
     "Run",
@@ -73,6 +75,7 @@ __all__ = [
     "linearise",
     "load_model",
     "measure",
+    "push",
     "read_run",
     "report",
     "restrain",

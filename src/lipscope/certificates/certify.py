@@ -7,6 +7,7 @@ Deterministic up to float64 rounding, unlike the interval of a measurement. Proo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -134,8 +135,7 @@ def certify_ball(
         found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
         around, alone = bound.around(radii, ball)
     except NotApplicableError as error:
-        words = str(error).removeprefix("no certificate: ")
-        raise InputError(f"No certificate: {words}.") from error
+        raise _refusal(error) from error
     except OverflowError:  # of a power of plain numbers; tensors become infinite
         raise InputError(_OVERFLOW) from None
     value, last = sum(each.total for each in found) / steps, found[-1]
@@ -175,19 +175,89 @@ def certify_ball(
     )
 
 
-def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
-    """Raise where the bound lets outputs move further than their values let them.
+def certified_changes(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    sizes: Sequence[float],
+    *,
+    sharp: bool = True,
+) -> list[float | None]:
+    """``C(eps) >= ‖f(X') - f(X)‖`` for every X' in the Frobenius ball, at sizes that rise.
+
+    The least of ``sum_(j <= k) (eps_j - eps_(j-1)) B(eps_j)``, which is no less than the integral
+    of sigma's bound ``B`` along the way; of the expansion at X times ``eps``; and of how far means
+    of values reach. All three are those of `certify_ball`, for one curve instead of one radius.
+
+    Holds for what `certify_ball` holds for, up to float64 rounding.
+
+    Args:
+        layer: The layer; the map is ``attention``.
+        x: Centre of the ball.
+        sizes: Radii, positive and rising.
+        sharp: Also use the row-Gram certificate at X; all heads together take long.
+
+    Returns:
+        One value for each size; None where rounding leaves none.
+
+    Raises:
+        InputError: For a layer or an ``x`` that has no certificate.
+
+    Source: derived here (``docs/theory/ball-certificate.md``).
+
+    >>> import torch
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> [round(c, 6) for c in certified_changes(layer, torch.zeros(3, 2), [1e-9])]
+    [0.0]
+    """
+    own = in_double(layer, None)
+    x = tokens_of(own, x)
+    try:
+        bound = BallLayer(own, x, "attention", sharp)
+    except NotApplicableError as error:
+        raise _refusal(error) from error
+    found: list[float | None] = []
+    along = before = 0.0
+    for size in sizes:
+        radii = per_token(size, len(x), "frobenius")
+        reach = _reach(bound, radii)
+        if along < reach:  # else it stays above: B grows, and the reach is a line
+            try:
+                along += (size - before) * bound.at(radii, "frobenius").total
+                straight = size * bound.around(radii, "frobenius")[0]
+            except (NotApplicableError, OverflowError):
+                along = straight = math.inf
+            reach = min(_or_infinite(along), _or_infinite(straight), reach)
+        before = size
+        found.append(reach if math.isfinite(reach) else None)
+    return found
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _refusal(error: NotApplicableError) -> InputError:
+    return InputError(f"No certificate: {str(error).removeprefix('no certificate: ')}.")
+
+
+def _reach(bound: BallLayer, radii: Tensor) -> float:
+    """How far the output can move at all, by what its values are.
 
     Row i of a head is a mean of values: ``|o'_i - o_i| <= max_j |v_j - o_i| + ‖V‖ max_j eps_j``.
     """
-    moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
-    rows = [c.nu.masked_fill(~c.allowed, 0.0).amax(-1) for c in bound.centres]
     wide = float(radii.max())
-    sizes = [
-        float((r + c.head.norm_v * wide).norm()) for r, c in zip(rows, bound.centres, strict=True)
-    ]
-    if moved > sum(sizes):
+    rows = [c.nu.masked_fill(~c.allowed, 0.0).amax(-1) for c in bound.centres]
+    pairs = zip(rows, bound.centres, strict=True)
+    return sum(float((r + c.head.norm_v * wide).norm()) for r, c in pairs)
+
+
+def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
+    """Raise where the bound lets outputs move further than their values let them."""
+    moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
+    reach, wide = _reach(bound, radii), float(radii.max())
+    if moved > reach:
         raise InputError(
             f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "
-            f"more than the {sum(sizes):.3g} that values allow at all; choose a smaller `eps`."
+            f"more than the {reach:.3g} that values allow at all; choose a smaller `eps`."
         )

@@ -20,6 +20,7 @@ from lipscope.cli import (
     directions,
     doctor,
     measure,
+    push,
     report,
     reproduce,
     rows,
@@ -69,7 +70,7 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, directions, attack, certify, split, smooth)
+COMMANDS = (measure, bounds, directions, attack, certify, push, split, smooth)
 COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
 for _command in COMMANDS:
     _name = _command.__name__.rpartition(".")[2]

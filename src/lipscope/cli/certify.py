@@ -102,7 +102,7 @@ def certify(
             "steps": 8 if steps is None else steps,
         }
         stored = decision.stored(read_out, between or [])
-        wanted = {**how, "between": between, "read_out": stored and decision.digest_of(stored)}
+        wanted = {**how, "between": between, "read_out": stored and stored.digests}
 
         def find(loaded: LoadedModel, out: RunFolder | None) -> tuple[Any, Any]:
             decide = functools.partial(decision.decide, between=between or [], stored=stored)

@@ -33,14 +33,6 @@ def stored(read_out: Path | None, between: Sequence[str]) -> Classifier | None:
     return None if read_out is None else classifier_of_file(read_out)
 
 
-def digest_of(classifier: Classifier) -> list[str]:
-    """What tells one read-out from another."""
-    from lipscope.models.data.windows import digest
-
-    both = classifier.weight, classifier.bias
-    return [digest(one) for one in both if one is not None]
-
-
 def decide(
     model: LoadedModel,
     content: str | None,

@@ -44,7 +44,7 @@ def rows(
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help="Beside the rows: directions; edits of attack, tokens of split."),
+        typer.Option(help="Beside the rows: directions; edits, tokens of split, push."),
     ] = None,
     to: Annotated[
         str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor, nn
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, Map
 from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
 from lipscope.engine.progress import Progress, Tell
@@ -128,10 +128,7 @@ def certify(
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
             sigma = row.sigma, row.upper
-            whole = AskedLayer(own, map, head, built.x)
-            seconds = 0.0
-            with contextlib.suppress(NotApplicableError):  # the certificate will say why
-                seconds = sum(expected_seconds(one, whole) for one in _SHARP)
+            seconds = sharp_seconds(own, built.x, map, head)
             wanted = how | {"sharp": seconds <= PATIENCE if sharp is None else sharp}
             found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **wanted)
             if sharp is None and not wanted["sharp"]:
@@ -146,6 +143,14 @@ def certify(
         held = run.once("certificate", how | {"eps": size}, find)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
     return BallCertificate(heads=heads, **held)
+
+
+def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None) -> float:
+    """How long the row-Gram certificates are expected to take, by shapes alone."""
+    whole = AskedLayer(layer, map, head, x)
+    with contextlib.suppress(NotApplicableError):  # the certificate will say why
+        return sum(expected_seconds(one, whole) for one in _SHARP)
+    return 0.0
 
 
 def answered(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipscope.certificates.read_out import Pool
 from lipscope.engine.capture import captures
 from lipscope.errors import InputError, shown
 from lipscope.models import LoadedModel, load_model, whole_text
+from lipscope.models.data.windows import digest
 
 _SHOWN = 40  # characters of a text that name its class
+BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Classifier:
     bias: Float[Tensor, " c"] | None
     names: tuple[str, ...]
     by: str = "the read-out given, on this layer's pooled output"
+
+    @property
+    def digests(self) -> list[str]:
+        """What tells it from another."""
+        return [digest(one) for one in (self.weight, self.bias) if one is not None]
 
 
 def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) -> Classifier:
@@ -95,13 +102,40 @@ def classifier_of_texts(
     return replace(found, by="which of these texts has the nearest pooled output at this layer")
 
 
-def check_texts(texts: Sequence[str]) -> None:
+def nearest_by_angle(
+    texts: Sequence[str],
+    loaded: LoadedModel,
+    special_tokens: bool,
+    output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
+) -> Classifier:
+    """Which of some texts has a mean output at the smallest angle with another mean output.
+
+    Args:
+        texts: The texts; one that is longer than the model's positions is cut.
+        loaded: Whose tokenizer reads them.
+        special_tokens: Put the model's own special tokens around every text.
+        output: What a model makes of token ids.
+
+    Returns:
+        A classifier whose rows have unit norm: its scores are cosines times a norm.
+    """
+    points = []
+    for text in texts:
+        ids = whole_text(
+            text, loaded.reader_of_text(), special_tokens=special_tokens, longest=loaded.max_tokens
+        )
+        points.append(output(ids).mean(0))
+    rows = torch.nn.functional.normalize(torch.stack(points), dim=1)
+    return Classifier(rows, None, tuple(map(short, texts)), BY_ANGLE)
+
+
+def check_texts(texts: Sequence[str], option: str = "between") -> None:
     """Refuse texts that name no classes: fewer than two, empty or equal ones."""
     words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     said = {" ".join(text.split()) for text in texts} if words else set()
     if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
         raise InputError(
-            "`between` should name at least two classes, each by its own text with words in it. "
+            f"`{option}` should name at least two classes, each by its own text with words in it. "
             f"Found `{shown(texts)}`."
         )
 

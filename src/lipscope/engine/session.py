@@ -191,14 +191,9 @@ class Session:
         """
         loaded = self.places.loaded(job.model, job.weights)
         built, item, remarks = self.place(job)
-        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
-        if job.input != REAL:
-            key += f"|{job.input}|{job.radius or ''}"
         remarks += self._reach(job, built)
         found, about = [], loaded.about
-        whole = self.spec.move != COPIES  # the model itself has no copies
-        itself = self.places.itself(job, built) if job.sample == 0 and whole else None
-        for reply in answer(built, self.spec, job, self.places.memory, key, itself):
+        for reply in self.replies(job, built):
             device = self.places.device.type
             row = row_of(
                 self.spec, job, reply, about, of=built, item=item, device=device, notes=remarks
@@ -207,6 +202,19 @@ class Session:
             bounds = self._bounds(job, row, built) if self.spec.theorems else ()
             found.append(Finished(row, tuple(tokens), bounds, self._worded(job, row, reply, built)))
         return found
+
+    def replies(self, job: Job, built: LayerMap) -> list[Answer]:
+        """What a map answers to a job, singular vectors included; that of the last job is kept."""
+        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
+        if job.input != REAL:
+            key += f"|{job.input}|{job.radius or ''}"
+        whole = self.spec.move != COPIES  # the model itself has no copies
+
+        def make() -> list[Answer]:
+            itself = self.places.itself(job, built) if job.sample == 0 and whole else None
+            return answer(built, self.spec, job, self.places.memory, key, itself)
+
+        return self.places.once("replies", job, make)
 
     def place(self, job: Job) -> tuple[LayerMap, Sample, list[str]]:
         """The map of a job at its input, the input, and remarks for the row."""

@@ -7,27 +7,30 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
 from lipscope.engine.attack import WITHOUT
 from lipscope.engine.checks import argument, one_of, whole, words
-from lipscope.engine.classifier import Classifier, check_texts, classifier_of_file, short
+from lipscope.engine.classifier import (
+    BY_ANGLE,
+    Classifier,
+    check_texts,
+    classifier_of_file,
+    nearest_by_angle,
+)
 from lipscope.engine.edited import FAILED, SKIPPED, SUCCEEDED, TextAttack, TextEdit
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, told
 from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
-from lipscope.models import Embedded, LoadedModel, Written, moved, whole_text
-from lipscope.models.data.windows import digest
+from lipscope.models import Embedded, LoadedModel, Written, moved
 from lipscope.records.rows import Measurement, stable_id
 
 PART = "edits"  # of the values in a run folder
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"
-_NEAREST = "which of these texts has a mean output at the smallest angle"
 _READ_OUT = "the read-out given, on the mean output of the model"
 _LARGEST = 10**9  # budgets and queries
 
@@ -139,7 +142,7 @@ def attack_text(
             tell(len(found), len(jobs), row if edits.anew else None)
             found.append(edits.edited(job, row, recipe))
         tell(len(jobs), len(jobs), rows[-1] if edits.anew else None)
-    by = _NEAREST if between else _READ_OUT if given else _OWN
+    by = BY_ANGLE if between else _READ_OUT if given else _OWN
     return TextAttack(rows, tuple(found), by if any(one.decision for one in found) else "")
 
 
@@ -243,15 +246,12 @@ class _Windows:
 
     def _nearest(self, embedded: Embedded) -> Classifier:
         """Scores that order texts by the angle of their mean outputs with that of a window."""
+
+        def output(ids: Tensor) -> Tensor:
+            return embedded.read(ids.to(embedded.ids.device)).model[0]
+
         loaded, special = self._run.loaded, self._run.spec.special_tokens
-        points = []
-        for text in self._between:
-            ids = whole_text(
-                text, loaded.reader_of_text(), special_tokens=special, longest=loaded.max_tokens
-            )
-            points.append(embedded.read(ids.to(embedded.ids.device)).model[0].mean(0))
-        rows = torch.nn.functional.normalize(torch.stack(points), dim=1)
-        return Classifier(rows, None, tuple(map(short, self._between)), _NEAREST)
+        return nearest_by_angle(self._between, loaded, special, output)
 
     def _check(self, written: Written, ids: Sequence[int], recipe: str, budget: int) -> None:
         own, most = len(written.editable(ids)), self._run.loaded.max_tokens
@@ -268,8 +268,7 @@ class _Windows:
 
 def _decision_key(between: Sequence[str], given: Classifier | None) -> list[str]:
     """What tells one decision from another."""
-    both = () if given is None else (given.weight, given.bias)
-    return [*between, *(digest(one) for one in both if one is not None)]
+    return [*between, *(() if given is None else given.digests)]
 
 
 def _named(decision: int | None, names: Sequence[str]) -> str | None:

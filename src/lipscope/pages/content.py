@@ -13,6 +13,7 @@ from lipscope.pages.cards import Card, cards_of
 from lipscope.pages.directions import as_plain, by_rank
 from lipscope.pages.items import Item, by_setting, items_of
 from lipscope.pages.points import Points, as_columns, points_of
+from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, windows_for
@@ -99,6 +100,11 @@ class Content:
         return found
 
     @cached_property
+    def pushes(self) -> list[Push]:
+        """Pushes of layers' inputs."""
+        return pushes_of(self.runs)
+
+    @cached_property
     def training(self) -> Training:
         """Checkpoints of one model."""
         return training_of(self.items, self.points.settings)
@@ -140,5 +146,6 @@ class Content:
             "cards": [one.as_plain() for one in self.cards],
             "scale": SCALE,
             "bounds": self.bounded,
+            "pushes": [one.as_plain() for one in self.pushes],
             "remarks": remarks,
         }

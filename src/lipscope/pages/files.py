@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from lipscope.charts.axes import Frame
 from lipscope.charts.look import Chart, save
+from lipscope.charts.push import push_chart
 from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.text import shaded_text
 from lipscope.charts.training import training_chart
 from lipscope.pages.content import Content
+from lipscope.pages.pushed import Push
 from lipscope.pages.shown import SHOWN, View, built_chart
 from lipscope.pages.windows import SCALE
 from lipscope.records.rows import TokenShare
@@ -34,6 +36,7 @@ def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     charts = [*_of_settings(content), *training_charts(content), *_of_bounds(content)]
+    charts += [*push_charts(content.pushes)]
     return [save(chart, folder / f"{name}.{kind}") for name, chart in charts]
 
 
@@ -114,6 +117,21 @@ def training_charts(content: Content) -> Iterator[tuple[str, Chart]]:
         means = [m for m in some if m["n"] == last]
         chart = training_chart([], means, setting["layers"], frame, turn=training.turn)
         yield f"training-{name}", chart
+
+
+def push_charts(pushes: Sequence[Push]) -> Iterator[tuple[str, Chart]]:
+    """The chart of every push.
+
+    Args:
+        pushes: The pushes.
+
+    Yields:
+        Name of the file, without ending, and the chart.
+    """
+    for push in pushes:
+        name = "push" if len(pushes) == 1 else f"push-{_safe(push.name)}"
+        chart = push_chart(push.curves, push.sizes, Frame(legend=True, width=620))
+        yield name, chart.properties(title=push.name)
 
 
 def _tokens(view: View) -> list[TokenShare]:

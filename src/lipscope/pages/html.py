@@ -27,7 +27,7 @@ _PARTS = {
     "models": "Models",
     "files": "Files and their digests",
 }
-_SCRIPTS = ("state.js", "charts.js", "sections.js")
+_SCRIPTS = ("state.js", "charts.js", "push.js", "sections.js")
 
 
 def page(content: Content) -> str:

@@ -16,7 +16,15 @@ from lipscope.pages.content import Content
 from lipscope.pages.html import page
 from lipscope.records.files import replaced
 from lipscope.records.manifest import empty
-from lipscope.records.rows import Bound, Measurement, TokenShare, provenance, typed_frame
+from lipscope.records.rows import (
+    Bound,
+    Direction,
+    Measurement,
+    TokenShare,
+    Value,
+    provenance,
+    typed_frame,
+)
 from lipscope.records.run import Run
 
 if TYPE_CHECKING:
@@ -81,14 +89,16 @@ class _Held(Run):
     records: tuple[Sequence[Any], ...] = ()
 
     def _read(self, index: int) -> polars.DataFrame:
-        kind = (Measurement, TokenShare, Bound)[index]
-        return typed_frame(kind, (vars(one) for one in self.records[index]))
+        kinds = (Measurement, TokenShare, Bound, Direction, Value)
+        held = self.records[index] if 0 <= index < len(self.records) else ()
+        return typed_frame(kinds[index], (vars(one) for one in held))
 
 
 def page_of(
     rows: Sequence[Measurement],
     tokens: Sequence[TokenShare],
     bounds: Sequence[Bound],
+    directions: Sequence[Direction],
     windows: str,
 ) -> Page:
     """The report of rows that stand in no folder.
@@ -97,6 +107,7 @@ def page_of(
         rows: Measurements.
         tokens: Their tokens.
         bounds: Their bounds.
+        directions: Their leading directions.
         windows: How windows were chosen.
 
     Returns:
@@ -106,7 +117,7 @@ def page_of(
         InputError: If no row has a finite, positive sigma.
     """
     manifest = empty({"windows": windows}, provenance())
-    content = Content([_Held(Path("rows in memory"), manifest, (rows, tokens, bounds))])
+    content = Content([_Held(Path("rows in memory"), manifest, (rows, tokens, bounds, directions))])
     return Page(page(content), content.title)
 
 

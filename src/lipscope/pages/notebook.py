@@ -15,7 +15,7 @@ from lipscope.records.run import Run
 def _run(run: Run) -> str:
     windows = run.manifest["spec"].get("windows", "spread")
     shares, bounds = run.token_shares(), run.bound_values()
-    return as_html(Rows(run.measurements(), shares, windows, bounds))
+    return as_html(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
 
 
 @as_html.register

@@ -226,7 +226,7 @@ class Rows(Sequence[Measurement], Shown):
         """
         from lipscope.pages.inline import page_of
 
-        return page_of(self._rows, self.tokens, self.bounds, self.windows)
+        return page_of(self._rows, self.tokens, self.bounds, self.directions, self.windows)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.

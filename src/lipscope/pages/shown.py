@@ -13,6 +13,7 @@ from lipscope.charts.focus import focus_chart
 from lipscope.charts.heads import TITLES, Quantity, heads_chart
 from lipscope.charts.layers import Grown, layers_chart
 from lipscope.charts.look import Chart
+from lipscope.charts.push import push_chart
 from lipscope.charts.radius import radius_chart
 from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.training import training_chart
@@ -211,6 +212,7 @@ SHOWN: tuple[Shown, ...] = (
         "training",
         lambda c: training_chart(None, None, c.layers, FILL, turn=c.training.turn),
     ),
+    Shown("push", "push", lambda c: push_chart(None, None, FILL)),
     Shown("bounds", "bounds", lambda c: bounds_chart(None, None, replace(FILL, height=380))),
 )
 """Every chart of the page. One more is its own file, an entry here and one in ``charts.js``."""

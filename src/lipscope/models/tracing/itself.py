@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,16 +79,61 @@ class Ends:
         Raises:
             InputError: When called, if the model does not come by the two ends again.
         """
+        return lambda x: self.beside((), model, inputs)(x)[0]
 
-        def function(x: Tensor) -> Tensor:
-            return self._run(model, inputs, x)
+    def beside(
+        self, others: Sequence[Ends], model: nn.Module, inputs: Inputs
+    ) -> Callable[[Tensor], list[Tensor]]:
+        """The same, with what the model reads at other ends of the same pass.
+
+        Args:
+            others: Where else it is read; where they begin does not matter.
+            model: As for `function`.
+            inputs: Likewise.
+
+        Returns:
+            A function of ``(n, d)``: what is read here, then at each other end.
+        """
+        ends = (self, *others)
+
+        def function(x: Tensor) -> list[Tensor]:
+            found = self._run(ends, model, inputs, x)
+            return [end.tokens(y) for end, y in zip(ends, found, strict=True)]
 
         return function
 
-    def _run(self, model: nn.Module, inputs: Inputs, x: Tensor) -> Tensor:
+    def entering(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """What enters the map when the model reads other inputs, ``(n, d)``."""
+        seen: list[Tensor] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = bound_arguments(module, args, kwargs)
+            held = [as_tokens(given[name], self.token_axis) for name in self.arguments]
+            seen.append(torch.cat(held))  # a copy
+
+        start = model.get_submodule(self.enters)
+        handle = start.register_forward_pre_hook(enter, with_kwargs=True)
+        dtype = next(model.parameters()).dtype
+        try:
+            with torch.no_grad(), exact_maths(dtype, differentiable=False), undisturbed(model):
+                run(model, each_tensor(inputs, torch.clone))
+        finally:
+            handle.remove()
+        whole = seen[self.turn]
+        return whole if self.moved is None else whole[self.moved]
+
+    def tokens(self, y: Tensor) -> Tensor:
+        """What was read, as the tokens that are asked for."""
+        y = as_tokens(y, self.token_axis)
+        return y if self.read is None else y[self.read]
+
+    def _run(
+        self, ends: Sequence[Ends], model: nn.Module, inputs: Inputs, x: Tensor
+    ) -> list[Tensor]:
         waiting = self.turn
         written: list[tuple[Tensor, Tensor]] = []
-        found: list[Tensor] = []
+        found: dict[int, Tensor] = {}  # the last one that was read at each end
+        settled: set[int] = set()
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal waiting
@@ -97,26 +143,33 @@ class Ends:
                 self._write([held for held, _ in written], x)
             waiting -= 1
 
-        def leave(_: nn.Module, __: Any, out: Any) -> None:
-            if written:
-                found[:] = [first_tensor(out, self.place)]
+        def leave(k: int, out: Any) -> None:
+            if written and k not in settled:
+                # A copy: it may lie where the model goes on, or where the tokens are put back.
+                found[k] = first_tensor(out, ends[k].place).clone()
 
-        def end(_: nn.Module, __: Any, ___: Any) -> None:
-            if found:
+        def end(k: int) -> None:
+            if k in found:
+                settled.add(k)
+            if len(settled) == len(ends):
                 raise _Reached
 
-        def at_sum(value: Tensor) -> None:
-            if written:
-                found[:] = [value.clone()]  # it may lie where the tokens are put back
-                raise _Reached
+        def at_sum(k: int, value: Tensor) -> None:
+            leave(k, value)
+            end(k)
 
         with contextlib.ExitStack() as stack:
-            if self.total is not None:
-                stack.enter_context(AtSum(self.total, at_sum))
             start = model.get_submodule(self.enters)
             stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(model.get_submodule(self.leaves).register_forward_hook(leave).remove)
-            stack.callback(model.get_submodule(self.until).register_forward_hook(end).remove)
+            for k, one in enumerate(ends):
+                if one.total is not None:
+                    stack.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
+                    continue
+                left, last = (model.get_submodule(path) for path in (one.leaves, one.until))
+                seen = left.register_forward_hook(lambda *a, k=k: leave(k, a[2]))
+                over = last.register_forward_hook(lambda *_, k=k: end(k))
+                stack.callback(seen.remove)
+                stack.callback(over.remove)
             stack.enter_context(torch.no_grad())
             stack.enter_context(exact_maths(x.dtype, differentiable=False))
             stack.enter_context(undisturbed(model))
@@ -127,13 +180,13 @@ class Ends:
             finally:
                 for held, before in written:
                     held.copy_(before)
-        if not found:
+        missing = next((one for k, one in enumerate(ends) if k not in found), None)
+        if missing is not None:
             raise InputError(
                 f"The model should run twice in the same way. Found that a second run on the same "
-                f"input did not lead from `{self.enters}` to `{self.leaves}`."
+                f"input did not lead from `{self.enters}` to `{missing.leaves}`."
             )
-        y = as_tokens(found[0], self.token_axis)
-        return y if self.read is None else y[self.read]
+        return [found[k] for k in range(len(ends))]
 
     def _write(self, held: list[Tensor], x: Tensor) -> None:
         tokens = [as_tokens(one, self.token_axis) for one in held]

@@ -307,6 +307,7 @@ async function drawAll() {
   drawHeadControls();
   drawBounds();
   drawWorst();
+  drawPush();
   if (mine === turn) document.documentElement.dataset.drawn = "yes";
 }
 
@@ -319,6 +320,7 @@ function watchContents() {
 }
 
 document.querySelectorAll(".training").forEach((e) => { e.hidden = !D.groups.length; });
+document.querySelectorAll(".pushed").forEach((e) => { e.hidden = !D.pushes.length; });
 $("theme").addEventListener("click", nextTheme);
 $("controls").addEventListener("submit", (e) => e.preventDefault());
 window.addEventListener("beforeprint", () => document.querySelectorAll("details")

@@ -1,0 +1,61 @@
+"""A decoder with the read-out that its own class puts on it: scores of the next token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lipscope.errors import InputError
+from lipscope.models.quiet import quiet
+
+
+def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
+    """A decoder that ends in scores of the next token, and where the decoder is in it.
+
+    A decoder that was loaded without its read-out gets the one of its own class in transformers,
+    whose weights must be its own: those of the table of token vectors (tied weights). Scales and
+    caps of the scores are those of that class.
+
+    Args:
+        model: The decoder, with its read-out or without.
+
+    Returns:
+        The model that gives scores, and the path of the decoder in it, "" if that is not known.
+
+    Raises:
+        InputError: If transformers has no such class, or its read-out has weights of its own that
+            were not loaded.
+    """
+    name = str(getattr(model, "base_model_prefix", ""))
+    own = getattr(model, "get_output_embeddings", lambda: None)
+    if own() is not None:
+        return model, name if hasattr(model, name) else ""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config: Any = getattr(model, "config", None)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None or not name:
+        raise InputError(
+            "The next token needs a decoder of transformers. Found "
+            f"`{type(model).__name__}`, which has no read-out of its own."
+        )
+    with quiet(), torch.device("meta"):
+        whole = kind(config)
+    name = whole.base_model_prefix
+    if type(getattr(whole, name, None)) is not type(model):
+        raise InputError(
+            f"The next token needs a decoder that `{kind.__name__}` reads out. Found "
+            f"`{type(model).__name__}`."
+        )
+    setattr(whole, name, model)
+    whole.tie_weights()
+    held = (*whole.named_parameters(), *whole.named_buffers())
+    missing = sorted(path for path, weight in held if weight.is_meta)
+    if missing:
+        raise InputError(
+            f"The next token needs the read-out of `{kind.__name__}`. Found `{missing[0]}` left "
+            "behind when the model was loaded; pass a module that ends in scores."
+        )
+    return whole.eval(), name

@@ -1,0 +1,119 @@
+// Pushes: one chart, and a slider over the sizes at which the model was run.
+Object.assign(state, { push: 0, along: 0, at: 0 });
+const pushed = () => D.pushes[state.push];
+const pushSteps = () => pushed()?.directions[state.along].steps ?? [];
+const pushSay = () => `Change of the output against the size of the move: ${pushed()?.name ?? ""}`;
+
+CHARTS.push = { spec: "push", say: pushSay,
+  data: () => ({ curves: pushed()?.curves ?? [], sizes: pushed()?.sizes ?? [] }),
+  signals: () => ({ at: pushSteps()[state.at]?.eps ?? null }),
+  empty: "No pushes in these folders. They come from lipscope push … --out DIR." };
+
+const KEY = { "sigma · size": "ink dashed", "certificate, any move": "ink dotted",
+  "map, along +v": "blue-line", "map, along −v": "blue-line dashed",
+  "map, along +top token": "orange-line", "map, along −top token": "orange-line dashed",
+  "map, random (mean, range)": "quiet-line", "block, along +v": "green-line",
+  "model, along +v": "purple-line" };
+
+function drawPush() {
+  const p = pushed();
+  if (!p) return;
+  const steps = pushSteps();
+  state.at = Math.min(state.at, steps.length - 1);
+  fill("push-controls",
+    D.pushes.length < 2 ? null : select("Pushed", state.push, D.pushes.map((o, k) => [k, o.name]),
+      (push) => { Object.assign(state, { push, along: 0, at: 0 }); drawPushed(); }),
+    select("Pushed along", state.along, p.directions.map((d, k) => [k, d.name]),
+      (along) => { state.along = along; drawPushed(); }));
+  $("push-about").textContent = p.name;
+  const drawn = distinct(p.curves.map((c) => c.curve));
+  fill("push-key", ...Object.keys(KEY).filter((name) => drawn.includes(name))
+    .map((name) => make("span", {}, make("i", { class: KEY[name] }), name)));
+  fill("push-said", ...p.said.map((text) => make("li", {}, text)));
+  const slider = $("push-at");
+  slider.max = steps.length - 1;
+  slider.value = state.at;
+  slider.setAttribute("aria-valuetext", sizeOf(steps[state.at]));
+  fill("push-now", ...pushNow(p, steps[state.at]));
+  fill("push-table", heading(["size", "number"], ["mean token norms", "number"],
+    ["sigma · size", "number"], ["certificate", "number"], ["map", "number"], ["block", "number"],
+    ["model", "number"], p.reading || "", p.decision === null ? "" : "decision"),
+  make("tbody", {}, ...steps.map((s, k) => make("tr", { class: k === state.at ? "front" : null },
+    ...["eps", "relative", "promise", "certificate", "layer", "block", "model"]
+      .map((name) => cell(name === "certificate" ? upward(s[name]) : number(s[name]), "number")),
+    cell(s.reads.length ? shownWord(s.reads[0][0]) : ""), cell(s.decision ?? "")))));
+}
+
+async function drawPushed() {
+  document.documentElement.dataset.drawn = "";
+  const focused = document.activeElement?.closest?.("label")?.firstChild?.textContent;
+  drawPush();
+  if (focused) {  // made anew: give the keyboard back
+    [...document.querySelectorAll("#push-controls label")]
+      .find((l) => l.firstChild.textContent === focused)?.querySelector("select").focus();
+  }
+  await draw("push");
+  document.documentElement.dataset.drawn = "yes";
+}
+
+const sizeOf = (s) => `${number(s.eps, 3)}, ${number(s.relative, 3)} mean token norms`;
+// Blanks are part of a token: a leading one is shown as what is not a letter.
+const shownWord = (text) => text.replace(/^ /, "␣").replaceAll("\n", "↵");
+
+function pushNow(p, s) {
+  const off = s.layer === null || !s.promise ? null : s.layer / s.promise;
+  const facts = [["size", sizeOf(s)],
+    ["map", `${number(s.layer)}${off === null ? "" : `, ${number(off, 3)} × sigma · size`}`],
+    s.certificate === null ? null : ["certified", `at most ${upward(s.certificate)}`],
+    s.block === null ? null : ["block", number(s.block)],
+    s.model === null ? null : ["model", number(s.model)],
+    s.decision === null ? null : ["decision", s.decision + (s.decision === p.decision ? "" : " (changed)")]];
+  const first = p.reads.length ? p.reads[0][0] : null;
+  const cosine = p.reading === "nearest text";
+  const bars = s.reads.map(([text, value]) => {
+    const bar = make("i", {});
+    bar.style.setProperty("--share", `${(100 * Math.max(value, 0)).toFixed(1)}%`);
+    return make("tr", { class: text === first ? "first" : null }, cell(shownWord(text), "word"),
+      make("td", { class: "bar" }, bar), cell(cosine ? number(value, 3) : percent(value), "number"));
+  });
+  return [make("dl", { class: "facts" }, ...facts.filter(Boolean)
+    .flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)])),
+  bars.length ? make("table", { class: "reads" }, make("caption", {}, CAPTIONS[p.reading]),
+    make("tbody", {}, ...bars)) : null,
+  ...patches(p.directions[state.along].pixels, s.eps)].filter(Boolean);
+}
+
+const CAPTIONS = {
+  "next token": "The five likeliest next tokens; bold: the likeliest one at X",
+  "nearest text": "The nearest texts, by cosine; bold: the nearest one at X",
+  "most changed patch": "The tokens whose outputs change most, by their share of the squared change",
+};
+
+// The patch that moves most, as it was and as it is at this size: pixels from 0 to 1, cut there.
+function patches(pixels, eps) {
+  if (!pixels) return [];
+  const drawn = (size, name) => make("figure", {}, canvas(pixels, size, name),
+    make("figcaption", {}, name));
+  const cut = pixels.before.some((c, k) => c.some((row, i) => row
+    .some((v, j) => Math.abs(v + eps * pixels.move[k][i][j] - 0.5) > 0.5)));
+  return [make("div", { class: "patches" }, drawn(0, `${pixels.name}, as it was`),
+    drawn(eps, `at this size${cut ? ", colours cut to what a screen has" : ""}`))];
+}
+
+function canvas({ before, move }, eps, name) {
+  const side = before[0].length;
+  const box = make("canvas", { width: side, height: side, role: "img", "aria-label": name });
+  const image = new ImageData(side, side);
+  for (let i = 0; i < side * side; i += 1) {
+    for (let c = 0; c < 3; c += 1) {
+      const k = Math.min(c, before.length - 1);
+      const [row, column] = [Math.floor(i / side), i % side];
+      image.data[4 * i + c] = 255 * (before[k][row][column] + eps * move[k][row][column]);
+    }
+    image.data[4 * i + 3] = 255;
+  }
+  box.getContext("2d").putImageData(image, 0, 0);
+  return box;
+}
+
+$("push-at").addEventListener("input", (e) => { state.at = Number(e.target.value); drawPushed(); });
