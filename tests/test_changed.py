@@ -21,6 +21,9 @@ from lipscope.models import (
     random_tokens,
     reinitialised,
     repeated_token,
+    rounded,
+    rounding,
+    rounding_error,
     scrambled,
     shuffled_words,
 )
@@ -43,6 +46,40 @@ def test_a_decoder_reads_no_later_token() -> None:
     assert one.attention.causal
     with pytest.raises(InputError, match="decoder"):
         as_decoder(tiny("llama"))
+
+
+def test_rounded_rows_lie_on_their_own_grids() -> None:
+    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
+    for bits, levels in ((8, 127), (4, 7), (2, 1)):
+        y, step = rounded(x, bits), x.abs().amax(-1, keepdim=True) / levels
+        assert bool(((y - x).abs() <= 0.50001 * step).all())
+        assert bool(((y / step).round() - y / step).abs().max() < 1e-4)
+        torch.testing.assert_close(y.abs().amax(-1), x.abs().amax(-1))
+    whole = torch.tensor([[7.0, -3.0, 0.0], [0.0, 0.0, 0.0]])
+    assert torch.equal(rounded(whole, 4), whole)
+    with pytest.raises(InputError, match="`bits` should be at least 2"):
+        rounded(x, 1)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])  # Linear, and Conv1D with its weight turned
+def test_rounding_lasts_as_long_as_its_block(family: str) -> None:
+    model = tiny(family).model
+    path = {"bert": "encoder.layer.0.intermediate.dense", "gpt2": "h.0.mlp.c_fc"}[family]
+    one, x = model.get_submodule(path), torch.randn(2, 3, 12)
+    weight = one.get_parameter("weight").detach().clone()
+    rows = weight if family == "bert" else weight.T
+    bias = one.get_parameter("bias").detach()
+    with torch.no_grad():
+        before = one(x)
+        with rounding(one, "weights", 4):
+            torch.testing.assert_close(one(x), x @ rounded(rows, 4).T + bias)
+        with rounding(one, "inputs", 4):
+            torch.testing.assert_close(one(x), rounded(x, 4) @ rows.T + bias)
+        with pytest.raises(ValueError, match="inside"), rounding(one, "weights", 4):
+            raise ValueError("inside")
+        assert torch.equal(one(x), before)
+    error = (rounded(rows, 8) - rows).norm() / rows.norm()
+    assert rounding_error(one, 8) == pytest.approx(float(error), rel=1e-5)
 
 
 def test_quantised_weights_take_sixteen_values_a_block() -> None:

@@ -28,13 +28,13 @@ INSIDE = {
     "control": "control",
     "engine": "changed cli_habits directions dynamics measure push ranges reliability_sweep split "
     "sweep sweep_cluster sweep_spec",
-    "experiments": "changed charlm digits perturb reproduce splitting zero_token",
+    "experiments": "changed charlm digits perturb questions reproduce splitting zero_token",
     "linalg": "ascent derivative directions interval operator singular text_edits",
     "measures": "splitting",
     "models": "capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",
     "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
-    "record report reliability reliability_sweep reproduce residual_bounds run sweep",
+    "questions record report reliability reliability_sweep reproduce residual_bounds run sweep",
     "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.

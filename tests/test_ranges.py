@@ -64,16 +64,29 @@ def test_a_list_is_itself(values):
         ("0:4", [0, 1, 2, 3, 4]),
         ("2:2", [2]),
         ("3", [3]),
+        ("0%:100%", [0, 1, 2, 3, 4]),
+        ("0%:10%", [0]),  # every token of which a part lies in it
+        ("45%:65%", [2, 3]),
+        ("90%:100%", [4]),
+        ("20%:40%", [1]),
     ],
 )
 def test_tokens(text, expected):
     assert parse_tokens(text, 5, "move") == expected
 
 
-@pytest.mark.parametrize("text", ["5", "3:5", "9:12", "3:1", "", "none", "-1", "1:", "1:2:3", "a"])
+@pytest.mark.parametrize(
+    "text", ["5", "3:5", "9:12", "3:1", "", "none", "-1", "1:", "1:2:3", "a", "1%", "1%:2"]
+)
 def test_tokens_that_are_not_there(text):
     with pytest.raises(InputError, match="--read"):
         parse_tokens(text, 5, "read")
+
+
+@pytest.mark.parametrize("text", ["50%:50%", "60%:50%", "0%:101%"])
+def test_shares_that_are_no_part_of_a_window(text):
+    with pytest.raises(InputError, match="such as 90%:100%"):
+        parse_tokens(text, 5, "move")
 
 
 def test_one_token_is_the_first_and_the_last_and_has_no_others():

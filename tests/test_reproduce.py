@@ -189,23 +189,26 @@ def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "dynamics",
-        "figure2",
-        "figure4",
-        "large-radius",
-        "looseness",
-        "measures",
-        "long-context",
-        "prediction",
-        "robustness",
-        "scaling-factor",
-        "splitting",
-        "text-edits",
-        "worst-input",
+        "castin2024/dynamics",
+        "castin2024/figure2",
+        "castin2024/figure4",
+        "castin2024/large-radius",
+        "castin2024/looseness",
+        "castin2024/measures",
+        "castin2024/long-context",
+        "castin2024/prediction",
+        "castin2024/robustness",
+        "castin2024/scaling-factor",
+        "castin2024/splitting",
+        "castin2024/text-edits",
+        "castin2024/worst-input",
+        "questions/long-context",
+        "questions/precision",
+        "questions/sink",
     ],
 )
 def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
-    found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / "a")
+    found = reproduce(name, models=[LONG], quick=True, out=tmp_path / "a")
     assert found.claims and found.tables
     text = (tmp_path / "a" / "findings.md").read_text()
     assert "nan" not in text.split("\n## ")[0]

@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "map": (str, "attention", "or heads, normed, residual, block, stack, model."),
     "per_head": (bool, False, "One row per head."),
     "metric": (str | None, None, "or token-relative, max-token, infinity."),
-    "move": (str, "all", "first, last, not-first, a:b, copies."),
+    "move": (str, "all", "first, last, not-first, a:b, a%:b%, copies."),
     "read": (str, "all", "Outputs that are read."),
     "side": (str, "self", "Across: query, key."),
     "rest": (bool, False, "Also with the top token held fixed."),

@@ -6,7 +6,13 @@ from lipscope.control.flow import Flow
 from lipscope.control.inverse import Inverse, InvertibleResidual, solve
 from lipscope.control.restrain import restrain
 from lipscope.control.restraint import Restraint, restraints
-from lipscope.control.signals import Reading, entropy_and_sink, joint_norm, largest_logits
+from lipscope.control.signals import (
+    Reading,
+    attention_received,
+    entropy_and_sink,
+    joint_norm,
+    largest_logits,
+)
 
 __all__ = [
     "Contraction",
@@ -18,6 +24,7 @@ __all__ = [
     "LogDeterminant",
     "Reading",
     "Restraint",
+    "attention_received",
     "entropy_and_sink",
     "joint_norm",
     "largest_logits",

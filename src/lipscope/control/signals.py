@@ -113,10 +113,32 @@ def entropy_and_sink(
     Returns:
         Entropy and sink mass, one number a head each.
     """
+    p = _shares(layer, x)
+    return torch.special.entr(p).sum(-1).mean(-1), p.mean(-2).amax(-1)
+
+
+@torch.no_grad()
+def attention_received(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "h n"]:
+    """The attention that every token gets: the mean over rows of ``P_ij``, from every head.
+
+    Sums to 1 over tokens. Holds for every variant; rows are divided by their sum, as in
+    `entropy_and_sink`. Under a causal mask a late token is read by few rows, and gets little.
+
+    Args:
+        layer: The layer.
+        x: Its input.
+
+    Returns:
+        One number a head and token.
+    """
+    return _shares(layer, x).mean(-2)
+
+
+def _shares(layer: Attention, x: Tensor) -> Tensor:
+    """Attention weights ``(h, n, n)``, rows divided by their sum."""
     q, k, _ = layer.project(x)
     p = layer.weights(q, k)
-    p = p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
-    return torch.special.entr(p).sum(-1).mean(-1), p.mean(-2).amax(-1)
+    return p / p.sum(-1, keepdim=True).clamp_min(torch.finfo(p.dtype).tiny)
 
 
 def joint_norm(tensors: Sequence[Tensor], before: Sequence[Tensor] | None = None) -> float:

@@ -61,8 +61,9 @@ def measure(
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two
               are bracketed without a probability.
             * ``move="all"``: tokens that may move: ``all``, ``first``, ``last``, ``not-first``,
-              ``a:b`` (both included), or ``copies`` of every token against each other (mass
-              splitting, see `split`); ``read="all"``: output tokens that are read, likewise.
+              ``a:b`` (both included), ``a%:b%`` of the window, or ``copies`` of every token
+              against each other (mass splitting, see `split`); ``read="all"``: output tokens that
+              are read, likewise.
             * ``side="self"``, or the layers of cross-attention instead, moved through their
               ``query`` side (the decoder's stream) or their ``key`` side (encoder states,
               retrieved passages) while the other stays.

@@ -42,12 +42,13 @@ def parse_integers(text: str, option: str) -> list[int]:
 
 
 def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
-    """Token indices of ``all`` (None), ``first``, ``last``, ``not-first`` or ``a:b``.
+    """Token indices of ``all`` (None), ``first``, ``last``, ``not-first``, ``a:b`` or ``a%:b%``.
 
-    Of tokens that move also ``copies``, which is all of them.
+    A range of shares holds every token of which a part lies in it: its size goes with the number of
+    tokens. Of tokens that move also ``copies``, which is all of them.
 
-    >>> parse_tokens("1:3", 8, "move")
-    [1, 2, 3]
+    >>> parse_tokens("1:3", 8, "move"), parse_tokens("90%:100%", 32, "move")
+    ([1, 2, 3], [28, 29, 30, 31])
     """
     named = {
         "all": None,
@@ -60,11 +61,16 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
     if text in named:
         chosen = named[text]
     else:
-        match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?", text)
+        match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?|{_DIGITS}%:{_DIGITS}%", text)
         if match is None:
-            raise InputError(f"`--{option}` should be {', '.join(named)} or a:b. Found `{text}`.")
-        start, stop = int(match[1]), int(match[2] or match[1])
-        _check_upwards(start, stop, text, option)
+            raise InputError(
+                f"`--{option}` should be {', '.join(named)}, a:b or a%:b%. Found `{text}`."
+            )
+        if match[4] is None:
+            start, stop = int(match[1]), int(match[2] or match[1])
+            _check_upwards(start, stop, text, option)
+        else:
+            start, stop = _part(int(match[3]), int(match[4]), num_tokens, text, option)
         # Not all of them where the last one is beyond: it may be any number.
         chosen = list(range(start, stop + 1)) if stop < num_tokens else [stop]
     if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
@@ -73,6 +79,16 @@ def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
             f"length. Found none, or one beyond, at {num_tokens} tokens."
         )
     return chosen
+
+
+def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple[int, int]:
+    """The first and the last token of which a part lies between two hundredths."""
+    if not low < high <= 100:
+        raise InputError(
+            f"`--{option}` should go from one share to a larger one, such as 90%:100%. "
+            f"Found `{text}`."
+        )
+    return low * num_tokens // 100, -(-high * num_tokens // 100) - 1
 
 
 def _check_upwards(start: int, stop: int, text: str, option: str) -> None:

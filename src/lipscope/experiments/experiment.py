@@ -62,6 +62,31 @@ class Experiment:
     reads_images: bool = False
 
 
+@dataclass(frozen=True)
+class Source:
+    """A model with what it reads: a text, or pictures.
+
+    Attributes:
+        model: The model.
+        name: Of the text; "random pixels" or "pictures".
+        asked: The options of a verb that name it: ``data``, or ``images``.
+    """
+
+    model: LoadedModel
+    name: str
+    asked: dict[str, Any]
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads pictures."""
+        return "images" in self.asked
+
+    @property
+    def where(self) -> str:
+        """Model and text, for tables."""
+        return f"{self.model.name}, {self.name}"
+
+
 _REGISTER: dict[str, Experiment] = {}
 
 
@@ -116,6 +141,28 @@ class Study:
         for name in self.models:
             for text in self.texts:
                 yield self.load(name), text
+
+    def sources(self, missing: list[str]) -> Iterator[Source]:
+        """Every model on every text, or on pictures if it reads them.
+
+        Args:
+            missing: Takes a remark where the package of ``dinov2`` is not there, which is no
+                part of the set-up.
+        """
+        for name in self.models:
+            try:
+                loaded = self.load(name)
+            except InputError as why:
+                if name != "dinov2":
+                    raise
+                missing.append(f"Not run: {why}")
+                continue
+            if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
+                what = "random pixels" if self.images == "random" else "pictures"
+                yield Source(loaded, what, {"images": self.images})
+                continue
+            for text in self.texts:
+                yield Source(loaded, text.name, {"data": text.content})
 
     def not_run(self, *names: str) -> list[str]:
         """A remark, if any, on models that the paper used and this run did not."""

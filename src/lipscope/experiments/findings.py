@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,15 +151,16 @@ def middle(values: Iterable[float], digits: int = 2) -> str:
     return f"{mid:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def average(values: Sequence[float]) -> str:
-    """A mean with its 95 % interval, where there is one.
+def average(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> str:
+    """A mean with its 95 % interval, where there is one; cut to what is possible.
 
-    >>> average([1.0, 2.0, 3.0])
-    '2.00 [-0.484, 4.48]'
+    >>> average([1.0, 2.0, 3.0]), average([0.9, 0.95, 1.0], (0.0, 1.0))
+    ('2.00 [-0.484, 4.48]', '0.950 [0.826, 1.00]')
     """
     mean, low, high = mean_interval(values)
     if len(values) < 3:  # an interval of two values says nothing
         return number(mean, 3)
+    low, high = max(low, within[0]), min(high, within[1])
     return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
 
 

@@ -2,7 +2,15 @@
 
 import lipscope.models.families  # noqa: F401  (its files enter what they read)
 from lipscope.models.asked import parted
-from lipscope.models.changed import as_decoder, quantised, reinitialised, scrambled
+from lipscope.models.changed import (
+    as_decoder,
+    quantised,
+    reinitialised,
+    rounded,
+    rounding,
+    rounding_error,
+    scrambled,
+)
 from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.models.data.inputs import inputs_of, remarks_on
 from lipscope.models.data.positions import later_positions
@@ -66,6 +74,9 @@ __all__ = [
     "reinitialised",
     "remarks_on",
     "repeated_token",
+    "rounded",
+    "rounding",
+    "rounding_error",
     "samples_of",
     "scrambled",
     "shuffled_words",

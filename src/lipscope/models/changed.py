@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.models.loading import LoadedModel
 from lipscope.models.quiet import quiet
-from lipscope.models.tracing.sites import attention_sites, is_linear
+from lipscope.models.tracing.sites import attention_sites, is_linear, linears
 
 Keeps = Literal["entries", "spectrum"]
+Rounds = Literal["weights", "inputs"]
 Which = Literal["all", "query and key", "value and output"]
 # The last words of a module's path, as transformers names the four projections.
 _PROJECTIONS: dict[Which, str] = {
@@ -69,14 +74,77 @@ def quantised(loaded: LoadedModel) -> LoadedModel:
         A copy, named ``NAME, Q4_1``.
     """
     model = copy.deepcopy(loaded.model)
-    for module in model.modules():
-        if is_linear(module):
-            weight = module.get_parameter("weight").data
-            # Rows of inputs: Conv1D keeps its weight transposed.
-            turned = type(module).__name__ == "Conv1D"
-            rounded = _q4_1(weight.T.contiguous() if turned else weight)
-            weight.copy_(rounded.T if turned else rounded)
+    for _, weight in _rows_of_linears(model):
+        weight.copy_(_q4_1(weight.contiguous()))
     return replace(loaded, name=f"{loaded.name}, Q4_1", model=model, weights="rounded to Q4_1")
+
+
+def rounded(x: Float[Tensor, "*n d"], bits: int) -> Float[Tensor, "*n d"]:
+    """Every row on a symmetric grid of its own: ``s round(x / s)``.
+
+    ``s = max |row| / (2^(bits - 1) - 1)``, so that the largest entry stays as it is; rounding goes
+    to the nearest, halves to the even one. Zero rows stay zero.
+
+    Args:
+        x: Rows; of a weight, its output channels, of activations, the tokens.
+        bits: At least 2.
+
+    >>> rounded(torch.tensor([[7.0, -3.2, 0.4]]), 4)
+    tensor([[ 7., -3.,  0.]])
+    """
+    if bits < 2:
+        raise InputError(f"`bits` should be at least 2. Found `bits = {bits}`.")
+    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (x / step.clamp_min(torch.finfo(x.dtype).tiny)).round() * step
+
+
+@contextlib.contextmanager
+def rounding(module: nn.Module, what: Rounds, bits: int) -> Iterator[None]:
+    """Round the linear maps inside a module while the block lasts, see `rounded`.
+
+    Args:
+        module: A model, a block, or a layer; it is put back as it was.
+        what: ``weights``, a step for each output channel; or ``inputs``, a step for each token
+            and linear map, whatever it reads.
+        bits: Of each number.
+    """
+    held = _rows_of_linears(module)
+    kept = [weight.clone() for _, weight in held] if what == "weights" else []
+    hooks = []
+    try:
+        for linear, weight in held:
+            if what == "weights":
+                weight.copy_(rounded(weight, bits))
+            else:
+                hooks.append(
+                    linear.register_forward_pre_hook(
+                        lambda _, given: (rounded(given[0], bits), *given[1:])
+                    )
+                )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for (_, weight), before in zip(held, kept, strict=bool(kept)):
+            weight.copy_(before)
+
+
+def rounding_error(module: nn.Module, bits: int) -> float:
+    """``‖Q(W) - W‖_F / ‖W‖_F`` over all linear maps of a module together, see `rounded`."""
+    pairs = [(weight, rounded(weight, bits)) for _, weight in _rows_of_linears(module)]
+    lost = sum(float((after - weight).double().square().sum()) for weight, after in pairs)
+    whole = sum(float(weight.double().square().sum()) for weight, _ in pairs)
+    return math.sqrt(lost / whole) if whole else 0.0
+
+
+def _rows_of_linears(module: nn.Module) -> list[tuple[nn.Module, Tensor]]:
+    """Every linear map with its weight, one row for each output channel."""
+    return [
+        # Rows of inputs: Conv1D keeps its weight transposed.
+        (one, weight.T if type(one).__name__ == "Conv1D" else weight)
+        for one in linears(module)
+        for weight in [one.get_parameter("weight").data]
+    ]
 
 
 def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lipscope.charts.panels import Panel, Series, power_law
-from lipscope.errors import InputError
 from lipscope.experiments.castin2024.windows import disjoint, first_and_middle
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope.experiments.texts import Text
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.pages.table import number
@@ -66,28 +66,19 @@ def figure4(study: Study) -> Findings:
             "models with learnt positions.",
             "Pictures: the same ones at every resolution; at any but the model's own the "
             "learnt positions are interpolated.",
-            *(f"Not run: {why}" for why in missing),
+            *missing,
         ),
     )
 
 
 def _rows(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
     """Rows of every model on every text, or on pictures if it reads them."""
-    for name in study.models:
-        try:
-            loaded = study.load(name)
-        except InputError as why:
-            if name != "dinov2":  # whose package is not part of the set-up
-                raise
-            missing.append(str(why))
-            continue
-        if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
-            what = "random pixels" if study.images == "random" else "pictures"
-            yield f"{name}, {what}", _seen(study, loaded)
-            continue
-        for text in study.texts:
-            layers = first_and_middle(loaded)
-            yield f"{name}, {text.name}", disjoint(study, loaded, text, layers)
+    for one in study.sources(missing):
+        if one.sees:
+            yield one.where, _seen(study, one.model)
+        else:
+            text = Text(one.name, one.asked["data"])
+            yield one.where, disjoint(study, one.model, text, first_and_middle(one.model))
 
 
 def _seen(study: Study, loaded: LoadedModel) -> Rows:

@@ -1,0 +1,1 @@
+"""Questions that people ask of their own models."""
