@@ -60,7 +60,7 @@ def on_the_command_line(command: Any, dtype: str) -> dict[str, Measurement]:
     return {f"lipscope {verb}": held(f"cli-{verb}") for verb in asked}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
 def test_every_verb_gives_one_measurement_one_identity(command, monkeypatch, dtype: str) -> None:
     if dtype == "float64":  # in float32 the sweep of the command line has a worker process
         monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)

@@ -324,8 +324,7 @@ def test_a_second_driver_is_refused(tmp_path):
         ls.sweep(SPEC | {"tol": 1e-2}, tmp_path / "run")
 
 
-def test_a_model_that_was_changed_is_not_mixed_in(tmp_path, uninterrupted):
-    del uninterrupted
+def test_a_model_that_was_changed_is_not_mixed_in(tmp_path):
     spec = read_spec(SPEC).spec
     with RunFolder(tmp_path, spec.as_dict()) as folder:
         folder.add_model("lm", {"revision": "sha256:1", "layers": 2})

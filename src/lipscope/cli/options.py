@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "special_tokens": (bool, True, "Put [CLS] and the like around each window."),
     "position_offset": (int, 0, "First position id."),
     "images": (str | None, None, "DIR or random, then @224,448."),
-    "map": (str, "attention", "or heads, normed, residual, block, stack, model."),
+    "map": (str, "attention", "heads, normed, residual, block, stack, model"),
     "per_head": (bool, False, "One row per head."),
     "metric": (str | None, None, "or token-relative, max-token, infinity."),
     "move": (str, "all", "first, last, not-first, a:b, a%:b%, copies."),
