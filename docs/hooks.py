@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     books = [nbformat.read(file.abs_src_path or "", as_version=4) for file in found]
     reset = nbformat.v4.new_code_cell("%reset -f")  # imports stay: they take longest
     cells = [cell for book in books for cell in (*book.cells, reset)]
-    NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=120).execute()
+    NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=600).execute()
     for file, book in zip(found, books, strict=True):
         uri = file.src_uri.replace(".ipynb", ".md")
         _made[uri] = []
