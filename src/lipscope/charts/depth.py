@@ -26,12 +26,7 @@ def depth_chart(lines: Data | None, whole: Data | None, frame: Frame) -> alt.Lay
     Returns:
         The chart.
     """
-    key = alt.Legend(title="map", symbolType="circle", symbolOpacity=1)
-    scale = alt.Scale(domain=[*MAPS], range=[*MAPS.values()])
-    colour = alt.Color("map:N", scale=scale, legend=key if frame.legend else None)
-    base = alt.Chart(data("lines", lines))
-    marks = [*_across(whole, "sigma"), *_along(base, "sigma", color=colour)]
-    return frame.around(marks, frame.ends)
+    return _drawn(data("lines", lines), whole, frame, "sigma", "map", MAPS)
 
 
 def product_chart(products: Data | None, whole: Data | None, frame: Frame) -> alt.LayerChart:
@@ -46,11 +41,19 @@ def product_chart(products: Data | None, whole: Data | None, frame: Frame) -> al
     Returns:
         The chart.
     """
-    key = alt.Legend(title="blocks 0 to", symbolType="circle", symbolOpacity=1)
-    scale = alt.Scale(domain=[*TOGETHER], range=[*TOGETHER.values()])
-    colour = alt.Color("map:N", scale=scale, legend=key if frame.legend else None)
-    base, title = alt.Chart(data("products", products)), "sigma, product of sigmas"
-    return frame.around([*_across(whole, title), *_along(base, title, color=colour)], frame.ends)
+    of = data("products", products)
+    return _drawn(of, whole, frame, "sigma, product of sigmas", "blocks 0 to", TOGETHER)
+
+
+def _drawn(
+    lines: Any, whole: Data | None, frame: Frame, title: str, key: str, inks: dict[str, str]
+) -> alt.LayerChart:
+    """Lines in their inks, layer by layer, with the model's across."""
+    scale = alt.Scale(domain=[*inks], range=[*inks.values()])
+    legend = alt.Legend(title=key, symbolType="circle", symbolOpacity=1)
+    colour = alt.Color("map:N", scale=scale, legend=legend if frame.legend else None)
+    marks = [*_across(whole, title), *_along(alt.Chart(lines), title, color=colour)]
+    return frame.around(marks, frame.ends)
 
 
 def _along(base: alt.Chart, title: str, **colour: Any) -> list[alt.Chart]:
