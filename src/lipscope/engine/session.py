@@ -33,9 +33,11 @@ from lipscope.models import (
     LoadedModel,
     Sample,
     check_request,
+    parted,
     remarks_on,
     why_run,
 )
+from lipscope.models.pretrained import with_words
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
@@ -307,8 +309,15 @@ class Session:
         places = self.places
         record = None if places.is_layer(job) else places.trace(job)
         loaded = places.loaded(job.model, job.weights)
-        about = (built, row.id, loaded, places.item(job), record, places.memory)
-        return tuple(worded(reply.leading, *about)) if reply.leading else ()
+        if not reply.leading:
+            return ()
+        whole = None if record is None else self._with_words(job, record.model)
+        about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
+        return tuple(worded(reply.leading, *about))
+
+    def _with_words(self, job: Job, model: nn.Module) -> nn.Module | None:
+        name = parted(self.places.loaded(job.model, job.weights).name)[0]
+        return self.places.once("words", job[1:5], lambda: with_words(name, model))
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
         """Of which tokens bounds through a norm in front speak, if any are asked for."""
