@@ -23,6 +23,8 @@ from tiny import TINY, tiny
 
 GPT2, LLAMA = (f"random:{name}:{TINY[name]}" for name in ("gpt2", "llama"))
 TIED = f"{LLAMA},tie_word_embeddings=true"
+PICTURES = "random:dinov2:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,image_size=28"
+PICTURES += ",patch_size=14"
 LENGTH = 6
 # A small residual, so that vectors are those of the dense matrix to six digits.
 EXACT: dict = {"dtype": "float64", "delta": 1e-6, "length": LENGTH, "tol": 1e-10}
@@ -138,7 +140,7 @@ def test_a_random_direction_reads_as_something_once_in_a_hundred_times() -> None
 @pytest.mark.parametrize("last", [[], ["(any other)"]])
 def test_readings_in_blocks_are_those_of_the_whole_table(last: list[str]) -> None:
     gen = torch.Generator().manual_seed(0)
-    vectors, some = (torch.randn(k, 8, generator=gen, dtype=torch.float64) for k in (40, 3))
+    vectors, some = (torch.randn(k, 16, generator=gen, dtype=torch.float64) for k in (40, 3))
     readings = Readings("window", [*map(str, range(40)), *last], lambda ids: vectors[ids])
     whole, parts = (read(readings, some, "", memory) for memory in (2**30, 1))
     table = torch.cat([vectors, vectors.mean(0, keepdim=True)]) if last else vectors
@@ -293,6 +295,41 @@ def test_the_head_of_a_checkpoint_is_that_of_its_class(family: str, tmp_path: Pa
             assert one.cosine == pytest.approx(other[i].cosine, abs=1e-6)
 
 
+NAMED = ("One fox, one dog.", "Shares fell on Monday.", "it sleeps")
+
+
+def test_turning_towards_texts_is_the_derivative_of_the_model() -> None:
+    loaded = ls.load_model(BERT)
+    model, read = loaded.model.double(), loaded.tokenizer
+    rows = ls.directions(loaded, TEXT, layer=1, k=1, among=NAMED, **EXACT)
+    layer, x = ls.capture(loaded, TEXT, layer=1, length=LENGTH)
+    v = torch.linalg.svd(ls.to_dense(layer.linearise(x)))[2][0].reshape(x.shape)
+    start = rows[0].start or 0
+    ids = torch.tensor([read(TEXT)["input_ids"][start : start + LENGTH]])
+
+    def mean(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids).last_hidden_state[0].mean(0)
+
+    def cosines(size: float) -> torch.Tensor:
+        def move(_: torch.nn.Module, args: tuple) -> tuple:
+            return (args[0] + size * v, *args[1:])
+
+        handle = model.encoder.layer[1].register_forward_pre_hook(move)
+        found = mean(ids)
+        handle.remove()
+        return torch.cosine_similarity(texts, found[None])
+
+    with torch.no_grad():
+        texts = torch.stack([mean(torch.tensor([read(text)["input_ids"]])) for text in NAMED])
+        exact = (cosines(1e-5) - cosines(-1e-5)) / 2e-5
+    found = [p for p in rows.directions if p.side == "text"]
+    assert [p.text for p in found] == list(NAMED)
+    shares = torch.tensor([p.share for p in found], dtype=torch.float64)
+    shares = shares * (shares @ exact).sign()  # v and u change their signs together
+    assert torch.allclose(shares, exact, rtol=1e-5, atol=1e-9)
+    assert all(p.cosine <= 1 and p.chance_cosine > 0 for p in found)
+
+
 @pytest.mark.parametrize("map", ["model", "stack"])
 def test_many_layers_together_read_from_tokens_to_logits(map) -> None:
     layer = "all" if map == "model" else 1
@@ -334,10 +371,18 @@ def test_a_layer_by_itself_and_moves_of_one_token() -> None:
     assert zero[0].sigma == 0 and zero.directions == []
 
 
+def test_texts_are_for_models_that_read_texts() -> None:
+    for model, x in (
+        (ls.DotProduct(*3 * [torch.eye(3)]), torch.eye(3)),
+        (PICTURES, torch.rand(1, 3, 28, 28)),
+    ):
+        with pytest.raises(InputError, match="`among` needs a model that reads texts"):
+            ls.directions(model, x, k=1, among=NAMED)
+
+
 def test_patches_have_places() -> None:
-    name = "random:dinov2:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,image_size=28"
     picture = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    rows = ls.directions(f"{name},patch_size=14", picture, layer=1, k=1)
+    rows = ls.directions(PICTURES, picture, layer=1, k=1)
     texts = {p.text for p in rows.directions if p.side != "head"}
     assert texts <= {"[0]", "patch 0,0", "patch 0,1", "patch 1,0", "patch 1,1"}
 
@@ -381,6 +426,7 @@ def test_the_command_says_it(command) -> None:
         ({"theorems": "all"}, "`directions` has no option `theorems`"),
         ({"metric": "infinity"}, "`metric` should be one of frobenius, token-relative"),
         ({"move": "copies"}, "`move` should be tokens"),
+        ({"among": ["one"]}, "`among` should name at least two"),
         ({"k": 0}, "`k` should be a whole number of at least 1"),
         ({"layer": 9}, "`layers` should be between 0 and 1"),
     ],

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipscope.models.quiet import quiet
 from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor
 from lipscope.models.tracing.prepare import ExactNorm, exact_maths, undisturbed
 from lipscope.models.tracing.sums import NormCall, close
@@ -165,7 +166,7 @@ def _ends_in_a_matrix(config: Any) -> bool:
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         head = model.get_output_embeddings()
     except Exception:  # each family has errors of its own: there is no such model
