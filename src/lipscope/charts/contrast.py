@@ -53,36 +53,48 @@ def sides_chart(
 
 
 def ratios_chart(
-    ratios: Data | None, layers: Sequence[str], frame: Frame, *, title: str = "second / first"
+    ratios: Data | None,
+    layers: Sequence[str],
+    frame: Frame,
+    *,
+    title: str = "second / first",
+    difference: bool = False,
 ) -> alt.LayerChart:
     """The second run divided by the first, layer by layer at one length, with 95 % intervals.
 
     Args:
         ratios: Records with ``layer, ratio, low, high, changed``, or None where a page puts them
-            in; without an interval, ``low`` is null.
+            in; without an interval, ``low`` is null. Differences are in ``difference``.
         layers: All layers in their order.
         frame: The axis and the size.
         title: Of the axis.
+        difference: Whether the second less the first is shown instead, of exponents.
 
     Returns:
         The chart; full marks changed beyond the sampling, hollow ones did not.
     """
-    base = alt.Chart(data("ratios", ratios))
+    name, field = ("shifts", "difference:Q") if difference else ("ratios", "ratio:Q")
+    base = alt.Chart(data(name, ratios))
     x = alt.X("layer:N", sort=list(layers), title="layer", axis=alt.Axis(labelAngle=0))
-    y = up("ratio:Q", title)
-    one = base.mark_rule(color=QUIET, strokeDash=[5, 4]).encode(
-        y=alt.datum(1.0, type="quantitative")
+    y, low = (_less(f, title) if difference else up(f, title) for f in (field, "low:Q"))
+    same = base.mark_rule(color=QUIET, strokeDash=[5, 4]).encode(
+        y=alt.datum(0.0 if difference else 1.0, type="quantitative")
     )
     bars = (
         base.transform_filter("isValid(datum.low)")
         .mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
-        .encode(x=x, y=up("low:Q", title), y2="high:Q")
+        .encode(x=x, y=low, y2="high:Q")
     )
     fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
     dots = base.mark_point(
         size=70, strokeWidth=1.8, color=ORANGE, filled=True, opacity=1, cursor="pointer"
     ).encode(x=x, y=y, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q")
-    return frame.around([one, bars, dots], frame.ends)
+    return frame.around([same, bars, dots], *([] if difference else [frame.ends]))
+
+
+def _less(field: str, title: str) -> alt.Y:
+    """The axis of differences."""
+    return alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
 
 
 def _quoted(text: str) -> str:

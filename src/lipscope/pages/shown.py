@@ -227,6 +227,7 @@ SHOWN: tuple[Shown, ...] = (
     Shown("bounds", "bounds", lambda b: bounds_chart(None, None, replace(FILL, height=380))),
     Shown("compare", "sides", lambda b: sides_chart(None, FILL)),
     Shown("ratios", "ratios", lambda b: ratios_chart(None, b.layers, FILL)),
+    Shown("shifts", "shifts", lambda b: ratios_chart(None, b.layers, FILL, difference=True)),
     Shown("depth", "depth", lambda b: depth_chart(None, None, FILL)),
     Shown("products", "products", lambda b: product_chart(None, None, FILL)),
     Shown("gains", "gains", lambda b: gains_chart(None, FILL)),
