@@ -22,7 +22,7 @@ from lipscope.linalg.starts import start_named
 from lipscope.models import OF_BLOCKS, moved
 from lipscope.models.data.images import normalisation
 from lipscope.models.next_token import with_scores
-from lipscope.models.patches import Patches, patches_of, picture_move
+from lipscope.models.patches import Patches, coded, patches_of, picture_move
 from lipscope.models.tracing.sites import block_of
 from lipscope.records.pushed import MOVED, NEAREST, NEXT
 
@@ -34,6 +34,7 @@ _OF_PICTURES = (
     "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
     "at layer 0 and before any norm"
 )
+_MOST_PIXELS = 512**2  # of a picture that is kept whole
 _STILL = 1e-6  # of what moves: rounding
 Reads = list[tuple[str, float]]
 
@@ -171,7 +172,10 @@ class Pushing:
         return moved(places.item(self.job).arguments, self.x.device, self.x.dtype)
 
     def pixels(self, e: Tensor) -> str | None:
-        """The patch of largest share of a move, before and for each unit of size; None if none."""
+        """The picture before, and what moves it for each unit of size; None if no pixels do.
+
+        The patch of the largest share in full, the picture in bytes.
+        """
         patches, ends = self.patches, self.built.ends
         if patches is None or ends is None:
             return None
@@ -185,6 +189,11 @@ class Pushing:
         for name, picture in shown.items():
             values = patches.pixels(token, len(e), picture)
             found[name] = [[[round(v, 5) for v in row] for row in one] for one in values.tolist()]
+        if shown["move"][0, 0].numel() <= _MOST_PIXELS:
+            scale = float(shown["move"].abs().max())
+            found |= {"at": patches.corner(token, len(e)), "scale": scale}
+            found |= {"picture": coded(shown["before"].clamp(0, 1))}
+            found |= {"moves": coded(shown["move"] / scale, signed=True)}
         return json.dumps(found)
 
     # --- what is read

@@ -167,7 +167,5 @@ def exponents_said(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         said
         + (f" {left} more have none; the table says why." if left else "")
-        + (
-            " Every passage has an exponent of its own; intervals as above, if these are nearly normal."
-        )
+        + (" Every passage has its own exponent; intervals as above, for nearly normal exponents.")
     )
