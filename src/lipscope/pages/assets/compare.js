@@ -24,7 +24,7 @@ const layerCompared = () => { const layers = distinct(comparedRows().map((r) => 
   return layers.includes(state.layer) ? state.layer : layers[0]; };
 const comparedName = (r) => `${layerName(r.layer)}, ${headName(r.head)}, ${r.n} tokens`;
 const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
-const within = (r) => (r.low === null ? "–" : `[${number(r.low, 3)}, ${number(r.high, 3)}]`);
+const within = (r, digits = 3) => (r.low === null ? "–" : `[${number(r.low, digits)}, ${number(r.high, digits)}]`);
 
 const shiftsShown = () => shifts.filter((r) => r.k === contrast()?.k && r.head === headCompared());
 const marked = (c) => compared[c] ?? shifts[c - compared.length];
@@ -60,7 +60,7 @@ COLUMNS.difference = column("difference", (r) => r.difference, (r) => number(r.d
 COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");
 COLUMNS.mean = column("mean", (r) => r.value, (r) => number(r.value));
 COLUMNS.ratio = column("ratio", (r) => r.ratio, (r) => number(r.ratio, 3));
-COLUMNS.within = column("95 %", (r) => r.low, within);
+COLUMNS.within = column("95 %", (r) => r.low, (r) => within(r));
 COLUMNS.holm = column("p by Holm", (r) => r.holm, (r) => number(r.holm, 2));
 COLUMNS.changed = column("changed", (r) => String(r.changed), (r) => (r.changed ? "yes" : "no"), "whole");
 TABLES.sides = ["means", "n side mean between"];
@@ -105,7 +105,7 @@ DRAWERS.push(() => {
     ["95 %", "number"], ["p by Holm", "number"], "windows"),
   make("tbody", {}, ...grown.map((r) => make("tr", { class: r.layer === layerCompared() ? "front" : null },
     cell(r.layer, "number"), cell(number(r.a, 2), "number"), cell(number(r.b, 2), "number"),
-    cell(number(r.difference, 2), "number"), cell(within(r), "number"), cell(number(r.holm, 2), "number"),
+    cell(number(r.difference, 2), "number"), cell(within(r, 2), "number"), cell(number(r.holm, 2), "number"),
     cell(r.why || `${r.count}, ${r.how}`, "text")))));
   $("compare-note").textContent = (state.every ? "" : shown.length ? "Rows that changed, the largest change first. "
     : "No row changed beyond the sampling. ") + D.contrast.remarks.join(" ");
