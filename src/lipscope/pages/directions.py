@@ -143,16 +143,20 @@ def turning(parts: Iterable[Direction]) -> str:
     if not texts:
         return ""
     if not some:
-        return "along, the output turns towards and away from no text by more than chance"
+        return "along v, the model's output turns towards or away from no text by more than chance"
     said = [
-        f"{way} {', '.join(f'“{one.text}” ({one.share:+.2g})' for one in found[:_WORDS])}"
+        f"{way} {', '.join(f'“{one.text}” ({_signed(one.share)})' for one in found[:_WORDS])}"
         for way, found in (
             ("towards", [one for one in some if one.share > 0]),
             ("away from", [one for one in some[::-1] if one.share < 0]),
         )
         if found
     ]
-    return f"along, the output turns {', '.join(said)}: cosine for each unit of size"
+    return f"along v, the model's output turns {', '.join(said)}: cosine for each unit of size"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2g}".replace("-", "−")
 
 
 def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
