@@ -76,8 +76,8 @@ def push(
 
     ``E = eps e`` with ``‖e‖_F = 1`` is added to the input of the map where the model holds it, and
     the model runs on from there as it is. The directions: ``+v`` and ``-v``, the top right
-    singular vector; ``+top`` and ``-top``, its top token alone; random ones; of pictures, where pixels
-    move them so, ``+patches`` and ``-patches``, v without its class token. Beside what
+    singular vector; ``+top`` and ``-top``, its top token alone; random ones; of pictures, where
+    pixels move them so, ``+patches`` and ``-patches``, v without its class token. Beside what
     happens stand ``sigma · eps``, which is what happens to first order, and a certificate
     of the change that holds for every move of that size.
 
