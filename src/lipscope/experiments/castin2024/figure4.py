@@ -35,7 +35,11 @@ def figure4(study: Study) -> Findings:
         for where, rows in _rows(study, missing)
         for (_, layer, *_), fit in rows.growth().items()
     ]
-    _draw(study, [(name, rows) for name, rows, _ in places])
+    shown: dict[str, tuple[str, list[Measurement]]] = {}  # the middle layer on the first text
+    for name, rows, _ in places:
+        if rows[0].layer:
+            shown.setdefault(rows[0].model, (name, rows))
+    _draw(study, list(shown.values()))
     radius = [_slope(rows) for _, rows, _ in places]
     across = [_against_radius(rows) for _, rows, _ in places]
     lines = tuple(
