@@ -66,8 +66,9 @@ def figure4(study: Study) -> Findings:
         (Table("Exponents", columns, lines),),
         (
             *study.not_run("gpt2"),
-            "The statement is about pretrained GPT-2; what stands here is about other "
-            "models with learnt positions.",
+            "The statement is about pretrained GPT-2. The models here have learnt positions, too, "
+            "but none of them has a radius that grows so.",
+            "The figure shows the middle layer of each model, of texts the first.",
             "Pictures: the same ones at every resolution; at any but the model's own the "
             "learnt positions are interpolated.",
             *missing,
