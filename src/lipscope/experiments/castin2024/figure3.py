@@ -58,7 +58,7 @@ def figure3(study: Study) -> Findings:
                 tuple((str(n), *(number(r["share"]) for r in mine)) for n, mine in by_size.items()),
             ),
         ),
-        ("For even n one of the others has no partner.",),
+        ("For even n one token has no partner on the other side.",),
     )
 
 
