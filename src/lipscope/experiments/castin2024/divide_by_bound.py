@@ -205,8 +205,8 @@ def _findings(study: Study, runs: Sequence[dict[str, Any]]) -> Findings:
             "the last tokens; an image is certified where its margin exceeds what that lets a move "
             "do.",
             "The mean-field bound makes sigma so small that its networks have no attention to "
-            "speak of. How far another kind is above them in accuracy is what its attention is worth "
-            f"here, after {study.pick(5, 15)} epochs; longer training was not run.",
+            "speak of. How far another kind is above them in accuracy is what its attention is "
+            f"worth here, after {study.pick(5, 15)} epochs; longer training was not run.",
             "Under attack: projected gradient ascent of the loss, 10 steps from the image, pixels "
             "not kept between 0 and 1. The robust accuracy lies between the two.",
             "The mean-field bound here has half the exponent of the paper's Theorem 3.5: the loss "
