@@ -207,7 +207,9 @@ def tick_values(low: float, high: float, most: int = 25) -> list[float]:
     return values[:: math.ceil(len(values) / most)]
 
 
-def _inside(steps: Sequence[float], decades: Iterable[int], low: float, high: float) -> list[float]:
+def _inside(
+    steps: Sequence[int | float], decades: Iterable[int], low: float, high: float
+) -> list[float]:
     found = [float(f"{step}e{k}") for k in decades for step in steps]
     return [value for value in found if low <= value <= high]
 
