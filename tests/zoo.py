@@ -208,7 +208,10 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     x = found["x"]
     if not found["read"]:
         return []
-    each = torch.autograd.functional.jacobian(once, x)
+    try:
+        each = torch.autograd.functional.jacobian(once, x, vectorize=True)
+    except RuntimeError:  # no rule for all rows at once: one after the other
+        each = torch.autograd.functional.jacobian(once, x)
     for held, was in written:
         held.copy_(was)
     # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
