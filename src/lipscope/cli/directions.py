@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.records.place import Place
 
 EXAMPLE = "Example: lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words"
@@ -52,7 +52,7 @@ def directions(
     content, given = asked(options)
     from lipscope.engine.directions import directions as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
@@ -61,7 +61,7 @@ def directions(
             among=among,
             length=None if "images" in given else length,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     if jsonl:

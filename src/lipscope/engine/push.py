@@ -122,7 +122,7 @@ def push(
         "eps": None if eps is None else _sizes(eps),
         "draws": argument(whole(0, _MOST_DRAWS), "draws", draws),
         "pool": argument(one_of("mean", "first"), "pool", pool),
-        "certificate": certificate and argument(flag, "certificate", certificate),
+        "certificate": None if certificate is None else argument(flag, "certificate", certificate),
     }
     argument(one_of(*_MAPS), "map", options.get("map", "attention"))
     texts = texts_of(among)

@@ -16,6 +16,7 @@ from lipscope.models.tokens import tokenizer_at
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 _WRAPPED = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in words of torch
 # Made of the last layer's output, and no part of any map.
 _BEHIND = re.compile(r"(^|\.)pooler\.")
 # Constants that older versions of transformers kept beside the weights.
@@ -151,12 +152,17 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
 
 def _explained(source: str, problem: Exception, known: Collection[str]) -> InputError:
     """One line for the many ways in which loading fails."""
-    text = " ".join(str(problem).split())
+    text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))
     if "trust_remote_code" in text or "custom code" in text:
         return InputError(
             f"`{source}` needs code from its repository, which is never run; use a model whose "
             "class is in transformers."
+        )
+    if "Weights only load failed" in text:  # and then how to load them all the same
+        return InputError(
+            f"`{source}` should hold weights and nothing else. Found a pickle with other objects, "
+            "which can run code and is not loaded; ask for one in safetensors."
         )
     if "safetensors" in text and "does not appear to have" in text:
         return InputError(
