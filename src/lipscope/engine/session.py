@@ -35,11 +35,9 @@ from lipscope.models import (
     Sample,
     Trace,
     check_request,
-    parted,
     remarks_on,
     why_run,
 )
-from lipscope.models.pretrained import with_words
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
@@ -313,7 +311,7 @@ class Session:
         loaded = places.loaded(job.model, job.weights)
         if not reply.leading:
             return ()
-        whole = None if record is None else self._with_words(job, record.model)
+        whole = None if record is None else places.with_head(job)
         about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
         found = (*worded(reply.leading, *about),)
         if not self.spec.among:
@@ -326,10 +324,6 @@ class Session:
         spec, loaded = self.spec, self.places.loaded(job.model, job.weights)
         about = (spec.among, loaded, record, spec.special_tokens)
         return self.places.once("among", job[1:5], lambda: texts_for(*about))
-
-    def _with_words(self, job: Job, model: nn.Module) -> nn.Module | None:
-        name = parted(self.places.loaded(job.model, job.weights).name)[0]
-        return self.places.once("words", job[1:5], lambda: with_words(name, model))
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
         """Of which tokens bounds through a norm in front speak, if any are asked for."""
