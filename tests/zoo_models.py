@@ -137,6 +137,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "reformer": {"axial_pos_embds_dim": [8, 8], "attn_layers": ["local", "lsh"], "num_buckets": 2,
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
     "time_series_transformer": _SERIES,
+    "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
