@@ -37,6 +37,9 @@ MAPS = ("attention", "normed", "residual", "block", "model")
 _MEMORY = 8 << 30  # bytes that a model type may take
 _SECONDS = 10  # of processor time, for the building, a measurement and a comparison each
 _LARGEST = 1600  # entries of an input whose dense Jacobian is still had
+_NOTHING = (
+    f"no truth: over {_LARGEST} entries, gradients cut by the model, or no module takes the sum"
+)
 # Attention modules that go on after their projection (residual, norm), and its name.
 _ENDS = {
     "AlbertAttention": "dense",
@@ -145,7 +148,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
 
         def start(_: nn.Module, args: Any, kwargs: Any) -> Any:
             count[0] += 1
-            if count[0] != turn + 1:
+            if count[0] != first + 1:
                 return None
             bound = signature.bind(*args, **kwargs)
             flat = dict(bound.arguments)
@@ -210,6 +213,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
         return (tensor_of(result) if ends is None else out[-1],)
 
     with torch.no_grad():
+        first = _turn_of(enters, model, inputs, model.get_submodule(row.module), turn)
         found["read"] = once(None)
     if found["several"] or found["x"].numel() > _LARGEST:
         return []
@@ -225,6 +229,19 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
     kept = [j.reshape(-1, x.numel()) for j in each if bool(j.any())]
     return [float(torch.linalg.matrix_norm(j, 2)) for j in kept]
+
+
+def _turn_of(
+    enters: nn.Module, model: nn.Module, inputs: dict[str, Tensor], site: nn.Module, turn: int
+) -> int:
+    """Which call of a module is the last one before a call of another (or is that call)."""
+    calls, before = [0], list[int]()
+    with contextlib.ExitStack() as stack:
+        for module, seen in ((enters, lambda *_: calls.append(0)),
+                             (site, lambda *_: before.append(len(calls) - 2))):  # fmt: skip
+            stack.callback(module.register_forward_pre_hook(seen).remove)
+        run(model, inputs)
+    return before[turn]
 
 
 def _is_free(held: Tensor, model: nn.Module) -> bool:
@@ -294,8 +311,9 @@ def _compared(
             instead = " or ".join(f"{s:.8g}" for s in expected)
             found = f"{row.module} ({row.argument}): {row.sigma} instead of {instead}"
             return Outcome(kind, name, "wrong", found)
-    verdict = "exact" if compared else "skipped"
-    return Outcome(kind, name, verdict, f"{compared} of {len(rows)} compared")
+    if not compared:
+        return Outcome(kind, name, "skipped", _NOTHING)
+    return Outcome(kind, name, "exact", f"{compared} of {len(rows)} compared")
 
 
 def as_page(found: Sequence[Outcome]) -> str:
