@@ -97,6 +97,9 @@ _BASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attack": (ls.attack, {**_TEXT, "length": 2, "steps": 0}),
     "attack_text": (ls.attack_text, {**_TEXT, "length": 4, "samples": 1, "queries": 2}),
     "certify": (ls.certify, {**_TEXT, "length": 2, "steps": 1, "sharp": False}),
+    "directions": (ls.directions, {**_TEXT, "length": 3, "k": 1}),
+    "push": (ls.push, {**_TEXT, "length": 3, "eps": 0.1, "draws": 1, "certificate": False}),
+    "split": (ls.split, {**_TEXT, "length": 3}),
     "capture": (ls.capture, {**_TEXT, "layer": 0, "length": 4}),
     "smooth": (ls.smooth, {**_TEXT, "length": 4, "samples": 1, "target": 1e-3, "out": "smooth"}),
     "restrain": (
@@ -182,6 +185,9 @@ _LINES = {
     "bounds": ["--text", "text.txt", "--lengths", "3", "--theorems", "local_rows"],
     "attack": ["--text", "text.txt", "--length", "2", "--steps", "0"],
     "certify": ["--text", "text.txt", "--length", "2", "--no-sharp", "--random", "1"],
+    "directions": ["--text", "text.txt", "--length", "3", "-k", "1"],
+    "push": ["--text", "text.txt", "--length", "3", "--eps", "0.1", "--no-certificate"],
+    "split": ["--text", "text.txt", "--length", "3"],
     "smooth": ["--text", "text.txt", "--length", "4", "--samples", "1", "--target", "1e-3"],
 }
 

@@ -279,6 +279,8 @@ def test_theorems(command):
     assert result.status == 0 and "castin_thm_3_3" in result.out
     rows = command("theorems", "--jsonl").rows
     assert [row["theorem"] for row in rows] == [one.name for one in catalogue()]
+    for word in {row["scope"] for row in rows}:  # explained where it stands
+        assert f"{word.capitalize()}:" in result.out
     some = command("theorems", "--jsonl", "--kind", "lower", "--scope", "global").rows
     assert some and {(r["kind"], r["scope"]) for r in some} == {("lower", "global")}
 

@@ -132,9 +132,20 @@ def test_a_pickle_with_code_in_it_never_runs(lipscope, saved, tmp_path):
     (saved / "model.safetensors").unlink()
     weights: dict[str, Any] = dict(bert().state_dict())
     torch.save(weights | {"payload": Marker(tmp_path / "ran")}, saved / "pytorch_model.bin")
-    for arguments in ([], ["--allow-pickle"]):
-        refused(lipscope(saved, "--text", "text.txt", *SHORT, *arguments), str(saved))
+    refused(lipscope(saved, "--text", "text.txt", *SHORT), "pickle, which can run code")
+    result = lipscope(saved, "--text", "text.txt", *SHORT, "--allow-pickle")
+    refused(result, "Found a pickle with other objects")
+    assert "weights_only" not in result.err  # no advice to load it all the same
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "training_args.bin"])
+def test_pickles_by_other_names_are_not_called_readable(lipscope, saved, name):
+    (saved / "model.safetensors").unlink()
+    torch.save(bert().state_dict(), saved / name)
+    for arguments in ([], ["--allow-pickle"]):
+        result = lipscope(saved, "--text", "text.txt", *SHORT, *arguments)
+        refused(result, f"Found `{name}`; save the model with `save_pretrained`")
 
 
 @pytest.mark.parametrize("kind", ["unknown", "bert"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import typer
 
 import lipscope as ls
 from command import BERT
+from lipscope import attacks
 from lipscope.cli import COMMANDS, app, doctor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,42 +125,53 @@ def test_python_outside_the_range_is_named(monkeypatch) -> None:
 # --- defaults, names and completion ---------------------------------------------------------
 
 
-# What a call leaves to the text (lengths, samples), to the verb, or to what else is asked.
+# What a call leaves to the text, to the verb, or to what else is asked.
 OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
-OTHER_NAMES = {"force", "jsonl", "out", "like_text", "text", "model", "random", "ascents"}
-OTHER_NAMES |= {
-    "read_out",
-    "between",
-    "pool",
-    "ball",
-    "eps",
-    "steps",
-}  # of a decision too
+# What only a command has: files, streams, what is printed, what chooses between two verbs.
+ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list_all", "dry_run"}
+ONLY_HERE |= {"budget", "read_out", "between", "pool"}
+SEVERAL = {"attack": ("attack_text",), "certify": ("attack_in_ball",)}  # behind one command
 
 
-@pytest.mark.parametrize("name", ["measure", "bounds", "attack", "certify"])
-def test_the_command_has_the_defaults_of_the_verb(name: str) -> None:
-    from dataclasses import MISSING, fields
-
+def _defaults(name: str) -> dict[str, Any]:
+    """Of the functions behind a command; what they leave to the specification, from there."""
     from lipscope.engine.spec import AXES, Spec
+    from lipscope.experiments import reproduce
 
-    own = inspect.signature(getattr(ls, name)).parameters
-    spec = {
+    found = {
         one.name: one.default[0] if isinstance(one.default, tuple) and one.default else one.default
-        for one in fields(Spec)
-        if one.default is not MISSING
+        for one in dataclasses.fields(Spec)
+        if one.default is not dataclasses.MISSING
     }
+    found |= {option: found[field] for option, field in AXES.items() if field in found}
+    for verb in (*SEVERAL.get(name, ()), name):
+        function = getattr(ls, verb, None) or getattr(attacks, verb, reproduce)
+        for one in inspect.signature(function).parameters.values():
+            found[one.name] = None if one.default is one.empty else one.default
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"theorems", "rows", "doctor"}))
+def test_the_command_has_the_defaults_of_the_verb(name: str) -> None:
+    own = _defaults(name)
+    own["layers"] = own["layer"] if name == "directions" else own["layers"]
     for param in typer.main.get_command(app).commands[name].params:
-        option, default = param.name, param.default
-        if option in OTHER_NAMES or option == "help" or default is None:
+        option = param.name or ""
+        if param.required or option in ONLY_HERE:
             continue
-        verb = own[option].default if option in own else spec[AXES.get(option, option)]
+        said = re.search(r"\[default: ([^;\]]+)", getattr(param, "help", None) or "")
+        verb, default = own[option], param.default
         if option in OPEN and verb is None:
-            assert default in OPEN[option]
-        elif option == "layers":
-            assert str(verb) == default
+            assert default in (None, *OPEN[option]), option
+        elif default is None and verb is not None:  # left to the verb, and perhaps said
+            assert said is None or said[1] == str(verb), option
         else:
-            assert verb == default, (option, verb, default)
+            assert _plain(verb) == _plain(default), (option, verb, default)
+
+
+def _plain(value: Any) -> str:
+    """As it is written on the command line; nothing where it is left open."""
+    return "" if value is None or value is False or value == () else str(value)
 
 
 @pytest.mark.parametrize("name", ["measure", "bounds", "attack", "certify"])

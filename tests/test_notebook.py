@@ -112,8 +112,9 @@ def test_true_is_a_bar(capsys) -> None:
     ls.measure(layer, torch.randn(3, 4, 2), progress=True)
     told = capsys.readouterr().err
     assert re.search(r"measuring .* 3/3 ", told.splitlines()[-1].rpartition("\r")[2])
-    with pytest.raises(ls.InputError, match="`progress` should be true, or a function"):
-        ls.measure(layer, torch.randn(3, 4, 2), progress="yes")  # pyright: ignore[reportArgumentType]
+    for other in ("yes", 0, torch.zeros(2)):
+        with pytest.raises(ls.InputError, match="`progress` should be true, or a function"):
+            ls.measure(layer, torch.randn(3, 4, 2), progress=other)  # pyright: ignore
 
 
 @pytest.mark.slow

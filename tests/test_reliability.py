@@ -31,6 +31,7 @@ from lipscope.records.place import Place
 from lipscope.records.rows import AGAIN
 from lipscope.records.run import read_run
 from rows import SPEC, row, tokens_of
+from sweeps import in_this_process
 
 
 @pytest.fixture
@@ -439,3 +440,37 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     assert [row.sigma for row in found] == [row.sigma for row in again]
     assert [row.sigma for row in found] == [row.sigma for row in whole]
     assert all(0 <= row.seconds < 60 for row in found)
+
+
+@pytest.mark.parametrize("verb", ["measure", "sweep"])
+def test_what_is_left_is_told_from_the_rows_of_this_run(tmp_path, monkeypatch, capsys, verb):
+    """Ten seconds a row by a clock of the test's own; those of an earlier run took none."""
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+    keep = RunFolder.extend
+
+    def extend(folder: RunFolder, some: Any) -> None:
+        now[0] += 10 * len(some)
+        keep(folder, some)
+
+    def ask(**options: Any) -> None:
+        shared = {"lengths": [6], "samples": 3, "seed": 0}
+        if verb == "measure":
+            ls.measure(BERT, TEXT, **shared, **options, out=tmp_path / "run")
+        else:
+            told, layers = options.get("progress"), options["layers"]
+            shared["seeds"] = shared.pop("seed")
+            spec = {"models": BERT, "texts": "text.txt", "layers": layers, **shared}
+            ls.sweep(spec, tmp_path / "run", workers=1, progress=told)
+
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    ask(layers=[0])
+    monkeypatch.setattr(RunFolder, "extend", extend)
+    ask(layers=[0, 1], progress=True)
+    said = [line.partition("| ")[2] or line for line in capsys.readouterr().err.split("\r")]
+    told = [line.split()[-4:] for line in said if "left" in line]
+    told = [(count, left) for count, _, _, left in told]
+    assert told[0] == ("3/6", "?")
+    assert {("4/6", "00:20"), ("5/6", "00:10"), ("6/6", "00:00")} <= {*told}

@@ -68,6 +68,7 @@ def test_checkpoints_in_a_folder(tmp_path):
 
 WRONG = {
     "an unknown key": ("lenghts: [16]", 4, "`lenghts` is not an entry.*Did you mean `lengths`"),
+    "what only a verb has": ("directions: 3", 4, "`directions` is not an entry of a sweep"),
     "a key twice": ("models: [smollm2]", 4, "`models` should appear once.*line 3"),
     "an unknown map": ("maps: [atention]", 4, "`maps` should be one of heads.*mean `attention`"),
     "its line in a list": ("maps:\n  - heads\n  - blok", 6, "Found `blok`.*mean `block`"),

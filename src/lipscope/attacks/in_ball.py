@@ -42,7 +42,7 @@ def attack_in_ball(
     head: int | None = None,
     map: Map = "attention",
     random: int = 20,
-    ascents: int = 4,
+    ascents: int = 2,
     steps: int = 30,
     seed: int = 0,
 ) -> BallAttack:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lipscope.charts import marks
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.records.files import replaced
 
 _SIDE, _HEAD, _FINER = 300, 46, 2  # pixels of a scene, of what stands above it; drawn twice as fine
@@ -55,11 +55,14 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
     """
     lengths = {len(part) for one in scenes for part in (one.points, one.captions)}
     if len(lengths) != 1:
-        raise InputError("`scenes` should have frames and captions of one number. Found others.")
+        raise InputError(f"`scenes` should all have one length. Found {sorted(lengths)} frames.")
     try:
         from PIL import Image
     except ImportError as missing:
-        raise InputError('Animations need Pillow: `pip install "lipscope[images]"`.') from missing
+        raise InputError(
+            f"Animations need Pillow, which is not installed; run `{install('images')}` in the "
+            "folder of lipscope."
+        ) from missing
     frames = []
     for frame in range(lengths.pop()):
         parts = [_drawn(scene, frame) for scene in scenes]

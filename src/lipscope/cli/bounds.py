@@ -33,7 +33,7 @@ _ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_st
     map="or heads, normed, residual.",
     per_head="Each query head alone.",
     metric="Only in this metric, measured in it too.",
-    radius="A number, or norm.  [default: text's]",
+    radius="A number, norm, or row (the input's own).",
     theorems="Only these.",
 )
 def bounds(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
-from lipscope.cli.terminal import Bar, Force, Screen, errors, resumable
+from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.records.place import Place
 
 EXAMPLE = "Example: lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words"
@@ -31,6 +31,10 @@ def directions(
     layers: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     k: Annotated[int, typer.Option("-k", help="Number of directions.")] = 5,
+    among: Annotated[
+        Path | None,
+        typer.Option(help="File, a text a line: which one the output turns to."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder.")] = None,
     force: Force = False,
     jsonl: Annotated[
@@ -48,15 +52,16 @@ def directions(
     content, given = asked(options)
     from lipscope.engine.directions import directions as run
 
-    with resumable(), Bar() as bar:
+    with resumable(), bar() as told:
         found = run(
             model,
             content,
             layer=indices(layers, "layers"),
             k=k,
+            among=among,
             length=None if "images" in given else length,
             out=place,
-            progress=bar.update,
+            progress=told.update,
             **given,
         )
     if jsonl:

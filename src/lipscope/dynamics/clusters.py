@@ -60,7 +60,8 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     """
     _check_radius(radius)
     if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
-        raise InputError("`points` should be finite, (n, d), at least one. Found others.")
+        found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
+        raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
     near = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") <= radius
     count, found = connected_components(csr_matrix(near.numpy()), directed=False)
     labels = torch.as_tensor(found).long()

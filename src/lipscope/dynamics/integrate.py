@@ -14,7 +14,7 @@ from scipy.integrate import DOP853
 from scipy.optimize import root_scalar
 from torch import Tensor
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 
 Velocity = Callable[[float, Tensor], Tensor]
 Status = Literal["done", "event", "stuck", "evaluations"]
@@ -118,7 +118,7 @@ def integrate(
     rtol, atol = _tolerances(rtol, atol, start)
     asked = _Asked(velocity, start.shape)
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
-        raise InputError("`x` should be small enough for a finite velocity. Found another.")
+        raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
     run = _Run(at, start, (*events, overflow))
     with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
@@ -143,7 +143,7 @@ def times_of(times: Sequence[float] | Tensor) -> list[float]:
         at = []
     if not at or not all(map(math.isfinite, at)) or at[0] < 0 or at != sorted(set(at)):
         raise InputError(
-            "`times` should be increasing numbers from 0 on. Found others, or none at all."
+            f"`times` should be increasing numbers from 0 on. Found {shown(times)[:80]}."
         )
     return at
 

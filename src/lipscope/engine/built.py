@@ -23,6 +23,7 @@ from lipscope.records.rows import Bound, Measurement
 from lipscope.theorems import Normed, Residual, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
+_ROUGH = 0.05  # tolerance of what is only compared: sigma is measured anew at the chosen input
 _NO_WEIGHTS = "its weights are not read in closed form"
 
 
@@ -64,14 +65,15 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
         "radius": radius,
         "generator": start_named(name),
     }
+    compared: dict[str, Any] = size | {"tol": _ROUGH}
     climb: dict[str, Any] = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
     if job.input == ASCENT:
         found = ascend(layer, **size, **climb, start=built.x)
         return BuiltInput(found.x, f"radius {radius:.6g}")
     if job.input == ADVERSARIAL:
-        tried = worst(layer, **size, **climb, start=[built.x])
+        tried = worst(layer, **compared, **climb, start=[built.x])
     else:
-        tried = worst(layer, **size, names=(job.input,), steps=0)
+        tried = worst(layer, **compared, names=(job.input,), steps=0)
     best = tried[0]
     if best.x is None or best.sigma is None:
         why = (best.reason or "sigma is not finite there").rstrip(".")

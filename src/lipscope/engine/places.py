@@ -205,8 +205,8 @@ class Places:
             if self._layers.setdefault(job.model, names) != names:
                 raise InputError(
                     "The model should call the same attention modules on every input. Found "
-                    f"{len(names)} calls here, and {len(self._layers[job.model])} or others on an "
-                    "earlier input."
+                    f"{len(names)} calls here and {len(self._layers[job.model])} on an earlier "
+                    "input, or other modules."
                 )
             own = self.loaded(job.model, job.weights).model
             record.remarks = overflows(own, item, self.spec.modules, self.spec.side)

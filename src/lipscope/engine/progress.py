@@ -65,11 +65,13 @@ def told(progress: Progress | None) -> Tell:
 
     A verb asks once, so that all of its parts move one line.
     """
+    if progress is None or progress is False:
+        return lambda *_: None
     if progress is True:
         return Bar().update
-    if progress and not callable(progress):
+    if not callable(progress):
         raise InputError(
             "`progress` should be true, or a function of `done`, `total` and the row. Found "
             f"`{type(progress).__name__}`."
         )
-    return progress or (lambda *_: None)
+    return progress

@@ -234,7 +234,10 @@ def _check_equivariant(f: Function, twice: Tensor) -> None:
     with torch.no_grad():
         y, permuted = f(twice), f(twice[order])
     if y.shape[:1] != twice.shape[:1]:
-        raise InputError("`f` should answer every token. Found another number of outputs.")
+        raise InputError(
+            f"`f` should give one output for each token. Found the shape {tuple(y.shape)} for "
+            f"{len(twice)} tokens."
+        )
     off = float((permuted - y[order]).abs().max())
     if not off <= _SYMMETRY * max(float(y.abs().max()), 1e-300):
         raise InputError(

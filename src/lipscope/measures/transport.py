@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, install
 from lipscope.measures.tokens import TokenMeasure
 
 Method = Literal["sorting", "assignment", "network simplex"]
@@ -227,8 +227,8 @@ def _simplex(a: Tensor, b: Tensor, costs: Tensor, p: float) -> Plan:
             from ot.lp import emd
         except ImportError as problem:
             raise InputError(
-                "Transport between measures of unequal weights needs the package POT. Found none; "
-                "install `lipscope[measures]`."
+                "Transport between measures of unequal weights needs the package POT; run "
+                f"`{install('measures')}` in the folder of lipscope."
             ) from problem
         plan, log = emd(a.numpy(), b.numpy(), scaled, numItermax=_STEPS, log=True)
     if log["warning"] is not None:

@@ -16,6 +16,7 @@ from lipscope.models.tokens import tokenizer_at
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
 _WRAPPED = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in words of torch
 # Made of the last layer's output, and no part of any map.
 _BEHIND = re.compile(r"(^|\.)pooler\.")
 # Constants that older versions of transformers kept beside the weights.
@@ -68,6 +69,40 @@ def from_pretrained(
     return model, tokenizer_at(source, **options)
 
 
+def with_words(source: str, model: nn.Module) -> nn.Module | None:
+    """An encoder with the head that fills in words, where its checkpoint holds one.
+
+    Args:
+        source: Folder or hub id.
+        model: What `from_pretrained` made of it, in any dtype and on any device.
+
+    Returns:
+        The model with its head around it; None where the checkpoint is of another class, or holds
+        the head as a pickle or not at all.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    config: Any = getattr(model, "config", None)
+    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
+    named = kind is not None and kind.__name__ in (getattr(config, "architectures", None) or ())
+    if not named or model.name_or_path != source or isinstance(model, kind):
+        return None
+    options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
+    try:
+        with quiet():
+            whole, found = kind.from_pretrained(
+                source, key_mapping=_WRAPPED, output_loading_info=True, **options
+            )
+    except Exception:  # each loader has errors of its own: the head is not to be had
+        return None
+    body = whole.base_model_prefix
+    if found["missing_keys"] or found["mismatched_keys"] or not hasattr(whole, body):
+        return None
+    setattr(whole, body, model)
+    whole.tie_weights()
+    return whole.to(next(model.parameters())).requires_grad_(False).eval()
+
+
 def _check_class(source: str, model: nn.Module) -> None:
     """Refuse weights of a class of another family than the configuration says.
 
@@ -117,12 +152,17 @@ def _check_keys(source: str, model: nn.Module, found: Mapping[str, Any]) -> None
 
 def _explained(source: str, problem: Exception, known: Collection[str]) -> InputError:
     """One line for the many ways in which loading fails."""
-    text = " ".join(str(problem).split())
+    text = _COLOURS.sub("", " ".join(str(problem).split()))
     folder = os.path.exists(os.path.expanduser(source))
     if "trust_remote_code" in text or "custom code" in text:
         return InputError(
             f"`{source}` needs code from its repository, which is never run; use a model whose "
             "class is in transformers."
+        )
+    if "Weights only load failed" in text:  # and then how to load them all the same
+        return InputError(
+            f"`{source}` should hold weights and nothing else. Found a pickle with other objects, "
+            "which can run code and is not loaded; ask for one in safetensors."
         )
     if "safetensors" in text and "does not appear to have" in text:
         return InputError(

@@ -56,7 +56,7 @@ def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, lea
     if layer.positional:
         raise InputError("not available: logits depend on position; use ascent.")
     try:
-        one = heads_of(layer)[head]
+        (one,) = heads_of(layer.head(head))
         if one.mask is not None:
             one.allowed(num_tokens)  # the mask was made for this many tokens
         one.causal_or_unmasked()

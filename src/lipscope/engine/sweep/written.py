@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
     ((16, 32, 48, 64), (0, 1), 'minilm')
     """
     source = read_source(spec)
-    source.check_keys([one.name for one in fields(Spec)])
+    source.check_keys(["models", "texts", *CHECKS])
     values = {
         key: CHECKS[key](source, key, value)
         for key, value in source.values.items()
