@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nbformat
 import ziamath
@@ -18,8 +18,11 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbclient import NotebookClient
+from plain import is_formula, latex
 
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_CODE = re.compile(r"(?<!asks for )<code>([^<]*)</code>")
+_ALONE = re.compile(r"<p><code>([^<]*)</code>\.?</p>")
 _PLACE = '<div class="output" id="output-{}"></div>'
 _FONT = "fonts/STIXTwoMath-Regular.ttf"
 _FONTS = Path(ziamath.__file__).parent / "fonts"
@@ -83,16 +86,32 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def on_page_content(content: str, page: Page, **_: Any) -> str:
     """Formulas as MathML, and the outputs of a notebook in their places."""
+    if page.file.src_uri.startswith("theorems/"):
+        content = _CODE.sub(_plain, _ALONE.sub(_plain_alone, content))
     content = _FORMULA.sub(_formula, content)
     for k, output in enumerate(_made.get(page.file.src_uri, ())):
         content = content.replace(_PLACE.format(k), f'<div class="output">{output}</div>')
     return content
 
 
+def _plain_alone(found: re.Match[str]) -> str:
+    """A formula of the register that is a paragraph."""
+    return _typeset(latex(html.unescape(found[1])), "block")
+
+
+def _plain(found: re.Match[str]) -> str:
+    """A formula of the register in a line; names stay code."""
+    code = html.unescape(found[1])
+    return _typeset(latex(code), "inline") if is_formula(code) else found[0]
+
+
 def _formula(found: re.Match[str]) -> str:
-    source = html.unescape(found[2])
+    return _typeset(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+
+
+def _typeset(source: str, display: Literal["block", "inline"]) -> str:
     marked = re.sub(r"\\([lr][vV]ert)\b ?", lambda bar: _BARS[bar[1]][0], source)
-    made = convert(marked, display="block" if found[1] == "div" else "inline")
+    made = convert(marked, display=display)
     for mark, operator in _BARS.values():
         made = re.sub(f"<m[io]>{mark}</m[io]>", operator, made)
     if "\\" in made or "<mi>&</mi>" in made:

@@ -13,8 +13,8 @@ good = "The film was wonderful, warm and funny; I laughed and would see it again
 bad = "The film was dreadful, cold and dull; I yawned and would never see it again."
 classifier = classifier_of_texts("minilm", [good, bad], layer=3)
 
-text = "We loved every minute of this lovely picture, and the actors were a joy to watch. " * 2
-layer, x = ls.capture("minilm", text, layer=3, length=12)
+text = "We loved every minute of this lovely picture, and the actors were a joy to watch. "
+layer, x = ls.capture("minilm", text, layer=3, length=8)
 assert isinstance(layer, ls.Attention)
 
 for ball in ("token", "frobenius"):

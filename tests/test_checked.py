@@ -87,6 +87,22 @@ def test_refuses_what_jaxtyping_refuses(case: str) -> None:
             guarded(*arguments)
 
 
+def test_every_function_that_a_line_makes_is_checked_and_is_itself() -> None:
+    def made(count: int) -> Callable[..., Any]:
+        def longer(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> int:
+            return count * len(a) + len(b)
+
+        return checked.jaxtyped(longer, typechecker=beartype)
+
+    for count in (1, 2, 3):
+        one = made(count)
+        assert one(THREE, b=THREE) == 3 * count + 3
+        with pytest.raises(REFUSED):
+            one(THREE, FOUR)
+        with pytest.raises(REFUSED):
+            one([1.0, 2.0, 3.0], THREE)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_nothing_is_refused_where_the_check_is_off() -> None:
     guarded = checked.jaxtyped(same_length, typechecker=beartype)

@@ -163,6 +163,73 @@ def test_words_of_a_comparison_are_its_rows(tmp_path: Path) -> None:
     assert "Holm's procedure over the 6 rows" in said
 
 
+def passages(slopes: Sequence[float], slack: float = 1.0, **values: Any) -> list[Measurement]:
+    """Passages at 16, 64 and 256 tokens, each with an exponent of its own."""
+    text, found = values.pop("of", "alice"), []
+    for k, s in enumerate(slopes):
+        for n in (16, 64, 256):
+            about = {"tokens_sha256": f"{text}/{k}/{n}", "id": f"{values}/{text}/{k}/{n}"}
+            sigma = (1 + 0.1 * k) * n ** float(s)
+            found.append(
+                row(sample=k, num_tokens=n, sigma=sigma, upper=sigma * slack, **about | values)
+            )
+    return found
+
+
+def shifted(folder: Path, *sides: Sequence[Measurement], **spec: Any) -> list[dict[str, Any]]:
+    runs = [read_run(written(folder / f"{k}", s, **spec)) for k, s in enumerate(sides)]
+    return contrast_of(runs).tables[0]["exponents"]
+
+
+def test_exponents_are_compared_passage_by_passage(tmp_path: Path) -> None:
+    """Student's test of scipy on the passages' own slopes; Welch's where they are others."""
+    before, after = np.random.default_rng(3).normal([[0.25], [0.4]], 0.02, (2, 6))
+    (one,) = shifted(tmp_path / "same", passages(before), passages(after, model="later"))
+    (two,) = shifted(tmp_path / "apart", passages(before), passages(after[:4], of="tales"))
+    paired = stats.ttest_1samp(after - before, 0.0)
+    welch = stats.ttest_ind(after[:4], before, equal_var=False)
+    for found, truth, mean, how in (
+        (one, paired, (after - before).mean(), "the same windows"),
+        (two, welch, after[:4].mean() - before.mean(), "two samples"),
+    ):
+        ends = [mean, *truth.confidence_interval(0.95)]
+        assert [found[k] for k in ("difference", "low", "high")] == pytest.approx(ends, abs=1e-4)
+        assert found["p"] == pytest.approx(truth.pvalue, rel=1e-3) and found["how"] == how
+        assert found["changed"] and found["n"] == "16 to 256"
+    assert one["a"] == pytest.approx(before.mean(), abs=1e-4)
+
+
+def test_exponents_are_within_what_the_solver_leaves_open(tmp_path: Path) -> None:
+    """Every sigma up to 5 % larger: an exponent up to log 1.05 · sum of positive weights larger."""
+    slopes = np.random.default_rng(4).normal(0.3, 0.02, 5)
+    both = [passages(slopes, 1.05), passages(slopes + 0.01, 1.05, model="later")]
+    (one,) = shifted(tmp_path, *both)
+    x = np.log([16, 64, 256]) - np.log(64)
+    open_ = 2 * math.log(1.05) * x[-1] / (x @ x)  # up at one end, down at the other, on one side
+    ends = [0.01, 0.01 - open_, 0.01 + open_]
+    assert [one[k] for k in ("difference", "low", "high")] == pytest.approx(ends, abs=1e-3)
+    assert not one["changed"]
+
+
+def test_exponents_need_a_power_law_three_lengths_and_windows_apart(tmp_path: Path) -> None:
+    slopes = [0.3, 0.31, 0.29]
+    bent = [
+        row(**vars(r) | {"sigma": (r.sigma or 0) * (2 if r.num_tokens == 64 else 1)})
+        for r in passages(slopes)
+    ]
+    for name, first, second, why in (
+        ("bent", bent, passages(slopes, model="b"), "no power law in the first folder"),
+        ("one", passages([0.3]), passages([0.3], model="b"), "too few windows"),
+        ("text", passages(slopes), passages(slopes, start=0, model="b"), "windows share text"),
+    ):
+        (found,) = shifted(tmp_path / name, first, second)
+        assert found["difference"] is None and why in found["why"] and not found["changed"]
+    two = [[r for r in passages(slopes, model=m) if r.num_tokens > 16] for m in "ab"]
+    assert shifted(tmp_path / "two", *two) == []
+    long = [passages(slopes, model=m, trained_length=128) for m in "ab"]
+    assert shifted(tmp_path / "trained", *long) == []
+
+
 @pytest.mark.slow
 def test_figures_of_a_comparison_of_depth_and_of_gains(tmp_path: Path) -> None:
     sides = [written(tmp_path / name, side) for name, side in _sides().items()]

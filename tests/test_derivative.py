@@ -178,3 +178,18 @@ class TestDifference:
         x[2] = 0
         assert difference(lambda x: x**3, x, self.x, 3 * x**2 * self.x).status == "agrees"
         assert difference(lambda x: 2 * x, 0 * x, self.x, 2 * self.x).status == "agrees"
+
+    @pytest.mark.parametrize("eps", [1e-12, 1e-5])
+    def test_a_norm_of_a_token_that_is_zero(self, eps):
+        """Linear within its epsilon only, where it multiplies by ``1 / sqrt(eps)``."""
+        x = self.x.float()
+        x[2] = 0
+        e = torch.zeros_like(x)
+        e[2] = self.x[2].float()
+        product = (e - e.mean(-1, keepdim=True)) / eps**0.5
+
+        def norm(x):
+            return nn.functional.layer_norm(x, (4,), eps=eps)
+
+        assert difference(norm, x, e, product).status == "agrees"
+        assert difference(norm, x, e, 1.1 * product).status != "agrees"

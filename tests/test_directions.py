@@ -12,7 +12,7 @@ import torch
 
 import lipscope as ls
 from command import BERT, TEXT
-from lipscope.engine.worded import Units
+from lipscope.engine.worded import read
 from lipscope.errors import InputError
 from lipscope.linalg.leading import leading
 from lipscope.linalg.operator import Operator
@@ -23,6 +23,8 @@ from tiny import TINY, tiny
 
 GPT2, LLAMA = (f"random:{name}:{TINY[name]}" for name in ("gpt2", "llama"))
 TIED = f"{LLAMA},tie_word_embeddings=true"
+PICTURES = "random:dinov2:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,image_size=28"
+PICTURES += ",patch_size=14"
 LENGTH = 6
 # A small residual, so that vectors are those of the dense matrix to six digits.
 EXACT: dict = {"dtype": "float64", "delta": 1e-6, "length": LENGTH, "tol": 1e-10}
@@ -128,10 +130,28 @@ def test_a_random_direction_reads_as_something_once_in_a_hundred_times() -> None
     passed = 0
     for k in range(200):
         vectors = torch.randn(40, 8, generator=gen, dtype=torch.float64)
-        units = Units(Readings("window", [""] * 40, vectors), str(k))
-        read = units.read(torch.randn(8, generator=gen, dtype=torch.float64))
-        passed += read["cosine"] > read["chance_cosine"]
+        readings = Readings("window", [""] * 40, lambda ids, v=vectors: v[ids])
+        one = torch.randn(1, 8, generator=gen, dtype=torch.float64)
+        (said,) = read(readings, one, str(k), 2**20)
+        passed += said["cosine"] > said["chance_cosine"]
     assert passed <= 8
+
+
+@pytest.mark.parametrize("last", [[], ["(any other)"]])
+def test_readings_in_blocks_are_those_of_the_whole_table(last: list[str]) -> None:
+    gen = torch.Generator().manual_seed(0)
+    vectors, some = (torch.randn(k, 16, generator=gen, dtype=torch.float64) for k in (40, 3))
+    readings = Readings("window", [*map(str, range(40)), *last], lambda ids: vectors[ids])
+    whole, parts = (read(readings, some, "", memory) for memory in (2**30, 1))
+    table = torch.cat([vectors, vectors.mean(0, keepdim=True)]) if last else vectors
+    for vector, one, other in zip(some, whole, parts, strict=True):
+        assert one["plus"] == other["plus"] and one["minus"] == other["minus"]
+        cosines = torch.cosine_similarity(table, vector[None]).abs()
+        best = torch.linalg.qr(table[cosines.topk(10).indices].T)[0]
+        inside = float((best.T @ vector).square().sum() / vector.square().sum())
+        for found in (one, other):
+            assert found["cosine"] == pytest.approx(float(cosines.max()), abs=1e-9)
+            assert found["spanned"] == pytest.approx(min(inside, 1.0), abs=1e-9)
 
 
 def test_a_direction_that_no_reading_has_reads_as_nothing() -> None:
@@ -210,16 +230,104 @@ def test_readings_of_a_decoder_are_changes_of_its_logits(map) -> None:
                     assert exact == pytest.approx(cosine, rel=1e-3)
 
 
-def test_a_head_with_layers_of_its_own_is_no_read_out() -> None:
-    """Its norm stands in front of the unembedding too, and does not take the stream."""
-    from transformers import RobertaPreLayerNormConfig, RobertaPreLayerNormForMaskedLM
+MASKED = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
+MASKED |= {"intermediate_size": 16, "vocab_size": 300, "max_position_embeddings": 40}
 
-    sizes = {"hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2}
-    sizes |= {"intermediate_size": 16, "vocab_size": 300, "max_position_embeddings": 40}
-    model = RobertaPreLayerNormForMaskedLM(RobertaPreLayerNormConfig(**sizes)).eval()
+
+@pytest.mark.parametrize("map", ["attention", "block"])
+def test_readings_of_an_encoder_are_changes_of_the_words_it_would_fill_in(map) -> None:
+    """Its norms stand behind its layers, and its head has layers of its own."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**MASKED)).eval().double()
     tokenizer = tiny("bert").tokenizer
-    rows = ls.directions(model, TEXT, layer=1, k=1, length=LENGTH, tokenizer=tokenizer)
-    assert {p.space for p in rows.directions if p.side != "head"} == {"window"}
+    rows = ls.directions(model, TEXT, layer=1, k=1, map=map, tokenizer=tokenizer, **EXACT)
+    start = rows[0].start or 0
+    inputs = {"input_ids": torch.tensor([tokenizer(TEXT)["input_ids"][start : start + LENGTH]])}
+    record = trace(
+        model, inputs, attention_sites(model), norms=True, blocks=True, dtype=torch.float64
+    )
+    built = build_map(record, 1, map)
+    u, _, vt = torch.linalg.svd(ls.to_dense(built.linearise(built.x)))
+    norm = model.bert.encoder.layer[1].attention.output.LayerNorm
+
+    def logits(h: torch.Tensor) -> torch.Tensor:
+        y = model.cls(h)
+        return y - y.mean()
+
+    def behind(total: torch.Tensor) -> torch.Tensor:
+        return logits(norm(total))
+
+    after = (logits, built.output) if map == "block" else (behind, built.x + built.output)
+    named, turned = tokenizer.convert_ids_to_tokens(range(300)), None
+    for side, vector, (f, points) in (
+        ("right", vt[0], (logits, built.x)),
+        ("left", u[:, 0], after),
+    ):
+        for i, one in parts(rows, side).items():
+            assert one.space == "read-out"
+            own = vector.reshape(LENGTH, -1)[i]
+            cosines = torch.cosine_similarity(differences(f, points[i]), own[None])
+            if turned is None:  # one sign for all tokens of both vectors
+                turned = torch.sign(cosines[named.index(one.words("plus")[0][0])])
+            for word, cosine in one.words("plus"):  # of four digits
+                exact = float(turned * cosines[named.index(word)])
+                assert exact == pytest.approx(cosine, rel=1e-3)
+            assert one.cosine == pytest.approx(float(cosines.abs().max()), abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Bert", "RobertaPreLayerNorm"])
+def test_the_head_of_a_checkpoint_is_that_of_its_class(family: str, tmp_path: Path) -> None:
+    """Read from the folder, and as an object: a model that is loaded leaves its head behind."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**MASKED)
+    model = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
+    model.save_pretrained(tmp_path)
+    options = EXACT | {"layer": 1, "k": 1, "tokenizer": tiny("bert").tokenizer}
+    found = [ls.directions(one, TEXT, **options) for one in (model, str(tmp_path))]
+    for side in ("right", "left"):
+        mine, other = (parts(rows, side) for rows in found)
+        assert {p.space for p in mine.values()} == {"read-out"} and mine.keys() == other.keys()
+        for i, one in mine.items():  # its random start, and so its sign, follow its name
+            assert one.cosine == pytest.approx(other[i].cosine, abs=1e-6)
+
+
+NAMED = ("One fox, one dog.", "Shares fell on Monday.", "it sleeps")
+
+
+def test_turning_towards_texts_is_the_derivative_of_the_model() -> None:
+    loaded = ls.load_model(BERT)
+    model, read = loaded.model.double(), loaded.tokenizer
+    rows = ls.directions(loaded, TEXT, layer=1, k=1, among=NAMED, **EXACT)
+    layer, x = ls.capture(loaded, TEXT, layer=1, length=LENGTH)
+    v = torch.linalg.svd(ls.to_dense(layer.linearise(x)))[2][0].reshape(x.shape)
+    start = rows[0].start or 0
+    ids = torch.tensor([read(TEXT)["input_ids"][start : start + LENGTH]])
+
+    def mean(ids: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids).last_hidden_state[0].mean(0)
+
+    def cosines(size: float) -> torch.Tensor:
+        def move(_: torch.nn.Module, args: tuple) -> tuple:
+            return (args[0] + size * v, *args[1:])
+
+        handle = model.encoder.layer[1].register_forward_pre_hook(move)
+        found = mean(ids)
+        handle.remove()
+        return torch.cosine_similarity(texts, found[None])
+
+    with torch.no_grad():
+        texts = torch.stack([mean(torch.tensor([read(text)["input_ids"]])) for text in NAMED])
+        exact = (cosines(1e-5) - cosines(-1e-5)) / 2e-5
+    found = [p for p in rows.directions if p.side == "text"]
+    assert [p.text for p in found] == list(NAMED)
+    shares = torch.tensor([p.share for p in found], dtype=torch.float64)
+    shares = shares * (shares @ exact).sign()  # v and u change their signs together
+    assert torch.allclose(shares, exact, rtol=1e-5, atol=1e-9)
+    assert all(p.cosine <= 1 and p.chance_cosine > 0 for p in found)
 
 
 @pytest.mark.parametrize("map", ["model", "stack"])
@@ -263,10 +371,18 @@ def test_a_layer_by_itself_and_moves_of_one_token() -> None:
     assert zero[0].sigma == 0 and zero.directions == []
 
 
+def test_texts_are_for_models_that_read_texts() -> None:
+    for model, x in (
+        (ls.DotProduct(*3 * [torch.eye(3)]), torch.eye(3)),
+        (PICTURES, torch.rand(1, 3, 28, 28)),
+    ):
+        with pytest.raises(InputError, match="`among` needs a model that reads texts"):
+            ls.directions(model, x, k=1, among=NAMED)
+
+
 def test_patches_have_places() -> None:
-    name = "random:dinov2:hidden_size=12,num_attention_heads=3,num_hidden_layers=2,image_size=28"
     picture = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    rows = ls.directions(f"{name},patch_size=14", picture, layer=1, k=1)
+    rows = ls.directions(PICTURES, picture, layer=1, k=1)
     texts = {p.text for p in rows.directions if p.side != "head"}
     assert texts <= {"[0]", "patch 0,0", "patch 0,1", "patch 1,0", "patch 1,1"}
 
@@ -310,6 +426,7 @@ def test_the_command_says_it(command) -> None:
         ({"theorems": "all"}, "`directions` has no option `theorems`"),
         ({"metric": "infinity"}, "`metric` should be one of frobenius, token-relative"),
         ({"move": "copies"}, "`move` should be tokens"),
+        ({"among": ["one"]}, "`among` should name at least two"),
         ({"k": 0}, "`k` should be a whole number of at least 1"),
         ({"layer": 9}, "`layers` should be between 0 and 1"),
     ],

@@ -76,6 +76,22 @@ def test_every_block_of_the_other_pages_runs(tmp_path: Path, monkeypatch) -> Non
                 exec(compile(code, page, "exec"), names)
 
 
+PAIRS = (("\\langle", "\\rangle"), ("(", ")"), ("{", "}"))
+
+
+def test_every_formula_of_the_register_is_typeset(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    plain = importlib.import_module("plain")
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/theorems").glob("*.md")]
+    spans = [span for text in pages for span in re.findall(r"`([^`]+)`", text)]
+    made = [plain.latex(span) for span in spans if plain.is_formula(span)]
+    assert len(made) > 100
+    for one in made:
+        assert not set(one) & set("√‖|Σ²⁻<≤"), one
+        for opened, closed in (("\\lvert", "\\rvert"), ("\\lVert", "\\rVert"), *PAIRS):
+            assert one.count(opened) == one.count(closed), one
+
+
 def test_every_command_of_the_pages_can_be_read() -> None:
     """All printed ones have the commands and options that there are; the tutorials' are run."""
     known: Any = typer.main.get_command(app)

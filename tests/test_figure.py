@@ -12,6 +12,7 @@ import pytest
 import vl_convert
 
 from lipscope import TokenShare
+from lipscope.charts.curves import curves_chart
 from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import save
 from lipscope.charts.marks import (
@@ -23,6 +24,7 @@ from lipscope.charts.marks import (
     side_by_side,
     tick_values,
 )
+from lipscope.charts.panels import Panel, Series
 from lipscope.charts.pieces import lay_out, readable
 from lipscope.charts.text import shaded_text
 from lipscope.errors import InputError
@@ -202,6 +204,20 @@ def test_every_axis_has_a_few_labels(low: float, high: float):
     ticks = tick_values(float(low), float(high))
     assert 3 <= len(ticks) <= 25
     assert all(low <= tick <= high for tick in ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(1e-4, 1e60), (2.9, 4.1), (1e-3, 0.3), (20, 9000)])
+def test_few_labels_where_there_is_little_room(low: float, high: float):
+    ticks = tick_values(low, high, most=7)
+    assert 3 <= len(ticks) <= 7
+    assert all(low <= tick <= high for tick in ticks)
+
+
+def test_the_legend_of_a_dashed_line_is_dashed(tmp_path: Path):
+    curves = (Series("found", ((1, 1), (9, 3))), Series("law", ((1, 1), (9, 9)), "dashes"))
+    save(curves_chart("Laws", [Panel("one", curves)]), tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert drawn.count('stroke-dasharray="5,4"') == 2  # the line itself and its symbol
 
 
 def test_other_endings_are_refused(tmp_path: Path):

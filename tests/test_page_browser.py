@@ -429,6 +429,7 @@ def test_a_push_is_read_size_by_size_with_the_keyboard(opened: Opened) -> None:
 DRAWN_MARKS = {
     "sides": {"symbol": 6, "line": 2},
     "ratios": {"symbol": 2},
+    "shifts": {"symbol": 2},
     "layers": {"symbol": 2, "line": 1},
     "heatmap": {"rect": 4, "symbol": 4},
     "apart": {"symbol": 4},
@@ -538,7 +539,15 @@ def test_a_link_restores_the_view(anew: Opened) -> None:
 
 
 def test_every_chart_is_a_table_too(anew: Opened) -> None:
-    drawn = {"focus": 9, "real": 18, "exponents": 4, "slopes": 4, "sides": 3, "ratios": 2}
+    drawn = {
+        "focus": 9,
+        "real": 18,
+        "exponents": 4,
+        "slopes": 4,
+        "sides": 3,
+        "ratios": 2,
+        "shifts": 2,
+    }
     drawn |= {"layers": 2, "heatmap": 4, "apart": 4, "radius-n": 18, "rank": 18}
     for chart, rows in drawn.items():
         figure = anew.page.locator(f"figure:has(#{chart})")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -254,6 +256,17 @@ def test_pixels_that_move_the_patches_as_asked() -> None:
     with torch.no_grad():
         change = float((model(other) - model(picture)).norm())
     assert change == pytest.approx(step.model, rel=1e-3)
+    shown = [
+        np.frombuffer(base64.b64decode(said[k]["bytes"]), np.uint8).reshape(8, 8, 3)
+        for k in ("picture", "moves")
+    ]
+    before, move = (torch.tensor(one.copy()).double().permute(2, 0, 1) for one in shown)
+    whole = (before / 255) + said["scale"] * (move - 128) / 127  # at size 1, in bytes
+    off = (whole - (other[0].double() + 1) / 2).abs().max()
+    assert float(off) <= 0.5 / 255 + 0.5 * said["scale"] / 127 + 1e-6 and said["at"] == [
+        4 * row,
+        4 * column,
+    ]
     behind = ls.push(model, picture, map="attention", draws=0, eps=[1.0], certificate=False)
     assert [one.pixels for one in behind.directions] == [None] * 4
 

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 from rich.console import Console
 
-from lipscope import Measurement, Rows, TokenShare
+from lipscope import Direction, Measurement, Rows, TokenShare
 from lipscope.errors import InputError
 from lipscope.records.rows import COLUMNS
 from rows import curve, row, tokens_of
@@ -302,3 +302,18 @@ def test_measurement_columns_all_have_a_plain_type():
     names = {f.name: str(f.type) for f in dataclasses.fields(Measurement)}
     odd = [n for n, t in names.items() if t.split(" | ")[0] not in ("int", "float", "str", "bool")]
     assert odd == ["status"]
+
+
+def test_the_intervals_of_directions_are_added_up_too():
+    """Ranks behind the first have one each; an angle rests on the rank behind it."""
+    one = row(sample=0, delta=1e-3)
+    about: dict = {"id": one.id, "index": 0, "text": "", "share": 1.0, "residual": 0.0}
+    parts = [
+        Direction(**about, rank=rank, side=side, sigma=1.0, upper=1.0, sine=sine)
+        for rank, sine in ((1, 0.01), (2, None), (3, None))
+        for side in ("right", "left")
+    ]
+    assert math.isclose(Rows([one], directions=parts).failure_probability(), 4e-3)
+    assert "All 3 intervals hold together" in Rows([one], directions=parts).summary()
+    alone = [dataclasses.replace(part, sine=None) for part in parts]
+    assert math.isclose(Rows([one], directions=alone).failure_probability(), 3e-3)

@@ -589,3 +589,40 @@ def test_blocks_and_models_of_windows_are_maps_and_their_attention_is_refused():
     assert only(rows).sigma == pytest.approx(expected, rel=1e-6)
     with pytest.raises(InputError, match=r"one sample, \(1, tokens, width\).*`block` or `model`"):
         ls.measure(model, {"pixel_values": pixels})
+
+
+class SparseAttention(OwnAttention):
+    """Returns which keys each query reads most, ``(1, n, n)`` integers, before its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        weights = self.weights(x, x)
+        return weights.argsort(-1), self.o(weights @ self.v(x))
+
+
+class OfParts(nn.Module):
+    """A composite model: it returns what its parts return, and no tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = SparseAttention()
+
+    def forward(self, x: Tensor) -> Any:
+        return {"text": {"indices_and_states": self.attention(x)}}
+
+
+def test_indices_and_outputs_of_parts_are_no_tokens():
+    model, x = OfParts().double(), tokens()
+    (row,) = ls.measure(model, x, **EXACT)
+    expected = truth(lambda x: model.attention(x)[1], x)
+    assert row.sigma == pytest.approx(expected, rel=1e-8)
+
+
+class LongMLA(OwnAttention):
+    """Multi-head latent attention is named so."""
+
+
+def test_latent_attention_is_found():
+    x = tokens()
+    model = nn.Sequential(LongMLA()).double()
+    (row,) = ls.measure(model, x, **EXACT)
+    assert row.sigma == pytest.approx(truth(model, x), rel=1e-8)

@@ -13,10 +13,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
+import re
+import resource
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +34,9 @@ from zoo_models import model_of, run
 
 TYPES = tuple(sorted(MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
-_LARGEST = 600  # entries of an input whose dense Jacobian is still had
+_MEMORY = 8 << 30  # bytes that a model type may take
+_SECONDS = 10  # of processor time, for the building, a measurement and a comparison each
+_LARGEST = 1600  # entries of an input whose dense Jacobian is still had
 # Attention modules that go on after their projection (residual, norm), and its name.
 _ENDS = {
     "AlbertAttention": "dense",
@@ -50,18 +56,18 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """A limit on what one model type may take."""
+    """A limit on the processor time of one step of a model type."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        raise TimeoutError(f"more than {seconds} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class SumSeen:
@@ -208,7 +214,10 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     x = found["x"]
     if not found["read"]:
         return []
-    each = torch.autograd.functional.jacobian(once, x)
+    try:
+        each = torch.autograd.functional.jacobian(once, x, vectorize=True)
+    except RuntimeError:  # no rule for all rows at once: one after the other
+        each = torch.autograd.functional.jacobian(once, x)
     for held, was in written:
         held.copy_(was)
     # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
@@ -236,7 +245,7 @@ def tensor_of(result: Any) -> Tensor:
 def outcomes(kind: str, maps: tuple[str, ...] = MAPS) -> list[Outcome]:
     """What becomes of every map of a model type."""
     try:
-        with limited(60):
+        with limited(_SECONDS // 2):
             model, inputs = model_of(kind)
     except Exception as problem:
         return [Outcome(kind, name, "skipped", f"not built: {_said(problem)}") for name in maps]
@@ -245,7 +254,7 @@ def outcomes(kind: str, maps: tuple[str, ...] = MAPS) -> list[Outcome]:
 
 def _outcome(kind: str, model: nn.Module, inputs: dict[str, Tensor], name: str) -> Outcome:
     try:
-        with limited(60):
+        with limited(_SECONDS):
             rows = list(ls.measure(model, inputs, map=name, dtype="float64", tol=1e-6))
     except InputError as refusal:
         return Outcome(kind, name, "refused", " ".join(str(refusal).split()))
@@ -254,7 +263,7 @@ def _outcome(kind: str, model: nn.Module, inputs: dict[str, Tensor], name: str) 
     except Exception as problem:
         return Outcome(kind, name, "wrong", _said(problem))
     try:
-        with limited(60):
+        with limited(_SECONDS):
             return _compared(kind, model, inputs, name, rows)
     except Exception as problem:  # of the truth
         return Outcome(kind, name, "skipped", f"no truth: {_said(problem)}")
@@ -285,47 +294,115 @@ def _compared(
 
 
 def as_page(found: Sequence[Outcome]) -> str:
-    """The page of the documentation on a run: how many are exact, and each refusal."""
+    """The page of the documentation on a run: how many are exact, and each reason that is none."""
     kinds = sorted({one.kind for one in found})
-    built = sorted({one.kind for one in found if not one.why.startswith("not built")})
-    earlier = len(built) - len({o.kind for o in found if o.map == "residual" and o.kind in built})
+    left = {one.kind: one.why[11:] for one in found if one.why.startswith("not built")}
+    of_built = [one for one in found if one.kind not in left]
+    built = sorted({one.kind for one in of_built})
     text = [
         "# Model types",
         "",
         f"Of the {len(TYPES)} model types of transformers {transformers.__version__}, {len(kinds)} "
-        f"were tried in a tiny random configuration, and {len(built)} could be built and run that "
+        f"were tried in a small random configuration, and {len(built)} could be built and run that "
         "small with the packages at hand. Every layer of these was compared, in float64, with the "
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        f"them). {earlier} of them were compared by an earlier run, which did not ask for "
-        "`residual`. *Skipped*: too many entries for "
-        "a dense Jacobian, no sum that a module takes, or too slow.",
+        "them). *Skipped*: lipscope gave a number and nothing was there to compare it with.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
         "|---|---|---|---|---|",
     ]
     for name in MAPS:
-        count = Counter(o.verdict for o in found if o.map == name and o.kind in built)
+        count = Counter(o.verdict for o in of_built if o.map == name)
         numbers = (str(count[v]) for v in ("exact", "refused", "wrong", "skipped"))
         text.append(f"| `{name}` | {' | '.join(numbers)} |")
-    text += ["", "## Exact in every map that was tried", ""]
     whole = [k for k in built if {o.verdict for o in found if o.kind == k} == {"exact"}]
-    text += [", ".join(f"`{k}`" for k in whole) + ".", "", "## Refused, and why", ""]
-    text += ["| model type | map | why |", "|---|---|---|"]
-    text += [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in found if o.verdict == "refused"]
-    wrong = [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in found if o.verdict == "wrong"]
-    left = [f"| `{o.kind}` | {o.why[11:]} |" for o in found if o.why.startswith("not built")]
-    if left:
-        text += ["", "## Not built", "", "| model type | why |", "|---|---|", *dict.fromkeys(left)]
-    if wrong:
-        text += ["", "## Wrong", "", "| model type | map | what |", "|---|---|---|", *wrong]
+    text += ["", "## Exact in every map", "", f"{_listed(whole)}."]
+    text += ["", "## Refused, and why", "", "The line of the first type stands for the others.", ""]
+    text += _by_reason([o for o in of_built if o.verdict == "refused"])
+    text += ["", "## Skipped, and why", ""]
+    text += _by_reason([o for o in of_built if o.verdict == "skipped"])
+    text += ["", "## Not built, and why", "", "| why | model types |", "|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    for kind, why in left.items():
+        reasons.setdefault(_needed(why), []).append(kind)
+    text += [f"| {why} | {_listed(of)} |" for why, of in sorted(reasons.items(), key=_largest)]
+    if wrong := [o for o in found if o.verdict == "wrong"]:
+        text += ["", "## Wrong", "", "| model type | map | what |", "|---|---|---|"]
+        text += [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in wrong]
+    if untried := [kind for kind in TYPES if kind not in kinds]:
+        text += ["", "## Not tried", "", f"{_listed(untried)}."]
     return "\n".join(text) + "\n"
 
 
-if __name__ == "__main__":  # python tests/zoo.py [results of a run before] > docs/model-types.md
-    if sys.argv[1:]:
-        with open(sys.argv[1], encoding="utf-8") as file:
-            print(as_page(sorted(Outcome(*json.loads(line)) for line in file)), end="")
-    else:
-        print(as_page([one for kind in TYPES for one in outcomes(kind)]), end="")
+def _by_reason(of: Sequence[Outcome]) -> list[str]:
+    """A table: each reason in the words of the first that has it, and which maps of which types."""
+    reasons: dict[str, list[Outcome]] = {}
+    for one in of:
+        reasons.setdefault(re.sub(r"`[^`]*`|\d[\d.]*", "", one.why.split("Found")[0]), []).append(
+            one
+        )
+    rows = ["| why | maps | model types |", "|---|---|---|"]
+    for group in sorted(reasons.values(), key=lambda group: -len(group)):
+        maps: dict[str, list[str]] = {}
+        for one in group:
+            maps.setdefault(one.kind, []).append(one.map)
+        types: dict[str, list[str]] = {}
+        for kind, names in maps.items():
+            types.setdefault("all" if len(names) == len(MAPS) else _listed(names), []).append(kind)
+        why = group[0].why.replace("|", "\\|")
+        for names, kinds in sorted(types.items(), key=_largest):
+            rows.append(f"| {why} | {names} | {_listed(kinds)} |")
+            why = "the same"
+    return rows
+
+
+def _needed(why: str) -> str:
+    """Why a model type was not built, in words that types share."""
+    package = re.search(r"requires the (\w+) library", why)
+    if package:
+        return f"needs the package {package[1]}"
+    if "is not small" in why:
+        return "no small configuration: its sizes follow from others"
+    if "Unrecognized configuration class" in why:
+        return "no `AutoModel` of it"
+    return why.replace("|", "\\|")
+
+
+def _largest(entry: tuple[str, list[str]]) -> tuple[int, str]:
+    return -len(entry[1]), entry[0]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def answered(kind: str, results: Path) -> None:
+    """The outcomes of a model type, by a process of its own, appended to the results."""
+    process = os.fork()
+    if process == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        lines = [json.dumps(one) for one in outcomes(kind)]
+        with results.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+        os._exit(0)
+    if os.waitpid(process, 0)[1]:
+        stopped = [Outcome(kind, name, "skipped", "not built: out of memory") for name in MAPS]
+        with results.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(one)}\n" for one in stopped))
+
+
+def main(results: Path) -> None:
+    """Ask for the model types that the results lack, and print the page."""
+    results.touch()
+    done = {json.loads(line)[0] for line in results.read_text(encoding="utf-8").splitlines()}
+    for kind in TYPES:
+        if kind not in done:
+            answered(kind, results)
+    lines = results.read_text(encoding="utf-8").splitlines()
+    print(as_page(sorted(Outcome(*json.loads(line)) for line in lines)), end="")
+
+
+if __name__ == "__main__":  # python tests/zoo.py RESULTS > docs/model-types.md
+    main(Path(sys.argv[1]))

@@ -22,7 +22,7 @@ from lipscope.models.quiet import quiet
 from lipscope.models.tracing.prepare import exact_maths
 
 WIDTH, HEADS, TOKENS, SIDE = 16, 4, 6, 8
-_MOST = 5e6  # parameters of a model that is still tiny
+_MOST = 3e7  # parameters of a model that is still small
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "width"), WIDTH),
     **dict.fromkeys(("embedding_size", "decoder_hidden_size", "hidden_dim", "emb_dim"), WIDTH),
@@ -39,6 +39,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size"), 24),
     **dict.fromkeys(("decoder_intermediate_size", "shared_expert_intermediate_size"), 24),
     **dict.fromkeys(("vocab_size", "text_vocab_size"), 60),
+    "encoder_hash_byte_group_vocab": 60,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions"), 32),
     **dict.fromkeys(("max_target_positions", "n_ctx", "seq_length"), 32),
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id"), 1),
@@ -81,7 +82,7 @@ _RESNET = {"model_type": "resnet", "embedding_size": WIDTH, "hidden_sizes": [WID
 _RESNET |= {"depths": [1] * 4, "layer_type": "basic", "out_features": ["stage4"]}
 _DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
 _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
+_MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
     "audio-spectrogram-transformer": {"max_length": 24},
@@ -96,7 +97,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "cvt": {"depth": [1, 2, 3]},
     "dab-detr": _DETR,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0}},
-    "deformable_detr": {**_DETR, "d_model": 32},
+    "deformable_detr": {**_DETR, "d_model": 64},
     "detr": _DETR,
     "emu3": {"vocabulary_map": {"<image>": 2}},
     "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
@@ -112,19 +113,20 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "glm_image_text": {"rope_parameters": _SECTIONS},
     "glm_ocr_text": {"rope_parameters": _SECTIONS},
     "granitemoehybrid": _MAMBA,
-    "grounding-dino": {"d_model": 32},
+    "grounding-dino": {**_DETR, "d_model": 64},
     "informer": _SERIES,
     "instructblip": {"num_query_tokens": 1, "image_token_index": 5},
     "kosmos_2_text_model": {"attention_heads": 4},
     "kyutai_speech_to_text": {"codebook_vocab_size": 20, "audio_pad_token_id": 19},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "led": {"attention_window": 4},
+    "longformer": {"attention_window": 4},
     "longcat_flash": {"ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "zero_expert_num": 1,
                       "num_layers": 1, "num_hidden_layers": 2},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
     "mimi": {"upsample_groups": 16},
     "mimi_decoder": {"upsample_groups": 16},
-    "mm-grounding-dino": {"d_model": 32},
+    "mm-grounding-dino": {**_DETR, "d_model": 64},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "perceiver": {"d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2,
                   "num_cross_attention_heads": 2, "num_self_attention_heads": 2,
@@ -139,34 +141,34 @@ _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
 def model_of(kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with its inputs, from the first configuration that runs."""
-    first: Exception | None = None
+    unbuilt: Exception | None = None
+    failed: Exception | None = None
     for configure in _configurations(kind):
         try:
             model = _built(configure())
+        except (ImportError, TimeoutError):
+            raise
         except Exception as problem:
-            first = first or problem
-            if isinstance(problem, ImportError | TimeoutError):
-                break
-            if os.environ.get("V"):
-                print("   build", repr(problem)[:150])
+            unbuilt = unbuilt or problem
+            _say("build", problem)
             continue
         for inputs in inputs_of(model):
             try:
                 run(model, inputs)
+            except TimeoutError:
+                raise
             except Exception as problem:
-                first = first or problem
-                if isinstance(problem, TimeoutError):
-                    raise
-                if os.environ.get("V"):
-                    print(
-                        "   run",
-                        repr(problem)[:150],
-                        {n: tuple(v.shape) for n, v in inputs.items()},
-                    )
+                failed = failed or problem
+                _say("run", problem, {n: tuple(v.shape) for n, v in inputs.items()})
             else:
                 return model, inputs
-    assert first is not None
-    raise first
+    raise failed or unbuilt or ValueError("no configuration")
+
+
+def _say(*what: object) -> None:
+    """What was tried, where ``V`` is set: to find out what a model type needs."""
+    if os.environ.get("V"):
+        print("  ", *(repr(one)[:150] for one in what))
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
@@ -189,7 +191,7 @@ def shrunk(
 ) -> Any:
     """A configuration with every size that is known by its name made small."""
     default = kind()
-    held = {**vars(default), **default.to_dict()}
+    held = {**default.to_dict(), **vars(default)}
     names = set(inspect.signature(kind.__init__).parameters) | set(held)
     known = {**_SIZES, "image_size": side, "patch_size": patch}
     if "kv_lora_rank" in names:  # latent keys are made anew for every head
@@ -216,8 +218,21 @@ def shrunk(
         sizes["rope_parameters"] = {**rope, "mrope_section": [1, 1, 0]}  # of half a head
     given = vars(default).get("layer_types")
     if "num_hidden_layers" in sizes and isinstance(given, list) and "layer_types" not in without:
-        sizes["layer_types"] = [given[0], given[-1]]
-    return kind(**{**sizes, **_OWN.get(kind.model_type, {})})
+        kinds = sorted(dict.fromkeys(given), key=lambda kind: "attention" not in kind)
+        sizes["layer_types"] = [*kinds[:2], *kinds][:2]  # two kinds, one of them attention
+    for name, usual in held.items():
+        if isinstance(usual, dict) and usual and all(str(key).isdigit() for key in usual):
+            sizes[name] = {}  # what is told of single layers
+    sizes |= _OWN.get(kind.model_type, {})
+    while True:
+        try:
+            return kind(**sizes)
+        except Exception as problem:  # a size that it names is left as it was
+            named = [name for name in sizes if re.search(rf"\b{name}\b", str(problem))]
+            if not named:
+                raise
+            for name in named:
+                del sizes[name]
 
 
 def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
@@ -248,7 +263,7 @@ def _built(config: Any) -> nn.Module:
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModel.from_config(config).parameters())
         if count > _MOST:
-            raise ValueError(f"{count:.1e} parameters: the configuration is not tiny")
+            raise ValueError(f"{count:.1e} parameters: the configuration is not small")
         model = AutoModel.from_config(config, attn_implementation="eager")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
@@ -303,6 +318,15 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         "hidden_states": patches,
         "grid_thw": grid,
         "image_grid_thw": grid,
+        "image_embeds_position_mask": (ids < 6).long(),
+        "pixel_values_images": pictures,
+        "audio_mel": real(1, 64, bins),
+        "input": pictures,
+        "states": real(1, 4, size("state_dim", 17)),
+        "actions": real(1, 4, size("act_dim", 4)),
+        "rewards": real(1, 4, 1),
+        "returns_to_go": real(1, 4, 1),
+        "timesteps": torch.arange(4)[None],
     }
     time = [name for name in takes if re.fullmatch(r"(input_features|audio_mel)_mask", name)]
     known |= dict.fromkeys(time, torch.ones(1, 64, dtype=torch.bool))
@@ -313,24 +337,35 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         more["noise"] = torch.arange(4.0)[None].double()
     if "decoder_input_ids" in takes:
         more["decoder_input_ids"] = ids[:, :4]
-    needed = {n for n, p in takes.items() if p.default is p.empty and n in known}
-    first = {n: known[n] for n in takes if n in {main, *needed}} or {main: ids}
+    needed = {main, *(n for n, p in takes.items() if p.default is p.empty)}
     if main == "pixel_values" and "input_ids" in takes:
-        first["input_ids"] = ids
-    yield {**first, **more}
+        needed.add("input_ids")
     both = {"input_ids", "pixel_values", "bbox", "input_features", "encoder_hidden_states"}
     both |= {"visual_feats", "visual_pos", "past_time_features", "past_observed_mask"}
-    both |= {"future_values", "future_time_features"}
-    yield {**{n: known[n] for n in takes if n in {*first, *both}}, **more}
-    if "pixel_values" in takes and {"grid_thw", "image_grid_thw"} & set(takes):
-        grids = {n: grid for n in takes if n in ("grid_thw", "image_grid_thw")}
-        yield {"pixel_values": patches, **grids}
-    if main == "input_features":
-        for shape in ((1, 64, bins), (1, 128, bins)):
-            yield {**first, main: real(*shape), **more}
-    if main == "input_values":
-        yield {**first, main: real(1, size("max_length", 1024), size("num_mel_bins", 128)), **more}
-        yield {**first, main: real(1, 1, 400), **more}
-    if main == "pixel_values":
-        yield {**first, main: real(1, channels, 64, 64), **more}
-        yield {**first, main: real(1, 2, channels, side, side), **more}
+    both |= {"future_values", "future_time_features", "image_embeds_position_mask"}
+    other: dict[str, list[dict[str, Tensor]]] = {  # shapes in which some take their samples
+        "pixel_values": [
+            {"pixel_values": real(1, channels, 64, 64)},
+            {"pixel_values": real(1, 2, channels, side, side)},
+            {"pixel_values": patches, "grid_thw": grid, "image_grid_thw": grid},
+            {"pixel_values": patches[None, :4], "pixel_attention_mask": torch.ones(1, 4),
+             "spatial_shapes": torch.tensor([[2, 2]]),
+             "pixel_position_ids": torch.cartesian_prod(*[torch.arange(2)] * 2)[None]},
+            {"pixel_values": patches[:4].reshape(4, channels, -1, patch), "grid_hws": grid[:, 1:]},
+            {"pixel_values": real(1, channels, 128, 128)},
+        ],
+        "input_features": [
+            {"input_features": real(1, 64, bins)},
+            {"input_features": real(1, 128, bins)},
+            {"input_features": real(bins, 64), "feature_lens": torch.tensor([64])},
+        ],
+        "input_values": [
+            {"input_values": real(1, size("max_length", 1024), size("num_mel_bins", 128))},
+            {"input_values": real(1, 1, 400)},
+            {"input_values": real(1, 1, 3200)},
+        ],
+    }  # fmt: skip
+    for names in (needed, needed | both):
+        chosen = {n: known[n] for n in takes if n in names and n in known} or {main: ids}
+        for way in ({}, *(way for n in other if n in chosen for way in other[n])):
+            yield {**chosen, **{n: v for n, v in way.items() if n in takes}, **more}

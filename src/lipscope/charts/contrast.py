@@ -67,22 +67,45 @@ def ratios_chart(
     Returns:
         The chart; full marks changed beyond the sampling, hollow ones did not.
     """
+    value, low = (up(field, title) for field in ("ratio:Q", "low:Q"))
     base = alt.Chart(data("ratios", ratios))
-    x = alt.X("layer:N", sort=list(layers), title="layer", axis=alt.Axis(labelAngle=0))
-    y = up("ratio:Q", title)
-    one = base.mark_rule(color=QUIET, strokeDash=[5, 4]).encode(
-        y=alt.datum(1.0, type="quantitative")
+    return frame.around(_beside(base, layers, value, low, 1.0), frame.ends)
+
+
+def shifts_chart(
+    shifts: Data | None, layers: Sequence[str], frame: Frame, *, title: str = "second − first"
+) -> alt.LayerChart:
+    """Exponents of the second run less those of the first, layer by layer, with 95 % intervals.
+
+    Args:
+        shifts: Records with ``layer, difference, low, high, changed``, or None.
+        layers: As for `ratios_chart`, as the others.
+        frame: The size.
+        title: Of the axis.
+    """
+    value, low = (
+        alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
+        for field in ("difference:Q", "low:Q")
     )
+    return frame.around(_beside(alt.Chart(data("shifts", shifts)), layers, value, low, 0.0))
+
+
+def _beside(
+    base: alt.Chart, layers: Sequence[str], value: alt.Y, low: alt.Y, same: float
+) -> list[alt.Chart]:
+    """A mark for each layer with its interval, and a line where nothing differs."""
+    x = alt.X("layer:N", sort=list(layers), title="layer", axis=alt.Axis(labelAngle=0))
+    line = base.mark_rule(color=QUIET, strokeDash=[5, 4])
     bars = (
         base.transform_filter("isValid(datum.low)")
         .mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
-        .encode(x=x, y=up("low:Q", title), y2="high:Q")
+        .encode(x=x, y=low, y2="high:Q")
     )
     fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
     dots = base.mark_point(
         size=70, strokeWidth=1.8, color=ORANGE, filled=True, opacity=1, cursor="pointer"
-    ).encode(x=x, y=y, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q")
-    return frame.around([one, bars, dots], frame.ends)
+    ).encode(x=x, y=value, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q")
+    return [line.encode(y=alt.datum(same, type="quantitative")), bars, dots]
 
 
 def _quoted(text: str) -> str:

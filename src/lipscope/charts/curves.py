@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import altair as alt
 
@@ -14,6 +16,9 @@ from lipscope.errors import InputError
 # Six hues that stay apart for every kind of colour vision; more series repeat them paler.
 HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 _REFERENCES = [QUIET, "#222222", "#a0a0a0"]
+_DASH = [5, 4]
+_TICKS = 7  # labels of an axis that have room beside each other
+_TITLE = 36  # letters of a panel's title in a line
 
 
 def curves_chart(
@@ -44,47 +49,69 @@ def curves_chart(
     drawn = [panel for panel in panels if any(panel.visible(s) for s in panel.series)]
     if not drawn:
         raise InputError(f"`panels` should hold points to draw. Found none among {len(panels)}.")
-    charts = [_panel(panel, _colours(drawn), width, height) for panel in drawn]
+    legend = _legend(drawn)
+    charts = [_panel(panel, legend, width, height) for panel in drawn]
     heading = alt.TitleParams(title, subtitle=list(notes), anchor="start")
     joined = alt.concat(*charts, columns=columns, spacing=22)
-    return dressed(joined.resolve_scale(color="shared").properties(title=heading))
+    joined = joined.resolve_scale(color="shared", strokeDash="shared")
+    return dressed(joined.properties(title=heading))
 
 
-def _colours(panels: Sequence[Panel]) -> alt.Color:
-    """One colour for each name: hues for what was measured, greys for references."""
+@dataclass(frozen=True)
+class _Legend:
+    """One colour for each name, and dashes for references, in one legend."""
+
+    colour: alt.Color
+    dash: alt.StrokeDash
+
+
+def _legend(panels: Sequence[Panel]) -> _Legend:
+    """Hues for what was measured, greys for references."""
     kinds = {s.name: s.kind for panel in panels for s in panel.series if panel.visible(s)}
     measured = [name for name, kind in kinds.items() if kind != "dashes"]
     lines = [name for name, kind in kinds.items() if kind == "dashes"]
     hues = HUES if len(measured) <= len(HUES) else marks.palette(len(measured))
     greys = [_REFERENCES[i % len(_REFERENCES)] for i in range(len(lines))]
-    scale = alt.Scale(domain=[*measured, *lines], range=[*hues[: len(measured)], *greys])
+    names = [*measured, *lines]
     dots = all(kind == "points" for kind in kinds.values())  # they have no stroke to show
-    symbol = "circle" if dots else "stroke"
-    legend = alt.Legend(title=None, labelLimit=320, symbolType=symbol, symbolStrokeWidth=3)
-    return alt.Color("name:N", scale=scale, legend=legend, sort=[*measured, *lines])
+    legend = alt.Legend(
+        title=None,
+        labelLimit=320,
+        symbolType="circle" if dots else "stroke",
+        symbolStrokeWidth=3,
+        symbolOpacity=1,
+        symbolSize=240 if lines else 100,  # long enough to show a dash
+    )
+    hue = alt.Scale(domain=names, range=[*hues[: len(measured)], *greys])
+    solid, dashed = [[1, 0]] * len(measured), [_DASH] * len(lines)
+    dash = alt.Scale(domain=names, range=solid + dashed)
+    return _Legend(
+        alt.Color("name:N", scale=hue, legend=legend, sort=names),
+        alt.StrokeDash("name:N", scale=dash, legend=legend, sort=names),
+    )
 
 
-def _panel(panel: Panel, colour: alt.Color, width: int, height: int) -> alt.LayerChart:
+def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerChart:
     every = [point for s in panel.series for point in panel.visible(s)]
     scale_x, axis_x = _axis([x for x, _ in every], panel.log_x)
     scale_y, axis_y = _axis([y for _, y in every], panel.log_y)
     x = alt.X("x:Q", title=panel.x, scale=scale_x, axis=axis_x)
     y = alt.Y("y:Q", title=panel.y, scale=scale_y, axis=axis_y)
     layers = [
-        layer.encode(x=x, y=y, color=colour, detail="name:N")
+        layer.encode(x=x, y=y, color=legend.colour, detail="name:N")
         for s in panel.series
         if panel.visible(s)
-        for layer in _marks(s, panel.visible(s))
+        for layer in _marks(s, panel.visible(s), legend)
     ]
-    title = alt.TitleParams(panel.title, fontSize=12, anchor="middle")
+    title = alt.TitleParams(textwrap.wrap(panel.title, _TITLE), fontSize=12, anchor="middle")
     return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 
 
-def _marks(one: Series, points: list[Point]) -> list[alt.Chart]:
+def _marks(one: Series, points: list[Point], legend: _Legend) -> list[alt.Chart]:
     values = [{"name": one.name, "x": x, "y": y} for x, y in points]
     base = alt.Chart(alt.InlineData(values=values))
     if one.kind == "dashes":
-        return [base.mark_line(strokeDash=[5, 4], strokeWidth=1.4)]
+        return [base.mark_line(strokeWidth=1.4).encode(strokeDash=legend.dash)]
     size = 34 if len(points) <= 60 else 9
     tips = [
         alt.Tooltip("name:N"),
@@ -104,5 +131,6 @@ def _axis(values: list[float | int], log: bool) -> tuple[alt.Scale, alt.Axis]:
     pad = max(1.06, (high / low) ** 0.04)
     domain = [low / pad, high * pad]
     form = ",~g" if high < 1e6 and low >= 1e-3 else ".0e"
-    ticks = alt.Axis(values=marks.tick_values(*domain), format=form, labelOverlap=True)
+    values = marks.tick_values(*domain, most=_TICKS)
+    ticks = alt.Axis(values=values, format=form, labelOverlap=True)
     return alt.Scale(type="log", domain=domain, nice=False), ticks

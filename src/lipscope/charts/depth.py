@@ -52,7 +52,10 @@ def _drawn(
     scale = alt.Scale(domain=[*inks], range=[*inks.values()])
     legend = alt.Legend(title=key, symbolType="circle", symbolOpacity=1)
     colour = alt.Color("map:N", scale=scale, legend=legend if frame.legend else None)
-    marks = [*_across(whole, title), *_along(alt.Chart(lines), title, color=colour)]
+    marks = [
+        *_across(whole, title, named=frame.legend),
+        *_along(alt.Chart(lines), title, color=colour),
+    ]
     return frame.around(marks, frame.ends)
 
 
@@ -70,13 +73,14 @@ def _along(base: alt.Chart, title: str, **colour: Any) -> list[alt.Chart]:
     ]
 
 
-def _across(whole: Data | None, title: str) -> list[alt.Chart]:
-    """The model's map: its interval as a band, its mean as a dashed line, and its name."""
+def _across(whole: Data | None, title: str, *, named: bool) -> list[alt.Chart]:
+    """The model's map: its interval as a band, its mean as a dashed line, and perhaps its name."""
     base = alt.Chart(data("whole", whole))
     word = base.mark_text(align="right", baseline="bottom", dy=-3, color=INK, fontSize=11)
     y = up("sigma:Q", title)
+    name = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
     return [
         base.mark_rect(opacity=0.12, color=INK).encode(y=up("low:Q", title), y2="high:Q"),
         base.mark_rule(strokeDash=[5, 4], strokeWidth=1.6, color=INK).encode(y=y, tooltip="z:Q"),
-        word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map")),
+        *([name] if named else []),  # a page names it in the key above
     ]

@@ -22,6 +22,8 @@ _SPOKEN = re.compile(
     r'<path aria-label="[^"]*" role="graphics-symbol" aria-roledescription="[^"]*"'
 )
 _PLACE, _FINER = re.compile(r' (?:d|transform)="[^"]*"'), re.compile(r"(\.\d\d)\d+")
+# A browser without these fonts takes a wider one: it writes over what was measured for them.
+_ROOM = 32
 FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
@@ -99,7 +101,7 @@ def dressed(chart: Any) -> Any:
     return chart.configure(
         font=FONT,
         background="#ffffff",
-        padding=12,
+        padding={"left": 12, "top": 12, "bottom": 12, "right": _ROOM},
         view=alt.ViewConfig(stroke=None),
         axis=alt.AxisConfig(
             **quiet,
@@ -107,6 +109,7 @@ def dressed(chart: Any) -> Any:
             domainColor=AXIS,
             tickColor=AXIS,
             titleFontWeight="normal",
+            titlePadding=8,
         ),
         legend=alt.LegendConfig(**quiet),
         title=alt.TitleConfig(

@@ -182,21 +182,36 @@ def side_by_side(
     return places
 
 
-def tick_values(low: float, high: float) -> list[float]:
+def tick_values(low: float, high: float, most: int = 25) -> list[float]:
     """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
 
-    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0)
-    ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0])
+    Args:
+        low: Lower end.
+        high: Upper end.
+        most: Number of labels that have room.
+
+    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0), tick_values(1.0, 1e8, 5)
+    ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0], [1.0, 100.0, 10000.0, 1000000.0, 100000000.0])
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    choices = [(1,)] if len(decades) > 6 else [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
+    inner = [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), [k / 10 for k in range(10, 100)]]
     values: list[float] = []
-    for steps in [*choices, [k / 10 for k in range(10, 100)]]:
-        values = [float(f"{step}e{k}") for k in decades for step in steps]
-        values = [value for value in values if low <= value <= high]
+    for steps in inner if len(decades) <= 6 else [(1,)]:
+        values = _inside(steps, decades, low, high)
         if len(values) >= 3:
             break
-    return values
+    if len(decades) > 2 and len(values) > most:
+        values = _inside((1, 3), decades, low, high)
+    if len(decades) > 2 and len(values) > most:
+        values = _inside((1,), decades, low, high)
+    return values[:: math.ceil(len(values) / most)]
+
+
+def _inside(
+    steps: Sequence[int | float], decades: Iterable[int], low: float, high: float
+) -> list[float]:
+    found = [float(f"{step}e{k}") for k in decades for step in steps]
+    return [value for value in found if low <= value <= high]
 
 
 def heading(

@@ -31,6 +31,10 @@ def directions(
     layers: Annotated[str, typer.Option(help="An index, 0,3, or all.")] = "0",
     length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     k: Annotated[int, typer.Option("-k", help="Number of directions.")] = 5,
+    among: Annotated[
+        Path | None,
+        typer.Option(help="File, a text a line: which one the output turns to."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder.")] = None,
     force: Force = False,
     jsonl: Annotated[
@@ -54,6 +58,7 @@ def directions(
             content,
             layer=indices(layers, "layers"),
             k=k,
+            among=among,
             length=None if "images" in given else length,
             out=place,
             progress=told.update,

@@ -165,14 +165,16 @@ def source_page(cite: str, chosen: list[Theorem]) -> str:
         prose = itertools.takewhile(
             lambda part: not part.startswith(("Args:", ">>>")), words.split("\n\n")
         )
-        said = [part for part in prose if part != one.summary]
+        summary = one.summary.replace("``", "`")
+        said = [part for part in prose if part != summary]
         fails = " **It fails**, and is kept as it was found." if not one.sound else ""
-        lines += ["", f"## {one.name}", "", f"*{one.statement}*: {one.summary}{fails}", ""]
+        stated = one.statement.replace("*", r"\*")
+        lines += ["", f"## {one.name}", "", f"*{stated}*: {summary}{fails}", ""]
         lines += ["\n\n".join(said).replace("docs/theory", "../theory"), ""] if said else []
         lines += [f"{one.note[0].upper()}{one.note[1:].rstrip('.')}.", ""] if one.note else []
         lines.append(
             f"A {one.scope} {one.kind} bound of `{one.subject.__name__}`, metric {one.metric}; "
-            f"asks for {_asks(one)}."
+            f"asks for {_asks(one) if one.needs else 'nothing else'}."
         )
         if one.name in values:
             lines += ["", f"Example: {values[one.name]:.4g}."]

@@ -11,12 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipscope.certificates.read_out import Pool
+from lipscope.engine.among import check_texts, mean_outputs, short
 from lipscope.engine.capture import captures
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError
 from lipscope.models import LoadedModel, load_model, whole_text
 from lipscope.models.data.windows import digest
 
-_SHOWN = 40  # characters of a text that name its class
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 
@@ -119,25 +119,8 @@ def nearest_by_angle(
     Returns:
         A classifier whose rows have unit norm: its scores are cosines times a norm.
     """
-    points = []
-    for text in texts:
-        ids = whole_text(
-            text, loaded.reader_of_text(), special_tokens=special_tokens, longest=loaded.max_tokens
-        )
-        points.append(output(ids).mean(0))
-    rows = torch.nn.functional.normalize(torch.stack(points), dim=1)
+    rows = mean_outputs(texts, loaded, special_tokens, output)
     return Classifier(rows, None, tuple(map(short, texts)), BY_ANGLE)
-
-
-def check_texts(texts: Sequence[str], option: str = "between") -> None:
-    """Refuse texts that name no classes: fewer than two, empty or equal ones."""
-    words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    said = {" ".join(text.split()) for text in texts} if words else set()
-    if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
-        raise InputError(
-            f"`{option}` should name at least two classes, each by its own text with words in it. "
-            f"Found `{shown(texts)}`."
-        )
 
 
 def _point(
@@ -153,12 +136,6 @@ def _point(
     with torch.no_grad():
         y = found.attention(found.x)
     return y.mean(0) if pool == "mean" else y[0]
-
-
-def short(text: str) -> str:
-    """The beginning of a text, as the name of its class."""
-    words = " ".join(text.split())
-    return words if len(words) <= _SHOWN else words[: _SHOWN - 1].rstrip() + "…"
 
 
 def classifier_of_file(path: str | Path) -> Classifier:

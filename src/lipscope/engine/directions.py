@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor, nn
 
+from lipscope.engine.among import texts_of
 from lipscope.engine.checks import argument, one_of, whole
 from lipscope.engine.ranges import COPIES
 from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
@@ -27,6 +28,7 @@ def directions(
     *,
     layer: Sequence[int] | int | str | Literal["all"] = 0,
     k: int = 5,
+    among: Sequence[str] | Path | None = None,
     length: int | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
@@ -53,6 +55,9 @@ def directions(
         data: Text or a batch, as for `measure`; the default text if None.
         layer: Index from 0, several, or "all".
         k: Number of directions.
+        among: Texts, or the ``Path`` of a file with one on each line, for an encoder of texts: each
+            direction has their parts ``text``, whose ``share`` is the derivative, along v, of the
+            cosine of the mean over tokens of the model's output with that of the text.
         length: Number of tokens of the text window; 64 if None.
         out: Run folder, or one that is open, as for `measure`.
         progress: Called as ``progress(done, total, row)``.
@@ -78,7 +83,7 @@ def directions(
     if options.get("move") == COPIES:
         raise InputError("`move` should be tokens, whose directions are read. Found `copies`.")
     asked = {**options, **of_one_window(data, options, length), "layers": layer}
-    more = {"directions": k}
+    more = {"directions": k, "among": tuple(texts_of(among))}
     with LocalRun(
         model, data, asked, verb="directions", without=_WITHOUT, more=more, norms=True, out=out
     ) as run:

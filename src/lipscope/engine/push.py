@@ -11,20 +11,15 @@ from torch import Tensor, nn
 
 from lipscope.certificates.read_out import Pool
 from lipscope.engine.along import Along
+from lipscope.engine.among import check_texts, texts_of
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole
-from lipscope.engine.classifier import (
-    Classifier,
-    check_texts,
-    classifier_of_file,
-    classifier_of_texts,
-)
+from lipscope.engine.classifier import Classifier, classifier_of_file, classifier_of_texts
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, Tell, told
 from lipscope.engine.runs import AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS, LoadedModel
-from lipscope.models.data.windows import read_text
 from lipscope.pages.rows import Rows
 from lipscope.records.pushed import DIRECTIONS, PLACES, STEPS, PushDirection, PushPlace, PushStep
 from lipscope.records.rows import Measurement, stable_id
@@ -121,7 +116,7 @@ def push(
         "certificate": None if certificate is None else argument(flag, "certificate", certificate),
     }
     argument(one_of(*_MAPS), "map", options.get("map", "attention"))
-    texts = _texts(among)
+    texts = texts_of(among)
     decides = _decision(between, read_out, options)
     wanted |= {"among": texts, "between": between, "read_out": decides and decides.digests}
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
@@ -233,16 +228,6 @@ def _sizes(eps: Any) -> list[float]:
     if not 0 < len(found) <= _MOST_SIZES:
         raise InputError(f"`eps` should be 1 to {_MOST_SIZES:,} sizes. Found {len(found):,}.")
     return found
-
-
-def _texts(among: Any) -> list[str]:
-    """The texts among which the nearest is read; those of a file, one on each line."""
-    if among is None:
-        return []
-    if isinstance(among, Path):
-        among = [line for line in read_text(str(among), "`among`").splitlines() if line.strip()]
-    check_texts(among, "among")
-    return list(among)
 
 
 def _decision(

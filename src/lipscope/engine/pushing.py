@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.engine.among import own_output
 from lipscope.engine.classifier import Classifier, nearest_by_angle
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
+from lipscope.engine.turned import body_of
 from lipscope.errors import InputError
 from lipscope.linalg.starts import start_named
 from lipscope.models import OF_BLOCKS, moved
 from lipscope.models.data.images import normalisation
 from lipscope.models.next_token import with_scores
-from lipscope.models.patches import Patches, patches_of, picture_move
-from lipscope.models.tracing.calls import first_tensor
-from lipscope.models.tracing.itself import Ends
-from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.patches import Patches, coded, patches_of, picture_move
 from lipscope.models.tracing.sites import block_of
-from lipscope.models.tracing.trace import run as run_model
 from lipscope.records.pushed import MOVED, NEAREST, NEXT
 
 FINE = 1.01  # how close the two sizes are between which something changes
@@ -36,6 +34,7 @@ _OF_PICTURES = (
     "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
     "at layer 0 and before any norm"
 )
+_MOST_PIXELS = 512**2  # of a picture that is kept whole
 _STILL = 1e-6  # of what moves: rounding
 Reads = list[tuple[str, float]]
 
@@ -136,15 +135,13 @@ class Pushing:
             self._function = lambda x: [built.function(x)]
             return
         model = places.prepared(self.job)[0]
-        body, inside = str(getattr(model, "base_model_prefix", "")), ""
+        body, inside = body_of(model), ""
         block = None
         if built.map not in OF_BLOCKS and built.module is not None:
             block = block_of(model, built.module)
         if with_head:
             model, inside = with_scores(model)
             body = inside
-        elif not hasattr(model, body):
-            body = ""
         prefix = f"{inside}." if with_head and model is not places.prepared(self.job)[0] else ""
         ends = replace(
             built.ends,
@@ -158,7 +155,7 @@ class Pushing:
         if with_head:
             paths["scores"] = ""
         self._names += paths
-        others = [_whole(ends, path) for path in paths.values()]
+        others = [ends.at(path) for path in paths.values()]
         self._function = ends.beside(others, model, self._inputs)
         self._layer = ends.function(model, self._inputs)
 
@@ -175,7 +172,10 @@ class Pushing:
         return moved(places.item(self.job).arguments, self.x.device, self.x.dtype)
 
     def pixels(self, e: Tensor) -> str | None:
-        """The patch of largest share of a move, before and for each unit of size; None if none."""
+        """The picture before, and what moves it for each unit of size; None if no pixels do.
+
+        The patch of the largest share in full, the picture in bytes.
+        """
         patches, ends = self.patches, self.built.ends
         if patches is None or ends is None:
             return None
@@ -189,6 +189,11 @@ class Pushing:
         for name, picture in shown.items():
             values = patches.pixels(token, len(e), picture)
             found[name] = [[[round(v, 5) for v in row] for row in one] for one in values.tolist()]
+        if shown["move"][0, 0].numel() <= _MOST_PIXELS:
+            scale = float(shown["move"].abs().max())
+            found |= {"at": patches.corner(token, len(e)), "scale": scale}
+            found |= {"picture": coded(shown["before"].clamp(0, 1))}
+            found |= {"moves": coded(shown["move"] / scale, signed=True)}
         return json.dumps(found)
 
     # --- what is read
@@ -301,12 +306,8 @@ class Pushing:
                 "`among` needs a model that reads texts and has an output for every token. Found "
                 f"`{self.run.loaded.name}`; leave `among` out."
             )
-
-        def output(ids: Tensor) -> Tensor:
-            with torch.no_grad(), exact_maths(self.x.dtype, differentiable=False):
-                return first_tensor(run_model(model, {"input_ids": ids.to(self.x.device)}))[0]
-
-        found = nearest_by_angle(among, self.run.loaded, self.run.spec.special_tokens, output)
+        special, output = self.run.spec.special_tokens, own_output(model, self.x)
+        found = nearest_by_angle(among, self.run.loaded, special, output)
         if found.weight.shape[1] != seen.shape[-1]:
             raise InputError(
                 f"`among` needs a model whose output is {seen.shape[-1]} wide for its texts too. "
@@ -384,8 +385,3 @@ def norms_of(seen: Seen) -> Mapping[str, float | None]:
         f"{name}_norm": None if y is None else float(y.double().norm())
         for name, y in (("layer", seen.layer), ("block", seen.block), ("model", seen.model))
     }
-
-
-def _whole(ends: Ends, path: str) -> Ends:
-    """The same beginning, but all that a module returns is read."""
-    return replace(ends, leaves=path, until=path, place=0, total=None, read=None)

@@ -26,16 +26,20 @@ from lipscope.engine.question import Answer, explained
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
+from lipscope.engine.turned import Texts, texts_for, turned
 from lipscope.engine.worded import worded
 from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     LayerMap,
     LoadedModel,
     Sample,
+    Trace,
     check_request,
+    parted,
     remarks_on,
     why_run,
 )
+from lipscope.models.pretrained import with_words
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
@@ -307,8 +311,25 @@ class Session:
         places = self.places
         record = None if places.is_layer(job) else places.trace(job)
         loaded = places.loaded(job.model, job.weights)
-        about = (built, row.id, loaded, places.item(job), record, places.memory)
-        return tuple(worded(reply.leading, *about)) if reply.leading else ()
+        if not reply.leading:
+            return ()
+        whole = None if record is None else self._with_words(job, record.model)
+        about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
+        found = (*worded(reply.leading, *about),)
+        if not self.spec.among:
+            return found
+        texts = self._texts(job, record)
+        assert record is not None  # or there are no texts for it
+        return (*found, *turned(reply.leading, built, row.id, record, texts))
+
+    def _texts(self, job: Job, record: Trace | None) -> Texts:
+        spec, loaded = self.spec, self.places.loaded(job.model, job.weights)
+        about = (spec.among, loaded, record, spec.special_tokens)
+        return self.places.once("among", job[1:5], lambda: texts_for(*about))
+
+    def _with_words(self, job: Job, model: nn.Module) -> nn.Module | None:
+        name = parted(self.places.loaded(job.model, job.weights).name)[0]
+        return self.places.once("words", job[1:5], lambda: with_words(name, model))
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
         """Of which tokens bounds through a norm in front speak, if any are asked for."""

@@ -132,6 +132,7 @@ class Spec:
         resolutions: Sides of the pictures in pixels; the model's own if None.
         tokens: Whether the tokens of every row are kept.
         directions: How many of the leading singular directions are put in words.
+        among: Texts; towards which of them directions turn the model's mean output.
     """
 
     models: tuple[Model, ...]
@@ -168,6 +169,7 @@ class Spec:
     allow_pickle: bool = False
     tokens: bool = True
     directions: int = 0
+    among: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: what the manifest holds and what workers are told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,14 @@ class Patches:
         k = token - self.first(num_tokens)
         return f"token {token}" if k < 0 else f"patch {k // self.grid[1]}, {k % self.grid[1]}"
 
+    def corner(self, token: int, num_tokens: int) -> tuple[int, int]:
+        """Row and column of the first pixel of one token's patch."""
+        row, column = divmod(token - self.first(num_tokens), self.grid[1])
+        return row * self.side, column * self.side
+
     def pixels(self, token: int, num_tokens: int, picture: Tensor) -> Float[Tensor, "c p p"]:
         """The pixels of one token's patch in a picture."""
-        row, column = divmod(token - self.first(num_tokens), self.grid[1])
-        down, across = row * self.side, column * self.side
+        down, across = self.corner(token, num_tokens)
         return picture[0, :, down : down + self.side, across : across + self.side]
 
     def move_for(self, e: Float[Tensor, "n d"]) -> Tensor | None:
@@ -118,6 +123,23 @@ def picture_move(
         return None
     off = float((there - here - e).norm())
     return move if off <= _EXACT[e.dtype] * max(float(e.norm()), float(here.norm())) else None
+
+
+def coded(picture: Float[Tensor, "1 c h w"], *, signed: bool = False) -> dict[str, Any]:
+    """A picture as one byte for each number.
+
+    Args:
+        picture: From 0 to 1, or from -1 to 1.
+        signed: Whether it is the latter.
+
+    Returns:
+        Height, width, and base64 of rows of pixels: of ``round(255 x)``, or ``128 + round(127 x)``.
+    """
+    rows = picture[0].permute(1, 2, 0)
+    bytes_ = 128 + (127 * rows).round() if signed else (255 * rows).round()
+    numbers = bytes_.clamp(0, 255).to(torch.uint8).cpu().contiguous().numpy().tobytes()
+    size = {"height": rows.shape[0], "width": rows.shape[1]}
+    return size | {"bytes": base64.b64encode(numbers).decode()}
 
 
 def _picture(inputs: Inputs) -> Tensor | None:

@@ -69,6 +69,40 @@ def from_pretrained(
     return model, tokenizer_at(source, **options)
 
 
+def with_words(source: str, model: nn.Module) -> nn.Module | None:
+    """An encoder with the head that fills in words, where its checkpoint holds one.
+
+    Args:
+        source: Folder or hub id.
+        model: What `from_pretrained` made of it, in any dtype and on any device.
+
+    Returns:
+        The model with its head around it; None where the checkpoint is of another class, or holds
+        the head as a pickle or not at all.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    config: Any = getattr(model, "config", None)
+    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
+    named = kind is not None and kind.__name__ in (getattr(config, "architectures", None) or ())
+    if not named or model.name_or_path != source or isinstance(model, kind):
+        return None
+    options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
+    try:
+        with quiet():
+            whole, found = kind.from_pretrained(
+                source, key_mapping=_WRAPPED, output_loading_info=True, **options
+            )
+    except Exception:  # each loader has errors of its own: the head is not to be had
+        return None
+    body = whole.base_model_prefix
+    if found["missing_keys"] or found["mismatched_keys"] or not hasattr(whole, body):
+        return None
+    setattr(whole, body, model)
+    whole.tie_weights()
+    return whole.to(next(model.parameters())).requires_grad_(False).eval()
+
+
 def _check_class(source: str, model: nn.Module) -> None:
     """Refuse weights of a class of another family than the configuration says.
 

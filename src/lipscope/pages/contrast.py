@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lipscope.charts.marks import positive, tick_values
 from lipscope.errors import InputError
+from lipscope.pages.exponents import APART, PAIRED, Cell, exponent_rows, exponents_said
 from lipscope.pages.items import REAL, Item, items_of
 from lipscope.pages.points import as_columns, label, log_ends, short
 from lipscope.pages.runs import folder_names
@@ -26,7 +28,6 @@ from lipscope.records.sampling import (
     welch_shift,
 )
 
-PAIRED, APART = "the same windows", "two samples"
 QUANTITIES = ("sigma", "relative", "sigma without the top token")
 _DIFFER = ("model", "revision", "weights", "step", "dtype", "seed", "version")
 
@@ -62,7 +63,10 @@ class Contrast:
 
     def as_plain(self) -> dict[str, Any]:
         """As the scripts of the page read it."""
-        tables = [table | {"rows": as_columns(table["rows"])} for table in self.tables]
+        tables = [
+            table | {name: as_columns(table[name]) for name in ("rows", "exponents")}
+            for table in self.tables
+        ]
         return vars(self) | {"tables": tables}
 
 
@@ -95,20 +99,20 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
     if not any(both.values()):
         raise InputError(_nothing(names, items))
+    spread = [run.manifest["spec"].get("windows", "spread") == "spread" for run in runs]
     tables = [
         table
         for place, places in both.items()
         if places
         for quantity in QUANTITIES
-        if (table := _table(place, quantity, places, cells[0][place], cells[1][place]))
+        if (table := _table(place, quantity, places, cells[0][place], cells[1][place], spread))
     ]
     return Contrast(names, _differences(runs, items), tables, _left_out(names, runs, cells))
 
 
 # --- what is compared with what --------------------------------------------------------------
 
-_Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
-_Cells = dict[Place, dict[_Cell, list[Measurement]]]
+_Cells = dict[Place, dict[Cell, list[Measurement]]]
 
 
 def _subject(item: Item) -> tuple[str, str]:
@@ -219,9 +223,10 @@ def _log(quantity: str, row: Measurement) -> tuple[float, float] | None:
 def _table(
     place: Place,
     quantity: str,
-    cells: Sequence[_Cell],
-    mine: Mapping[_Cell, Sequence[Measurement]],
-    other: Mapping[_Cell, Sequence[Measurement]],
+    cells: Sequence[Cell],
+    mine: Mapping[Cell, Sequence[Measurement]],
+    other: Mapping[Cell, Sequence[Measurement]],
+    spread: Sequence[bool],
 ) -> dict[str, Any] | None:
     rows = [_row(quantity, cell, mine[cell], other[cell]) for cell in sorted(cells, key=_order)]
     rows = [row for row in rows if row is not None]
@@ -232,16 +237,22 @@ def _table(
         row |= {"holm": short(p), "changed": p <= 1 - CONFIDENCE, "p": short(row["p"])}
     axes = {"axes": _axes(rows), "ratios": _ratio_axis(rows)}
     said = _said(rows, tested, quantity)
-    return place._asdict() | {"quantity": quantity, "rows": rows, "said": said} | axes
+    exponents = exponent_rows(cells, mine, other, functools.partial(_log, quantity), spread)
+    return (
+        place._asdict()
+        | {"quantity": quantity, "rows": rows, "said": said}
+        | {"exponents": exponents, "exponents_said": exponents_said(exponents)}
+        | axes
+    )
 
 
-def _order(cell: _Cell) -> tuple[int, int, int]:
+def _order(cell: Cell) -> tuple[int, int, int]:
     layer, head, num_tokens = cell
     return -1 if layer is None else layer, -1 if head is None else head, num_tokens
 
 
 def _row(
-    quantity: str, cell: _Cell, mine: Sequence[Measurement], other: Sequence[Measurement]
+    quantity: str, cell: Cell, mine: Sequence[Measurement], other: Sequence[Measurement]
 ) -> dict[str, Any] | None:
     """One layer or head at one length: both means, their ratio, and whether that is sampling."""
     mine, other, shared = _matched(mine, other)

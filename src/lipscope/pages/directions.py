@@ -71,8 +71,8 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
         place += f"map {row.map}, {row.num_tokens} tokens, "
         for some in found.get(row.id, {}).values():
             shown += [Text(printable(place + heading(some[0]))), _table(some)]
-            if heads := [one for one in some if one.side == "head"]:
-                shown.append(Text(f"  {_heads(heads)}\n"))
+            said = [_heads([one for one in some if one.side == "head"]), turning(some)]
+            shown.append(Text(printable("".join(f"  {one}\n" for one in said if one))))
     if not shown:
         return Group(Text("No directions: sigma is zero here, or not finite."))
     read = {one.space for one in parts if one.space}
@@ -128,10 +128,35 @@ def _beside(value: float | None, chance: float | None) -> str:
 
 def _heads(parts: Sequence[Direction]) -> str:
     """The heads with the largest parts in the answer."""
+    if not parts:
+        return ""
     best = sorted(parts, key=lambda one: -abs(one.share))[:_HEADS]
     rest = sum(one.share for one in parts) - sum(one.share for one in best)
     others = f", the others {percent(rest)}" if len(parts) > len(best) else ""
     return ", ".join(f"{one.text} {percent(one.share)}" for one in best) + others + " of the answer"
+
+
+def turning(parts: Iterable[Direction]) -> str:
+    """Towards which texts the move turns the model's output; "" where none were given."""
+    texts = [one for one in parts if one.side == "text"]
+    some = sorted((one for one in texts if one.reads), key=lambda one: -one.share)
+    if not texts:
+        return ""
+    if not some:
+        return "along v, the model's output turns towards or away from no text by more than chance"
+    said = [
+        f"{way} {', '.join(f'“{one.text}” ({_signed(one.share)})' for one in found[:_WORDS])}"
+        for way, found in (
+            ("towards", [one for one in some if one.share > 0]),
+            ("away from", [one for one in some[::-1] if one.share < 0]),
+        )
+        if found
+    ]
+    return f"along v, the model's output turns {', '.join(said)}: cosine for each unit of size"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2g}".replace("-", "−")
 
 
 def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
@@ -140,6 +165,7 @@ def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
         {
             "rank": rank,
             "said": heading(parts[0]),
+            "turns": turning(parts),
             "tokens": [_token(one) for one in parts if one.side in SIDES],
             "heads": [
                 [one.index, float(f"{one.share:.4g}")] for one in parts if one.side == "head"

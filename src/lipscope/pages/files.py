@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lipscope.charts.axes import Frame
-from lipscope.charts.contrast import SIDES, ratios_chart, sides_chart
+from lipscope.charts.contrast import SIDES, ratios_chart, shifts_chart, sides_chart
 from lipscope.charts.depth import depth_chart, product_chart
 from lipscope.charts.gains import WAYS, gains_chart
 from lipscope.charts.look import Chart, save
@@ -95,6 +95,11 @@ def _of_contrast(content: Content) -> Iterator[tuple[str, Chart]]:
         title = f"{names[1]} / {names[0]}: {table['quantity']}{head}, {last[0]['n']} tokens"
         chart = ratios_chart(last, content.layers, Frame(table["ratios"]), title=title)
         yield f"ratios-{_safe('-'.join(words))}", chart
+        grown = [row for row in table["exponents"] if row["difference"] is not None]
+        if grown := [row for row in grown if row["head"] == most["head"]]:
+            title = f"exponent of {table['quantity']}{head}: {names[1]} less {names[0]}"
+            chart = shifts_chart(grown, content.layers, Frame(), title=title)
+            yield f"exponents-{_safe('-'.join(words))}", chart
 
 
 def _of_depths(content: Content) -> Iterator[tuple[str, Chart]]:

@@ -17,6 +17,7 @@ from lipscope.charts.pieces import printable
 from lipscope.pages.cards import headlines
 from lipscope.pages.content import Content
 from lipscope.pages.shown import SHOWN, Blank
+from lipscope.pages.table import rounded_up
 from lipscope.pages.words import failures, methods, provenance, references
 from lipscope.records.rows import version
 
@@ -117,15 +118,17 @@ def _facts(values: Mapping[str, Any]) -> str:
 
 
 def _provenance(content: Content) -> str:
-    found = failures(content.items)
+    parts = [part for run in content.runs for part in run.direction_parts()]
+    found = failures(content.items, parts)
     status = ", ".join(f"{count:,} {name}" for name, count in found["status"].items())
+    more = ", with those of all directions and the bounds of their angles," if parts else ""
     said = [
-        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['intervals']:,} intervals "
-        f"hold together with probability at least 1 − {found['delta']:.2g}: the failure "
-        "probabilities of all rows, added up.</p>"
+        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['count']:,} intervals{more} "
+        f"hold together with probability at least 1 − {rounded_up(found['delta'], 2):.2g}: their "
+        "failure probabilities, added up.</p>"
         if found["delta"] < 1
         else f"<p>{found['rows']:,} rows: {html.escape(status)}. The failure probabilities of all "
-        f"{found['intervals']:,} intervals add up to {found['delta']:.2g}: that all of them hold "
+        f"{found['count']:,} intervals{more} add up to {found['delta']:.2g}: that all of them hold "
         "at once is not said.</p>"
     ]
     said += [

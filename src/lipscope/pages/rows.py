@@ -17,7 +17,7 @@ from rich.table import Table
 from lipscope.charts.pieces import printable
 from lipscope.display import Shown, as_html, paragraphs, picture
 from lipscope.errors import InputError
-from lipscope.pages.sentences import failure_probability, place, remarkable, sentences
+from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
 from lipscope.pages.table import Line, blocks, draw, number, rounded_up
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
@@ -202,11 +202,11 @@ class Rows(Sequence[Measurement], Shown):
 
     def failure_probability(self) -> float:
         """Sum of the failure probabilities of all intervals: at most so likely is one wrong."""
-        return failure_probability(self._rows)
+        return intervals_of(self._rows, self.directions).delta
 
     def confidence(self) -> str:
         """How often intervals fail, as a sentence; "" if there are none."""
-        count = sum(row.upper is not None for row in self._rows)
+        count = intervals_of(self._rows, self.directions).count
         if not count:
             return ""
         total = rounded_up(self.failure_probability(), 2)

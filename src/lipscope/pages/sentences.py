@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from lipscope.charts.pieces import readable
 from lipscope.pages.table import Line, interval, number, percent
 from lipscope.records.growth import Group
-from lipscope.records.rows import Measurement
+from lipscope.records.rows import Direction, Measurement
 
 # map: what moves, what answers
 ENDS = {
@@ -42,14 +43,39 @@ def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
     return " ".join(part for part in parts if part)
 
 
-def failure_probability(rows: Iterable[Measurement]) -> float:
-    """Sum of the failure probabilities of all intervals: at most so likely is one wrong.
+class Intervals(NamedTuple):
+    """All intervals of some rows together.
 
-    ``delta`` for each row with an interval, and once more where ``‖J‖_F`` has one too.
+    Attributes:
+        count: How many: of sigma, and of the leading directions behind the first.
+        delta: Sum of their failure probabilities: at most so likely is one wrong.
     """
-    return math.fsum(
-        row.delta * (1 + (row.frobenius is not None)) for row in rows if row.upper is not None
-    )
+
+    count: int
+    delta: float
+
+
+def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = ()) -> Intervals:
+    """The intervals of rows and of their directions, by the union bound.
+
+    ``delta`` for each row with an interval, once more where ``‖J‖_F`` has one too, for every rank
+    behind the first, and for the rank behind the last, on which the bounds of angles rest.
+
+    Args:
+        rows: The rows.
+        directions: Their leading directions.
+    """
+    ranks: dict[str, dict[int, bool]] = {}
+    for one in directions:
+        ranks.setdefault(one.id, {})[one.rank] = one.sine is not None
+    count, deltas = 0, []
+    for row in rows:
+        if row.upper is not None:
+            mine = ranks.get(row.id, {1: False})
+            count += len(mine)
+            behind = len(mine) - 1 + any(mine.values())
+            deltas.append(row.delta * (1 + (row.frobenius is not None) + behind))
+    return Intervals(count, math.fsum(deltas))
 
 
 def remarkable(lines: Sequence[Line]) -> Line:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from lipscope.charts.axes import Frame
-from lipscope.charts.contrast import ratios_chart, sides_chart
+from lipscope.charts.contrast import ratios_chart, shifts_chart, sides_chart
 from lipscope.charts.depth import depth_chart, product_chart
 from lipscope.charts.exponents import exponents_chart, slopes_chart
 from lipscope.charts.focus import focus_chart
@@ -227,6 +227,7 @@ SHOWN: tuple[Shown, ...] = (
     Shown("bounds", "bounds", lambda b: bounds_chart(None, None, replace(FILL, height=380))),
     Shown("compare", "sides", lambda b: sides_chart(None, FILL)),
     Shown("ratios", "ratios", lambda b: ratios_chart(None, b.layers, FILL)),
+    Shown("shifts", "shifts", lambda b: shifts_chart(None, b.layers, FILL)),
     Shown("depth", "depth", lambda b: depth_chart(None, None, FILL)),
     Shown("products", "products", lambda b: product_chart(None, None, FILL)),
     Shown("gains", "gains", lambda b: gains_chart(None, FILL)),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib.resources
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lipscope.pages.bounded import cited
 from lipscope.pages.items import REAL, Item, by_setting
 from lipscope.pages.runs import text_of
-from lipscope.pages.sentences import failure_probability
-from lipscope.records.rows import Bound
+from lipscope.pages.sentences import intervals_of
+from lipscope.records.rows import Bound, Direction
 from lipscope.records.run import Run
 
 METRICS = {
@@ -83,14 +83,16 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def failures(items: Sequence[Item]) -> dict[str, Any]:
+def failures(items: Sequence[Item], directions: Iterable[Direction]) -> dict[str, Any]:
     """What a reader must know about rows without a value, and about all intervals together.
 
     Args:
         items: All measurements.
+        directions: Their leading directions.
 
     Returns:
-        Counts by status, errors with their counts, and the summed failure probability.
+        Counts by status, errors with their counts, and all intervals with their summed failure
+        probability.
     """
     rows = [item.row for item in items]
     errors = Counter(row.error for row in rows if row.error)
@@ -98,8 +100,7 @@ def failures(items: Sequence[Item]) -> dict[str, Any]:
         "rows": len(rows),
         "status": dict(Counter(row.status for row in rows).most_common()),
         "errors": errors.most_common(10),
-        "delta": failure_probability(rows),
-        "intervals": sum(row.upper is not None for row in rows),
+        **intervals_of(rows, directions)._asdict(),
     }
 
 

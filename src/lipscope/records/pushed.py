@@ -79,7 +79,9 @@ class PushDirection:
         decision_flip: Size from which the read-out of the layer decides otherwise, or None.
         pixels: Where the move is one of the picture: the patch of its largest share as JSON, with
             its ``name``, its pixels from 0 to 1 ``before``, and its ``move`` for each unit of size,
-            both ``(c, p, p)``; None where no pixels move the tokens so.
+            both ``(c, p, p)``; of pictures up to 512 x 512 also where it is (``at``), and the whole
+            ``picture`` and its ``moves`` by their ``scale``, a byte for each number. None where no
+            pixels move the tokens so.
     """
 
     push: str

@@ -231,16 +231,18 @@ class Direction:
 
     A direction is a pair of vectors, v that moves and u = J v / sigma that answers; with both signs
     changed it is the same one. A part is a token of v (``side`` is ``right``), a token of u
-    (``left``), or a head's part in u (``head``).
+    (``left``), a head's part in u (``head``), or a text (``text``) towards which the move v
+    turns the output of the model, or away from which.
 
     Attributes:
         id: Row that it belongs to.
         rank: 1 for the top direction, then the next ones.
-        side: ``right``, ``left`` or ``head``.
-        index: Position of the token, or index of the head.
+        side: ``right``, ``left``, ``head`` or ``text``.
+        index: Position of the token, or index of the head or text.
         text: The token's text, the place of a patch, or ``head 3``.
         share: ``|v_i|^2`` or ``|u_i|^2`` of unit vectors; of a head ``<u, J_h v> / sigma``, which
-            sums to 1 over the heads and may be negative.
+            sums to 1 over the heads and may be negative; of a text the derivative, for each unit
+            of a move along v, of the cosine of the model's mean output with that of the text.
         sigma: At most the singular value of this rank.
         upper: At least it, with probability ``1 - delta`` of the row.
         residual: ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``.
@@ -250,7 +252,7 @@ class Direction:
             (gradients of logits), ``window`` (the other tokens here); null where in nothing.
         plus: Readings along the vector as JSON, ``[[word, cosine], …]``, nearest first.
         minus: Readings against it.
-        cosine: Largest absolute cosine with a reading.
+        cosine: Largest absolute cosine with a reading; of a text that of v with the gradient.
         spanned: Share of the squared norm that the ten nearest readings span.
         chance_cosine: The largest such cosine of 99 random directions of this dimension; what does
             not exceed it reads as nothing.

@@ -59,9 +59,16 @@ class Adversarial:
 
 
 def adversarial(
-    study: Study, loaded: LoadedModel, layers: Sequence[int], real: Rows
+    study: Study,
+    loaded: LoadedModel,
+    layers: Sequence[int],
+    real: Rows,
+    *,
+    every: int = 1,
+    lengths: Sequence[int] = range(2, 100, 5),
 ) -> Iterator[Adversarial]:
     """Two clusters for every head of some layers, at the radius of real data and the scripts'."""
+    every, lengths = study.pick((4, [12, 27, 97]), (every, lengths))
     family = str(getattr(loaded.config, "model_type", ""))
     for layer in layers:
         one = next(captures(loaded, layers=[layer], lengths=[16], dtype="float32"))
@@ -76,17 +83,22 @@ def adversarial(
             if "real eigenvalue" not in str(why):
                 return  # rotary: nothing to place
         found = {
-            name: _rows(study, loaded, layer, one.attention, radius)
+            name: _rows(study, loaded, layer, one.attention, radius, every, lengths)
             for name, radius in radii.items()
         }
         yield Adversarial(loaded.name, layer, found, radii)
 
 
 def _rows(
-    study: Study, loaded: LoadedModel, layer: int, attention: Attention, radius: float
+    study: Study,
+    loaded: LoadedModel,
+    layer: int,
+    attention: Attention,
+    radius: float,
+    every: int,
+    lengths: Sequence[int],
 ) -> list[Measurement]:
-    heads = range(0, attention.num_heads, study.pick(4, 1))
-    lengths = study.pick([12, 27, 97], [*range(2, 100, 5)])
+    heads = range(0, attention.num_heads, every)
 
     def placed(head: int, n: int) -> tuple[int, Callable[[], Tensor]]:
         return head, lambda: two_cluster(attention, head=head, num_tokens=n, radius=radius).x

@@ -197,7 +197,7 @@ def _findings(study: Study, runs: Sequence[dict[str, Any]]) -> Findings:
             f"{BLOCKS} blocks of width {WIDTH}, {HEADS} heads, {PATCHES} patches; no layer norm: "
             f"tokens are brought into the ball of radius {RADIUS:g} (its nearest point) before "
             "attention. Weights behind the attention and beside it have spectral norm 1 in every "
-            "run (the last linear map is free), so that attention alone decides on smoothness; "
+            "run (the last linear map is free), so that only attention sets the smoothness; "
             "queries, keys and values are free.",
             "Sigma: mean over layers and four test images, rows of the run folder. Bound of a "
             "layer: the least of the catalogue on the ball, the larger of the two layers. Bound of "
@@ -205,10 +205,10 @@ def _findings(study: Study, runs: Sequence[dict[str, Any]]) -> Findings:
             "the last tokens; an image is certified where its margin exceeds what that lets a move "
             "do.",
             "The mean-field bound makes sigma so small that its networks have no attention to "
-            "speak of. What another kind has above their accuracy is what its attention is worth "
-            f"here, after {study.pick(5, 15)} epochs; longer training was not run.",
+            "speak of. How far another kind is above them in accuracy is what its attention is "
+            f"worth here, after {study.pick(5, 15)} epochs; longer training was not run.",
             "Under attack: projected gradient ascent of the loss, 10 steps from the image, pixels "
-            "not kept between 0 and 1. What is robust lies between the two.",
+            "not kept between 0 and 1. The robust accuracy lies between the two.",
             "The mean-field bound here has half the exponent of the paper's Theorem 3.5: the loss "
             "that it causes is the smaller one.",
         ),

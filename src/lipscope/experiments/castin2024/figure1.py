@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lipscope.charts.panels import Panel, Series, power_law
-from lipscope.engine.capture import layer_maps
 from lipscope.experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope.experiments.castin2024.controls import Control, control_tables, controls, offsets
-from lipscope.experiments.castin2024.published import castin_scripts
+from lipscope.experiments.castin2024.published import Curves, as_coded
 from lipscope.experiments.castin2024.windows import (
     as_in_the_paper,
     disjoint,
@@ -22,14 +20,10 @@ from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
 from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
-from lipscope.models.tracing.maps import MapName
 from lipscope.pages.rows import Rows
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import growth, slope_of, steps, top_held_fixed
 from lipscope.records.rows import Measurement
-
-# What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
-_AS_CODED: dict[str, MapName] = {"bert": "residual"}
 
 
 @dataclass(frozen=True)
@@ -131,24 +125,10 @@ def _paired(study: Study, case: Case) -> Rows:
     )
 
 
-def _as_coded(study: Study, case: Case) -> dict[int, list[tuple[int, float]]]:
+def _as_coded(study: Study, case: Case) -> Curves:
     """The quantity of the published scripts on the windows of the first row, by layer."""
-    what = _AS_CODED.get(case.family, "attention")
     options = as_in_the_paper(study, case.loaded, case.text)
-
-    def compute() -> dict[str, Any]:
-        maps = layer_maps(case.loaded, case.text.content, layers=case.layers, map=what, **options)
-        found = [
-            {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for _, one in maps
-        ]
-        return {"values": found}
-
-    key = {"case": case.name, "map": what, "lengths": str(options["lengths"])}
-    (record,) = study.values(f"as-coded-{case.name}", [(key, compute)])
-    return {
-        layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
-        for layer in case.layers
-    }
+    return as_coded(study, case.loaded, case.text, case.layers, options)
 
 
 def _of(rows: Rows, layer: int) -> list[Measurement]:
@@ -172,7 +152,7 @@ def _draw(
     study: Study,
     cases: Sequence[Case],
     real: dict[str, Rows],
-    coded: dict[str, dict[int, list[tuple[int, float]]]],
+    coded: dict[str, Curves],
     worst: Sequence[Adversarial],
 ) -> None:
     for text in study.texts:
@@ -223,7 +203,7 @@ def _claims(
     cases: Sequence[Case],
     real: dict[str, Rows],
     paired: dict[str, Rows],
-    coded: dict[str, dict[int, list[tuple[int, float]]]],
+    coded: dict[str, Curves],
     worst: Sequence[Adversarial],
     controlled: Sequence[Control],
 ) -> tuple[Claim, ...]:
@@ -293,7 +273,7 @@ def _exponents(
     cases: Sequence[Case],
     real: dict[str, Rows],
     paired: dict[str, Rows],
-    coded: dict[str, dict[int, list[tuple[int, float]]]],
+    coded: dict[str, Curves],
 ) -> Table:
     lines = []
     for case in cases:

@@ -8,7 +8,7 @@ import torch
 
 from lipscope.attacks import quadratic
 from lipscope.attention import DotProduct
-from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.singular import top_singular
@@ -29,9 +29,10 @@ def figure3(study: Study) -> Findings:
     found = study.values("figure3", [_job(n, radius) for n in sizes for radius in radii])
     by_size = {n: [r for r in found if r["n"] == n] for n in sizes}
     curves = {n: tuple((r["radius"], r["sigma"]) for r in mine) for n, mine in by_size.items()}
-    series = [Series(f"n = {n}", curve, "points") for n, curve in curves.items()]
-    law = power_law(curves[sizes[-1]][-3:], 2.0, "∝ R²")
-    panel = Panel("A = V = 1, d = 1", (*series, law), x="radius R")
+    shares = {n: [(r["radius"], r["share"]) for r in mine[1:]] for n, mine in by_size.items()}
+    series = [Series(f"n = {n}", tuple(curve)) for n, curve in shares.items() if n % 2]
+    one = Series("1", ((radii[1], 1.0), (radii[-1], 1.0)), "dashes")
+    panel = Panel("A = V = 1, d = 1", (*series, one), x="radius R", y="sigma / R²", log_y=False)
     study.draw("figure3", "A token at the origin, the others at ± R", [panel])
     slopes = [slope_of(curve[-4:]) for curve in curves.values()]
     odd = {n: mine[-1]["share"] for n, mine in by_size.items() if n % 2}
@@ -57,7 +58,7 @@ def figure3(study: Study) -> Findings:
                 tuple((str(n), *(number(r["share"]) for r in mine)) for n, mine in by_size.items()),
             ),
         ),
-        ("For even n one of the others has no partner.",),
+        ("For even n one token has no partner on the other side.",),
     )
 
 

@@ -35,7 +35,11 @@ def figure4(study: Study) -> Findings:
         for where, rows in _rows(study, missing)
         for (_, layer, *_), fit in rows.growth().items()
     ]
-    _draw(study, [(name, rows) for name, rows, _ in places])
+    shown: dict[str, tuple[str, list[Measurement]]] = {}  # the middle layer on the first text
+    for name, rows, _ in places:
+        if rows[0].layer:
+            shown.setdefault(rows[0].model, (name, rows))
+    _draw(study, list(shown.values()))
     radius = [_slope(rows) for _, rows, _ in places]
     across = [_against_radius(rows) for _, rows, _ in places]
     lines = tuple(
@@ -62,8 +66,9 @@ def figure4(study: Study) -> Findings:
         (Table("Exponents", columns, lines),),
         (
             *study.not_run("gpt2"),
-            "The statement is about pretrained GPT-2; what stands here is about other "
-            "models with learnt positions.",
+            "The statement is about pretrained GPT-2. The models here have learnt positions, too, "
+            "but none of them has a radius that grows so.",
+            "The figure shows the middle layer of each model, of texts the first.",
             "Pictures: the same ones at every resolution; at any but the model's own the "
             "learnt positions are interpolated.",
             *missing,

@@ -30,7 +30,7 @@ _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
     quick_models=("minilm",),
 )
 def long_context(study: Study) -> Findings:
-    """Sigma against n far beyond the paper's 512."""
+    """Sigma against n, far beyond the lengths of Figure 1."""
     counts = [2**k for k in range(3, 18)]
     measured = 2 ** study.pick(10, 11)
     clusters = study.values(

@@ -71,7 +71,7 @@ def mean_field(study: Study) -> Findings:
                 ),
             ),
             Claim(
-                "where √n stops being the truth (A = -I, R = 2)",
+                "where the growth like √n ends (A = -I, R = 2)",
                 "up to n of the order of e^(2γR²)",
                 f"exponent {early:.3f} below a tenth of e^(2γR²) = {_edge():.0f}, largest sigma at "
                 f"n = {top[0]:,}, exponent {late:.3f} beyond a hundred times",

@@ -75,7 +75,7 @@ def measures(study: Study) -> Findings:
             ),
             Claim(
                 "Theorem 4.4 at A = 0, V = 1 (stated constant 1)",
-                "false for p = 2; the supremum is 2 (Hardy; derived here)",
+                "false for every finite p; for p = 2 the supremum is 2 (Hardy; derived here)",
                 "; ".join(f"n = {r['n']}: {number(r['ratio'], 5)}" for r in hardy),
             ),
             Claim(

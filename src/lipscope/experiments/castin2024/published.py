@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from lipscope.models import LayerMap
+from lipscope.engine.capture import layer_maps
+from lipscope.experiments.experiment import Study
+from lipscope.experiments.texts import Text
+from lipscope.models import LayerMap, LoadedModel
+from lipscope.models.tracing.maps import MapName
+
+Curves = dict[int, list[tuple[int, float]]]
+
+# What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
+_AS_CODED: dict[str, MapName] = {"bert": "residual"}
 
 
 def castin_scripts(layer: LayerMap) -> float:
@@ -29,3 +41,33 @@ def castin_scripts(layer: LayerMap) -> float:
     with torch.no_grad():
         output = layer(layer.x)
         return float(layer.linearise(layer.x).rmatvec(output).norm().sqrt())
+
+
+def as_coded(
+    study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int], options: dict[str, Any]
+) -> Curves:
+    """The quantity of the published scripts on windows of a text: pairs ``(n, value)`` by layer.
+
+    Args:
+        study: Keeps the values.
+        loaded: The model.
+        text: The text.
+        layers: Layers.
+        options: How the text is cut, as for `lipscope.measure`.
+    """
+    name = f"{loaded.name}, {text.name}"
+    what = _AS_CODED.get(str(getattr(loaded.config, "model_type", "")), "attention")
+
+    def compute() -> dict[str, Any]:
+        maps = layer_maps(loaded, text.content, layers=layers, map=what, **options)
+        found = [
+            {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for _, one in maps
+        ]
+        return {"values": found}
+
+    key = {"case": name, "map": what, "lengths": str(options["lengths"])}
+    (record,) = study.values(f"as-coded-{name}", [(key, compute)])
+    return {
+        layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
+        for layer in layers
+    }

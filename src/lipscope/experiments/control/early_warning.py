@@ -247,7 +247,7 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
         for name, one in found.items()
     ]
     rate = _area(runs, lambda one: one["peak"])
-    lines.append(("the peak rate itself", "–", "–", "–", "–", "–", _share(rate), "–"))
+    lines.append(("the peak learning rate itself", "–", "–", "–", "–", "–", _share(rate), "–"))
     columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
     columns += ("area, same rate and depth",)
     usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
@@ -259,7 +259,7 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
             Claim(
                 "signal that tells diverging runs from stable ones best",
                 "practitioners: the norm of updates moves first, not every rise leads to a spike",
-                f"{_best(found, 'area')}; the peak rate itself {_share(rate)}",
+                f"{_best(found, 'area')}; the peak learning rate itself {_share(rate)}",
             ),
             Claim(
                 "the same among runs of one rate and one depth",

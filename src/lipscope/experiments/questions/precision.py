@@ -306,8 +306,8 @@ def _verdict(case: Case) -> Claim:
         words.append(f"{name} {above}, {better}")
         advice += [name] * (better == len(answers))
     return Claim(
-        f"{case.where}: is sigma advice? Of {len(case.change)} ways to round, those in which the "
-        "correlation is above 0; and above the error alone and the index, too",
+        f"{case.where}: is sigma advice? Of {len(case.change)} ways to round: in how many the "
+        "correlation is above 0; in how many also above that of the error and of the index",
         f"{len(case.change)}, {len(case.change)}, if it is advice",
         f"{'; '.join(words)}. Advice: {', '.join(advice) or 'none of them'}",
     )

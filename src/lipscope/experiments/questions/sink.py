@@ -210,7 +210,7 @@ def _claims(cases: Sequence[Case]) -> Iterator[Claim]:
     where, tokens = cases[0].where, len(next(iter(cases[0].layers.values()))[0].kinds)
     questions: tuple[tuple[str, str, Callable[[Case], str]], ...] = (
         (
-            "kind of token that holds most of |v|², by layers",
+            "kind of token that holds most of |v|², by layer",
             "the first token, if the direction sits where attention does",
             lambda case: counted(map(_largest, case.layers.values())),
         ),

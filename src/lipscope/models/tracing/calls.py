@@ -292,19 +292,19 @@ def _is_tokens(value: Any) -> bool:
 def place_of_output(output: Any, call: AttentionCall) -> int:
     """Which of the tensors that an attention module returns is its output.
 
-    The first one with a row for every token, unless its rows are weights that sum to one.
+    The first one with a row for every token, unless they are indices or weights that sum to one.
     """
     several = tensors_in(output)
     n, axis = call.num_queries, call.token_axis
-    rows = [t.ndim == 3 and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
-    weights = [t.ndim > 2 and t.shape[-1] == call.num_keys and _sum_to_one(t) for t in several]
+    rows = [_is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
     fitting = [i for i, fits in enumerate(rows) if fits]
-    return next((i for i in fitting if not weights[i]), fitting[0] if fitting else 0)
+    free = (i for i in fitting if not _are_weights(several[i], call.num_keys))
+    return next(free, fitting[0] if fitting else 0)
 
 
-def _sum_to_one(x: Tensor) -> bool:
-    total = x.detach().sum(-1)
-    return bool((x >= 0).all()) and close(total, torch.ones_like(total))
+def _are_weights(x: Tensor, num_keys: int) -> bool:
+    sums = x.detach().sum(-1)
+    return x.shape[-1] == num_keys and bool((x >= 0).all()) and close(sums, torch.ones_like(sums))
 
 
 def _token_axis(module: nn.Module, x: Tensor) -> int:

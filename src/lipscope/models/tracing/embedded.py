@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Embedded:
 
     Attributes:
         ids: The ids of that text, ``(n,)``.
-        table: Vectors of all tokens, as the model uses them, ``(vocabulary, d)``.
+        size: How many tokens its table has.
 
     Raises:
         InputError: If the model reads anything else.
@@ -69,9 +70,7 @@ class Embedded:
         self._ends = ends_of_attention(record, record.calls[layer])
         self.ids: Tensor = held[0][0]
         self._embedding = self._embedding_of(held[0])
-        every = torch.arange(self._embedding.num_embeddings, device=self.ids.device)
-        with torch.no_grad():
-            self.table: Tensor = self._embedding(every)
+        self.size: int = self._embedding.num_embeddings
 
     def read(self, ids: Int[Tensor, "b n"]) -> Read:
         """What the model makes of texts of one length."""
@@ -79,8 +78,14 @@ class Embedded:
             return self._run(ids, None)
 
     def vectors(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
-        """The vectors of some tokens."""
-        return self.table[ids]
+        """The vectors of some tokens, as the model uses them."""
+        with torch.no_grad():
+            return self._embedding(ids)
+
+    @cached_property
+    def table(self) -> Float[Tensor, "v d"]:
+        """The vectors of all tokens."""
+        return self.vectors(torch.arange(self.size, device=self.ids.device))
 
     def function(
         self, ids: Int[Tensor, " n"], where: Where
@@ -113,7 +118,7 @@ class Embedded:
             stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(end.register_forward_hook(leave).remove)
             stack.callback(self._embedding.register_forward_hook(put).remove)
-            stack.enter_context(exact_maths(self.table.dtype))
+            stack.enter_context(exact_maths(self._embedding.weight.dtype))
             stack.enter_context(undisturbed(self._model))
             out = run(self._model, (ids,) if self._name is None else {self._name: ids})
         entering, layer = (self._batch(some[ends.turn], ids) for some in seen.values())

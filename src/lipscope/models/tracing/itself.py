@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
@@ -122,6 +123,51 @@ class Ends:
         whole = seen[self.turn]
         return whole if self.moved is None else whole[self.moved]
 
+    def gradients(
+        self, model: nn.Module, inputs: Inputs, path: str, scores: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "m n d"]:
+        """Gradients, in the tokens that move, of scores of what a module returns.
+
+        Args:
+            model: The model.
+            inputs: Its inputs.
+            path: The module, "" for the model.
+            scores: From what it returns, ``(n, d)``, to ``(m,)``.
+
+        Raises:
+            InputError: If no gradient comes back from there.
+        """
+        held: list[list[Tensor]] = []
+        seen: list[Tensor] = []
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = bound_arguments(module, args, kwargs)
+            held.append([given[name].requires_grad_() for name in self.arguments])
+
+        with contextlib.ExitStack() as stack:
+            start, end = model.get_submodule(self.enters), model.get_submodule(path)
+            stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            leave = end.register_forward_hook(lambda *a: seen.append(first_tensor(a[2])))
+            stack.callback(leave.remove)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(exact_maths(next(model.parameters()).dtype))
+            stack.enter_context(undisturbed(model))
+            run(model, each_tensor(inputs, torch.clone))
+            found = scores(as_tokens(seen[-1], self.token_axis))
+        if not found.requires_grad:
+            raise InputError(
+                f"The model should have gradients from its output back to `{self.enters}`. Found "
+                "that they are cut on the way."
+            )
+        moving, some = held[self.turn], []
+        for one in found:
+            parts = torch.autograd.grad(
+                one, moving, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            whole = torch.cat([as_tokens(part, self.token_axis) for part in parts])
+            some.append(whole if self.moved is None else whole[self.moved])
+        return torch.stack(some)
+
     def tokens(self, y: Tensor) -> Tensor:
         """What was read, as the tokens that are asked for."""
         y = as_tokens(y, self.token_axis)
@@ -194,6 +240,10 @@ class Ends:
         whole[slice(None) if self.moved is None else self.moved] = x.to(whole)
         for one, part in zip(held, whole.split([len(t) for t in tokens]), strict=True):
             one.copy_(part.reshape(one.shape))
+
+    def at(self, path: str) -> Ends:
+        """The same beginning, but all that a module returns is read; "" for the model."""
+        return replace(self, leaves=path, until=path, place=0, total=None, read=None)
 
 
 def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> Ends:

@@ -21,7 +21,7 @@ SIDES: tuple[str, ...] = get_args(Side)
 _SECONDS = 1.0  # that a search in one path may take
 # Class names of attention, with what variants of one layout (channels last, a stride) add to them.
 _NAMED = regex.compile(
-    "(Attention|Attn|GPSA|MHSA|XCA)(Cl|2d|Rope|V2|Downsample|2dDownsample|PoolFirst)?$|FlashAttention2$"
+    "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|Downsample|2dDownsample|PoolFirst)?$|FlashAttention2$"
 )
 
 

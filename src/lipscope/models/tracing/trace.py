@@ -22,6 +22,7 @@ from lipscope.models.tracing.calls import (
     hook_first,
     hook_norm,
     hook_site,
+    tensors_in,
 )
 from lipscope.models.tracing.ends import settle
 from lipscope.models.tracing.flow import each_tensor, followed, hook_embeddings, marked
@@ -122,7 +123,8 @@ def _traced(
         before = torch.get_rng_state()
         output = _run_once(model, each_tensor(inputs, marked) if marks else inputs)
         record.draws = not torch.equal(torch.get_rng_state(), before)
-        record.output = first_tensor(output).detach()
+        if tensors_in(output):  # a composite model may return what its parts return, and no more
+            record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
     return record
 

@@ -3,6 +3,8 @@ $("compare").hidden = !D.contrast;
 const contrasts = (D.contrast?.tables ?? []).map((t, k) => ({ ...t, rows: records(t.rows), k }));
 const compared = contrasts.flatMap((t) => t.rows.map((r) => ({ ...r, k: t.k })));
 compared.forEach((r, c) => { r.c = c; });
+const shifts = contrasts.flatMap((t) => records(t.exponents).map((r) => ({ ...r, k: t.k, exponent: true })));
+shifts.forEach((r, c) => { r.c = compared.length + c; });
 
 // The table of the chosen map, metric and quantity, or the nearest one.
 function contrast() {
@@ -22,18 +24,25 @@ const layerCompared = () => { const layers = distinct(comparedRows().map((r) => 
   return layers.includes(state.layer) ? state.layer : layers[0]; };
 const comparedName = (r) => `${layerName(r.layer)}, ${headName(r.head)}, ${r.n} tokens`;
 const times = (v) => (v === null ? "–" : `× ${number(v, 3)}`);
-const within = (r) => (r.low === null ? "–" : `[${number(r.low, 3)}, ${number(r.high, 3)}]`);
+const within = (r, digits = 3) => (r.low === null ? "–" : `[${number(r.low, digits)}, ${number(r.high, digits)}]`);
 
-MARKS.c = [(c) => choose({ layer: compared[c].layer, front: state.front === null ? null : compared[c].layer,
-  head: compared[c].head, at: compared[c].n }), (c) => explainCompared(compared[c])];
+const shiftsShown = () => shifts.filter((r) => r.k === contrast()?.k && r.head === headCompared());
+const marked = (c) => compared[c] ?? shifts[c - compared.length];
+MARKS.c = [(c) => choose({ layer: marked(c).layer, front: state.front === null ? null : marked(c).layer,
+  head: marked(c).head, ...marked(c).exponent ? {} : { at: marked(c).n } }), (c) => explainCompared(marked(c))];
+const verdict = (r) => r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
+  + (r.changed ? "changed" : "not beyond the sampling");
 function explainCompared(r) {
   const [a, b] = D.contrast.names;
+  if (r.exponent) {
+    return [make("b", {}, `${comparedName(r)}: exponents`), line(`${a}: ${number(r.a, 3)}, ${b}: ${number(r.b, 3)}`),
+      line(`difference ${number(r.difference, 2)}${r.low === null ? "" : ` in ${within(r)}`}`), line(verdict(r))];
+  }
   return [make("b", {}, comparedName(r)),
     line(`${a}: ${number(r.a)} in [${number(r.a_low)}, ${upward(r.a_high)}]`),
     line(`${b}: ${number(r.b)} in [${number(r.b_low)}, ${upward(r.b_high)}]`),
     line(`ratio ${number(r.ratio, 3)}${r.low === null ? "" : ` in ${within(r)}`}`),
-    line(r.why || `${r.how}: ${r.count}; p = ${number(r.p, 2)}, by Holm ${number(r.holm, 2)}: `
-      + (r.changed ? "changed" : "not beyond the sampling"))];
+    line(verdict(r))];
 }
 
 CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of tokens, ${layerName(layerCompared())}`,
@@ -44,13 +53,18 @@ CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of t
 CHARTS.ratios = { spec: "ratios", say: () => `Ratio of the second folder to the first by layer, ${lengthCompared()} tokens`,
   data: () => ({ ratios: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
   signals: () => ({ axes: contrast().ratios }), empty: "Nothing to compare." };
+CHARTS.shifts = { spec: "shifts", say: () => "Exponents of the second folder less those of the first, by layer",
+  data: () => ({ shifts: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({}),
+  empty: "No exponents to compare." };
+COLUMNS.difference = column("difference", (r) => r.difference, (r) => number(r.difference, 2));
 COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");
 COLUMNS.mean = column("mean", (r) => r.value, (r) => number(r.value));
 COLUMNS.ratio = column("ratio", (r) => r.ratio, (r) => number(r.ratio, 3));
-COLUMNS.within = column("95 %", (r) => r.low, within);
+COLUMNS.within = column("95 %", (r) => r.low, (r) => within(r));
 COLUMNS.holm = column("p by Holm", (r) => r.holm, (r) => number(r.holm, 2));
 COLUMNS.changed = column("changed", (r) => String(r.changed), (r) => (r.changed ? "yes" : "no"), "whole");
 TABLES.sides = ["means", "n side mean between"];
+TABLES.shifts = ["shifts", "layer difference within holm changed"];
 TABLES.ratios = ["ratios", "layer ratio within holm changed"];
 
 DRAWERS.push(() => {
@@ -83,6 +97,16 @@ DRAWERS.push(() => {
     cell(r.layer, "number"), cell(r.head ?? "all"), cell(r.n, "number"), cell(number(r.a), "number"), cell(number(r.b), "number"),
     cell(times(r.ratio), "number"), cell(within(r), "number"), cell(number(r.p, 2), "number"), cell(number(r.holm, 2), "number"),
     cell(r.changed ? "yes" : "no"), cell(r.why || `${r.count}, ${r.how}`, "text")))));
+  const grown = shiftsShown();
+  $("shifted").hidden = !grown.length;
+  $("shifts-said").textContent = t.exponents_said;
+  $("shifts-title").textContent = `Exponent of ${t.quantity}`;
+  fill("shifts-table", heading(["layer", "number"], [a, "number"], [b, "number"], ["difference", "number"],
+    ["95 %", "number"], ["p by Holm", "number"], "windows"),
+  make("tbody", {}, ...grown.map((r) => make("tr", { class: r.layer === layerCompared() ? "front" : null },
+    cell(r.layer, "number"), cell(number(r.a, 2), "number"), cell(number(r.b, 2), "number"),
+    cell(number(r.difference, 2), "number"), cell(within(r, 2), "number"), cell(number(r.holm, 2), "number"),
+    cell(r.why || `${r.count}, ${r.how}`, "text")))));
   $("compare-note").textContent = (state.every ? "" : shown.length ? "Rows that changed, the largest change first. "
     : "No row changed beyond the sampling. ") + D.contrast.remarks.join(" ");
 });

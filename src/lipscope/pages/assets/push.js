@@ -95,15 +95,36 @@ const CAPTIONS = {
   "most changed patch": "The tokens whose outputs change most, by their share of the squared change",
 };
 
-// The patch that moves most, as it was and as it is at this size: pixels from 0 to 1, cut there.
+// The picture at this size; the patch that moves most, as it was and as it is: from 0 to 1, cut there.
 function patches(pixels, eps) {
   if (!pixels) return [];
-  const drawn = (size, name) => make("figure", {}, canvas(pixels, size, name),
-    make("figcaption", {}, name));
+  const drawn = (size, name, whole = false) => make("figure", { class: whole ? "whole" : null },
+    (whole ? canvasOfAll : canvas)(pixels, size, name), make("figcaption", {}, name));
   const cut = pixels.before.some((c, k) => c.some((row, i) => row
     .some((v, j) => Math.abs(v + eps * pixels.move[k][i][j] - 0.5) > 0.5)));
-  return [make("div", { class: "patches" }, drawn(0, `${pixels.name}, as it was`),
+  return [make("div", { class: "patches" }, ...pixels.picture ? [drawn(eps, "the picture at this size", true)] : [],
+    drawn(0, `${pixels.name}, as it was`),
     drawn(eps, `at this size${cut ? ", colours cut to what a screen has" : ""}`))];
+}
+
+const decoded = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+function canvasOfAll({ picture, moves, scale, at, before }, eps, name) {
+  const { height, width } = picture;
+  const [held, moved, channels] = [decoded(picture.bytes), decoded(moves.bytes), before.length];
+  const box = make("canvas", { width, height, role: "img", "aria-label": name });
+  const image = new ImageData(width, height);
+  for (let i = 0; i < height * width; i += 1) {
+    for (let c = 0; c < 3; c += 1) {
+      const k = i * channels + Math.min(c, channels - 1);
+      image.data[4 * i + c] = held[k] + 255 * eps * scale * (moved[k] - 128) / 127;
+    }
+    image.data[4 * i + 3] = 255;
+  }
+  const pen = box.getContext("2d");
+  pen.putImageData(image, 0, 0);
+  pen.strokeStyle = "#ff7a1a";
+  pen.strokeRect(at[1] - 0.5, at[0] - 0.5, before[0].length + 1, before[0].length + 1);
+  return box;
 }
 
 function canvas({ before, move }, eps, name) {

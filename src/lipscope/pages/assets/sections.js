@@ -88,7 +88,7 @@ function drawWords() {
   const d = found.find((one) => one.rank === state.rank) ?? found[0];
   if (!d) {
     for (const id of ["words-controls", "words-tokens", "words-heads"]) fill(id);
-    $("words-about").textContent = "";
+    for (const id of ["words-about", "words-turns"]) $(id).textContent = "";
     $("words-note").textContent = "No directions of this window. They come from lipscope directions … --out DIR.";
     return;
   }
@@ -97,6 +97,7 @@ function drawWords() {
   $("words-about").textContent = `${d.said[0].toUpperCase()}${d.said.slice(1)}.`;
   fill("words-tokens", ...VERBS.map(([side, verb]) => make("div", {}, make("h3", {}, verb),
     ...d.tokens.filter((t) => t.side === side).map(wordsOf))));
+  $("words-turns").textContent = d.turns && `${d.turns[0].toUpperCase()}${d.turns.slice(1)}.`;
   drawHeadParts(d.heads);
   $("words-note").textContent = "Readings by their cosine with the vector at this token, the nearest first. "
     + "Chance: the largest of 99 random directions; a vector that no reading is nearer to reads as nothing, "

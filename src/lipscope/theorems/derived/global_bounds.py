@@ -151,7 +151,7 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
 def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
     """Proposition 3.4 where ``A`` needs no real eigenvalue.
 
-    ``√(n-1) p (1 + 2 γ* R² (1-p))`` for ``V = I``, ``γ* = max_{|v|≤1} (|Av| - <v, Av>) / 2``,
+    ``√(n-1) p (1 + 2 γ* R² (1-p))`` for ``V = I``, ``γ* = max_{|v|≤1} (|A v| - <v, A v>) / 2``,
     ``p = 1 / (1 + (n-1) e^(-2 γ* R²))``; the norm of the first column of blocks for any ``V``.
 
     Holds without mask and for causal ones. ``γ*`` is at least the ``γ`` of Proposition 3.4.

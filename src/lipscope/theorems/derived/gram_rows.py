@@ -18,6 +18,7 @@ from lipscope.theorems.spectrum import eigenvalue
 
 _CHUNK = 2**26  # bytes of Gram matrices at a time
 _FLOOR = 1e-6  # smallest weight beside the largest one
+_PERRON = 100  # steps to the Perron vector at the most; the weights need no more of it
 _CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
 
 
@@ -76,9 +77,13 @@ class JacobianRows:
         # can tell from zero beside the others.
         size = size.clamp_min(_FLOOR).masked_fill(~self.support, 0.0)
         perron = torch.ones(len(size), dtype=size.dtype)
-        for _ in range(100):
-            perron = size.T @ (size @ perron)
+        for _ in range(_PERRON // 10):
+            before = perron
+            for _ in range(10):  # grows by less than n^2 a time
+                perron = size.T @ (size @ perron)
             perron = perron / perron.norm()
+            if float((perron - before).abs().max()) < UNIT:
+                break
         return size / (perron + 1e-3 * perron.max())
 
     def _pulled(self, i: int) -> Tensor:
@@ -316,4 +321,5 @@ def _expand(matrix: Tensor, times: int) -> Tensor:
 def _bilinear(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``<l_h, G_hg r_g>`` for every pair of heads, ``(H, H)``."""
     heads, k = left.shape
-    return torch.einsum("ha,hagb,gb->hg", left, gram.view(heads, k, heads, k), right)
+    read = (left.view(heads, k, 1) * gram.view(heads, k, -1)).sum(1)
+    return (read.view(heads, heads, k) * right).sum(-1)

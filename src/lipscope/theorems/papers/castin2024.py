@@ -18,7 +18,7 @@ from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError, theorem
 
-_SLIDES = "as stated on the authors' slides (January 2025); fails for p = 2"
+_SLIDES = "read on the authors' slides (January 2025) only; fails for every finite p"
 
 
 @theorem(cite="castin2024", statement="Theorems 3.3 and 4.3")
@@ -60,11 +60,12 @@ def castin_thm_4_4(head: Head, radius: float) -> float:
 
     ``‖V‖ (1 + 3 ‖A‖ R²) e^(2 ‖A‖ R²)``.
 
-    Stated for causal attention and the conditional Wasserstein distance. It fails for p = 2:
-    with ``A = 0`` attention is the running mean, of norm 1.1441 for two tokens and up to 2
-    (Hardy) for many. `causal_mean_field` is the corrected constant.
+    Stated for causal attention and the conditional Wasserstein distance of order ``p``. It fails
+    for every finite ``p``: with ``A = 0`` attention is the running mean, whose norm for many
+    tokens is ``p / (p-1)`` by Hardy's inequality (unbounded for ``p = 1``). Here ``p = 2``: 1.1441
+    for two tokens, 2 in the limit. `causal_mean_field` is the corrected constant.
 
-    Source: Theorem 4.4 of [castin2024], as on the authors' slides.
+    Source: Theorem 4.4 of [castin2024], whose statement in the paper was not legible to us.
     """
     _causal(head)
     head.without_positions()

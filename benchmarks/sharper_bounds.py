@@ -4,7 +4,7 @@ Random layers of six tokens of width 8: the old form is computed from the same p
 docs/theory/local-certificates.md (F2, row-Gram, residual) and docs/theory/ball-certificate.md
 (moments, the third order). For decisions: radii over those without the Hessian.
 
-Run: python examples/sharper_bounds.py
+Run: python benchmarks/sharper_bounds.py
 """
 
 from statistics import median
