@@ -84,8 +84,8 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
 
     config: Any = getattr(model, "config", None)
     kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    named = kind is not None and kind.__name__ in (getattr(config, "architectures", None) or ())
-    if not named or model.name_or_path != source or isinstance(model, kind):
+    named = getattr(kind, "__name__", "") in (getattr(config, "architectures", None) or ())
+    if kind is None or not named or model.name_or_path != source or isinstance(model, kind):
         return None
     options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
     try:
@@ -159,7 +159,7 @@ def _explained(source: str, problem: Exception, known: Collection[str]) -> Input
             f"`{source}` needs code from its repository, which is never run; use a model whose "
             "class is in transformers."
         )
-    if "Weights only load failed" in text:  # and then how to load them all the same
+    if "weights_only" in text or "Weights only" in text:  # and then how to load it all the same
         return InputError(
             f"`{source}` should hold weights and nothing else. Found a pickle with other objects, "
             "which can run code and is not loaded; ask for one in safetensors."
