@@ -1,11 +1,15 @@
-"""Draw the figures of the README: the default job of `make demo`, its page, one of its windows.
+"""Draw the figures of the README and the gallery: `make demo`, its page, a window, two runs.
 
 Run: make figures
 """
 
+import copy
+import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+import torch
 
 import lipscope as ls
 from lipscope.charts.look import save
@@ -32,8 +36,25 @@ def photograph(page: Path, image: Path) -> None:
         browser.close()
 
 
+def compared(image: Path) -> None:
+    """Sigma before and after all matrices are rounded to four bits, by layer."""
+    before = ls.load_model("minilm")
+    after = copy.deepcopy(before.model)
+    with torch.no_grad():
+        for weight in (w for w in after.parameters() if w.ndim == 2):
+            step = weight.abs().amax(1, keepdim=True) / 7
+            weight.copy_((weight / step).round() * step)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [Path(folder) / name for name in ("before", "rounded")]
+        for run, model in zip(runs, (before, after), strict=True):
+            ls.measure(model, tokenizer=before.tokenizer, lengths=[64], samples=6, out=run)
+        report(runs, runs[0] / "page.html", svg=runs[0], compare=True)
+        shutil.copy(runs[0] / "ratios-sigma-attention-frobenius.svg", image)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
+    compared(FOLDER / "compared.svg")
     with tempfile.TemporaryDirectory() as run:
         rows = ls.measure("minilm", lengths=[16, 32, 64, 128], samples=6, rest=True, out=run)
         photograph(report([run])[0], FOLDER / "page.png")

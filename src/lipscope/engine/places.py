@@ -31,11 +31,13 @@ from lipscope.models import (
     load_model,
     moved,
     overflows,
+    parted,
     reader_of,
     without_padding,
 )
 from lipscope.models import prepared as ready
 from lipscope.models import trace as run_traced
+from lipscope.models.pretrained import with_words
 from lipscope.models.tracing.prepare import at_rest
 
 
@@ -141,6 +143,12 @@ class Places:
             return model, notes
 
         return self.once("prepared", job[1:5], prepare)
+
+    def with_head(self, job: Job) -> nn.Module | None:
+        """The prepared model with the head that its checkpoint holds, if it was loaded without."""
+        name = parted(self.loaded(job.model, job.weights).name)[0]
+        model = self.prepared(job)[0]
+        return self.once("head", job[1:5], lambda: with_words(name, model))
 
     def itself(self, job: Job, built: LayerMap) -> Itself:
         """The model between the ends of a map: as it was given, if that is in full precision."""
