@@ -37,8 +37,9 @@ def test_bounds_as_json(command):
 
 
 def test_bounds_as_a_table(command):
-    result = command("bounds", BERT, "--text", "text.txt", "--length", "6", "--layer", "1")
+    result = command("bounds", BERT, "--text", "text.txt", "--lengths", "4,6", "--layer", "1")
     assert result.status == 0, result.err
+    assert result.out.count("Without a value:") == 1  # one table for all lengths
     assert (
         "measured" in result.out
         and "global_rows_capped" in result.out

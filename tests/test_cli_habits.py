@@ -65,6 +65,7 @@ def test_version(command) -> None:
         0,
         f"lipscope {importlib.metadata.version('lipscope')}\n",
     )
+    assert result.out == f"lipscope {ls.__version__}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -174,12 +175,15 @@ def _plain(value: Any) -> str:
     return "" if value is None or value is False or value == () else str(value)
 
 
-@pytest.mark.parametrize("name", ["measure", "bounds", "attack", "certify"])
+LAYERED = ["measure", "bounds", "directions", "attack", "certify", "push", "split"]
+
+
+@pytest.mark.parametrize("name", LAYERED)
 def test_layer_and_layers_length_and_lengths_are_one(command, name: str) -> None:
     for option in ("--layer", "--layers"):
         result = command(name, BERT, option, "none", "--text", "text.txt")
         assert result.status == 2 and "No such option" not in result.err
-    own = "length" if name in ("attack", "certify") else "lengths"
+    own = "lengths" if name in ("measure", "bounds") else "length"
     for option in ("--length", "--lengths"):
         result = command(name, BERT, option, "0", "--text", "text.txt")
         assert result.status == 2 and f"`{own}` should be" in result.err

@@ -11,7 +11,8 @@ import duckdb
 import polars
 import pytest
 
-from lipscope import Rows, cli
+import folders
+from lipscope import Rows, cli, report
 from lipscope.records.folder import RunFolder
 from rows import KEYS, SPEC, row, tokens_of
 from test_run import bound_of
@@ -148,3 +149,15 @@ def test_names_are_printed_as_they_are(name, called):
     status, _, err = called(name)
     assert status == 2 and f"`{name}`".replace("\x1b", "\N{REPLACEMENT CHARACTER}") in err
     assert name.replace("\x1b", "␛") in Rows([row(model=name)]).text()
+
+
+FOLDERS = (folders.sandwiched, folders.trained, folders.pushed, folders.edited, folders.gained)
+
+
+@pytest.mark.parametrize("made", FOLDERS, ids=lambda made: made.__name__)
+def test_rows_opens_what_report_opens(made, tmp_path, called):
+    path = made(tmp_path / "run")
+    assert [*report([path])]
+    for form in ([], ["--to", "csv"]):
+        status, out, said = called(path, *form)
+        assert status == 0 and out, said

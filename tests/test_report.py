@@ -60,6 +60,12 @@ def test_frames_have_the_same_types_whatever_the_values():
     assert full.join(tokens, on="id").height == 45 * 3
 
 
+def test_pandas_has_the_same_columns():
+    pytest.importorskip("pandas")
+    rows = Rows([row(), row(layer=1)])
+    assert list(rows.to_pandas().columns) == rows.to_polars().columns
+
+
 def test_table_shows_the_middle_row_at_the_largest_length():
     text = measured(sigma_rest=11.04).text()
     lines = text.splitlines()

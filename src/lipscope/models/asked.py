@@ -14,6 +14,8 @@ from lipscope.errors import InputError, shown
 
 _COUNTED = re.compile("layer|expert|depth")
 _MOST = 10_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
 
 
 def parted(name: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -90,3 +92,35 @@ def check_counts(name: str, entries: Mapping[str, Any]) -> None:
                 f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
                 f"`{key} = {shown(value)}`."
             )
+
+
+def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
+    """Refuse a folder whose weights are no files of its own, or pickles that were not allowed.
+
+    Transformers opens whatever an index of shards names: a pickle although safetensors were asked
+    for, a path that leads out of the folder, a device that never ends.
+    """
+    kinds = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
+    for index, ending in _INDICES.items():
+        shards = entries_of(folder / index).get("weight_map") if ending in kinds else None
+        for one in shards.values() if isinstance(shards, Mapping) else ():
+            if not (isinstance(one, str) and Path(one).name == one and one.endswith(ending)):
+                raise InputError(
+                    f"`{index}` of `{name}` should name `*{ending}` files beside it. Found "
+                    f"`{shown(one)}`."
+                )
+    for file in (one for kind in kinds for one in folder.glob(f"*{kind}")):
+        if file.exists() and not file.is_file():
+            raise InputError(f"`{file}` should be a regular file. Found a pipe, device or folder.")
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("pytorch_model*.bin")):  # what transformers looks for
+        if not allow_pickle:
+            raise InputError(
+                f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
+                "safetensors, or pass `--allow-pickle` (weights-only loading)."
+            )
+        return
+    others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))
+    found = f"`{others[0]}`; save the model with `save_pretrained`." if others else "none."
+    raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")

@@ -18,15 +18,13 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError, install, shown
-from lipscope.models.asked import check_counts, entries_in, entries_of, parted
+from lipscope.models.asked import check_counts, check_files, entries_in, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
 from lipscope.models.tokens import Bytes, tokenizer_at
 from lipscope.models.trained import trained_length
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
@@ -268,28 +266,11 @@ def _folder_model(name: str, allow_pickle: bool) -> LoadedModel:
         raise InputError(
             f"`{name}` should be a folder in Hugging Face format. Found no `config.json` in it."
         )
-    if not any(folder.glob("*.safetensors")):
-        _check_pickles(name, folder, allow_pickle)
+    check_files(name, folder, allow_pickle)
     check_counts(name, entries_of(folder / "config.json"))
     model, tokenizer = from_pretrained(str(folder), allow_pickle=allow_pickle)
     revision = f"sha256:{fingerprint(model)}"  # the folder may be written again
     return _stored(name, model, tokenizer, revision)
-
-
-def _check_pickles(name: str, folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder without safetensors, unless its pickles are allowed and can be found."""
-    if any(folder.glob("pytorch_model*.bin")):  # what transformers looks for
-        if not allow_pickle:
-            raise InputError(
-                f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
-                "safetensors, or pass `--allow-pickle` (weights-only loading)."
-            )
-        return
-    others = sorted(f.name for end in _PICKLES for f in folder.glob(f"*{end}"))
-    raise InputError(
-        f"`{name}` should hold weights in `*.safetensors`. Found "
-        + (f"`{others[0]}`; save the model with `save_pretrained`." if others else "none.")
-    )
 
 
 def _hub_model(name: str, revision: str | None, allow_pickle: bool) -> LoadedModel:

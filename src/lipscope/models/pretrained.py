@@ -159,7 +159,7 @@ def _explained(source: str, problem: Exception, known: Collection[str]) -> Input
             f"`{source}` needs code from its repository, which is never run; use a model whose "
             "class is in transformers."
         )
-    if "Weights only load failed" in text:  # and then how to load them all the same
+    if "weights_only" in text or "Weights only" in text:  # and then how to load it all the same
         return InputError(
             f"`{source}` should hold weights and nothing else. Found a pickle with other objects, "
             "which can run code and is not loaded; ask for one in safetensors."
