@@ -206,7 +206,7 @@ class Rows(Sequence[Measurement], Shown):
 
     def confidence(self) -> str:
         """How often intervals fail, as a sentence; "" if there are none."""
-        count = intervals_of(self._rows, self.directions).count
+        count = intervals_of(self._rows, self.directions).total
         if not count:
             return ""
         total = rounded_up(self.failure_probability(), 2)
