@@ -327,7 +327,7 @@ def test_turning_towards_texts_is_the_derivative_of_the_model() -> None:
     shares = torch.tensor([p.share for p in found], dtype=torch.float64)
     shares = shares * (shares @ exact).sign()  # v and u change their signs together
     assert torch.allclose(shares, exact, rtol=1e-5, atol=1e-9)
-    assert all(p.cosine <= 1 and p.chance_cosine > 0 for p in found)
+    assert all((p.cosine or 0) <= 1 and (p.chance_cosine or 0) > 0 for p in found)
 
 
 @pytest.mark.parametrize("map", ["model", "stack"])

@@ -206,7 +206,7 @@ def test_every_axis_has_a_few_labels(low: float, high: float):
     assert all(low <= tick <= high for tick in ticks)
 
 
-@pytest.mark.parametrize(("low", "high"), [(1e-4, 1e60), (2.9, 4.1), (1e-3, 0.3), (20, 9000)])
+@pytest.mark.parametrize(("low", "high"), [(1e-4, 1e60), (2.9, 4.1), (1e-3, 0.3), (20.0, 9e3)])
 def test_few_labels_where_there_is_little_room(low: float, high: float):
     ticks = tick_values(low, high, most=7)
     assert 3 <= len(ticks) <= 7

@@ -223,6 +223,11 @@ def test_pictures() -> None:
     found = ls.push(vit, images="random", samples=2, draws=0, eps=[0.1])
     assert len(found.rows) == len(found.places) == 2
     assert all(one.certificate >= one.layer > 0 for one in found.steps)
+    assert not any(one.patches for one in found.places)  # behind a norm
+    again = ls.push(vit, images="random", samples=1, draws=0, eps=[0.1], map="block")
+    shown = {one.direction: one.pixels for one in again.directions}
+    # The class token is no pixel's; what v moves besides is.
+    assert shown["+v"] is None and json.loads(shown["+patches"])["moves"]["height"] == 8
 
 
 class _OfPatches(torch.nn.Module):

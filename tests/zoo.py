@@ -37,6 +37,9 @@ MAPS = ("attention", "normed", "residual", "block", "model")
 _MEMORY = 8 << 30  # bytes that a model type may take
 _SECONDS = 10  # of processor time, for the building, a measurement and a comparison each
 _LARGEST = 1600  # entries of an input whose dense Jacobian is still had
+_NOTHING = (
+    f"no truth: over {_LARGEST} entries, gradients cut by the model, or no module takes the sum"
+)
 # Attention modules that go on after their projection (residual, norm), and its name.
 _ENDS = {
     "AlbertAttention": "dense",
@@ -132,7 +135,9 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     """
     before = row.argument.startswith("input of ")
     enters = model.get_submodule(row.argument.removeprefix("input of ") if before else row.module)
-    ends: nn.Module | None = None if row.map == "model" else model.get_submodule(row.module)
+    behind = re.search(r"read behind `([^`]+)`", row.note or "") if row.map == "model" else None
+    path = behind[1] if behind else "" if row.map == "model" else row.module
+    ends: nn.Module | None = model.get_submodule(path) if path else None
     names = row.argument.split(", ")
     signature = inspect.signature(enters.forward)
     found: dict[str, Any] = {}
@@ -143,7 +148,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
 
         def start(_: nn.Module, args: Any, kwargs: Any) -> Any:
             count[0] += 1
-            if count[0] != turn + 1:
+            if count[0] != first + 1:
                 return None
             bound = signature.bind(*args, **kwargs)
             flat = dict(bound.arguments)
@@ -182,7 +187,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
             if row.map == "residual" and not sums.found:
                 sums.branch = result
 
-        def behind(leaf: nn.Module, args: Any, result: Any) -> None:
+        def follow(leaf: nn.Module, args: Any, result: Any) -> None:
             if out and args and args[0] is out[-1] and len(out) == 1:
                 out.append(result)
 
@@ -201,13 +206,14 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
                 inside = set(ends.modules())
                 for leaf in model.modules() if row.map in ("attention", "normed") else ():
                     if isinstance(leaf, nn.Linear) and leaf not in inside:
-                        stack.callback(leaf.register_forward_hook(behind).remove)
-            last = tensor_of(run(model, inputs))
+                        stack.callback(leaf.register_forward_hook(follow).remove)
+            result = run(model, inputs)
             if row.map == "residual":
                 return tuple(y.clone() for y in sums.found)
-        return (last if ends is None else out[-1],)
+        return (tensor_of(result) if ends is None else out[-1],)
 
     with torch.no_grad():
+        first = _turn_of(enters, model, inputs, model.get_submodule(row.module), turn)
         found["read"] = once(None)
     if found["several"] or found["x"].numel() > _LARGEST:
         return []
@@ -223,6 +229,19 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
     kept = [j.reshape(-1, x.numel()) for j in each if bool(j.any())]
     return [float(torch.linalg.matrix_norm(j, 2)) for j in kept]
+
+
+def _turn_of(
+    enters: nn.Module, model: nn.Module, inputs: dict[str, Tensor], site: nn.Module, turn: int
+) -> int:
+    """Which call of a module is the last one before a call of another (or is that call)."""
+    calls, before = [0], list[int]()
+    with contextlib.ExitStack() as stack:
+        for module, seen in ((enters, lambda *_: calls.append(0)),
+                             (site, lambda *_: before.append(len(calls) - 2))):  # fmt: skip
+            stack.callback(module.register_forward_pre_hook(seen).remove)
+        run(model, inputs)
+    return before[turn]
 
 
 def _is_free(held: Tensor, model: nn.Module) -> bool:
@@ -276,12 +295,15 @@ def _said(problem: Exception) -> str:
 def _compared(
     kind: str, model: nn.Module, inputs: dict[str, Tensor], name: str, rows: list[Any]
 ) -> Outcome:
-    turns: dict[str, int] = {}
+    turns: dict[tuple[str, str], int] = {}  # two streams of one block are of one call
     compared = 0
     for row in rows:
-        turn = turns.get(row.module, 0)
-        turns[row.module] = turn + 1
-        expected = truth(model, inputs, row, turn)
+        turn = turns.get((row.module, row.argument), 0)
+        turns[row.module, row.argument] = turn + 1
+        try:
+            expected = truth(model, inputs, row, turn)
+        except IndexError:  # it was called less often: several attentions of one block
+            expected = truth(model, inputs, row, 0)
         if not expected:
             continue
         compared += 1
@@ -289,13 +311,16 @@ def _compared(
             instead = " or ".join(f"{s:.8g}" for s in expected)
             found = f"{row.module} ({row.argument}): {row.sigma} instead of {instead}"
             return Outcome(kind, name, "wrong", found)
-    verdict = "exact" if compared else "skipped"
-    return Outcome(kind, name, verdict, f"{compared} of {len(rows)} compared")
+    if not compared:
+        return Outcome(kind, name, "skipped", _NOTHING)
+    return Outcome(kind, name, "exact", f"{compared} of {len(rows)} compared")
 
 
 def as_page(found: Sequence[Outcome]) -> str:
     """The page of the documentation on a run: how many are exact, and each reason that is none."""
-    kinds = sorted({one.kind for one in found})
+    earlier = [one for one in found if one.verdict == "earlier"]
+    found = [one for one in found if one.verdict != "earlier"]
+    kinds = {one.kind for one in found}
     left = {one.kind: one.why[11:] for one in found if one.why.startswith("not built")}
     of_built = [one for one in found if one.kind not in left]
     built = sorted({one.kind for one in of_built})
@@ -308,7 +333,9 @@ def as_page(found: Sequence[Outcome]) -> str:
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        "them). *Skipped*: lipscope gave a number and nothing was there to compare it with.",
+        f"them). {len({o.kind for o in earlier} - kinds)} more were tried by an earlier run only, "
+        "and are listed apart. *Skipped*: lipscope gave a number, and there was nothing to compare "
+        "it with.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
         "|---|---|---|---|---|",
@@ -331,6 +358,10 @@ def as_page(found: Sequence[Outcome]) -> str:
     if wrong := [o for o in found if o.verdict == "wrong"]:
         text += ["", "## Wrong", "", "| model type | map | what |", "|---|---|---|"]
         text += [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in wrong]
+    if earlier:
+        text += ["", "## By an earlier run", "", "Some were not asked for `residual`.", ""]
+        text += _by_reason([one for one in earlier if one.kind not in kinds])
+    kinds |= {one.kind for one in earlier}
     if untried := [kind for kind in TYPES if kind not in kinds]:
         text += ["", "## Not tried", "", f"{_listed(untried)}."]
     return "\n".join(text) + "\n"

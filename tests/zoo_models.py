@@ -134,7 +134,10 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
     "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
     "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "reformer": {"axial_pos_embds_dim": [8, 8], "attn_layers": ["local", "lsh"], "num_buckets": 2,
+                 "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
     "time_series_transformer": _SERIES,
+    "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
@@ -362,6 +365,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         "input_values": [
             {"input_values": real(1, size("max_length", 1024), size("num_mel_bins", 128))},
             {"input_values": real(1, 1, 400)},
+            {"input_values": real(1, 1600)},
             {"input_values": real(1, 1, 3200)},
         ],
     }  # fmt: skip

@@ -18,7 +18,8 @@ HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 _REFERENCES = [QUIET, "#222222", "#a0a0a0"]
 _DASH = [5, 4]
 _TICKS = 7  # labels of an axis that have room beside each other
-_TITLE = 36  # letters of a panel's title in a line
+_DOTTED = 20  # points of a line that are worth a dot each
+_TITLE = 42  # letters of a panel's title in a line
 
 
 def curves_chart(
@@ -119,7 +120,10 @@ def _marks(one: Series, points: list[Point], legend: _Legend) -> list[alt.Chart]
         alt.Tooltip("y:Q", format=".5g"),
     ]
     dots = base.mark_circle(size=size, opacity=0.85 if size > 9 else 0.5).encode(tooltip=tips)
-    return [dots] if one.kind == "points" else [base.mark_line(strokeWidth=1.8), dots]
+    if one.kind == "points":
+        return [dots]
+    line = base.mark_line(strokeWidth=1.8)
+    return [line, dots] if len(points) <= _DOTTED else [line]
 
 
 def _axis(values: list[float | int], log: bool) -> tuple[alt.Scale, alt.Axis]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,21 +44,37 @@ def save(chart: Chart, path: str | Path) -> Path:
     Raises:
         InputError: If the ending is another one.
     """
-    path = Path(path)
+    return save_each(chart, [Path(path)])[0]
+
+
+def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
+    """The same chart as several files.
+
+    Args:
+        chart: A chart of this room.
+        paths: Files to write; their endings choose the formats.
+
+    Returns:
+        The paths.
+
+    Raises:
+        InputError: If an ending is another one.
+    """
     spec, version = _drawn(chart)
-    if path.suffix == ".html":
-        remark = marks.HINT if "params" in spec else ""
-        page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
-        replaced(path, page.encode())
-    elif path.suffix == ".svg":
-        replaced(path, as_svg(chart).encode())
-    elif path.suffix == ".png":
-        replaced(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
-    else:
-        raise InputError(
-            f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
-        )
-    return path
+    for path in paths:
+        if path.suffix == ".html":
+            remark = marks.HINT if "params" in spec else ""
+            page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
+            replaced(path, page.encode())
+        elif path.suffix == ".svg":
+            replaced(path, _svg(spec, version).encode())
+        elif path.suffix == ".png":
+            replaced(path, vl_convert.vegalite_to_png(spec, vl_version=version, scale=2))
+        else:
+            raise InputError(
+                f"`path` should end in .svg, .png or .html. Found `{path.name}`; choose one."
+            )
+    return list(paths)
 
 
 def as_svg(chart: Chart) -> str:
@@ -66,22 +83,21 @@ def as_svg(chart: Chart) -> str:
     Args:
         chart: A chart of this room.
     """
-    spec, version = _drawn(chart)
-    return _slim(vl_convert.vegalite_to_svg(spec, vl_version=version))
+    return _svg(*_drawn(chart))
 
 
 def _drawn(chart: Chart) -> tuple[dict[str, Any], str]:
     """The chart in Vega-Lite, and its release; text of a row may hold what ends a drawing."""
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
-    return printable(chart.to_dict()), version
+    return printable(chart.to_dict(validate=False)), version  # our own: tests check it
 
 
-def _slim(svg: str) -> str:
+def _svg(spec: dict[str, Any], version: str) -> str:
     """Half the size: hundredths of a pixel, and no words for each of thousands of points.
 
     Axes and legends keep theirs, for those who have the drawing read to them.
     """
-    svg = _SPOKEN.sub("<path", svg)
+    svg = _SPOKEN.sub("<path", vl_convert.vegalite_to_svg(spec, vl_version=version))
     return _PLACE.sub(lambda place: _FINER.sub(r"\1", place[0]), svg)
 
 

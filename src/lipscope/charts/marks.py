@@ -182,7 +182,7 @@ def side_by_side(
     return places
 
 
-def tick_values(low: float, high: float, most: int = 25) -> list[float]:
+def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:
     """Labels of a logarithmic axis: 1, 2, 5 in every decade, fewer or more where need be.
 
     Args:
@@ -190,7 +190,7 @@ def tick_values(low: float, high: float, most: int = 25) -> list[float]:
         high: Upper end.
         most: Number of labels that have room.
 
-    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0), tick_values(1.0, 1e8, 5)
+    >>> tick_values(0.9, 30.0), tick_values(8.0, 10.0), tick_values(1.0, 1e8, most=5)
     ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0], [1.0, 100.0, 10000.0, 1000000.0, 100000000.0])
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

@@ -18,7 +18,7 @@ class Series:
     Attributes:
         name: What the legend says; series of one name have one colour in all panels.
         points: Pairs ``(x, y)``; those that cannot stand on the axes are left out.
-        kind: ``points``, ``line`` (with points) or ``dashes`` (a reference).
+        kind: ``points``, ``line`` (with its points if they are few) or ``dashes`` (a reference).
     """
 
     name: str

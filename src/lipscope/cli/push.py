@@ -137,10 +137,10 @@ def _show(push: Push) -> None:
 
 
 def _draw(pushes: list[Push], folder: Path, *, anew: bool) -> None:
-    from lipscope.charts.look import save
+    from lipscope.charts.look import save_each
     from lipscope.pages.files import push_charts
 
     for name, chart in push_charts(pushes):
-        for kind in ("svg", "png"):
-            if anew or not (folder / f"{name}.{kind}").exists():
-                save(chart, folder / f"{name}.{kind}")
+        paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]
+        if missing := [path for path in paths if anew or not path.exists()]:
+            save_each(chart, missing)

@@ -128,7 +128,7 @@ def _sentence(found: Splitting) -> str:
 def _draw(found: Splitting, folder: Path) -> None:
     """Gains of every token, layer by layer, beside sigma of the layer."""
     from lipscope.charts.curves import curves_chart
-    from lipscope.charts.look import save
+    from lipscope.charts.look import save_each
     from lipscope.charts.panels import Panel, Series
 
     panels = []
@@ -152,5 +152,4 @@ def _draw(found: Splitting, folder: Path) -> None:
         )
     if panels:
         chart = curves_chart(f"{found.moved[0].model}: tokens split and moved", panels)
-        for kind in ("svg", "png"):
-            save(chart, folder / f"{_STEM}.{kind}")
+        save_each(chart, [folder / f"{_STEM}.{kind}" for kind in ("svg", "png")])

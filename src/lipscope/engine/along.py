@@ -72,6 +72,7 @@ class Along:
             decided_by=self.decides[0].by if self.decides else "",
             radius=radius,
             note="; ".join(filter(None, notes)) or None,
+            patches=at.patches_alone,
             **norms_of(at.here),
         )
 

@@ -21,7 +21,15 @@ from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS, LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.pushed import DIRECTIONS, PLACES, STEPS, PushDirection, PushPlace, PushStep
+from lipscope.records.pushed import (
+    DIRECTIONS,
+    PATCHES,
+    PLACES,
+    STEPS,
+    PushDirection,
+    PushPlace,
+    PushStep,
+)
 from lipscope.records.rows import Measurement, stable_id
 
 _WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
@@ -68,7 +76,8 @@ def push(
 
     ``E = eps e`` with ``‖e‖_F = 1`` is added to the input of the map where the model holds it, and
     the model runs on from there as it is. The directions: ``+v`` and ``-v``, the top right
-    singular vector; ``+top`` and ``-top``, its top token alone; random ones. Beside what
+    singular vector; ``+top`` and ``-top``, its top token alone; random ones; of pictures, where
+    pixels move them so, ``+patches`` and ``-patches``, v without its class token. Beside what
     happens stand ``sigma · eps``, which is what happens to first order, and a certificate
     of the change that holds for every move of that size.
 
@@ -180,7 +189,9 @@ class _Pushes:
             self._keep(PLACES, push, asdict(place().about(self._wanted)))
         about = PushPlace(**self._held[PLACES][push])
         self.places.append(about)
-        for name in self._names:
+        names = [*self._names, *([f"+{PATCHES}", f"-{PATCHES}"] if about.patches else [])]
+        self._total += len(names) - len(self._names)
+        for name in names:
             self._tell(self._count, self._total, row if made else None)
             self._direction(about, name, place)
             self._count += 1

@@ -24,7 +24,7 @@ from lipscope.models.data.images import normalisation
 from lipscope.models.next_token import with_scores
 from lipscope.models.patches import Patches, coded, patches_of, picture_move
 from lipscope.models.tracing.sites import block_of
-from lipscope.records.pushed import MOVED, NEAREST, NEXT
+from lipscope.records.pushed import MOVED, NEAREST, NEXT, PATCHES
 
 FINE = 1.01  # how close the two sizes are between which something changes
 _PATHS = ("enters", "leaves", "until")  # of the ends of a map
@@ -32,7 +32,7 @@ _SHOWN = 5  # readings of each size
 _MOST_HALVES = 60
 _OF_PICTURES = (
     "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
-    "at layer 0 and before any norm"
+    "at layer 0 and before any norm (map residual, block or model)"
 )
 _MOST_PIXELS = 512**2  # of a picture that is kept whole
 _STILL = 1e-6  # of what moves: rounding
@@ -165,6 +165,14 @@ class Pushing:
         if self.built.ends is None:
             return None
         return patches_of(self.run.session.places.prepared(self.job)[0], self._inputs)
+
+    @property
+    def patches_alone(self) -> bool:
+        """Whether v moves other tokens too, and pixels what it moves of the patches."""
+        patches = self.patches
+        if patches is None or patches.first(len(self.x)) <= 0:
+            return False
+        return self.pixels(self.direction(f"+{PATCHES}")) is not None
 
     @cached_property
     def _inputs(self) -> Any:
@@ -321,16 +329,18 @@ class Pushing:
         """A direction of unit Frobenius norm; the largest entry of v is positive.
 
         Args:
-            name: ``+v``, ``-top``, ``random 1`` and the like.
+            name: ``+v``, ``-top``, ``+patches``, ``random 1`` and the like.
         """
         kind = name[1:]
-        if kind not in ("v", "top"):
+        if kind not in ("v", "top", PATCHES):
             start = start_named(f"push|{self.job.seed}|{self.job.id}|{name}")
             drawn = torch.randn(self.x.shape, generator=start, dtype=torch.float64)
             return (drawn / drawn.norm()).to(self.x)
         v = self._v * self._v.flatten()[self._v.abs().argmax()].sign()
         if kind == "top":
             v = torch.zeros_like(v).index_copy(0, self._best, v[self._best])
+        if kind == PATCHES and self.patches is not None:
+            v = v.index_fill(0, torch.arange(self.patches.first(len(v)), device=v.device), 0.0)
         return v / v.norm() * (1 if name[0] == "+" else -1)
 
     def gain(self, e: Tensor) -> float:

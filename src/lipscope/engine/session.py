@@ -26,14 +26,13 @@ from lipscope.engine.question import Answer, explained
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.rows import failed_rows, row_of
 from lipscope.engine.spec import REAL, Spec
-from lipscope.engine.turned import Texts, texts_for, turned
+from lipscope.engine.turned import texts_for, turned
 from lipscope.engine.worded import worded
 from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     LayerMap,
     LoadedModel,
     Sample,
-    Trace,
     check_request,
     parted,
     remarks_on,
@@ -313,23 +312,19 @@ class Session:
         loaded = places.loaded(job.model, job.weights)
         if not reply.leading:
             return ()
-        whole = None if record is None else self._with_words(job, record.model)
+
+        def once(what: str, make: Callable[[], Any]) -> Any:
+            return places.once(what, job[1:5], make)
+
+        name, asked_for = parted(loaded.name)[0], (self.spec.among, loaded, record)
+        whole = record and once("words", lambda: with_words(name, record.model))
         about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
         found = (*worded(reply.leading, *about),)
         if not self.spec.among:
             return found
-        texts = self._texts(job, record)
+        texts = once("among", lambda: texts_for(*asked_for, self.spec.special_tokens))
         assert record is not None  # or there are no texts for it
         return (*found, *turned(reply.leading, built, row.id, record, texts))
-
-    def _texts(self, job: Job, record: Trace | None) -> Texts:
-        spec, loaded = self.spec, self.places.loaded(job.model, job.weights)
-        about = (spec.among, loaded, record, spec.special_tokens)
-        return self.places.once("among", job[1:5], lambda: texts_for(*about))
-
-    def _with_words(self, job: Job, model: nn.Module) -> nn.Module | None:
-        name = parted(self.places.loaded(job.model, job.weights).name)[0]
-        return self.places.once("words", job[1:5], lambda: with_words(name, model))
 
     def _reach(self, job: Job, built: LayerMap) -> list[str]:
         """Of which tokens bounds through a norm in front speak, if any are asked for."""

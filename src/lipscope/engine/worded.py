@@ -130,7 +130,7 @@ class _Seen:
         self._values, self._indices = e.new_zeros(2, 0, m), torch.zeros(2, 0, m, dtype=torch.long)
         self._total = torch.zeros(d, dtype=torch.float64, device=e.device)
         each = (readings.copies * d + 8 * m) * e.element_size()
-        count, block = readings.count, max(1, memory // each)
+        count, block = readings.size, max(1, memory // each)
         for first in range(0, count, block):
             ids = torch.arange(first, min(first + block, count), device=e.device)
             found = readings.vectors(ids)
@@ -142,7 +142,7 @@ class _Seen:
 
     @property
     def _mean(self) -> Tensor:
-        return (self._total / self._readings.count)[None].to(self._e)
+        return (self._total / self._readings.size)[None].to(self._e)
 
     def _units(self, vectors: Tensor) -> Tensor:
         lengths = vectors.norm(dim=1, keepdim=True)
@@ -174,7 +174,7 @@ class _Seen:
     def _at(self, ids: Tensor) -> Tensor:
         """Readings as unit vectors."""
         readings, some = self._readings, self._e.new_zeros(len(ids), self._e.shape[1])
-        mean = ids == readings.count
+        mean = ids == readings.size
         some[~mean] = readings.vectors(ids[~mean])
         some[mean] = self._mean
         return self._units(some)

@@ -222,14 +222,13 @@ class Study:
         Nothing is saved where there is nothing to draw.
         """
         from lipscope.charts.curves import curves_chart
-        from lipscope.charts.look import save
+        from lipscope.charts.look import save_each
 
         if not panels:
             return
         chart = curves_chart(title, panels, notes=notes, columns=columns)
         stem = _file_name(stem)
-        for kind in ("svg", "png"):
-            save(chart, self.folder.path / f"{stem}.{kind}")
+        save_each(chart, [self.folder.path / f"{stem}.{kind}" for kind in ("svg", "png")])
         self.figures.append((f"{stem}.svg", title))
 
     def animate(self, stem: str, title: str, scenes: Sequence[Scene]) -> list[str]:

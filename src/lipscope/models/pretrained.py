@@ -84,8 +84,8 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
 
     config: Any = getattr(model, "config", None)
     kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    named = kind is not None and kind.__name__ in (getattr(config, "architectures", None) or ())
-    if not named or model.name_or_path != source or isinstance(model, kind):
+    named = getattr(kind, "__name__", "") in (getattr(config, "architectures", None) or ())
+    if kind is None or not named or model.name_or_path != source or isinstance(model, kind):
         return None
     options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
     try:

@@ -29,6 +29,7 @@ READING = (
     "largest of 99 random directions; what is no nearer reads as nothing, and a random direction "
     "is nearer once in a hundred times."
 )
+_BLANKS = str.maketrans({" ": "␣", "\n": "↵", "\r": "␍", "\t": "⇥"})
 _WORDS = 4  # of each sign in a table
 _HEADS = 3
 
@@ -103,12 +104,15 @@ def _name(one: Direction) -> str:
 def _plain(word: str) -> str:
     """A word without the marks of its tokenizer, its place behind it where it has one.
 
-    >>> _plain("Ġthe (3)"), _plain("##ing"), _plain("(any other)"), _plain("Ġ")
-    ('the (3)', 'ing', '(any other)', 'Ġ')
+    Blanks alone are shown by signs.
+
+    >>> _plain("Ġthe (3)"), _plain("##ing"), _plain("(any other)"), _plain("čĊĠĠ")
+    ('the (3)', 'ing', '(any other)', '␍↵␣␣')
     """
     place = "".join(re.findall(r" \(\d+\)\Z", word))
     name = word.removesuffix(place)
-    return (readable(name).strip() or name) + place
+    text = readable(name)
+    return (text.strip() or text.translate(_BLANKS)) + place
 
 
 def _said(one: Direction) -> tuple[str, str]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lipscope.charts.axes import Frame
 from lipscope.charts.contrast import SIDES, ratios_chart, shifts_chart, sides_chart
 from lipscope.charts.depth import depth_chart, product_chart
 from lipscope.charts.gains import WAYS, gains_chart
-from lipscope.charts.look import Chart, save
+from lipscope.charts.look import Chart, save_each
 from lipscope.charts.push import push_chart
 from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.text import shaded_text
@@ -27,22 +27,24 @@ from lipscope.records.rows import TokenShare
 _LONGEST = 120  # letters of a file's name, of the 255 that file systems take
 
 
-def write_figures(content: Content, folder: Path, kind: Literal["png", "svg"]) -> list[Path]:
+def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
     """Every chart of the page that has something to draw, for every setting.
 
     Args:
         content: What the report is about.
-        folder: Where; made if need be.
-        kind: Format.
+        folders: Where, by format; made if need be.
 
     Returns:
         The files.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
     charts = [*_of_settings(content), *training_charts(content), *_of_bounds(content)]
     charts += [*_of_contrast(content), *_of_depths(content), *_of_gains(content)]
     charts += push_charts(content.pushes)
-    return [save(chart, folder / f"{name}.{kind}") for name, chart in charts]
+    paths = [[at / f"{name}.{kind}" for kind, at in folders.items()] for name, _ in charts]
+    written = [save_each(chart, each) for (_, chart), each in zip(charts, paths, strict=True)]
+    return [path for each in written for path in each]
 
 
 def _of_settings(content: Content) -> Iterator[tuple[str, Chart]]:

@@ -123,12 +123,12 @@ def _provenance(content: Content) -> str:
     status = ", ".join(f"{count:,} {name}" for name, count in found["status"].items())
     more = ", with those of all directions and the bounds of their angles," if parts else ""
     said = [
-        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['count']:,} intervals{more} "
+        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['total']:,} intervals{more} "
         f"hold together with probability at least 1 − {rounded_up(found['delta'], 2):.2g}: their "
         "failure probabilities, added up.</p>"
         if found["delta"] < 1
         else f"<p>{found['rows']:,} rows: {html.escape(status)}. The failure probabilities of all "
-        f"{found['count']:,} intervals{more} add up to {found['delta']:.2g}: that all of them hold "
+        f"{found['total']:,} intervals{more} add up to {found['delta']:.2g}: that all of them hold "
         "at once is not said.</p>"
     ]
     said += [

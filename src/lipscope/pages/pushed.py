@@ -25,6 +25,7 @@ from lipscope.records.run import Run
 
 Records = list[dict[str, Any]]
 _OF = {"+v": "+v", "-v": "−v", "+top": "+top token", "-top": "−top token"}
+_SPOKEN = _OF | {"+patches": "+v, patches alone", "-patches": "−v, patches alone"}
 _LONGEST = 60  # letters of a name of a text or a class
 
 
@@ -97,7 +98,7 @@ class Push:
         """By size, the change of the layer along every random direction."""
         found: dict[float, list[float]] = {}
         for one in self.steps:
-            if one.direction not in _OF and one.layer is not None:
+            if one.direction not in _SPOKEN and one.layer is not None:
                 found.setdefault(one.eps, []).append(one.layer)
         return found
 
@@ -228,7 +229,7 @@ _SHOWN = ("eps", "relative", "promise", "certificate", "layer", "block", "model"
 
 def spoken(direction: str) -> str:
     """A direction in words."""
-    return f"along {_OF.get(direction, direction)}"
+    return f"along {_SPOKEN.get(direction, direction)}"
 
 
 def quoted(text: str) -> str:

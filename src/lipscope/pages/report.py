@@ -52,11 +52,9 @@ def report(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replaced(path, page(content).encode())
-        written = [path]
-        if png is not None:
-            written += write_figures(content, Path(png), "png")
-        if svg is not None:
-            written += write_figures(content, Path(svg), "svg")
+        places = {"png": png, "svg": svg}
+        asked = {kind: Path(at) for kind, at in places.items() if at is not None}
+        written = [path, *(write_figures(content, asked) if asked else ())]
     except OSError as problem:
         raise InputError(
             "`-o`, `--png` and `--svg` should be places that can be written. Found "

@@ -206,7 +206,7 @@ class Rows(Sequence[Measurement], Shown):
 
     def confidence(self) -> str:
         """How often intervals fail, as a sentence; "" if there are none."""
-        count = intervals_of(self._rows, self.directions).count
+        count = intervals_of(self._rows, self.directions).total
         if not count:
             return ""
         total = rounded_up(self.failure_probability(), 2)
@@ -240,7 +240,7 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If they cannot be written.
         """
-        from lipscope.charts.look import save
+        from lipscope.charts.look import save_each
 
         if not any(usable(row.sigma) for row in self._rows):
             return []
@@ -248,7 +248,7 @@ class Rows(Sequence[Measurement], Shown):
         chart, name = (self.plot_bounds(), "sandwich") if self.bounds else (self.plot(), "growth")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return [save(chart, folder / f"{name}.{kind}") for kind in ("svg", "png", "html")]
+            return save_each(chart, [folder / f"{name}.{k}" for k in ("svg", "png", "html")])
         except OSError as problem:
             raise InputError(
                 f"`out` should be a folder that can be written. Found `{folder}`: "

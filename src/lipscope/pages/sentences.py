@@ -47,11 +47,11 @@ class Intervals(NamedTuple):
     """All intervals of some rows together.
 
     Attributes:
-        count: How many: of sigma, and of the leading directions behind the first.
+        total: How many: of sigma, and of the leading directions behind the first.
         delta: Sum of their failure probabilities: at most so likely is one wrong.
     """
 
-    count: int
+    total: int
     delta: float
 
 

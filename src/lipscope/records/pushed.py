@@ -9,6 +9,8 @@ PLACES, DIRECTIONS, STEPS = "push-places", "push-directions", "push"
 """Parts of the values of a run folder; lines of all three name their ``push``."""
 NEXT, NEAREST, MOVED = "next token", "nearest text", "most changed patch"
 """What is read of a model's output."""
+PATCHES = "patches"
+"""The directions ``+patches`` and ``-patches``: v without what it moves of other tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class PushPlace:
         decided_by: What decides, in words.
         radius: Frobenius radius within which the decision cannot change; None where none is proved.
         note: What to know, or None.
+        patches: Whether ``+patches`` and ``-patches`` are pushed: where pixels move a picture so.
     """
 
     push: str
@@ -49,6 +52,7 @@ class PushPlace:
     decided_by: str = ""
     radius: float | None = None
     note: str | None = None
+    patches: bool = False
 
     @property
     def sizes(self) -> list[tuple[float, float | None]]:
@@ -67,7 +71,8 @@ class PushDirection:
         push: What names this push in all three parts.
         id: Row of sigma.
         direction: ``+v``, ``-v`` (the top right singular vector), ``+top``, ``-top`` (its top token
-            alone, of unit norm), ``random 1`` and so on.
+            alone, of unit norm), of pictures ``+patches``, ``-patches`` (v without other tokens
+            than patches), ``random 1`` and so on.
         gain: ``‖J e‖``: the change for each unit of size, to first order; sigma for v.
         most: Largest size.
         leaves_1: Size from which the layer's change is off ``gain · eps`` by more than 1 %; None

@@ -218,14 +218,14 @@ def _draw(study: Study, found: dict[str, dict[str, Any]]) -> None:
     series = [Series(name, tuple(one["curve"])) for name, one in found.items()]
     panels = [
         Panel(
-            "every threshold",
+            title,
             (Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes"), *some),
             x="share of stable runs with an alarm",
             y="share of diverging runs with one",
             log_x=False,
             log_y=False,
         )
-        for some in (series[:5], series[5:])
+        for title, some in (("the first five", series[:5]), ("the others", series[5:]))
     ]
     study.draw("early-warning", "Alarms before training diverges", panels, columns=2)
 

@@ -45,7 +45,7 @@ class Readings(NamedTuple):
     copies: int = 2
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """How many vectors there are."""
         return len(self.words) - (self.words[-1:] == [ANY])
 

@@ -36,7 +36,7 @@ const upward = (v) => {  // an upper end is rounded upwards, so that what is sho
   return number(Math.ceil(v / step * (1 - 1e-12)) * step);
 };
 const percent = (v) => (v === null || v === undefined ? "–"
-  : `${(100 * v).toFixed(v >= 0.1 ? 0 : v >= 0.01 ? 1 : 2)} %`);
+  : `${(100 * v).toFixed(Math.abs(v) >= 0.0995 ? 0 : Math.abs(v) >= 0.01 ? 1 : 2)} %`);
 const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
 const layerName = (layer) => (layer === "model" ? "whole model" : `layer ${layer}`);
 const headName = (head) => (head === null ? "all heads" : `head ${head}`);
