@@ -100,7 +100,8 @@ def test_new_weights_same_shape() -> None:
     one, two = reinitialised(loaded, 1), reinitialised(loaded, 1)
     pairs = zip(one.model.parameters(), two.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert one.weights == "random, seed 1" and one.name.endswith("random weights")
+    assert one.weights == "random, seed 1" and one.name.endswith("random weights, seed 1")
+    assert reinitialised(loaded, 2).name != one.name  # a run folder tells models by their names
 
 
 def test_random_tokens_begin_alike() -> None:

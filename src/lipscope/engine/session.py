@@ -34,11 +34,9 @@ from lipscope.models import (
     LoadedModel,
     Sample,
     check_request,
-    parted,
     remarks_on,
     why_run,
 )
-from lipscope.models.pretrained import with_words
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import Norms, norm_before
 from lipscope.records.folder import Finished
@@ -312,17 +310,13 @@ class Session:
         loaded = places.loaded(job.model, job.weights)
         if not reply.leading:
             return ()
-
-        def once(what: str, make: Callable[[], Any]) -> Any:
-            return places.once(what, job[1:5], make)
-
-        name, asked_for = parted(loaded.name)[0], (self.spec.among, loaded, record)
-        whole = record and once("words", lambda: with_words(name, record.model))
+        whole = None if record is None else places.with_head(job)
         about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
         found = (*worded(reply.leading, *about),)
         if not self.spec.among:
             return found
-        texts = once("among", lambda: texts_for(*asked_for, self.spec.special_tokens))
+        asked_for = (self.spec.among, loaded, record, self.spec.special_tokens)
+        texts = places.once("among", job[1:5], lambda: texts_for(*asked_for))
         assert record is not None  # or there are no texts for it
         return (*found, *turned(reply.leading, built, row.id, record, texts))
 

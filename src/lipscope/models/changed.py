@@ -155,7 +155,7 @@ def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
         seed: Seed of the weights.
 
     Returns:
-        A new model, named ``NAME, random weights``.
+        A new model, named ``NAME, random weights, seed SEED``.
 
     Raises:
         InputError: If it is no model of transformers.
@@ -165,7 +165,7 @@ def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = type(loaded.model)(loaded.config).eval()
-    name, weights = f"{loaded.name}, random weights", f"random, seed {seed}"
+    name, weights = f"{loaded.name}, random weights, seed {seed}", f"random, seed {seed}"
     return replace(loaded, name=name, model=model, weights=weights)
 
 
