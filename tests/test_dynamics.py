@@ -337,7 +337,7 @@ def test_animations(tmp_path) -> None:
     scene = Scene("five tokens", points, groups, ["t = 0", "t = 1", "t = 2"], points)
     with Image.open(animate(tmp_path / "a.gif", [scene, scene])) as found:
         assert (found.n_frames, found.size) == (3, (600, 346))
-    with pytest.raises(InputError, match="captions of one number"):
+    with pytest.raises(InputError, match="`scenes` should all have one length"):
         animate(tmp_path / "b.gif", [replace(scene, captions=["t = 0"])])
 
 

@@ -347,7 +347,10 @@ CAUSAL, _ = case("heads", 0)
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
-        (lambda: split_at(lambda x: x.sum(0, keepdim=True), X), "`f` should answer every token."),
+        (
+            lambda: split_at(lambda x: x.sum(0, keepdim=True), X),
+            "`f` should give one output for each token.",
+        ),
         (
             lambda: split_at(torch.sin, X, log_weights=torch.zeros(6)),
             "`log_weights` go with softmax",

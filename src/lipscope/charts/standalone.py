@@ -40,7 +40,7 @@ function narrow(node, room) {{
 }}
 const spec = {spec};
 if (innerWidth < 700 && (spec.hconcat || spec.vconcat)) {{
-  narrow(spec, innerWidth - 110);
+  narrow(spec, innerWidth - 130);
   const words = [spec.title.text, ...[spec.title.subtitle ?? []].flat()];
   document.querySelector("#chart").before(...words.map((text) =>
     Object.assign(document.createElement("p"), {{textContent: text}})));
