@@ -109,7 +109,22 @@ def test_nothing_is_refused_where_the_check_is_off() -> None:
     assert guarded(THREE, FOUR) == 7
 
 
-def test_the_package_is_checked() -> None:
+def test_calls_after_the_first_are_checked_now_and_then(monkeypatch) -> None:
+    monkeypatch.setattr(checked, "ALL", 3)
+    guarded = checked.jaxtyped(counted, typechecker=beartype)
+    refused = 0
+    for _ in range(3 + 2 * checked.EACH):
+        try:
+            guarded("2", name=1)
+        except REFUSED:
+            refused += 1
+        except TypeError:  # what Python itself says of it
+            pass
+    assert refused == 3 + 2
+
+
+def test_the_package_is_checked(monkeypatch) -> None:
+    monkeypatch.setattr(checked, "ALL", 10**9)
     layer = ls.DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
     with pytest.raises(BeartypeCallHintViolation):
         layer.linearise([1.0, 2.0])  # a function of arrays
