@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import re
+import resource
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from statistics import fmean
@@ -248,6 +249,23 @@ def test_figures_are_those_of_the_page(tmp_path: Path, monkeypatch) -> None:
     assert "1 % off sigma · size" in said["push"] and "decision certified" in said["push"]
     assert NASTY[:20] in said["text"].replace("\n", "")
     assert (tmp_path / "p" / "sigma.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_disk_that_fills_while_figures_are_drawn_is_an_error_of_one_line(tmp_path, monkeypatch):
+    run = written(tmp_path / "run", grown(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(chart: Any, paths: list[Path]) -> list[Path]:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        return save_each(chart, paths)
+
+    monkeypatch.setattr("lipscope.pages.files.save_each", full)
+    try:
+        with pytest.raises(InputError, match="should be places that can be written"):
+            report([run], tmp_path / "page.html", svg=tmp_path / "svg")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [*tmp_path.glob("svg/.*"), *tmp_path.glob("svg/*")]
 
 
 def test_words_are_spaced_as_their_tokenizer_means_them() -> None:

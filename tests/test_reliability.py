@@ -371,6 +371,18 @@ def test_a_finished_run_answers_without_the_model_and_grows(tmp_path, monkeypatc
     assert (tmp_path / "run" / "rows.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_grows_by_samples(tmp_path):
+    """Passages spread anew over the text; a row of one that moved is set aside, not lost."""
+    options: dict[str, Any] = {"layers": [1], "lengths": [6], "out": tmp_path / "run"}
+    first = ls.measure(BERT, TEXT, samples=2, **options)
+    more = ls.measure(BERT, TEXT, samples=3, **options)
+    assert [r.sample for r in more] == [0, 1, 2]
+    assert more[0] == first[0]  # the same passage: not measured again
+    assert sorted(read_run(tmp_path / "run").rows["id"]) == sorted(r.id for r in more)
+    earlier = (tmp_path / "run" / "rows.earlier").read_text(encoding="utf-8")
+    assert first[1].id in earlier and first[0].id not in earlier
+
+
 # --- two processes, other file systems
 
 
