@@ -71,7 +71,7 @@ def attack(
 
     Next to sigma on real text: every construction for every head, then gradient ascent
     from the best of them and from the text; the worst is kept as worst.npz. Some 15 s for
-    MiniLM. With --budget, edits of a text that change the output. More: docs/commands.md.
+    MiniLM. With --budget, edits of a text. More options: docs/commands.md.
     """
     edits = {"budget": budget, "queries": queries, "target": target, "samples": samples}
     edits |= {"recipes": recipes and recipes.split(","), "read_out": read_out}
