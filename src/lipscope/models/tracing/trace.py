@@ -151,8 +151,12 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
 def _same_draws(model: nn.Module) -> Iterator[None]:
     """What a forward pass draws (noise that masks patches) is the same each time it is run."""
     used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
+    # which took longer than a small model.
     with torch.random.fork_rng(used):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for index in used:
+            torch.cuda.default_generators[index].manual_seed(0)
         yield
 
 
