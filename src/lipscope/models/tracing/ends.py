@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.calls import Trace, as_tokens, take
+from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor, take
+from lipscope.models.tracing.flow import lies, place
 from lipscope.models.tracing.replay import called_again
 from lipscope.models.tracing.sites import (
     Applied,
@@ -140,7 +141,7 @@ def _is_affine(one: Applied) -> bool:
     try:
         with torch.no_grad():
             near, sum_, zero = (
-                one.module(x) for x in (noise, one.x + noise, torch.zeros_like(one.x))
+                first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
             )
             return distance(sum_ - near, one.y - zero) < 1e-3
     except Exception:  # it takes more than one tensor, or returns something else
@@ -156,7 +157,8 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
     norm = next((one for one in call.inside if is_norm(one.module) and _same(one.y, out)), None)
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
-    terms = [as_tokens(v, axis) for v in given if isinstance(v, Tensor) and v.shape == out.shape]
+    given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and lies(v)]
+    terms = [as_tokens(v, axis) for v in given]
     for one in reversed(call.inside):
         if one.y.shape != out.shape or not _is_affine(one):
             continue
@@ -174,4 +176,4 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+    return place(a) == place(b) and a.numel() == b.numel()

@@ -52,16 +52,18 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         dtype: Floating type of the computation.
         differentiable: Only attention kernels with all derivatives; they hold every score.
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, default = torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
             if differentiable:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if dtype == torch.float64:
+                torch.set_default_dtype(dtype)  # of what a model makes of numbers (masks, tables)
                 stack.enter_context(_KeepFloat64())
             yield
     finally:
+        torch.set_default_dtype(default)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 

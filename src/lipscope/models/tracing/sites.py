@@ -61,6 +61,7 @@ class AttentionCall:
         unsure: Names of other tokens that may be the source of keys, under names of their own.
         implementation: Attention implementation under which the call was made.
         sums_before: Number of sums that the model had formed before.
+        blocks_before: Number of calls of blocks that had ended before.
         turn: Which of the calls of its module it is, from 0.
         refusal: Why the call is no attention map of its input; empty if it is one.
         in_parts: Whether it was made on windows of the tokens, or on tokens of other axes.
@@ -85,6 +86,7 @@ class AttentionCall:
     unsure: tuple[str, ...] = ()
     implementation: str | None = None
     sums_before: int = 0
+    blocks_before: int = 0
     turn: int = 0
     refusal: str = ""
     in_parts: bool = False
