@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lipscope.errors import InputError
+
 Kind = inspect._ParameterKind
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 
@@ -15,7 +17,13 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 def by_name(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """A call's arguments by name; those that ``*args`` takes are called ``args[0]`` and so on."""
     signature = inspect.signature(module.forward)
-    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    try:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError as problem:
+        raise InputError(
+            f"`{type(module).__name__}` should be called as its `forward` is written. Found that "
+            f"the model calls it otherwise: {problem}."
+        ) from problem
     for name, parameter in signature.parameters.items():
         if parameter.kind is Kind.VAR_KEYWORD:
             arguments.update(arguments.pop(name, {}))

@@ -128,11 +128,6 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
     found = [one for one in block.streams if depends(one.node, origin.node)]
     found = found or block.streams[:1]
-    several = next((one.x for one in found if one.x.ndim == 3 and 1 not in one.x.shape[:2]), None)
-    if several is not None:
-        raise InputError(
-            f"`{block.name}` should see one sample at a time. Found {tuple(several.shape)}."
-        )
     if record.side != "self":
         found = found[:1]  # the decoder's own
     if len({one.x.shape[-1] for one in found}) > 1:

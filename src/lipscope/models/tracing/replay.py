@@ -240,9 +240,16 @@ def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tenso
 
 
 class Streams:
-    """Several tensors as one matrix of tokens, one after the other."""
+    """Several tensors as one matrix of tokens, one after the other; those of one sample."""
 
     def __init__(self, streams: Sequence[Stream], axis: int) -> None:
+        for one in streams:
+            if one.x.ndim == 3 and 1 not in one.x.shape[:2]:
+                raise InputError(
+                    "A block should see one sample at a time, (1, tokens, width). Found "
+                    f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows in the place of "
+                    "samples are not covered; measure the part of the model behind them."
+                )
         self.streams = streams
         self.parts = [as_tokens(one.x, axis) for one in streams]
         self.x = self.parts[0] if len(streams) == 1 else torch.cat(self.parts)
