@@ -224,3 +224,10 @@ def test_a_jacobian_of_zero_is_no_wrong_derivative() -> None:
     one = torch.randn(WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     op = ls.linearise(lambda q: (q @ keys.T).softmax(-1) @ one.expand(N, WIDTH), X[0])
     assert float(op.matvec(X[0]).abs().max()) < 1e-13
+
+
+def test_a_cut_gradient_is_seen_at_an_input_of_any_seed() -> None:
+    """The direction in which it is looked for is no input's own, along which a norm is constant."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="should be differentiable"):
+        ls.linearise(lambda u: nn.functional.layer_norm(u, (8,)).detach(), x)

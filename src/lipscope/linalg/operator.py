@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
 
 Product = Callable[[Tensor], Tensor]
 
@@ -130,7 +131,7 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
 
 
 def _direction(x: Tensor) -> Tensor:
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+    return torch.randn(x.shape, generator=start_named("a direction of change")).to(x)
 
 
 def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
@@ -253,7 +254,7 @@ def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
     Raises:
         InputError: If the identity fails by more than rounding explains.
     """
-    gen = torch.Generator().manual_seed(0)
+    gen = start_named("the adjoint")
     e = torch.randn(op.in_shape, generator=gen).to(op.device, op.dtype)
     g = torch.randn(op.out_shape, generator=gen).to(op.device, op.dtype)
     je, jg = op.matvec(e), op.rmatvec(g)

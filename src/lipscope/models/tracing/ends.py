@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
 from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor, take
 from lipscope.models.tracing.flow import lies, place
 from lipscope.models.tracing.replay import called_again
@@ -68,7 +69,7 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
         there: Which tokens are changed, ``(n,)`` booleans.
     """
     given: Tensor = call.arguments[names[0]]
-    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+    noise = torch.randn(given.shape, generator=start_named("what changes")).to(given)
     shape = [1, 1, 1]
     shape[call.token_axis] = -1
     moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
@@ -137,7 +138,7 @@ def _is_affine(one: Applied) -> bool:
         return True
     if not has_weights(one.module, 2):
         return False
-    noise = torch.randn(one.x.shape, generator=torch.Generator().manual_seed(0)).to(one.x)
+    noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
     try:
         with torch.no_grad():
             near, sum_, zero = (

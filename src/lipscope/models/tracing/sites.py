@@ -21,7 +21,8 @@ SIDES: tuple[str, ...] = get_args(Side)
 _SECONDS = 1.0  # that a search in one path may take
 # Class names of attention, with what variants of one layout (channels last, a stride) add to them.
 _NAMED = regex.compile(
-    "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|Downsample|2dDownsample|PoolFirst)?$|FlashAttention2$"
+    "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|(2d)?Downsample|PoolFirst|Global|ConvRelPosEnc)?$"
+    "|FlashAttention2$"
 )
 
 
@@ -295,8 +296,9 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
+    own = (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
     return (
-        "cross" in (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
+        "cross" in own.replace("crosscovariance", "")  # of channels: it reads its own tokens
         or bool(getattr(module, "is_cross_attention", False))
         or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
     )
