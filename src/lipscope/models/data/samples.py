@@ -351,9 +351,9 @@ def _argument_name(data: Tensor, takes: Collection[str]) -> str:
 
 
 def moved(
-    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device, dtype: torch.dtype
+    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device | None, dtype: torch.dtype
 ) -> Mapping[str, Any] | tuple[Any, ...]:
-    """The arguments on a device, floating ones in a dtype."""
+    """The arguments on a device (None: where they are), floating ones in a dtype."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):

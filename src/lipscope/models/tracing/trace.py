@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -64,7 +65,7 @@ def trace(
     marks = True
     try:
         record = _traced(*options, Kept(), marks)
-    except InputError:  # some code runs without marks only; its own mistakes come again
+    except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
         marks = False
         record = _traced(*options, Kept(), marks)
     if record.kept.overwritten():
@@ -130,6 +131,7 @@ def _traced(
 
 
 # What the code of models and of torch's own layers raises where an input does not fit.
+_ROOM = __name__.rpartition(".")[0]
 _OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
@@ -140,11 +142,21 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
     except InputError:
         raise
     except _OF_MODELS as problem:
+        if _is_ours(problem):
+            raise
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
             f"raised {type(problem).__name__}: {text}"
         ) from problem
+
+
+def _is_ours(problem: Exception) -> bool:
+    """Whether a hook of lipscope raised it, and not the model that ran between the hooks."""
+    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
+    codes = [frame.f_code for frame in frames if frame.f_globals["__name__"].startswith(_ROOM)]
+    passed = {_run_once.__name__, _called.__name__, "__torch_function__"}  # the model's own calls
+    return any(code.co_name not in passed for code in codes)
 
 
 @contextlib.contextmanager
