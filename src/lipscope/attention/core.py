@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
@@ -91,8 +92,8 @@ class Attention(Layer):
         *,
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Float[Tensor, "*b n hv"]:
-        """Concatenated heads before the projection; in chunks where no gradient is wanted."""
-        if not torch.is_grad_enabled() and x.ndim == 2:
+        """Concatenated heads before the projection; in chunks where no derivative is wanted."""
+        if x.ndim == 2 and not (torch.is_grad_enabled() or transformed()):
             core = ChunkedCore(self, x, 8 * CHUNK_BYTES, context, log_weights)
             return core.o.transpose(0, 1).flatten(1)
         q, k, v = self.project(x, context)
@@ -236,6 +237,15 @@ def _agree(op: Operator, exact: Operator, heads: int | None) -> None:
                 f"{_SMALL.format(str(op.dtype)[6:])} Found a Jacobian that is "
                 f"{float(share.max()):.1%} off beside float64; use float64."
             )
+
+
+def transformed() -> bool:
+    """Whether torch follows what is computed, with or without gradients: see the conditions."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+    )
 
 
 _VARIANTS: list[type[Attention]] = []
