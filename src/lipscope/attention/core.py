@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, around
+from lipscope.attention.shapes import check_log_weights
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, over_leading
@@ -93,6 +94,7 @@ class Attention(Layer):
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Float[Tensor, "*b n hv"]:
         """Concatenated heads before the projection; in chunks where no derivative is wanted."""
+        check_log_weights(log_weights, x if context is None else context)
         if x.ndim == 2 and not (torch.is_grad_enabled() or transformed()):
             core = ChunkedCore(self, x, 8 * CHUNK_BYTES, context, log_weights)
             return core.o.transpose(0, 1).flatten(1)
@@ -141,6 +143,7 @@ class Attention(Layer):
 
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
+        check_log_weights(log_weights, x if context is None else context)
         moved = x if context is None or side == "query" else context
         with torch.no_grad():
             core = ChunkedCore(self, x, memory, context, log_weights)
