@@ -130,8 +130,8 @@ def _traced(
     return record
 
 
-# What the code of models and of torch's own layers raises where an input does not fit.
 _ROOM = __name__.rpartition(".")[0]
+# What the code of models and of torch's own layers raises where an input does not fit.
 _OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
