@@ -24,18 +24,22 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
     source = getattr(config, "_name_or_path", None)
     if not source:
         return None
-    cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None) or {}
+    folder = Path(str(source))
+    cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
+    if cut is None:  # older transformers takes it off
+        cut = _entries(folder / "tokenizer.json").get("truncation")
     said = [
         getattr(config, "max_position_embeddings", None),
         getattr(config, "n_positions", None),
-        cut.get("max_length"),
-        _sentence_length(Path(str(source)) / "sentence_bert_config.json"),
+        cut.get("max_length") if isinstance(cut, dict) else None,
+        _entries(folder / "sentence_bert_config.json").get("max_seq_length"),
     ]
     return min((n for n in said if isinstance(n, int) and n > 0), default=None)
 
 
-def _sentence_length(file: Path) -> Any:
+def _entries(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("max_seq_length")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None  # it is for a remark: a file that cannot be read says nothing
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # it is for a remark: a file that cannot be read says nothing
+    return found if isinstance(found, dict) else {}
