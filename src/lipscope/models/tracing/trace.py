@@ -130,8 +130,8 @@ def _traced(
     return record
 
 
-# What the code of models and of torch's own layers raises where an input does not fit.
 _ROOM = __name__.rpartition(".")[0]
+# What the code of models and of torch's own layers raises where an input does not fit.
 _OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
@@ -163,8 +163,12 @@ def _is_ours(problem: Exception) -> bool:
 def _same_draws(model: nn.Module) -> Iterator[None]:
     """What a forward pass draws (noise that masks patches) is the same each time it is run."""
     used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
+    # which took longer than a small model.
     with torch.random.fork_rng(used):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for index in used:
+            torch.cuda.default_generators[index].manual_seed(0)
         yield
 
 
