@@ -7,7 +7,7 @@ import torch
 
 from layers import counterexample, draw, eye, sigma, single, value
 from lipscope.attention import DotProduct, L2Attention
-from lipscope.theorems import heads_of, infinity_norm
+from lipscope.theorems import bounds_at, heads_of, infinity_norm
 from lipscope.theorems.derived.global_bounds import kappa
 from lipscope.theorems.papers.kim2021 import phi_inverse, tight_input, tight_value
 
@@ -103,6 +103,15 @@ def test_masked_g2_counts_visible_keys() -> None:
     )
     x = torch.zeros(50, 2, dtype=torch.float64)
     assert sigma(layers[0], x) > value("global_rows_capped", layers[1], num_tokens=50, radius=1e-6)
+
+
+def test_a_radius_that_rounding_put_below_the_largest_token_is_put_outward() -> None:
+    x = torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
+    radii = 5.0, 5.0 * (1 - 5e-6)
+    exact, near = (
+        bounds_at(single(eye(2)), x, radius=r, names=["castin_thm_3_3"])[0] for r in radii
+    )
+    assert (near.radius, near.value) == (5.0, exact.value)
 
 
 def test_second_power_of_kim_fails() -> None:

@@ -330,6 +330,8 @@ def test_every_source_of_theorems_has_its_page():
         (["attack", BERT, "--layer", "2"], ["between 0 and 1"]),
         (["certify", BERT, "--ball", "round"], ["token or frobenius"]),
         (["certify", BERT, "--steps", "0"], ["steps"]),
+        (["certify", BERT, "--eps", "0"], ["a ball of radius 0 holds one input"]),
+        (["certify", BERT, *BETWEEN[:2] * 2], ["each by its own text"]),
         (["certify", BERT, "--length", "0"], ["`length`", "whole number of at least 1"]),
         (["certify", BERT, "--out", "text.txt/x"], ["--out", "cannot be written"]),
         (["certify", BERT, *BETWEEN, "--steps", "0"], ["steps"]),

@@ -165,6 +165,8 @@ def test_the_adversarial_value_is_between_real_text_and_global_bounds():
     values = values_of(found)
     assert values["adversarial"] <= values["global_rows_capped"] * (1 + 1e-6)
     assert values["global_rows_capped"] <= values["global_rows"] * (1 + 1e-9)
+    alone = ls.attack(BERT, TEXT, layer=1, length=6, steps=2).rows[-1]
+    assert alone.sigma == pytest.approx(values["adversarial"], rel=1e-9)  # one answer of two verbs
 
 
 def test_with_rotary_embedding_the_ascent_starts_at_the_text():

@@ -334,7 +334,23 @@ class ClassAttn(Own):
         return self.o(self.weights(x[:, :1], x) @ self.v(x))
 
 
-@pytest.mark.parametrize("kind", [TalkingHeadAttn, ClassAttn])
+class CrossCovarianceAttn(Own):
+    """Named as EdgeNeXt names it: of channels, and no cross-attention."""
+
+
+class WindowAttentionGlobal(Own):
+    """Named as GCViT names it."""
+
+
+class FactorAttnConvRelPosEnc(Own):
+    """Named as CoaT names it."""
+
+
+NAMED = [TalkingHeadAttn, ClassAttn, CrossCovarianceAttn]
+NAMED += [WindowAttentionGlobal, FactorAttnConvRelPosEnc]
+
+
+@pytest.mark.parametrize("kind", NAMED)
 def test_attention_by_its_shorter_name(kind):
     model, x = Model(Block(kind())).double(), tokens()
     row = only(ls.measure(model, x, **EXACT))

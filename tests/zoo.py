@@ -291,7 +291,8 @@ def _outcome(kind: str, model: nn.Module, inputs: dict[str, Tensor], name: str) 
 
 
 def _said(problem: Exception) -> str:
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:150]}"
+    text = re.sub(r" from '/[^']*'", "", " ".join(str(problem).split()))  # where it is installed
+    return f"{type(problem).__name__}: {text[:150]}"
 
 
 def _compared(

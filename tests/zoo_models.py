@@ -362,6 +362,9 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             {"pixel_values": patches[:4].reshape(4, channels, -1, patch), "grid_hws": grid[:, 1:]},
             {"pixel_values": real(1, channels, 128, 128)},
         ],
+        "past_values": [
+            {"past_values": real(1, size("context_length", 32), size("num_input_channels", 1))}
+        ],
         "input_features": [
             {"input_features": real(1, 64, bins)},
             {"input_features": real(1, 128, bins)},
