@@ -206,11 +206,19 @@ def test_every_axis_has_a_few_labels(low: float, high: float):
     assert all(low <= tick <= high for tick in ticks)
 
 
-@pytest.mark.parametrize(("low", "high"), [(1e-4, 1e60), (2.9, 4.1), (1e-3, 0.3), (20.0, 9e3)])
+_NARROW = [(1e-4, 1e60), (2.9, 4.1), (1e-3, 0.3), (20.0, 9e3), (300.0, 1400.0), (9.9, 13.0)]
+
+
+@pytest.mark.parametrize(("low", "high"), _NARROW)
 def test_few_labels_where_there_is_little_room(low: float, high: float):
     ticks = tick_values(low, high, most=7)
     assert 3 <= len(ticks) <= 7
     assert all(low <= tick <= high for tick in ticks)
+
+
+def test_labels_of_a_short_axis_are_in_even_steps():
+    assert tick_values(9.9, 13.0) == [10.0, 11.0, 12.0, 13.0]  # and no 9.9, which stood on 10
+    assert tick_values(11.2, 12.6) == [11.5, 12.0, 12.5]
 
 
 def test_the_legend_of_a_dashed_line_is_dashed(tmp_path: Path):

@@ -194,16 +194,18 @@ def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:
     ([1.0, 2.0, 5.0, 10.0, 20.0], [8.0, 9.0, 10.0], [1.0, 100.0, 10000.0, 1000000.0, 100000000.0])
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    inner = [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), [k / 10 for k in range(10, 100)]]
+    inner = [(1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)]
     values: list[float] = []
     for steps in inner if len(decades) <= 6 else [(1,)]:
         values = _inside(steps, decades, low, high)
         if len(values) >= 3:
             break
-    if len(decades) > 2 and len(values) > most:
-        values = _inside((1, 3), decades, low, high)
-    if len(decades) > 2 and len(values) > most:
-        values = _inside((1,), decades, low, high)
+    else:
+        values = _even(low, high)
+    for steps in ((1, 3), (1,)):
+        coarser = _inside(steps, decades, low, high)
+        if len(values) > most and len(coarser) >= 3:
+            values = coarser
     return values[:: math.ceil(len(values) / most)]
 
 
@@ -212,6 +214,15 @@ def _inside(
 ) -> list[float]:
     found = [float(f"{step}e{k}") for k in decades for step in steps]
     return [value for value in found if low <= value <= high]
+
+
+def _even(low: float, high: float) -> list[float]:
+    """Three values or a few more, in even steps of 1, 2 or 5 of some decade."""
+    decade = math.floor(math.log10(high - low))
+    steps = (float(f"{step}e{k}") for k in (decade, decade - 1) for step in (5, 2, 1))
+    counts = ((step, range(math.ceil(low / step), math.floor(high / step) + 1)) for step in steps)
+    step, found = next((step, found) for step, found in counts if len(found) >= 3)
+    return [float(f"{i * step:.12g}") for i in found]
 
 
 def heading(

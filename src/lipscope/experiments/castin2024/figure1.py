@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -165,7 +166,7 @@ def _draw(
         study.draw(
             f"real-{text.name}", f"Figure 1, first row: {text.name}", panels, [_HOW], columns=2
         )
-    panels = [_worst_panel(one) for one in worst]
+    panels = [_worst_panel(one, name) for one in worst for name in one.rows]
     study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
 
 
@@ -186,14 +187,18 @@ def _real_panel(case: Case, layer: int, rows: Rows, coded: list[tuple[int, float
     )
 
 
-def _worst_panel(one: Adversarial) -> Panel:
-    series = []
-    for name, rows in one.rows.items():
-        points = tuple((r.num_tokens, r.sigma or 0.0) for r in rows)
-        series.append(Series(f"radius of {name}, one point for each head", points, "points"))
-    radii = " and ".join(f"{one.radii[name]:.3g}" for name in one.rows)
-    law = power_law(series[0].points, 0.5, "∝ n^(1/2)")
-    return Panel(f"{one.model}, layer {one.layer}: radius {radii}", (*series, law))
+def _worst_panel(one: Adversarial, name: str) -> Panel:
+    heads = tuple((row.num_tokens, row.sigma or 0.0) for row in one.rows[name])
+    lengths = dict.fromkeys(n for n, _ in heads)
+    medians = tuple((n, statistics.median(y for m, y in heads if m == n)) for n in lengths)
+    return Panel(
+        f"{one.model}, layer {one.layer}: radius of {name}, {one.radii[name]:.3g}",
+        (
+            Series("one head places the tokens", heads, "points"),
+            Series("median over heads", medians),
+            power_law(medians, 0.5, "∝ n^(1/2)"),
+        ),
+    )
 
 
 # --- what is said ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from torch import Tensor
 from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.attention import Attention
 from lipscope.certificates.certify import certify_ball
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts.panels import LineKind, Panel, Series
 from lipscope.engine.capture import captures, layer_maps
 from lipscope.errors import InputError
 from lipscope.experiments.castin2024.perturb import split_change
@@ -304,30 +305,34 @@ def _model_table(found: Sequence[Record]) -> Table:
 
 
 def _draw(study: Study, found: Sequence[Record]) -> None:
-    def means(key: str, unit: str) -> tuple[tuple[float, float], ...]:
-        at = {s: [r for r in _at(found, s) if r[key] is not None] for s in _SHARES}
-        return tuple(
-            (s, mean_interval([r[key] / r[unit] for r in mine])[0])
-            for s, mine in at.items()
-            if mine
-        )
-
     found = [r | {"one": 1.0} for r in found]
-    layer = Panel(
-        "layer 0: change of the output / size of the move",
-        (
-            *(Series(_KINDS[k], means(k, "size")) for k in ("random", "singular", "pgd", "split")),
-            Series("sigma", means("sigma", "one"), "dashes"),
-            Series("ball certificate", means("certificate", "size"), "dashes"),
-        ),
-        x="size of the move / ‖X‖",
-        y="gain",
+    attacks = {"random": "random direction", "singular": "top singular vector", "pgd": "PGD"}
+    layer = (
+        *(_curve(found, key, name) for key, name in attacks.items()),
+        _curve(found, "split", _KINDS["split"]),
+        _curve(found, "sigma", "sigma", "one", "dashes"),
+        _curve(found, "certificate", "ball certificate", kind="dashes"),
     )
-    kinds = ("random", "singular", "singular model", "fgsm", "pgd model")
-    model = Panel(
-        "whole model: change of the output / its norm",
-        tuple(Series(_KINDS[k], means(f"{k} relative", "one")) for k in kinds),
-        x="size of the move / ‖X‖",
-        y="change / norm",
+    of_model = ("random output", "singular model output", "pgd model output")
+    model = (
+        *map(functools.partial(_curve, found), of_model, attacks.values()),
+        _curve(found, "fgsm output", "FGSM"),
+        _curve(found, "sigma model", "sigma", "one", "dashes"),
     )
-    study.draw("robustness", "Moves of one size", [layer, model], columns=2)
+    x, y = "size of the move / ‖X‖", "change of the output / size of the move"
+    panels = [Panel("layer 0", layer, x=x, y=y), Panel("whole model", model, x=x, y=y)]
+    study.draw("robustness", "Moves of one size", panels, [_HOW], columns=2)
+
+
+_HOW = "Means over windows. Singular vectors, PGD and sigma are those of the map above the panel."
+
+
+def _curve(
+    found: Sequence[Record], key: str, name: str, unit: str = "size", kind: LineKind = "line"
+) -> Series:
+    """Means of a quantity over those windows that have it, by size of the move."""
+    at = {s: [r for r in _at(found, s) if r[key] is not None] for s in _SHARES}
+    means = {
+        s: mean_interval([r[key] / r[unit] for r in mine])[0] for s, mine in at.items() if mine
+    }
+    return Series(name, tuple(means.items()), kind)
