@@ -183,6 +183,11 @@ def test_sinkhorn_says_when_scores_are_too_far_apart() -> None:
     layer = SinkhornAttention(300 * gaussian(3, 4), gaussian(3, 4, seed=1), gaussian(2, 4))
     with pytest.raises(InputError, match="near enough for Sinkhorn's iteration"):
         layer(gaussian(40, 4))
+    for size in (3e1, 1e2, 1e3, 1e10):  # rounding is no excuse for weights with other sums
+        for weights in (layer.float(), layer.double()):
+            x = (size * gaussian(9, 4)).to(weights.query)
+            with pytest.raises(InputError, match="near enough for Sinkhorn's"):
+                weights(x)
 
 
 def test_sigmoid_is_its_definition() -> None:

@@ -155,6 +155,21 @@ def test_two_steps_of_training_and_what_it_keeps(kind) -> None:
 
 
 @each_variant
+def test_training_begins_with_gradients(kind) -> None:
+    """From the weights that a module starts with, where biases are zero; at zero tokens too."""
+    heads = HEADS if "heads" in arguments(kind) else 1
+    each = ("theorem-3.3", "G2", "mean-field") if kind is ls.DividedAttention else (None,)
+    for by in each:
+        options = OPTIONS.get(kind.__name__, {}) | ({"by": by} if by else {})
+        module = ls.MultiheadAttention(D, heads, kind, batch_first=True, **options)
+        for size in (0.0, 1.0):
+            x = size * gaussian(B, N, D).float()
+            module(x, x, x)[0].square().sum().backward()
+            found = [p.grad for p in module.parameters() if p.grad is not None]
+            assert found and all(bool(grad.isfinite().all()) for grad in found)
+
+
+@each_variant
 def test_it_is_measured_as_the_layer_inside(kind) -> None:
     module, x = build(kind).eval(), gaussian(N, D)
     jacobian = ls.to_dense(ls.linearise(lambda z: module(z, z, z)[0], x))

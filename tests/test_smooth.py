@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -109,10 +110,14 @@ def test_the_command_shows_sigma_and_agreement(command, tmp_path):
 
 
 def test_what_cannot_be_done_is_one_line(tmp_path, unchecked):
-    bert = tiny("bert")
+    bert, biased = tiny("bert"), copy.deepcopy(tiny("bert"))
+    for name, bias in biased.model.named_parameters():
+        if name.endswith("output.dense.bias"):
+            bias.data.fill_(1.0)  # beside which an output of 1e-30 is lost
     for message, model, options in (
         (r"`target` should be positive and finite\. Found `0`", bert, {"target": 0}),
         (r"`target` should be positive and finite\. Found `nan`", bert, {"target": float("nan")}),
+        (r"at which the model can be measured\. Found `1e-30`", biased, {"target": 1e-30}),
         (r"`layers` should be between 0 and 1", bert, {"layers": [5]}),
         (r"closed form.*`OlmoAttention`", tiny("olmo"), {}),
         (r"one of transformers", torch.nn.Linear(2, 2), {}),

@@ -48,7 +48,8 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     beta = alpha
     if layer.query_bias is not None:
         bias = layer.query_bias.to(exact).unflatten(0, (layer.num_heads, -1, 1))
-        beta = alpha + layer.scale * radius * (key.mT @ bias).square().sum((1, 2)).sqrt()
+        # vector_norm has a derivative at zero, where biases begin.
+        beta = alpha + layer.scale * radius * torch.linalg.vector_norm(key.mT @ bias, dim=(1, 2))
     if by == "theorem-3.3":
         n = num_tokens
         factor = (3 * (alpha.square() + 4 * n * beta.square() + n)).sqrt()

@@ -139,12 +139,14 @@ def smooth(
     if steps:
         tell("training")
         _tune(loaded.model, held, ids, original, steps)
-    after = measure(
-        replace(loaded, revision=f"sha256:{fingerprint(loaded.model)}"),
-        text,
-        layers=layers,
-        **asked,
-    )
+    revised = replace(loaded, revision=f"sha256:{fingerprint(loaded.model)}")
+    try:
+        after = measure(revised, text, layers=layers, **asked)
+    except InputError as problem:  # what is left of the layer is lost in rounding
+        raise InputError(
+            "`target` should be one at which the model can be measured. "
+            f"Found `{shown(target)}`: {problem}"
+        ) from None
     now = _outputs(loaded.model, ids)
     tell("attacking")
     changes.append(_change(loaded.model, ids, now, seed))

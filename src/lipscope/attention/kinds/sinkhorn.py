@@ -19,6 +19,7 @@ from lipscope.errors import InputError
 # Sinkhorn's own steps before Newton's: these converge from anywhere, those in few steps.
 _FIRST, _MOST = 20, 500
 _LARGEST_STEP = 3.0
+_LEAST = 0.01  # by which sums may be off where rounding leaves no more
 _REFINED = 2  # chord steps that carry the derivatives: as many as orders of them are wanted
 
 
@@ -178,7 +179,7 @@ def _weights(s: Tensor, f: Tensor) -> Tensor:
     return (s + f + _columns(s, f)).exp()
 
 
-def _factor(p: Tensor) -> Tensor:
+def _factor(p: Tensor, *, sure: bool = True) -> Tensor:
     """The Cholesky factor of ``H + 1 1^T / n``: ``H`` does not see what is common to all of ``f``.
 
     Nor does it see what is common to tokens that read each other only, or nearly so. What
@@ -188,7 +189,14 @@ def _factor(p: Tensor) -> Tensor:
     n, m = p.shape[-2:]
     h = torch.diag_embed(p.sum(-1)) - p @ p.mT * (m / n) + 1 / n
     rounding = 4 * max(n, m) * torch.finfo(p.dtype).eps
-    return torch.linalg.cholesky(h + rounding * torch.eye(n, dtype=p.dtype, device=p.device))
+    eye = torch.eye(n, dtype=p.dtype, device=p.device)
+    factor, failed = torch.linalg.cholesky_ex(h + rounding * eye)
+    if sure and bool(failed.any()):
+        raise InputError(
+            "Scores should be near enough for Sinkhorn's derivative. Found weights that are "
+            "nearly those of a permutation; scale queries, keys or tokens down."
+        )
+    return factor
 
 
 def _balance(s: Tensor) -> Tensor:
@@ -199,6 +207,7 @@ def _balance(s: Tensor) -> Tensor:
     """
     size = s.masked_fill(s == -torch.inf, 0.0).abs().amax((-2, -1), keepdim=True)
     exact = 16 * torch.finfo(s.dtype).eps * (1 + size) * max(1.0, s.shape[-2] / s.shape[-1])
+    exact = exact.clamp_max(_LEAST)
     f = -s.logsumexp(-1, keepdim=True)
     off = torch.full_like(size, torch.inf)
     for step in range(_MOST):
@@ -207,7 +216,7 @@ def _balance(s: Tensor) -> Tensor:
         if bool((off <= exact).all()) or not bool(off.isfinite().all()):
             break
         if step >= _FIRST and step % 2 == 0:
-            newton = torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, _factor(p))
+            newton = torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, _factor(p, sure=False))
             tried = f - newton.clamp(-_LARGEST_STEP, _LARGEST_STEP)
             sums = _weights(s, tried).sum(-1, keepdim=True)
             better = (sums - 1).abs().amax((-2, -1), keepdim=True) < off
