@@ -33,7 +33,9 @@ comma := ,
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+EXAMPLES := $(wildcard examples/*.py)
 .PHONY: help demo test test-slow test-lowest lint examples bench docs figures build chromium clean
+.PHONY: $(EXAMPLES)
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1|/' \
@@ -46,11 +48,13 @@ demo: $(VENV)/.demo  ## set up and measure a real model on real text (writes run
 test: export OMP_NUM_THREADS = 1
 test: export HF_HUB_OFFLINE = 1
 test: chromium  ## every check: style, types, floors, tests, doctests, examples, pages
-	$(MAKE) -j$(JOBS) lint examples docs
+	$(MAKE) -j$(JOBS) docs lint examples
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARE)
 
-examples: $(VENV)/.dev  # one after another: lint runs beside them
-	@set -e; for example in examples/*.py; do echo "$$example"; $(BIN)/python "$$example"; done
+examples: $(EXAMPLES)
+
+$(EXAMPLES): $(VENV)/.dev
+	$(BIN)/python $@
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: build  ## the tests that take minutes

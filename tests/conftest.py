@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import io
 import signal
 import sys
@@ -34,6 +35,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Threads on matrices of 72 columns cost ten times what they compute.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

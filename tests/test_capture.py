@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
+from transformers import AutoModel, AutoTokenizer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from lipscope import to_dense
@@ -355,6 +356,20 @@ def test_minilm_against_an_independent_lanczos():
     top = top_singular(layer.linearise(layer.x), tol=1e-6)
     assert math.isclose(top.sigma, truth, rel_tol=1e-5)
     assert truth <= top.upper * (1 + 1e-5)
+
+
+@pytest.mark.slow
+def test_smollm2_read_once_is_what_transformers_reads():
+    loaded = load_model("smollm2")
+    place: Any = loaded.model.name_or_path
+    file = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+    model = AutoModel.from_pretrained(place, **file)
+    tokenizer = AutoTokenizer.from_pretrained(place, **file)
+    known = model.state_dict()
+    assert loaded.model.state_dict().keys() == known.keys()
+    assert all(torch.equal(w, known[name]) for name, w in loaded.model.state_dict().items())
+    assert loaded.model.config.to_dict() == model.config.to_dict()
+    assert loaded.tokenizer.get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.slow  # half a minute, most of it to read the model in float64

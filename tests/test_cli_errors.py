@@ -124,7 +124,7 @@ def test_too_short_a_text_says_how_many_tokens_it_takes(lipscope):
 def test_a_text_that_is_not_there(lipscope):
     refused(lipscope(BERT, "--text", "nowhere.txt"), "nowhere.txt", "No such file")
     Path("folder").mkdir()
-    refused(lipscope(BERT, "--text", "folder"), "folder", "directory", left=["folder"])
+    refused(lipscope(BERT, "--text", "folder"), "folder", "without .txt files", left=["folder"])
 
 
 def test_an_output_folder_that_cannot_be_used(lipscope):

@@ -227,6 +227,13 @@ def test_an_event_that_is_so_from_the_start() -> None:
     assert (on.events[0].time, on.status) == (0.0, "done")
 
 
+def test_a_function_may_write_into_its_argument() -> None:
+    kept = torch.ones(1, 1).double()
+    found = evolve(lambda x: x.neg_(), kept, [0.0, 1.0])
+    assert float(found.end) == pytest.approx(math.exp(-1), rel=1e-7)
+    assert float(kept) == 1.0
+
+
 def test_what_leaves_the_float_range_is_an_event() -> None:
     found = evolve(single(ONE), ONE, [0.0, 1.0, 1e4], rtol=1e-5)
     assert found.note == "overflow" and bool(found.states.isfinite().all())
@@ -360,6 +367,10 @@ def test_animations(tmp_path) -> None:
         (lambda: evolve(single(ONE), ONE, [1.0], norm="rms", renormalise=True), "leave one out"),
         (lambda: evolve(lambda x: x, ONE, [1.0], renormalise=True), "goes with a layer"),
         (lambda: evolve(crossed(), torch.ones(2, 2), [1.0], renormalise=True), "commute"),
+        (lambda: evolve(single(ONE), ONE, [1.0], rtol="1"), "`rtol`"),
+        (lambda: evolve(single(ONE), ONE, [1.0], max_evaluations="9"), "`max_evaluations`"),
+        (lambda: evolve(single(ONE), ONE, [1.0], events=[len]), "a list of `Event`"),
+        (lambda: evolve(lambda x: 1.0, ONE, [1.0]), "`f` should give a tensor. Found `float`"),
         (lambda: evolve(lambda x: x / 0, ONE, [1.0]), "finite velocity"),
         (lambda: evolve(single(ONE), TokenMeasure(ONE, 2 * ONE[0]), [1.0]), "add up to 1"),
         (lambda: residual(single(ONE), ONE, step=0.0, layers=1), "`step`"),

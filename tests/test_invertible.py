@@ -143,6 +143,57 @@ def test_the_error_is_a_bound_at_any_tolerance() -> None:
     assert steps == sorted(steps) and steps[0] < steps[-1]
 
 
+def test_the_error_is_a_bound_where_rounding_is_all_that_is_left() -> None:
+    """Against float64; a residual that rounds to zero, and samples that g outweighs, among them."""
+    sizes = torch.tensor([0.0, 1e-8, 1.0, 3.0]).repeat(4)[:, None, None]
+    y = (sizes * gaussian(16, 6, D)).float()
+    for name, build in LAYERS.items():
+        g = ContractiveAttention(build().float(), 0.9)
+        with torch.no_grad():
+            found = InvertibleResidual(g).inverse(y)
+            true = solve(g.as_layer(6).in_double(), y.double(), tol=1e-14, max_steps=400).x
+        off = (found.x - true).flatten(1).norm(dim=1)
+        assert bool((off <= found.error).all()), name
+
+
+def test_autocast_leaves_constants_and_inverses_alone() -> None:
+    y = gaussian(3, 6, D).float()
+    for name, g in contractions(0.9).items():
+        block, found = InvertibleResidual(g).float(), []
+        for cast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                layer = g.as_layer(6) if isinstance(g, ContractiveAttention) else None
+                found.append([block.inverse(y).x, *([layer.output] if layer else [])])
+        torch.testing.assert_close(*found, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype) -> None:
+    for name, g in contractions(0.5).items():
+        block, x = InvertibleResidual(g).to(dtype), gaussian(3, 2, D).to(dtype)
+        dense = torch.stack([jacobian(block, one).double() for one in x])
+        with torch.no_grad():
+            found, logdet = block.inverse(block(x)), block.log_determinant(x).value
+        off = (found.x - x).float().flatten(1).norm(dim=1)
+        assert bool((off <= 2 * found.error).all()), name  # y is rounded too
+        off = logdet - torch.linalg.slogdet(dense).logabsdet
+        assert float(off.abs().max()) < 16 * torch.finfo(dtype).eps, name
+
+
+def test_other_derivatives_of_the_inverse_are_refused() -> None:
+    """They would be off: the equation is solved for values and for one cotangent."""
+    block, y = InvertibleResidual(mlp(0.5)), gaussian(2, 3, D).requires_grad_()
+    with pytest.raises(InputError, match=r"differentiated once, by `backward`.* Found `create_gr"):
+        torch.autograd.grad(block.inverse(y).x.square().sum(), y, create_graph=True)
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
+        with pytest.raises(InputError, match="Found forward mode or a transform"):
+            transform(lambda z: block.inverse(z).x)(y.detach())
+    with pytest.raises(InputError, match="`y` should hold finite numbers"):
+        block.inverse(y.detach() / 0)
+    with pytest.raises(InputError, match=r"errors to .* with `tol = 1e-300`"):
+        block.inverse(y.detach(), tol=1e-300)
+
+
 def test_mixing_takes_fewer_steps_and_no_sample_more_than_two_for_one() -> None:
     g = mlp(0.95, (D, D))
     y = gaussian(5, 3, D)

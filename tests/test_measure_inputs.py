@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTModel
 
 import lipscope as ls
+from command import BERT
 from lipscope import InputError
 from lipscope.models import load_model
 from tiny import TEXT, encoder
@@ -25,6 +26,22 @@ from truth import (
     shares,
     top,
 )
+
+
+def test_a_folder_of_short_texts_is_one_text(tmp_path, command):
+    words = TEXT.split()
+    for name, part in (("b.txt", words[9:]), ("a.txt", words[:9]), ("c.md", ["else"])):
+        (tmp_path / name).write_text(" ".join(part), encoding="utf-8")
+    one = tmp_path / "one" / "whole.txt"
+    one.parent.mkdir()
+    one.write_text("\n\n".join((" ".join(words[:9]), " ".join(words[9:]))), encoding="utf-8")
+    known = {"layers": [0], "lengths": [8], "samples": 2}
+    (tmp_path / "text.txt").unlink()  # the fixture's
+    rows, same = (list(ls.measure(BERT, where, **known)) for where in (tmp_path, one))
+    assert [(r.id, r.sigma) for r in rows] == [(r.id, r.sigma) for r in same]
+    (tmp_path / "broken.txt").write_bytes(b"\xff\xfe\x00")
+    said = command("measure", BERT, "--text", str(tmp_path), "--lengths", "8")
+    assert said.status == 2 and "broken.txt`, which is not" in said.err
 
 
 def test_embeddings_in_place_of_ids():

@@ -344,6 +344,20 @@ CAUSAL, _ = case("heads", 0)
             "`starts` should be a positive integer.",
         ),
         (lambda: split_at(PLAIN, X * torch.nan), "`x` should be finite numbers, (n, d)."),
+        (lambda: split_at(PLAIN, "x"), "`x` should be finite numbers, (n, d). Found x."),
+        (
+            lambda: split_at(PLAIN, X, log_weights=X[0].double()),
+            "`log_weights` should be one number for each of 6 keys. Found (5,).",
+        ),
+        (
+            lambda: split_at(PLAIN, X, log_weights=X[:, 0] / 0),
+            "`log_weights` should be finite. Found NaN or Inf.",
+        ),
+        (
+            lambda: PLAIN(X, log_weights=X @ X.T),
+            "`log_weights` should be one number for each of 6 keys. Found (6, 6).",
+        ),
+        (lambda: PLAIN(X, log_weights=[0.0]), "for each of 6 keys. Found [0.0]."),
         (lambda: tiny_mass_gain(CAUSAL, in_order(X), X), "not available: a causal layer"),
         (lambda: token_map(CAUSAL, in_order(X), X), "Found points without positions."),
         (lambda: split_at(lambda x: x.cumsum(0), X), "`f` should not depend on the order"),
@@ -357,7 +371,7 @@ CAUSAL, _ = case("heads", 0)
         ),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(make, message) -> None:
+def test_what_cannot_be_is_said_in_one_line(make, message, unchecked) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         make()
 

@@ -209,6 +209,45 @@ def test_gradient_of_the_sinkhorn_divergence() -> None:
     assert float((gradient * e).sum()) == pytest.approx((ends[0] - ends[1]) / (2 * h), rel=1e-5)
 
 
+# --- sizes
+
+
+@pytest.mark.parametrize("d", [1, 2])
+@pytest.mark.parametrize("size", [1e-300, 1e-160, 1e160, 1e300])
+def test_no_size_is_too_large_or_small(d, size) -> None:
+    """Squares of these leave the float range; an atom of no weight counts for nothing."""
+    x, y = measure(0, 4, d), measure(1, 5, d)
+    for other in (y, TokenMeasure(gaussian(4, d, seed=2), x.weights)):
+        true = float(wasserstein(x, other))
+        scaled = [one.moved(size * one.points) for one in (x, other)]
+        assert float(wasserstein(*scaled)) == pytest.approx(size * true, rel=1e-12)
+    nothing = torch.cat([x.weights, torch.zeros(1)])
+    with_it = TokenMeasure(torch.cat([x.points, size * torch.ones(1, d).double()]), nothing)
+    assert float(wasserstein(with_it, y)) == pytest.approx(float(wasserstein(x, y)), rel=1e-12)
+    places = torch.tensor([0.0, 0.0, 0.5, 0.5])
+    pair = [TokenMeasure(size * gaussian(4, d, seed=i), None, places) for i in (0, 1)]
+    plain = [TokenMeasure(gaussian(4, d, seed=i), None, places) for i in (0, 1)]
+    true = float(conditional_distance(*plain))
+    assert float(conditional_distance(*pair)) == pytest.approx(size * true, rel=1e-12)
+
+
+def test_costs_that_dwarf_the_distance() -> None:
+    """Large powers by all permutations; small moves of unequal weights by the moves themselves."""
+    for seed in range(12):
+        x, y = gaussian(5, 2, seed=seed), gaussian(5, 2, seed=100 + seed)
+        for p in (30.0, 1000.0):
+            pairs = torch.cdist(x, y)
+            each = [pairs[range(5), list(one)] for one in itertools.permutations(range(5))]
+            true = min(float(e.max() * (e / e.max()).pow(p).mean() ** (1 / p)) for e in each)
+            found = wasserstein(TokenMeasure(x), TokenMeasure(y), p=p)
+            assert float(found) == pytest.approx(true, rel=1e-9)
+        mu, e = measure(seed, 5, 2), gaussian(5, 2, seed=200 + seed)
+        for h in (1e-4, 1e-8):
+            true = float((mu.weights * e.square().sum(1)).sum().sqrt())
+            off = float(wasserstein(mu, mu.moved(mu.points + h * e))) / h / true - 1
+            assert abs(off) < 1e-15 / h * 10
+
+
 # --- bad input
 
 X = torch.zeros(2, 3)
@@ -248,6 +287,10 @@ HALF = torch.tensor([0.5, 0.5])
         (lambda: wasserstein(GOOD, GOOD, p=math.nan), "`p` should be finite and at least 1."),
         (lambda: conditional_distance(GOOD, GOOD), "Both measures should have positions."),
         (lambda: sinkhorn_divergence(GOOD, GOOD, epsilon=0.0), "`epsilon` should be positive."),
+        (
+            lambda: sinkhorn_divergence(measure(0, 4, 2), measure(1, 5, 2), epsilon=1e-300),
+            "should end with the right marginals. Found some that rounding put",
+        ),
         (
             lambda: sinkhorn_divergence(
                 measure(0, 4, 2), measure(1, 5, 2), epsilon=1e-4, max_steps=9

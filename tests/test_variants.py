@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from agreement import agree, gaussian
 from examples import EXAMPLES, N, build, each_variant
@@ -85,6 +86,20 @@ def test_copies_are_the_layer_and_leave_it_alone(kind) -> None:
     for other in (same, alone):
         torch.testing.assert_close(other(x), y)
     torch.testing.assert_close(layer(x), y)
+
+
+@each_variant
+def test_forward_mode_and_vmap_need_no_gradients(kind) -> None:
+    """Under ``no_grad`` a layer works in chunks, which torch cannot follow."""
+    layer, x, e = build(kind), gaussian(N, 4), gaussian(N, 4, seed=3)
+    true = layer.linearise(x).matvec(e)
+    with torch.no_grad():
+        y = layer(x)
+        torch.testing.assert_close(torch.func.jvp(layer, (x,), (e,)), (y, true))
+        with forward_ad.dual_level():
+            moved = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, e)))
+        torch.testing.assert_close(moved.tangent, true)
+        torch.testing.assert_close(torch.func.vmap(layer)(x[None]), y[None])
 
 
 @each_variant

@@ -35,7 +35,7 @@ from zoo_models import model_of, run
 TYPES = tuple(sorted(MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
 _MEMORY = 8 << 30  # bytes that a model type may take
-_SECONDS = 10  # of processor time, for the building, a measurement and a comparison each
+_SECONDS = 15  # of processor time, for the building, a measurement and a comparison each
 _LARGEST = 1600  # entries of an input whose dense Jacobian is still had
 _NOTHING = (
     f"no truth: over {_LARGEST} entries, gradients cut by the model, or no module takes the sum"
@@ -189,7 +189,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
 
         def follow(leaf: nn.Module, args: Any, result: Any) -> None:
             if out and args and args[0] is out[-1] and len(out) == 1:
-                out.append(result)
+                out.append(tensor_of(result))
 
         inner: list[Tensor] | None = None
         sums = SumSeen()
@@ -205,7 +205,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
                 stack.callback(ends.register_forward_hook(finish).remove)
                 inside = set(ends.modules())
                 for leaf in model.modules() if row.map in ("attention", "normed") else ():
-                    if isinstance(leaf, nn.Linear) and leaf not in inside:
+                    if type(leaf).__name__.endswith("Linear") and leaf not in inside:
                         stack.callback(leaf.register_forward_hook(follow).remove)
             result = run(model, inputs)
             if row.map == "residual":
@@ -252,6 +252,8 @@ def _is_free(held: Tensor, model: nn.Module) -> bool:
 
 
 def tensor_of(result: Any) -> Tensor:
+    while isinstance(result, tuple) and isinstance(result[0], tuple):  # outputs, their scales
+        result = result[0]
     if isinstance(result, Tensor):
         return result
     last = getattr(result, "last_hidden_state", None)
@@ -264,7 +266,7 @@ def tensor_of(result: Any) -> Tensor:
 def outcomes(kind: str, maps: tuple[str, ...] = MAPS) -> list[Outcome]:
     """What becomes of every map of a model type."""
     try:
-        with limited(_SECONDS // 2):
+        with limited(_SECONDS):
             model, inputs = model_of(kind)
     except Exception as problem:
         return [Outcome(kind, name, "skipped", f"not built: {_said(problem)}") for name in maps]

@@ -13,10 +13,12 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, around
+from lipscope.attention.shapes import check_log_weights
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, over_leading
@@ -91,8 +93,9 @@ class Attention(Layer):
         *,
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Float[Tensor, "*b n hv"]:
-        """Concatenated heads before the projection; in chunks where no gradient is wanted."""
-        if not torch.is_grad_enabled() and x.ndim == 2:
+        """Concatenated heads before the projection; in chunks where no derivative is wanted."""
+        check_log_weights(log_weights, x if context is None else context)
+        if x.ndim == 2 and not (torch.is_grad_enabled() or transformed()):
             core = ChunkedCore(self, x, 8 * CHUNK_BYTES, context, log_weights)
             return core.o.transpose(0, 1).flatten(1)
         q, k, v = self.project(x, context)
@@ -140,6 +143,7 @@ class Attention(Layer):
 
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
+        check_log_weights(log_weights, x if context is None else context)
         moved = x if context is None or side == "query" else context
         with torch.no_grad():
             core = ChunkedCore(self, x, memory, context, log_weights)
@@ -236,6 +240,15 @@ def _agree(op: Operator, exact: Operator, heads: int | None) -> None:
                 f"{_SMALL.format(str(op.dtype)[6:])} Found a Jacobian that is "
                 f"{float(share.max()):.1%} off beside float64; use float64."
             )
+
+
+def transformed() -> bool:
+    """Whether torch follows what is computed, with or without gradients: see the conditions."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_compiling()
+    )
 
 
 _VARIANTS: list[type[Attention]] = []

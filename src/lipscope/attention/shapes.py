@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lipscope.errors import InputError, check_count
+from lipscope.errors import InputError, check_count, shown
 
 
 def check_shapes(
@@ -36,3 +36,14 @@ def check_shapes(
     concat = heads * (value.shape[0] // groups)
     if output is not None and output.shape[1] != concat:
         raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")
+
+
+def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
+    """Say where there is not one number for each key."""
+    if log_weights is None:
+        return
+    if not isinstance(log_weights, Tensor) or log_weights.shape != keys.shape[-2:-1]:
+        found = tuple(log_weights.shape) if isinstance(log_weights, Tensor) else shown(log_weights)
+        raise InputError(
+            f"`log_weights` should be one number for each of {keys.shape[-2]} keys. Found {found}."
+        )

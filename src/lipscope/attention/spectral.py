@@ -13,8 +13,9 @@ def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
     >>> spectral_norm(torch.tensor([[0.0, 3.0], [4.0, 0.0]])).item()
     4.0
     """
-    with torch.no_grad():
-        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    with torch.no_grad():  # there is none in half precision
+        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        u, _, vh = (t.to(matrix) for t in torch.linalg.svd(wide, full_matrices=False))
     return (u[..., 0] * (matrix @ vh[..., 0, :, None])[..., 0]).sum(-1)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
+from lipscope.linalg.starts import start_named
 from lipscope.theorems.derived.intervals import BallName
 
 _STARTS, _STEPS = 4, 300  # of the ascents
@@ -66,7 +67,7 @@ def largest_form(h: Float[Tensor, "nd nd"], tokens: int, ball: BallName) -> floa
 
 def _multipliers(h: Tensor, tokens: int) -> Tensor:
     """``<e_j, (H e)_j>`` at the best point of some ascents in the token ball, made positive."""
-    generator = torch.Generator().manual_seed(0)
+    generator = start_named("multipliers")
     size = _STARTS, tokens, len(h) // tokens
     e = torch.randn(size, generator=generator, dtype=h.dtype)
     low = float(torch.linalg.eigvalsh(h)[0])

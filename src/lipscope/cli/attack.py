@@ -70,8 +70,8 @@ def attack(
     """Find the inputs that make sigma of a layer large.
 
     Next to sigma on real text: every construction for every head, then gradient ascent
-    from the best of them and from the text; the worst is kept as worst.npz. With
-    --budget, edits of a text that change the output. More options: docs/commands.md.
+    from the best of them and from the text; the worst is kept as worst.npz. Some 15 s for
+    MiniLM. With --budget, edits of a text. More options: docs/commands.md.
     """
     edits = {"budget": budget, "queries": queries, "target": target, "samples": samples}
     edits |= {"recipes": recipes and recipes.split(","), "read_out": read_out}

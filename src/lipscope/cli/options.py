@@ -33,7 +33,7 @@ Model = Annotated[
     ),
 ]
 OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "text": (str | None, None, "Text file, or -.  [default: Python's manual]"),
+    "text": (str | None, None, "File, folder, -.  [default: Python's manual]"),
     "windows": (str, "spread", "the same passages at every length; or disjoint."),
     "special_tokens": (bool, True, "Put [CLS] and the like around each window."),
     "position_offset": (int, 0, "First position id."),

@@ -23,7 +23,7 @@ def smooth(
     out: Annotated[Path, typer.Option(help="Folder for the model.")] = ...,  # pyright: ignore
     layers: Annotated[str, typer.Option(help="all, or 0,3,5 or 0:5.")] = "all",
     text: Annotated[
-        str | None, typer.Option(help="Text file, or -.  [default: Python's manual]")
+        str | None, typer.Option(help="File, folder, -.  [default: Python's manual]")
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 64,
     samples: Annotated[int, typer.Option(help="Windows.")] = 4,

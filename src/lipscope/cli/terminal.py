@@ -30,14 +30,14 @@ errors = Screen(stderr=True)
 
 
 def read_text(path: str | None) -> str | None:
-    """The text of a file or of standard input, which must be UTF-8."""
+    """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None
     from lipscope.models.data import windows
 
     if path == "-":
         return windows.decoded(sys.stdin.buffer.read(), "`--text`", "standard input")
-    return windows.read_text(path, "`--text`")
+    return windows.read_texts(path, "`--text`")
 
 
 Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]

@@ -102,14 +102,18 @@ class ContractiveAttention(Contraction):
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """``c F(X) / L``."""
-        return self.layer(x) * _share(self.c, self.layer.constant(x.shape[-2]))
+        return self.layer(x) * self._share(x.shape[-2])
 
     def as_layer(self, num_tokens: int) -> Attention:
         """The same function of so many tokens as one attention layer, which can be measured."""
-        layer, share = self.layer, _share(self.c, self.layer.constant(num_tokens))
+        layer, share = self.layer, self._share(num_tokens)
         last = torch.eye(layer.query.shape[1]).to(share) if layer.output is None else layer.output
         bias = {} if layer.output_bias is None else {"output_bias": share * layer.output_bias}
         return layer.replace(output=share * last, **bias)
+
+    def _share(self, num_tokens: int) -> Tensor:
+        with torch.autocast(self.first.device.type, enabled=False):
+            return _share(self.c, self.layer.constant(num_tokens))
 
 
 class ContractiveMLP(Contraction):
@@ -151,12 +155,13 @@ class ContractiveMLP(Contraction):
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """``c f(x) / Π_l ‖W_l‖``."""
-        sizes, last = [], len(self.weights) - 1
+        last = len(self.weights) - 1
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = nn.functional.linear(x, weight, bias)
             x = x if layer == last else x.tanh()
-            sizes.append(spectral_norm(weight))
-        return x * _share(self.c, torch.stack(sizes).prod())
+        with torch.autocast(self.first.device.type, enabled=False):
+            sizes = torch.stack([spectral_norm(weight) for weight in self.weights])
+            return x * _share(self.c, sizes.prod())
 
 
 def _share(c: float, constant: Tensor) -> Tensor:

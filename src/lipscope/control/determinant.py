@@ -121,8 +121,9 @@ def _dense(g: Contraction, x: Tensor) -> Tensor:
         return found.reshape(size, size)
 
     every = torch.func.vmap(jacobian)(x.reshape(-1, *x.shape[-2:]))
-    eye = torch.eye(size, dtype=x.dtype, device=x.device)
-    return torch.linalg.slogdet(every + eye).logabsdet.reshape(x.shape[:-2])
+    wide = torch.promote_types(x.dtype, torch.float32)  # there is none in half precision
+    eye = torch.eye(size, dtype=wide, device=x.device)
+    return torch.linalg.slogdet(every + eye).logabsdet.to(x.dtype).reshape(x.shape[:-2])
 
 
 def _series(

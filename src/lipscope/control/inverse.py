@@ -9,12 +9,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipscope.attention.core import transformed
 from lipscope.control.contraction import Contraction
 from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.errors import InputError, check_count, check_positive
 
 _KEPT = 5  # differences that Anderson's step is made of
 _UNITS = 8  # of rounding in a residual, relative to its tokens
+_BACKWARD = (
+    "`inverse` should be differentiated once, by `backward` or `torch.autograd.grad`. Found {}."
+)
 
 
 @dataclass(frozen=True)
@@ -69,49 +73,64 @@ class InvertibleResidual(nn.Module):
         """The ``X`` with ``X + g(X) = Y``, differentiable once, in ``Y`` and in the weights.
 
         ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for ``X = Y - g(Z)``, the last step, is the
-        error that is returned, up to the rounding of ``g``. Gradients are those of the inverse
-        function: one more equation of this kind, no steps are recorded.
+        error that is returned, but never less than what rounding allows,
+        ``8 ε max(‖Y‖_F, ‖Z‖_F) / (1 - c)``. Gradients are those of the inverse function: one
+        more equation of this kind, no steps are recorded. All is in the dtype of ``Y``, under
+        autocast too.
 
         Args:
             y: Samples, solved together.
-            tol: Of the error of a sample, relative to ``‖Y‖_F``; what rounding allows,
-                ``8 ε / (1 - c)``, if None.
+            tol: Of the error of a sample, relative to ``max(‖Y‖_F, ‖Z‖_F)``; what rounding
+                allows if None.
             max_steps: Evaluations of ``g`` at most.
 
         Raises:
-            InputError: If the tolerance is not reached.
+            InputError: If the tolerance is not reached, or a second derivative or one in
+                forward mode is asked for.
         """
         self.g.check("y", y)
         check_count("max_steps", max_steps)
-        slack, eps = 1 - self.g.c, torch.finfo(y.dtype).eps
-        tol = _UNITS * eps / slack if tol is None else tol
+        if transformed():
+            raise InputError(_BACKWARD.format("forward mode or a transform of `torch.func`"))
+        if not bool(y.isfinite().all()):
+            raise InputError("`y` should hold finite numbers. Found others.")
+        slack, units = 1 - self.g.c, _UNITS * torch.finfo(y.dtype).eps
+        least = units / slack
+        tol = least if tol is None else tol
         check_positive("tol", tol)
 
         def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
             found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)
-            error, size = self.g.c * found.error / slack, right.flatten(-2).norm(dim=-1)
+            size = _size(right.flatten(-2), found.x.flatten(-2))
+            error = torch.maximum(self.g.c * found.error / slack, least * size)
             if not bool((error <= tol * size).all()):
                 raise InputError(
                     f"`tol` should be what {str(y.dtype)[6:]} can reach in `max_steps` steps. "
-                    f"Found errors to {float((error / size.clamp_min(eps)).max()):.1g} with "
+                    f"Found errors to {float((error / size).max()):.1g} with "
                     f"`tol = {tol:.1g}`, `max_steps = {max_steps}`."
                 )
             return Inverse(found.x, found.steps + 1, error)
 
-        with torch.no_grad():
-            found = answer(self.g, y.detach())
         # The last step has the derivative of the equation's own right side where it is recorded;
         # what is sent back is multiplied by (1 + J)^-T first.
-        x = y - self.g(found.x)
-        if x.requires_grad:
-            at = found.x.detach().requires_grad_()
-            with torch.enable_grad():
-                there = self.g(at)
+        with torch.autocast(y.device.type, enabled=False):
+            with torch.no_grad():
+                found = answer(self.g, y.detach())
+            x = y - self.g(found.x)
+            if x.requires_grad:
+                at = found.x.detach().requires_grad_()
+                with torch.enable_grad():
+                    there = self.g(at)
 
-            def pull(w: Tensor) -> Tensor:
-                return torch.autograd.grad(there, at, w, retain_graph=True)[0]
+                def pull(w: Tensor) -> Tensor:
+                    return torch.autograd.grad(there, at, w, retain_graph=True)[0]
 
-            x.register_hook(lambda grad: answer(pull, grad).x)
+                def back(grad: Tensor) -> Tensor:
+                    if torch.is_grad_enabled():  # what is solved here would be held fixed
+                        raise InputError(_BACKWARD.format("`create_graph`"))
+                    return answer(pull, grad).x
+
+                x.register_hook(back)
         return Inverse(x, found.steps, found.error)
 
     def log_determinant(self, x: Float[Tensor, "*b n d"], **options: object) -> LogDeterminant:
@@ -139,7 +158,7 @@ def solve(
         g: The function.
         y: Right sides.
         c: Its constant.
-        tol: Of the residual of a sample, relative to ``‖Y‖_F``.
+        tol: Of the residual of a sample, relative to ``max(‖Y‖_F, ‖X‖_F)``.
         max_steps: Evaluations at most.
         accelerate: Whether iterates are mixed.
 
@@ -149,9 +168,8 @@ def solve(
     Source: [walker2011] for the mixing.
     """
     flat, shape = y.flatten(-2), y.shape
-    goal = tol * flat.norm(dim=-1)
-    best, best_gap = flat, torch.full_like(goal, torch.inf)
-    x, plain = flat, torch.ones_like(goal, dtype=torch.bool)
+    best, best_gap = flat, torch.full_like(_size(flat, flat), torch.inf)
+    x, plain = flat, torch.ones_like(best_gap, dtype=torch.bool)
     points: list[Tensor] = []
     moves: list[Tensor] = []
     move, steps = torch.zeros_like(flat), 0
@@ -164,13 +182,17 @@ def solve(
         nearer = gap < best_gap
         move = torch.where(nearer[..., None], to - x, move)
         best, best_gap = torch.where(nearer[..., None], x, best), torch.minimum(gap, best_gap)
-        if bool((best_gap <= goal).all()):
+        if bool((best_gap <= tol * _size(flat, best)).all()):
             break
         points, moves = [*points[-_KEPT:], x], [*moves[-_KEPT:], to - x]
         step = best + move
         plain = ~taken | (not accelerate) | (len(points) == 1)
         x = torch.where(plain[..., None], step, _mixed(points, moves))
     return Inverse(best.view(shape), steps, best_gap)
+
+
+def _size(y: Tensor, x: Tensor) -> Tensor:
+    return torch.maximum(y.norm(dim=-1), x.norm(dim=-1))
 
 
 def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
@@ -184,6 +206,8 @@ def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
     across, along = (t / torch.where(size > 0, size, 1.0) for t in (across, along))
     gram = across.mT @ across
     ridge = 10 * torch.finfo(gram.dtype).eps * torch.eye(gram.shape[-1]).to(gram)
-    weights = torch.linalg.solve(gram + ridge, across.mT @ move[..., None])
+    wide = torch.promote_types(gram.dtype, torch.float32)  # none is solved in half precision
+    right = across.mT @ move[..., None]
+    weights = torch.linalg.solve((gram + ridge).to(wide), right.to(wide)).to(gram.dtype)
     mixed = last + move - ((along + across) @ weights)[..., 0]
     return torch.where(mixed.isfinite(), mixed, last + move)

@@ -84,7 +84,10 @@ class Field:
             return token_map(self.f, mu, mu.points, mu.positions)
         pairs = len(x) ** 2 * (self.f.num_heads if isinstance(self.f, Attention) else 0)
         with torch.set_grad_enabled(0 < pairs <= _AT_ONCE):
-            return self.f(x).detach()
+            out = self.f(x if pairs else x.clone())  # a function may write into its argument
+        if not isinstance(out, Tensor):
+            raise InputError(f"`f` should give a tensor. Found `{type(out).__name__}`.")
+        return out.detach()
 
     def weights(self, t: float, x: Tensor) -> Tensor:
         """The attention weights at a state, ``(h, n, n)``.

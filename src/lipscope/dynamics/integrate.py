@@ -14,7 +14,7 @@ from scipy.integrate import DOP853
 from scipy.optimize import root_scalar
 from torch import Tensor
 
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError, check_count, check_positive, shown
 
 Velocity = Callable[[float, Tensor], Tensor]
 Status = Literal["done", "event", "stuck", "evaluations"]
@@ -115,12 +115,13 @@ def integrate(
     True
     """
     at = times_of(times)
+    check_count("max_evaluations", max_evaluations)
     rtol, atol = _tolerances(rtol, atol, start)
     asked = _Asked(velocity, start.shape)
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
-    run = _Run(at, start, (*events, overflow))
+    run = _Run(at, start, (*events_of(events), overflow))
     with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
         solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
         while run.status is None:
@@ -148,13 +149,24 @@ def times_of(times: Sequence[float] | Tensor) -> list[float]:
     return at
 
 
+def events_of(events: Sequence[Event]) -> Sequence[Event]:
+    """Events, and nothing else.
+
+    Raises:
+        InputError: If there is something else.
+    """
+    if not isinstance(events, Sequence) or not all(isinstance(one, Event) for one in events):
+        raise InputError(f"`events` should be a list of `Event`. Found {shown(events)}.")
+    return events
+
+
 def _tolerances(rtol: float, atol: float | None, start: Tensor) -> tuple[float, float]:
+    check_positive("rtol", rtol)
     if not 1e-13 <= rtol < 1:
         raise InputError(f"`rtol` should be between 1e-13 and 1. Found `rtol = {rtol}`.")
     if atol is None:
         atol = rtol * max(float(start.square().mean().sqrt()), 1e-300)
-    if not 0 < atol < math.inf:
-        raise InputError(f"`atol` should be positive. Found `atol = {atol}`.")
+    check_positive("atol", atol)
     return rtol, atol
 
 

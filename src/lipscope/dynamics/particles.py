@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.dynamics.fields import Field, Function, Norm
-from lipscope.dynamics.integrate import LIMIT, Event, Happened, Solution, Status, integrate
+from lipscope.dynamics.integrate import (
+    LIMIT,
+    Event,
+    Happened,
+    Solution,
+    Status,
+    events_of,
+    integrate,
+)
 from lipscope.errors import InputError, check_count, check_positive
 from lipscope.measures import TokenMeasure
 
@@ -87,7 +95,9 @@ def evolve(
     2.71828...
     """
     field = Field(f, x, renormalise=renormalise, norm=norm)
-    seen = [Event(e.name, lambda t, s, e=e: e.margin(t, field.onto(s)), e.terminal) for e in events]
+    seen = [
+        replace(e, margin=lambda t, s, e=e: e.margin(t, field.onto(s))) for e in events_of(events)
+    ]
     options = {"events": seen, "rtol": rtol, "max_evaluations": max_evaluations}
     found = integrate(field, field.start, times, **options)
     states = torch.stack([field.onto(state) for state in found.states])

@@ -42,9 +42,9 @@ def measure(
     Args:
         model: A name for `load_model`, a loaded model, a torch module, or an `Attention` layer,
             whose ``data`` is its own input, ``(n, d)`` or ``(b, n, d)``.
-        data: Text, the ``Path`` of a text file, or a batch for a module: input ids (integers),
-            input embeddings (3 axes) or pixel values (4 axes), or a mapping of arguments. The
-            default text if None.
+        data: Text, the ``Path`` of a text file or of a folder of them, or a batch for a module:
+            input ids (integers), input embeddings (3 axes) or pixel values (4 axes), or a mapping
+            of arguments. The default text if None.
         layers: Layer indices from 0, such as ``[0, 3]`` or ``"0:5"``, or "all".
         lengths: Numbers of tokens of the text windows; 16, 64, 256 if None.
         samples: Windows per length, or pictures; 10 if None.

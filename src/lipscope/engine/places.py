@@ -160,6 +160,8 @@ class Places:
             model, found = self.prepared(job)[0], {built.x.dtype}
             arguments = moved(arguments, self.device, built.x.dtype)
         dtype = torch.float32 if torch.float32 in found else torch.float64
+        if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
+            arguments = moved(arguments, None, dtype)
         return Itself(built.ends.function(model, arguments), dtype)
 
     def _sites(self, model: nn.Module) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lipscope.errors import InputError, install
-from lipscope.models import default_text, read_text
+from lipscope.models import default_text, read_texts
 
 AG_NEWS = "ag_news"
 AG_NEWS_TITLE = "AG_NEWS"
@@ -36,8 +36,8 @@ def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
     """The default text, then those that were named.
 
     Args:
-        names: Files in UTF-8, or ``ag_news`` (its test split, which needs the package
-            ``datasets`` and a network or its cache).
+        names: Files in UTF-8, folders of ``.txt`` files, or ``ag_news`` (its test split, which
+            needs the package ``datasets`` and a network or its cache).
 
     Returns:
         The texts, each once.
@@ -52,7 +52,7 @@ def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
 
 
 def _file(name: str) -> Text:
-    content = read_text(name, "`--text`")
+    content = read_texts(name, "`--text`")
     if not content.strip():
         raise InputError(f"`--text` should hold words. Found none in `{name}`.")
     return Text(Path(name).name, content)

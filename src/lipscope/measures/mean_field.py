@@ -10,6 +10,7 @@ from lipscope.attention import Attention, Softmax
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, to_dense
 from lipscope.linalg.singular import top_singular
+from lipscope.linalg.starts import start_named
 from lipscope.measures.tokens import TokenMeasure
 
 _DENSE = 1024  # inputs up to which the norm of an operator is that of its matrix
@@ -146,7 +147,7 @@ def largest(op: Operator) -> float:
     """The norm of an operator: of its matrix where that is small, else by the solver."""
     if op.in_size <= _DENSE:
         return float(torch.linalg.matrix_norm(to_dense(op), 2))
-    start = torch.Generator().manual_seed(0)
+    start = start_named("largest")
     return top_singular(op, tol=_TOL, delta=1e-6, max_steps=2000, generator=start).upper
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.linalg.operator import Operator, linearise
 from lipscope.linalg.singular import top_singular_batch
 from lipscope.linalg.starts import start_named
@@ -95,11 +95,15 @@ def split_at(
     >>> found.token, round(found.splitting, 4), round(found.moving, 4)
     (1, 1.5535, 1.2187)
     """
-    if x.ndim != 2 or not bool(x.isfinite().all()):
+    if not isinstance(x, Tensor) or x.ndim != 2 or not bool(x.isfinite().all()):
+        found = tuple(x.shape) if isinstance(x, Tensor) else shown(x)
+        held = isinstance(x, Tensor) and x.ndim == 2
         raise InputError(
-            f"`x` should be finite numbers, (n, d). Found {tuple(x.shape)}"
-            f"{', NaN or Inf among them' if x.ndim == 2 else ''}."
+            f"`x` should be finite numbers, (n, d). Found {found}"
+            f"{', NaN or Inf among them' if held else ''}."
         )
+    if log_weights is not None and not bool(torch.as_tensor(log_weights).isfinite().all()):
+        raise InputError("`log_weights` should be finite. Found NaN or Inf.")
     if in_closed_form(f):
         assert isinstance(f, Attention)
         own = own_operator(f, x, log_weights=log_weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope.errors import InputError, install
+from lipscope.errors import InputError, check_positive, install
 from lipscope.measures.tokens import TokenMeasure
 
 Method = Literal["sorting", "assignment", "network simplex"]
 
 _LARGEST = 2**26  # entries of a matrix of costs: half a gibibyte
 _GAP = 1e-9  # of the largest cost: how far a plan may be from its lower bound
+_ROOM = 10  # times the number of atoms times a plan's cost: what no pair of it costs
+_FAR = 100  # times as much again: a largest cost that hides the plan's
+_SEEN = 1e-16  # of the largest cost: what is less is nothing to a solver
 _DUST = 4e-16  # masses up to here are rounding of the weights, which would move far for nothing
 _MARGINAL = 1e-9  # where Sinkhorn's iteration stops
 _STEPS = 10**8  # of the network simplex
@@ -70,8 +74,8 @@ def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor
     >>> round(float(wasserstein(mu, nu)) ** 2, 12)
     3.0
     """
-    found = optimal_plan(mu, nu, p=p)
-    return _root(_cost(mu, nu, found, p), p)
+    plan = optimal_plan(mu, nu, p=p)
+    return _mean(plan.mass, mu.points[plan.rows] - nu.points[plan.columns], p)
 
 
 def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
@@ -99,13 +103,18 @@ def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
             f"The two measures should have at most {_LARGEST:,} pairs of atoms. Found {n * m:,}; "
             "use fewer tokens, or one dimension."
         )
-    costs = _costs(mu.points.detach(), nu.points.detach(), p)
+    some, others = a.nonzero()[:, 0], b.nonzero()[:, 0]
+    apart = _apart(mu.points.detach()[some], nu.points.detach()[others])
     if alike:
         from scipy.optimize import linear_sum_assignment
 
-        rows, columns = map(torch.from_numpy, linear_sum_assignment(costs.numpy()))
-        return Plan(rows, columns, a.clone(), "assignment")
-    return _simplex(a, b, costs, p)
+        def assigned(costs: Tensor) -> Plan:
+            rows, columns = map(torch.from_numpy, linear_sum_assignment(costs.numpy()))
+            return Plan(rows, columns, a.clone(), "assignment")
+
+        return _at_its_scale(assigned, apart, p)
+    plan = _at_its_scale(lambda costs: _simplex(a[some], b[others], costs, p), apart, p)
+    return Plan(some[plan.rows], others[plan.columns], plan.mass, plan.method)
 
 
 def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor:
@@ -141,12 +150,14 @@ def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) 
     ]
     if not torch.allclose(*masses, rtol=1e-12, atol=1e-12):
         return torch.tensor(math.inf, dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64)
-    for place, mass in zip(places, masses[0], strict=True):
-        if mass > 0:
+    mass, moves = [], []
+    for place, share in zip(places, masses[0], strict=True):
+        if share > 0:
             first, second = _at(mu, place), _at(nu, place)
-            total = total + mass * _cost(first, second, optimal_plan(first, second, p=p), p)
-    return _root(total, p)
+            plan = optimal_plan(first, second, p=p)
+            mass.append(share * plan.mass)
+            moves.append(first.points[plan.rows] - second.points[plan.columns])
+    return _mean(torch.cat(mass), torch.cat(moves), p)
 
 
 def sinkhorn_divergence(
@@ -173,8 +184,7 @@ def sinkhorn_divergence(
     Source: [feydy2019].
     """
     _check(mu, nu, 2.0)
-    if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise InputError(f"`epsilon` should be positive. Found `epsilon = {epsilon}`.")
+    check_positive("epsilon", epsilon)
     cross, first, second = (
         _entropic(*pair, epsilon, max_steps) for pair in ((mu, nu), (mu, mu), (nu, nu))
     )
@@ -184,21 +194,32 @@ def sinkhorn_divergence(
 # --- costs and plans
 
 
-def _costs(x: Tensor, y: Tensor, p: float) -> Tensor:
-    """``|x_i - y_j|^p``, by differences: the expanded square would round small moves away."""
-    return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").pow(p)
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """``|x_i - y_j|`` in some unit, whatever the size of the points.
+
+    By differences: the expanded square would round small moves away.
+    """
+    size = _unit(torch.cat([x, y]))
+    return torch.cdist(x / size, y / size, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _cost(mu: TokenMeasure, nu: TokenMeasure, plan: Plan, p: float) -> Tensor:
-    """``Σ π_ij |x_i - y_j|^p``, with gradients; 0 for pairs at distance zero."""
-    squared = (mu.points[plan.rows] - nu.points[plan.columns]).square().sum(-1)
+def _mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
+    """``(Σ m_k |z_k|^p)^(1/p)``, with gradients; 0 for moves of length zero."""
+    size = _unit(moves)
+    squared = (moves / size).square().sum(-1)
+    longest = squared.detach().max()
     apart = squared > 0
-    safe = torch.where(apart, squared, 1.0)
-    return (plan.mass * torch.where(apart, safe.pow(p / 2), 0.0)).sum()
+    if not bool(apart.any()):
+        return squared.sum() * 0.0
+    share = torch.where(apart, squared / longest, 1.0)
+    total = (mass * torch.where(apart, share.pow(p / 2), 0.0)).sum()
+    return size * longest.sqrt() * total.pow(1 / p)
 
 
-def _root(total: Tensor, p: float) -> Tensor:
-    return total.pow(1 / p) if total > 0 else total * 0.0
+def _unit(x: Tensor) -> Tensor:
+    """The largest entry, to divide by."""
+    size = x.detach().abs().max()
+    return torch.where(size > 0, size, 1.0)
 
 
 def _sorted_plan(mu: TokenMeasure, nu: TokenMeasure, alike: bool) -> Plan:
@@ -217,9 +238,31 @@ def _sorted_plan(mu: TokenMeasure, nu: TokenMeasure, alike: bool) -> Plan:
     return Plan(i[rows[kept]], j[columns[kept]], mass[kept], "sorting")
 
 
+def _at_its_scale(find: Callable[[Tensor], Plan], apart: Tensor, p: float) -> Plan:
+    """The plan, from costs that are cut where they dwarf what it costs.
+
+    A solver is exact to a share of the largest cost. No cost is raised by the cut: a plan that is
+    optimal under it, and has no pair that was cut, is optimal. Where one has, some mass is tiny
+    and goes far, and the plan before is as good as the solver.
+    """
+    reach, room = float(apart.max()) or 1.0, _ROOM * sum(apart.shape)
+    before, share = None, 0.0
+    while True:
+        plan = find((apart / reach).clamp_max(1.0).pow(p))
+        moved = apart[plan.rows, plan.columns]
+        if before is not None and bool((moved > reach).any()):
+            if share < _SEEN:
+                raise InputError(f"W_{p:g} {_NOT_EXACT} costs too far apart; use a smaller `p`.")
+            return before
+        enough = float(_mean(plan.mass, moved[:, None], p))
+        before, share = plan, (enough / reach) ** p
+        enough *= room ** (1 / p)
+        if not 0 < enough * _FAR ** (1 / p) < reach:
+            return plan
+        reach = enough
+
+
 def _simplex(a: Tensor, b: Tensor, costs: Tensor, p: float) -> Plan:
-    size = float(costs.max()) or 1.0
-    scaled = (costs / size).numpy()
     with warnings.catch_warnings():
         # What it says is in the log, too; some of its files are not written for Python 3.12.
         warnings.simplefilter("ignore")
@@ -230,10 +273,10 @@ def _simplex(a: Tensor, b: Tensor, costs: Tensor, p: float) -> Plan:
                 "Transport between measures of unequal weights needs the package POT; run "
                 f"`{install('measures')}` in the folder of lipscope."
             ) from problem
-        plan, log = emd(a.numpy(), b.numpy(), scaled, numItermax=_STEPS, log=True)
+        plan, log = emd(a.numpy(), b.numpy(), costs.numpy(), numItermax=_STEPS, log=True)
     if log["warning"] is not None:
         raise InputError(f"W_{p:g} {_NOT_EXACT} `{log['warning']}`; use fewer or equal weights.")
-    _check_optimal(a.numpy(), b.numpy(), scaled, plan, log, p)
+    _check_optimal(a.numpy(), b.numpy(), costs.numpy(), plan, log, p)
     found = torch.from_numpy(plan)
     rows, columns = (found > _DUST).nonzero(as_tuple=True)
     return Plan(rows, columns, found[rows, columns], "network simplex")
@@ -245,9 +288,8 @@ def _check_optimal(
     """Refuse a plan whose marginals are wrong, or that weak duality does not prove optimal."""
     off = max(np.abs(plan.sum(1) - a).max(), np.abs(plan.sum(0) - b).max())
     # Lowered by what they violate, the potentials are feasible: their value is a lower bound.
-    u, v = log["u"] * (a > 0), log["v"] * (b > 0)
-    some = np.ix_(a > 0, b > 0)
-    excess = max(float((u[:, None] + v - costs)[some].max()), 0.0)
+    u, v = log["u"], log["v"]
+    excess = max(float((u[:, None] + v - costs).max()), 0.0)
     gap = float((plan * costs).sum()) - (float(a @ u + b @ v) - excess)
     if not (off <= _GAP and gap <= _GAP):
         raise InputError(
@@ -286,6 +328,12 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
         )
     f = g if mu is nu else -torch.logsumexp(g + b - c, 1)
     plan = ((f + a)[:, None] + g + b - c).exp()
+    lost = float((plan.sum(0) - nu.weights).abs().sum())
+    if not lost <= 10 * _MARGINAL:  # potentials so large that a step is lost in rounding
+        raise InputError(
+            "Sinkhorn's iteration should end with the right marginals. Found some that rounding "
+            f"put {lost:.2g} off; raise `epsilon = {epsilon:g}`."
+        )
     value = epsilon * (mu.weights @ f + nu.weights @ g)
     through = (plan * costs).sum()
     return value + through - through.detach()

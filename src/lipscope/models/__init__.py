@@ -20,6 +20,7 @@ from lipscope.models.data.windows import (
     decoded,
     default_text,
     read_text,
+    read_texts,
     whole_text,
     windows_of_text,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "quantised",
     "random_tokens",
     "read_text",
+    "read_texts",
     "reader_of",
     "reinitialised",
     "remarks_on",

@@ -20,6 +20,7 @@ from torch import nn
 from lipscope.errors import InputError, install, shown
 from lipscope.models.asked import check_counts, check_files, entries_in, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
+from lipscope.models.gguf import read_once
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
@@ -252,7 +253,8 @@ def _package_model(name: str, package: _Package) -> LoadedModel:
             model, tokenizer = dinov2_from_onnx(root / package.file), None
     else:
         folder = root if package.file else root / "model"
-        model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
+        with read_once() if package.file else contextlib.nullcontext():
+            model, tokenizer = from_pretrained(str(folder), gguf_file=package.file)
     version = importlib.metadata.version(package.distribution)
     trained = trained_length(model.config, tokenizer)
     return LoadedModel(

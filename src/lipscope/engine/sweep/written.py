@@ -21,7 +21,7 @@ from lipscope.engine.spec import (
     digests,
 )
 from lipscope.errors import InputError, shown
-from lipscope.models import default_text, read_text
+from lipscope.models import default_text, read_texts
 
 DEFAULT, IMAGES = "default", "images"
 
@@ -79,7 +79,7 @@ def _texts(source: Source) -> dict[str, str]:
             texts[name] = (
                 default_text()
                 if entry == DEFAULT
-                else read_text(entry, "`texts`", "readable text files")
+                else read_texts(entry, "`texts`", "readable text files")
             )
         except InputError as problem:
             source.fail(str(problem), "texts", i)

@@ -19,6 +19,7 @@ from lipscope.pages.table import number
 from lipscope.records.growth import slope_of
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions
+from lipscope.theorems.papers.castin2024 import castin_thm_e_3
 
 _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
 _IDEAL = "A = -I"
@@ -45,6 +46,7 @@ def scaling_factor(study: Study) -> Findings:
     reached = next((r["t"] for r in small if r["slope"] >= 0.45), math.nan)
     steepest = max(small, key=lambda r: r["slope"])
     shares = [p["n"] / math.exp(2 * p["t"]) for p in peaks]
+    last = _FACTORS[-1]
     real = [r["slope"] for r in found if r["layer"] != _IDEAL and r["t"] >= 4]
     return Findings(
         (
@@ -67,6 +69,12 @@ def scaling_factor(study: Study) -> Findings:
                 "growth like √n",
                 f"exponents {min(real):.2f} to {max(real):.2f}" if real else "not run",
             ),
+            Claim(
+                f"Theorem E.3 (Theorem 3.3 with biases) over that sigma, γR² = {last:g}, "
+                "n = 10 and 100",
+                "the same, if √n is tight in n",
+                "; ".join(f"{r['layer']}: {_both(r['above'])}" for r in found if r["t"] == last),
+            ),
         ),
         (_table(found), _peak_table(peaks)),
         (
@@ -74,6 +82,10 @@ def scaling_factor(study: Study) -> Findings:
             "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",
         ),
     )
+
+
+def _both(ends: list[float]) -> str:
+    return " and ".join(number(end) for end in ends)
 
 
 def _ideal() -> DotProduct:
@@ -109,7 +121,10 @@ def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> ValueJob
     def compute() -> dict[str, Any]:
         radius = _radius(layer, t)
         points = [(n, _sigma(layer, n, radius)) for n in lengths]
-        return {"radius": radius, "slope": slope_of(points), "sigma": points[-1][1]}
+        (head,) = heads_of(layer)
+        above = [castin_thm_e_3(head, n, radius) / sigma for n, sigma in points]
+        slope, sigma = slope_of(points), points[-1][1]
+        return {"radius": radius, "slope": slope, "sigma": sigma, "above": [above[0], above[-1]]}
 
     return {"layer": name, "t": t, "lengths": ",".join(map(str, lengths))}, compute
 

@@ -19,7 +19,7 @@ from lipscope.models.data.windows import (
     WindowKind,
     default_text,
     digest,
-    read_text,
+    read_texts,
     windows_of_text,
 )
 from lipscope.models.loading import LoadedModel
@@ -46,7 +46,8 @@ def given(data: Any) -> Any:
     """What was given to be read, checked as far as no model is needed; a path is read as text.
 
     Args:
-        data: Text, the path of a text file, a tensor, a mapping of arguments, or None.
+        data: Text, the path of a text file or of a folder of them, a tensor, a mapping of
+            arguments, or None.
 
     Returns:
         The same, a text in place of a path.
@@ -55,7 +56,7 @@ def given(data: Any) -> Any:
         InputError: If it is nothing of the kind, or the name of a file where a text should be.
     """
     if isinstance(data, Path):
-        return read_text(data, "`data`")
+        return read_texts(data, "`data`")
     if isinstance(data, str):
         if len(data) < 1000 and os.path.isfile(data):
             raise InputError(
@@ -350,9 +351,9 @@ def _argument_name(data: Tensor, takes: Collection[str]) -> str:
 
 
 def moved(
-    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device, dtype: torch.dtype
+    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device | None, dtype: torch.dtype
 ) -> Mapping[str, Any] | tuple[Any, ...]:
-    """The arguments on a device, floating ones in a dtype."""
+    """The arguments on a device (None: where they are), floating ones in a dtype."""
 
     def move(value: Any) -> Any:
         if not isinstance(value, Tensor):

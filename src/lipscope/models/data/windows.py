@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,25 @@ def read_text(path: str | Path, option: str, kind: str = "a readable file") -> s
         why = getattr(problem, "strerror", None) or "it is no path"
         raise InputError(f"{option} should be {kind}. Found `{path}`: {why}.") from None
     return decoded(content, option, f"`{path}`")
+
+
+def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
+    """The text of a file; of a folder, of its ``.txt`` files by their names, a blank line apart.
+
+    Args:
+        path: The file or folder.
+        option: As for `read_text`.
+        kind: Likewise.
+
+    Raises:
+        InputError: As `read_text` does, for any of the files, and for a folder without one.
+    """
+    if not os.path.isdir(path):
+        return read_text(path, option, kind)
+    files = sorted(Path(path).glob("*.txt"))
+    if not files:
+        raise InputError(f"{option} should be {kind}. Found `{path}`, a folder without .txt files.")
+    return "\n\n".join(read_text(file, option) for file in files)
 
 
 def decoded(content: bytes, option: str, where: str) -> str:

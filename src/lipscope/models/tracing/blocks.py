@@ -8,7 +8,6 @@ stays.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.models.tracing.arguments import as_called, by_name
 from lipscope.models.tracing.calls import BlockCall, Stream, Trace, as_tokens, first_tensor
-from lipscope.models.tracing.flow import depends, each_tensor
+from lipscope.models.tracing.flow import depends, each_tensor, place
 from lipscope.models.tracing.itself import Ends, ends_of_block, ends_of_model
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.replay import Streams, replay_block
@@ -128,11 +128,6 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
     found = [one for one in block.streams if depends(one.node, origin.node)]
     found = found or block.streams[:1]
-    several = next((one.x for one in found if one.x.ndim == 3 and 1 not in one.x.shape[:2]), None)
-    if several is not None:
-        raise InputError(
-            f"`{block.name}` should see one sample at a time. Found {tuple(several.shape)}."
-        )
     if record.side != "self":
         found = found[:1]  # the decoder's own
     if len({one.x.shape[-1] for one in found}) > 1:
@@ -196,13 +191,12 @@ def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]
 
 
 def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
-    # A block with shared weights is called once per layer: its calls pair up with the site's.
-    calls = [c for c in record.calls if c.name == call.name]
-    blocks = [b for b in record.blocks if call.name.startswith(b.name + ".")]
-    turn = next(i for i, c in enumerate(calls) if c is call)
-    if len(blocks) != len(calls):
+    # Of the calls of a block with shared weights, the first that ends after this one began.
+    name, later = block_of(record.model, call.name), record.blocks[call.blocks_before :]
+    found = next((block for block in later if block.name == name), None)
+    if found is None:
         raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
-    return blocks[turn]
+    return found
 
 
 def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
@@ -228,7 +222,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
         name
         for name, value in block.arguments.items()
         if isinstance(value, Tensor)
-        and value.data_ptr() == states.data_ptr()
+        and place(value) == place(states)
         and value.shape == states.shape
     )
     if not names:
@@ -242,7 +236,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
 
 def _model_of_states(record: Trace, output: Tensor, last: str) -> Whole:
     states = record.calls[0].kept[0]
-    other = next((c.name for c in record.calls if c.kept[0].data_ptr() != states.data_ptr()), None)
+    other = next((c.name for c in record.calls if place(c.kept[0]) != place(states)), None)
     if other is not None:
         raise InputError(
             "The map `model` through the key side needs layers that all read the same tokens. "
@@ -293,7 +287,6 @@ def _hand_over(
     The stream of a model is written over, so that whatever else reads that tensor (a skip, the
     memory of a decoder that reads its own input) reads the new values too.
     """
-    signature = inspect.signature(module.forward)
     weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
 
     def is_free(x: Tensor) -> bool:
@@ -304,14 +297,13 @@ def _hand_over(
     def replace(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if once:
             handle.remove()  # a block with shared weights is called again for later layers
-        bound = signature.bind(*args, **kwargs)
+        arguments = by_name(module, args, kwargs)
         for name, value in given.items():
-            held = bound.arguments[name]
-            if is_free(held):
-                held.copy_(value)
+            if is_free(arguments[name]):
+                arguments[name].copy_(value)
             else:
-                bound.arguments[name] = value.clone()  # the model may write into it
-        return bound.args, bound.kwargs
+                arguments[name] = value.clone()  # the model may write into it
+        return as_called(module, arguments)
 
     handle = module.register_forward_pre_hook(replace, with_kwargs=True)
     stack.callback(handle.remove)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.flow import Node, alike, bare
+from lipscope.models.tracing.arguments import bound_arguments
+from lipscope.models.tracing.flow import Node, alike, bare, place
 from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights
 from lipscope.models.tracing.sums import Kept, NormCall, SeenSums, close
 
 Inputs = Mapping[str, Any] | tuple[Any, ...]
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
 _QUERIES = ("hidden_states", "query")
@@ -105,6 +104,8 @@ class Trace:
 
 def tensors_in(output: Any) -> list[Tensor]:
     """The tensors that a module returns, in a tuple or a record or by itself."""
+    while isinstance(output, tuple | list) and output and isinstance(output[0], tuple | list):
+        output = output[0]  # outputs, their scales (I-BERT)
     if isinstance(output, Tensor):
         return [output]
     values = getattr(output, "values", None)
@@ -114,19 +115,11 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 def first_tensor(output: Any, at: int = 0) -> Tensor:
     """The output tensor of a module that may return a tuple or a record; another one by place."""
-    if isinstance(output, Tensor):
-        return output
-    if at:
-        return tensors_in(output)[at]
     hidden = getattr(output, "last_hidden_state", None)
-    if isinstance(hidden, Tensor):
-        return hidden
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return output[0]
-    found = [v for v in getattr(output, "values", list)() if isinstance(v, Tensor)]
+    found = [hidden] if isinstance(hidden, Tensor) and not at else tensors_in(output)
     if not found:
         raise InputError(f"A module should return a tensor. Found `{type(output).__name__}`.")
-    return found[0]
+    return found[at]
 
 
 def as_tokens(x: Tensor, token_axis: int) -> Tensor:
@@ -136,16 +129,6 @@ def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     batch = 1 - token_axis
     # A model may put tokens first inside and the batch first at its end (XLNet).
     return x.squeeze(batch if x.shape[batch] == 1 else token_axis)
-
-
-def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A call's arguments by name, without any key/value cache: a replay would grow it."""
-    signature = inspect.signature(module.forward)
-    arguments = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(name, {}))
-    return {k: None if k in _CACHES else v for k, v in arguments.items()}
 
 
 def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
@@ -162,6 +145,11 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         call, now[0] = now[0], None
         if call is not None:
+            if not tensors_in(out):
+                raise InputError(
+                    f"`{name}` should return a tensor. Found `{type(out).__name__}`; name a module "
+                    "around it with `modules=`."
+                )
             call.out_at = place_of_output(out, call)
             result = first_tensor(out, call.out_at)
             call.kept.append(result.detach())
@@ -171,10 +159,11 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
 
     def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         call = next((c for c in reversed(record.calls) if c.name == name), None)
-        if call is None or len(call.kept) < 2 or not args or not isinstance(out, Tensor):
+        found = tensors_in(out)[:1]
+        if call is None or len(call.kept) < 2 or not args or not found:
             return
-        if isinstance(args[0], Tensor) and args[0].data_ptr() == call.kept[1].data_ptr():
-            call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(out)))
+        if isinstance(args[0], Tensor) and place(args[0]) == place(call.kept[1]):
+            call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(found[0])))
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
     for leaf in module.modules():
@@ -217,6 +206,7 @@ def _begin(
     if x.ndim != 3 or x.shape[1 - axis] != 1:
         if record.side == "self":
             record.calls.append(_in_parts(name, module, given, x.detach()))
+            record.calls[-1].blocks_before = len(record.blocks)
         return None
     others = {k: v for k, v in tokens.items() if not alike(v, x) and k not in _VALUES}
     source = next((others[k] for k in _SOURCES if k in others), None)
@@ -232,7 +222,7 @@ def _begin(
     call = AttentionCall(name, module, {}, (), axis, x, x, record.side, unsure=unsure)
     take(call, given, x.detach(), None if source is None else source.detach(), record)
     call.implementation = _implementation(record.model, name)
-    call.sums_before = len(record.seen.sums)
+    call.sums_before, call.blocks_before = len(record.seen.sums), len(record.blocks)
     call.turn = sum(one.name == name for one in record.calls) + record.others.count(name)
     record.calls.append(call)
     return call
@@ -271,6 +261,8 @@ def take(
     call.arguments, call.hidden = arguments, _names_of(arguments, moved)
     call.x = as_tokens(record.kept.keep(moved), call.token_axis)
     call.context = None if still is None else as_tokens(record.kept.keep(still), call.token_axis)
+    if not moved.numel():
+        call.refusal = f"`{call.name}` should be given tokens. Found none."
     values = (arguments.get(k) for k in _VALUES)
     if any(isinstance(v, Tensor) and not alike(v, keys) for v in values):
         call.refusal = (
@@ -334,15 +326,15 @@ def hook_norm(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
     def start(_: nn.Module, args: tuple[Any, ...]) -> None:
         started.clear()
         if args and isinstance(args[0], Tensor):
-            started.append((record.kept.keep(args[0]), args[0].data_ptr()))
+            started.append((record.kept.keep(args[0]), place(args[0])))
 
     def finish(norm: nn.Module, _: Any, out: Any) -> None:
         if not started or not isinstance(out, Tensor):
             return
-        x, place = started[0]
-        call = NormCall(name, norm, x, record.kept.keep(out), place, out.data_ptr())
+        x, before = started[0]
+        call = NormCall(name, norm, x, record.kept.keep(out), before, place(out))
         record.norms.append(call)
-        total = record.seen.of(place)
+        total = record.seen.of(before)
         if total is not None and total.norm is None:
             total.norm = call
 
@@ -380,9 +372,9 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         for call in started:
             like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
-            several = {t.data_ptr() for t in like if t.requires_grad or not torch.is_grad_enabled()}
+            several = {place(t) for t in like if t.requires_grad or not torch.is_grad_enabled()}
             result, call.returned = first_tensor(out), len(several)
-            call.output, call.output_place = record.kept.keep(result), result.data_ptr()
+            call.output, call.output_place = record.kept.keep(result), place(result)
             record.blocks.append(call)
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)

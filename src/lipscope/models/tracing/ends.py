@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.tracing.calls import Trace, as_tokens, take
+from lipscope.linalg.starts import start_named
+from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor, take
+from lipscope.models.tracing.flow import lies, place
 from lipscope.models.tracing.replay import called_again
 from lipscope.models.tracing.sites import (
     Applied,
@@ -67,7 +69,7 @@ def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> 
         there: Which tokens are changed, ``(n,)`` booleans.
     """
     given: Tensor = call.arguments[names[0]]
-    noise = torch.randn(given.shape, generator=torch.Generator().manual_seed(0)).to(given)
+    noise = torch.randn(given.shape, generator=start_named("what changes")).to(given)
     shape = [1, 1, 1]
     shape[call.token_axis] = -1
     moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
@@ -136,11 +138,11 @@ def _is_affine(one: Applied) -> bool:
         return True
     if not has_weights(one.module, 2):
         return False
-    noise = torch.randn(one.x.shape, generator=torch.Generator().manual_seed(0)).to(one.x)
+    noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
     try:
         with torch.no_grad():
             near, sum_, zero = (
-                one.module(x) for x in (noise, one.x + noise, torch.zeros_like(one.x))
+                first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
             )
             return distance(sum_ - near, one.y - zero) < 1e-3
     except Exception:  # it takes more than one tensor, or returns something else
@@ -156,7 +158,8 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
     norm = next((one for one in call.inside if is_norm(one.module) and _same(one.y, out)), None)
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
-    terms = [as_tokens(v, axis) for v in given if isinstance(v, Tensor) and v.shape == out.shape]
+    given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and lies(v)]
+    terms = [as_tokens(v, axis) for v in given]
     for one in reversed(call.inside):
         if one.y.shape != out.shape or not _is_affine(one):
             continue
@@ -174,4 +177,4 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.numel() == b.numel()
+    return place(a) == place(b) and a.numel() == b.numel()

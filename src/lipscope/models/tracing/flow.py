@@ -54,10 +54,10 @@ def marked(x: Tensor) -> Tensor:
 def hook_embeddings(stack: contextlib.ExitStack, model: nn.Module, inputs: Any) -> None:
     """Mark what tables give for the model's own token ids; positions are not marked."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    places = {v.data_ptr() for v in values if isinstance(v, Tensor) and not v.is_floating_point()}
+    places = {place(v) for v in values if isinstance(v, Tensor) and not v.is_floating_point()}
 
     def mark(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        given = args and isinstance(args[0], Tensor) and args[0].data_ptr() in places
+        given = args and isinstance(args[0], Tensor) and place(args[0]) in places
         return marked(out) if given and isinstance(out, Tensor) else None
 
     for module in model.modules() if places else ():
@@ -81,14 +81,30 @@ def depends(node: Node | None, on: Node | None) -> bool:
     return False
 
 
+def place(x: Tensor) -> int:
+    """Where a tensor lies in memory; one that lies nowhere (sparse, inside `vmap`) is no other."""
+    return x.data_ptr() if lies(x) else -id(x)
+
+
+def lies(x: Tensor) -> bool:
+    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
 def alike(a: Any, b: Tensor) -> bool:
     """Whether a value is the same tensor, or a view of all of it in the same order."""
     if a is b:
         return True
     if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if place(a) != place(b):
+        return False
     steps = zip(a.stride(), b.stride(), a.shape, strict=True)
-    return a.data_ptr() == b.data_ptr() and all(i == j or size == 1 for i, j, size in steps)
+    return all(i == j or size == 1 for i, j, size in steps)
 
 
 def bare(value: Any) -> Any:

@@ -14,17 +14,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.models.tracing.arguments import bound_arguments
 from lipscope.models.tracing.calls import (
     BlockCall,
     Inputs,
     Trace,
     as_tokens,
-    bound_arguments,
     first_tensor,
 )
 from lipscope.models.tracing.flow import each_tensor
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
-from lipscope.models.tracing.replay import Streams
+from lipscope.models.tracing.replay import Streams, projected
 from lipscope.models.tracing.sites import AttentionCall
 from lipscope.models.tracing.sums import AtSum, NormCall
 from lipscope.models.tracing.trace import run
@@ -185,6 +185,7 @@ class Ends:
             nonlocal waiting
             if waiting == 0:
                 given = bound_arguments(module, args, kwargs)
+                self._check_apart([given[name] for name in self.arguments])
                 written.extend((given[name], given[name].clone()) for name in self.arguments)
                 self._write([held for held, _ in written], x)
             waiting -= 1
@@ -234,6 +235,14 @@ class Ends:
             )
         return [found[k] for k in range(len(ends))]
 
+    def _check_apart(self, held: list[Tensor]) -> None:
+        steps = (pair for t in held for pair in zip(t.stride(), t.shape, strict=True))
+        if any(step == 0 and size > 1 for step, size in steps):
+            raise InputError(
+                f"`{self.enters}` should take tokens that move one by one. Found that one value in "
+                "memory stands for several (`expand`); use the map `block` or `model`."
+            )
+
     def _write(self, held: list[Tensor], x: Tensor) -> None:
         tokens = [as_tokens(one, self.token_axis) for one in held]
         whole = torch.cat(tokens)
@@ -258,11 +267,11 @@ def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False
     if not heads or projection is None:
         return ends
 
-    def projected(product: Tensor) -> Tensor:
+    def onward(product: Tensor) -> Tensor:
         with torch.no_grad():
-            return projection(product) - projection(torch.zeros_like(product))
+            return projected(projection, product)
 
-    return replace(ends, onward=projected)
+    return replace(ends, onward=onward)
 
 
 def from_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:

@@ -112,7 +112,7 @@ def _real(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor |
     # A mask of another length speaks of other tokens (a picture's, an encoder's).
     if isinstance(mask, Tensor) and mask.shape == (1, count):
         real &= (mask[0] != 0).cpu()
-    if not bool(real.any()):
+    if count and not bool(real.any()):
         raise InputError("`attention_mask` should keep at least one token. Found none.")
     if hidden is not None and len(hidden) == count and not bool(hidden.all()):
         real &= ~hidden.cpu()

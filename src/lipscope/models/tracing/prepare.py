@@ -52,16 +52,18 @@ def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[
         dtype: Floating type of the computation.
         differentiable: Only attention kernels with all derivatives; they hold every score.
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, default = torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with contextlib.ExitStack() as stack:
             if differentiable:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if dtype == torch.float64:
+                torch.set_default_dtype(dtype)  # of what a model makes of numbers (masks, tables)
                 stack.enter_context(_KeepFloat64())
             yield
     finally:
+        torch.set_default_dtype(default)
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
@@ -119,8 +121,10 @@ def prepared(
         The model, and notes on what was changed.
 
     Raises:
-        InputError: If the model cannot be copied, or does not offer the implementation.
+        InputError: If the model cannot be copied, does not offer the implementation, or has a part
+            that takes no hooks.
     """
+    _check_hooks(model)
     notes: list[str] = []
     floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     if narrow := sorted({str(t.dtype)[6:] for t in floating if t.dtype.itemsize < 4}):
@@ -133,6 +137,16 @@ def prepared(
         notes.append("dropout was live and has been switched off for the measurement")
     with at_rest(model), _implementations(model, implementation):
         yield model, notes
+
+
+def _check_hooks(model: nn.Module) -> None:
+    scripted = (n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule))
+    found = next(scripted, None)
+    if found is not None:
+        raise InputError(
+            f"The model should take hooks. Found {f'`{found}`' if found else 'one'} compiled by "
+            "`torch.jit`, which takes none; pass it as it was before."
+        )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch.func import functional_call
 from lipscope.attention import Attention, Map, MultiheadAttention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, over_leading
+from lipscope.models.tracing.arguments import as_called
 from lipscope.models.tracing.calls import BlockCall, Stream, as_tokens, first_tensor
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.sites import AttentionCall, is_plain
 
-Kind = inspect._ParameterKind
 _OUT = ("out_proj.weight", "out_proj.bias")  # of torch's own attention
 
 
@@ -46,8 +45,14 @@ def projection_by_head(call: AttentionCall) -> Tensor:
         assert call.heads is not None
         unit = torch.eye(call.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
         with torch.no_grad():
-            weight = (projection(unit) - projection(torch.zeros_like(unit))).mT
+            weight = projected(projection, unit).mT
     return weight.unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def projected(projection: nn.Module, x: Tensor) -> Tensor:
+    """The linear part of an affine module, at ``x``."""
+    at_x, at_zero = (first_tensor(projection(value)) for value in (x, torch.zeros_like(x)))
+    return at_x - at_zero
 
 
 class ClosedForm:
@@ -97,7 +102,7 @@ def called_again(
     # One copy of each tensor: a module may write into its input, and may ask whether two are one.
     copies = {id(value): value.clone() for value in changed.values()}
     arguments = {**call.arguments, **{name: copies[id(v)] for name, v in changed.items()}}
-    args, kwargs = _as_called(call.module, arguments)
+    args, kwargs = as_called(call.module, arguments)
     with exact_maths(call.x.dtype), undisturbed(call.module):
         out = functional_call(call.module, dict(weights or {}), args, kwargs)
         return as_tokens(first_tensor(out, call.out_at), call.token_axis)
@@ -126,7 +131,7 @@ class Replayed:
         if self.call.goes_on:
             return self._seen_at(projection, x)[1]
         out = self._run(x)
-        return out if self.call.projection_inside else projection(out)
+        return out if self.call.projection_inside else first_tensor(projection(out))
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
@@ -227,7 +232,7 @@ def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tenso
         # Copies: a block may write into its input.
         still = {n: one.x.clone() for one in block.streams for n in one.names}
         arguments = {**block.arguments, **still, **moved.arguments(x)}
-        args, kwargs = _as_called(block.module, arguments)
+        args, kwargs = as_called(block.module, arguments)
         with exact_maths(x.dtype), undisturbed(block.module):
             return as_tokens(first_tensor(block.module.forward(*args, **kwargs)), axis)
 
@@ -235,9 +240,16 @@ def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tenso
 
 
 class Streams:
-    """Several tensors as one matrix of tokens, one after the other."""
+    """Several tensors as one matrix of tokens, one after the other; those of one sample."""
 
     def __init__(self, streams: Sequence[Stream], axis: int) -> None:
+        for one in streams:
+            if one.x.ndim == 3 and 1 not in one.x.shape[:2]:
+                raise InputError(
+                    "A block should see one sample at a time, (1, tokens, width). Found "
+                    f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows in the place of "
+                    "samples are not covered; measure the part of the model behind them."
+                )
         self.streams = streams
         self.parts = [as_tokens(one.x, axis) for one in streams]
         self.x = self.parts[0] if len(streams) == 1 else torch.cat(self.parts)
@@ -251,22 +263,3 @@ class Streams:
             part.reshape(one.x.shape).clone() for part, one in zip(parts, self.streams, strict=True)
         ]
         return {n: t for one, t in zip(self.streams, shaped, strict=True) for n in one.names}
-
-
-def _as_called(
-    module: nn.Module, arguments: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as a call: those before variable positional ones have no name there."""
-    kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
-    several = next((n for n, k in kinds.items() if k is Kind.VAR_POSITIONAL), None)
-    several = several if arguments.get(several or "") else None
-    args: list[Any] = []
-    named = dict(arguments)
-    for name, kind in kinds.items():
-        if name not in named:
-            continue
-        if name == several or kind is Kind.VAR_POSITIONAL:
-            args.extend(named.pop(name))
-        elif kind is Kind.POSITIONAL_ONLY or (several and kind is Kind.POSITIONAL_OR_KEYWORD):
-            args.append(named.pop(name))
-    return tuple(args), named

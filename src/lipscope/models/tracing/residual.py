@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
 from lipscope.models.tracing.calls import Trace, as_tokens
+from lipscope.models.tracing.flow import place
 from lipscope.models.tracing.itself import (
     Ends,
     ends_of_attention,
@@ -52,16 +53,16 @@ Parts = tuple[
 
 def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
     """The norm whose output is the layer's input: the same place, with the same values."""
-    place = call.kept[0].data_ptr()
-    found = [n for n in record.norms if n.y_place == place and n.y.numel() == call.x.numel()]
+    here = place(call.kept[0])
+    found = [n for n in record.norms if n.y_place == here and n.y.numel() == call.x.numel()]
     same = (n for n in found if close(as_tokens(n.y, call.token_axis), call.x))
     return next(same, None)
 
 
 def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
     """The norm that takes the attention's own output, before any sum."""
-    place = call.kept[-1].data_ptr()
-    found = [n for n in record.norms if n.x_place == place and n.x.numel() == call.output.numel()]
+    here = place(call.kept[-1])
+    found = [n for n in record.norms if n.x_place == here and n.x.numel() == call.output.numel()]
     same = (n for n in found if close(as_tokens(n.x, call.token_axis), call.output))
     return next(same, None)
 
@@ -91,7 +92,7 @@ def residual(
     added = call.output if after is None else as_tokens(after.y, call.token_axis)
     second = TokenModule(after.module, after.x) if after is not None else None
     own = None if after is None else after.module
-    place = call.kept[-1].data_ptr() if after is None else after.y_place
+    here = place(call.kept[-1]) if after is None else after.y_place
     ends, scale = ends_of_attention(record, call), None
 
     def behind(y: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def residual(
 
     if norm is not None:
         x = as_tokens(norm.x, call.token_axis)
-        index, scale = _sum_of(record, call, x, added, place)
+        index, scale = _sum_of(record, call, x, added, here)
         if index is not None:
             total, before = record.seen.sums[index], TokenModule(norm.module, norm.x)
             return (
@@ -121,7 +122,7 @@ def residual(
                 to_sum(index, from_norm(record, norm, ends)),
                 Norms(norm.module, own, scale=scale),
             )
-    index, scale = _sum_of(record, call, call.x, added, place)
+    index, scale = _sum_of(record, call, call.x, added, here)
     if index is None:
         raise InputError(
             f"The map `residual` needs a sum of the layer's input and output from which the model "
@@ -151,7 +152,7 @@ def residual(
 
 
 def _sum_of(
-    record: Trace, call: AttentionCall, x: Tensor, added: Tensor, place: int
+    record: Trace, call: AttentionCall, x: Tensor, added: Tensor, here: int
 ) -> tuple[int | None, Tensor | None]:
     """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
 
@@ -160,7 +161,7 @@ def _sum_of(
     """
     if x.shape != added.shape:
         return None, None
-    scales = (None, *record.seen.factors(place, call.sums_before))
+    scales = (None, *record.seen.factors(here, call.sums_before))
     expected = [x + (added if scale is None else added * scale) for scale in scales]
     for index, total in enumerate(record.seen.sums[call.sums_before :], call.sums_before):
         if not total.read or total.value.numel() != x.numel():

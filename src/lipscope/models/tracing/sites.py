@@ -21,7 +21,8 @@ SIDES: tuple[str, ...] = get_args(Side)
 _SECONDS = 1.0  # that a search in one path may take
 # Class names of attention, with what variants of one layout (channels last, a stride) add to them.
 _NAMED = regex.compile(
-    "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|Downsample|2dDownsample|PoolFirst)?$|FlashAttention2$"
+    "(Attention|Attn|GPSA|MHSA|MLA|XCA)(Cl|2d|Rope|V2|(2d)?Downsample|PoolFirst|Global|ConvRelPosEnc)?$"
+    "|FlashAttention2$"
 )
 
 
@@ -61,6 +62,7 @@ class AttentionCall:
         unsure: Names of other tokens that may be the source of keys, under names of their own.
         implementation: Attention implementation under which the call was made.
         sums_before: Number of sums that the model had formed before.
+        blocks_before: Number of calls of blocks that had ended before.
         turn: Which of the calls of its module it is, from 0.
         refusal: Why the call is no attention map of its input; empty if it is one.
         in_parts: Whether it was made on windows of the tokens, or on tokens of other axes.
@@ -85,6 +87,7 @@ class AttentionCall:
     unsure: tuple[str, ...] = ()
     implementation: str | None = None
     sums_before: int = 0
+    blocks_before: int = 0
     turn: int = 0
     refusal: str = ""
     in_parts: bool = False
@@ -293,8 +296,9 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
+    own = (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
     return (
-        "cross" in (name.rsplit(".", 1)[-1] + type(module).__name__).lower()
+        "cross" in own.replace("crosscovariance", "")  # of channels: it reads its own tokens
         or bool(getattr(module, "is_cross_attention", False))
         or name.endswith(("EncDecAttention", "encoder_attn", "multihead_attn"))
     )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lipscope.models.tracing.flow import lies
+
 _ADDS = ("add", "add_", "__add__", "__radd__", "__iadd__")
 _TIMES = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_")
 _OVER = ("div", "div_", "__truediv__", "__itruediv__", "divide", "divide_", "true_divide")
@@ -98,7 +100,7 @@ class SeenSums(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        terms = [a for a in args if isinstance(a, Tensor) and _lies(a)]
+        terms = [a for a in args if isinstance(a, Tensor) and lies(a)]
         if name == "__get__":  # a shape or a dtype, no computation
             return func(*args, **(kwargs or {}))
         adds = _adds(func, args)
@@ -169,28 +171,19 @@ def _is_factor(factor: Any, x: Any) -> bool:
     """Whether it multiplies every token in the same way, and no token moves it."""
     if not isinstance(x, Tensor) or x.ndim not in (2, 3) or not x.is_floating_point():
         return False
-    if not _lies(x):
+    if not lies(x):
         return False
     if not isinstance(factor, Tensor):
         return isinstance(factor, int | float)
     size = factor.numel()
     of_channels = factor.ndim > 0 and factor.shape[-1] == size == x.shape[-1]
-    return not factor.requires_grad and (size == 1 or of_channels) and _lies(factor)
+    return not factor.requires_grad and (size == 1 or of_channels) and lies(factor)
 
 
 def _alike(terms: list[Tensor]) -> bool:
     """Whether these are two token matrices; scores have more axes, masks another shape."""
     alike = len(terms) == 2 and terms[0].ndim in (2, 3) and terms[0].shape == terms[1].shape
-    return alike and all(map(_lies, terms))
-
-
-def _lies(x: Tensor) -> bool:
-    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return False
-    return True
+    return alike and all(map(lies, terms))
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -64,7 +65,7 @@ def trace(
     marks = True
     try:
         record = _traced(*options, Kept(), marks)
-    except InputError:  # some code runs without marks only; its own mistakes come again
+    except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
         marks = False
         record = _traced(*options, Kept(), marks)
     if record.kept.overwritten():
@@ -129,6 +130,7 @@ def _traced(
     return record
 
 
+_ROOM = __name__.rpartition(".")[0]
 # What the code of models and of torch's own layers raises where an input does not fit.
 _OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
@@ -140,6 +142,8 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
     except InputError:
         raise
     except _OF_MODELS as problem:
+        if _is_ours(problem):
+            raise
         text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
@@ -147,12 +151,24 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
         ) from problem
 
 
+def _is_ours(problem: Exception) -> bool:
+    """Whether a hook of lipscope raised it, and not the model that ran between the hooks."""
+    frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
+    codes = [frame.f_code for frame in frames if frame.f_globals["__name__"].startswith(_ROOM)]
+    passed = {_run_once.__name__, _called.__name__, "__torch_function__"}  # the model's own calls
+    return any(code.co_name not in passed for code in codes)
+
+
 @contextlib.contextmanager
 def _same_draws(model: nn.Module) -> Iterator[None]:
     """What a forward pass draws (noise that masks patches) is the same each time it is run."""
     used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
+    # which took longer than a small model.
     with torch.random.fork_rng(used):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        for index in used:
+            torch.cuda.default_generators[index].manual_seed(0)
         yield
 
 

@@ -1,0 +1,233 @@
+"""Attention that is called, or answers, in unusual ways: right, or refused with its own reason.
+
+Truths are dense Jacobians of the module itself by `torch.autograd`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipscope as ls
+from lipscope import InputError
+
+WIDTH, N = 8, 5
+X = torch.randn(1, N, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+EXACT: dict[str, Any] = {"dtype": "float64", "tol": 1e-9}
+
+
+def _unnamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        return function(*args)
+
+    return called
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = torch.zeros(())
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.o((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x))
+
+
+class OwnAttention(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.of(x)
+
+
+class StarAttention(Own):
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.of(args[0])
+
+
+class WrappedAttention(Own):
+    forward = _unnamed(Own.of)
+
+
+class SparseAttention(Own):
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        return self.of(x) + bias.to_dense(), bias
+
+
+class MappedAttention(Own):
+    def forward(self, x: Tensor) -> Any:
+        return torch.func.vmap(self.of)(x)
+
+
+class NestedAttention(Own):
+    """As I-BERT: outputs and their scales, each a tuple; a projection behind that has a scale."""
+
+    def forward(self, x: Tensor) -> Any:
+        return ((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x),), (None,)
+
+
+class Scaled(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x: Tensor) -> Any:
+        return nn.functional.linear(x, self.weight, self.bias), None
+
+
+class SilentAttention(Own):
+    def forward(self, x: Tensor) -> None:
+        self.last = self.of(x)
+
+
+class ComplexAttention(Own):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(self.of(x), x)
+
+
+def bias() -> Tensor:
+    return torch.eye(N, WIDTH, dtype=torch.float64)[None].to_sparse()
+
+
+class Block(nn.Module):
+    def __init__(self, site: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.attn, self.call = site, call
+        self.dense = Scaled(nn.Linear(WIDTH, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.call(self, x))
+
+
+class Model(nn.Module):
+    def __init__(self, *block: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(*block)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def truth(f: Callable[[Tensor], Tensor], x: Tensor = X) -> float:
+    jacobian = torch.autograd.functional.jacobian(f, x)
+    assert isinstance(jacobian, Tensor)
+    return float(torch.linalg.matrix_norm(jacobian.reshape(-1, x.numel()), 2))
+
+
+CALLS: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor]]] = {
+    "forward(*args)": (StarAttention, lambda block, x: block.attn(x)),
+    "a decorator that forgets names": (WrappedAttention, lambda block, x: block.attn(x)),
+    "sparse tensors": (SparseAttention, lambda block, x: block.attn(x, bias())[0]),
+    "vmap inside": (MappedAttention, lambda block, x: block.attn(x)),
+    "tuples in a tuple": (NestedAttention, lambda block, x: block.dense(block.attn(x)[0][0])[0]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_of_an_unusual_kind_is_exact(name) -> None:
+    model = Model(CALLS[name][0](), CALLS[name][1]).double()
+    block: Any = model.layers[0]
+    (row,) = ls.measure(model, X, **EXACT)
+    assert row.sigma == pytest.approx(truth(lambda u: block.call(block, u)), rel=1e-8)
+    (whole,) = ls.measure(model, X, map="block", **EXACT)
+    assert whole.sigma == pytest.approx(truth(model), rel=1e-8)
+
+
+REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
+    "nothing": (
+        SilentAttention,
+        lambda block, x: (block.attn(x), block.attn.last)[1],
+        r"`layers\.0\.attn` should return a tensor. Found `NoneType`",
+    ),
+    "complex numbers": (ComplexAttention, lambda block, x: block.attn(x).real, "real numbers"),
+    "one value for several tokens": (
+        OwnAttention,
+        lambda block, x: block.attn(x[:, :1].expand(1, N, WIDTH)),
+        "should take tokens that move one by one",
+    ),
+    "no tokens": (
+        OwnAttention,
+        lambda block, x: torch.cat([block.attn(x[:, :0]), x], 1),
+        r"`layers\.0\.attn` should be given tokens",
+    ),
+    "vmap outside": (
+        OwnAttention,
+        lambda block, x: torch.func.vmap(block.attn)(x),
+        r"one sample, \(1, tokens, width\). Found \(5, 8\)",
+    ),
+    "what the model itself cannot do": (
+        OwnAttention,
+        lambda block, x: block.attn(x, 2),
+        "the model calls it otherwise: too many positional arguments",
+    ),
+    "what its code cannot do": (
+        OwnAttention,
+        lambda block, x: block.attn(x[..., :3]),
+        "its forward pass raised RuntimeError: mat1 and mat2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_call_of_an_unusual_kind_is_refused_with_its_reason(name) -> None:
+    site, call, said = REFUSED[name]
+    with pytest.raises(InputError, match=said):
+        ls.measure(Model(site(), call).double(), X, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_that_takes_no_hooks_is_refused() -> None:
+    model = Model(OwnAttention(), lambda block, x: block.attn(x))
+    model.layers.append(torch.jit.trace(nn.Linear(WIDTH, WIDTH), X.float()))  # pyright: ignore
+    with pytest.raises(InputError, match=r"Found `layers\.1` compiled by `torch\.jit`"):
+        ls.measure(model, X, **EXACT)
+
+
+def test_a_mistake_of_a_hook_is_not_told_as_the_models(monkeypatch) -> None:
+    def mistaken(*_: object) -> None:
+        raise TypeError("of a hook")
+
+    monkeypatch.setattr("lipscope.models.tracing.calls.place_of_output", mistaken)
+    with pytest.raises(TypeError, match="of a hook"):
+        ls.measure(Model(OwnAttention(), lambda block, x: block.attn(x)).double(), X)
+
+
+def test_a_block_that_calls_its_attention_twice_is_one_block() -> None:
+    model = Model(OwnAttention(), lambda block, x: block.attn(x) + block.attn(2 * x)).double()
+    rows = ls.measure(model, X, map="block", **EXACT)
+    assert [row.sigma for row in rows] == pytest.approx([truth(model)] * 2, rel=1e-8)
+
+
+def test_float64_of_what_a_model_makes_of_numbers() -> None:
+    """The least float64 is no float32 (XGLM's mask), and a float32 table (DAB-DETR's) fits none."""
+
+    class MadeAttention(Own):
+        def forward(self, x: Tensor) -> Tensor:
+            least = torch.tensor(torch.finfo(x.dtype).min)
+            scores = torch.max(self.q(x) @ self.k(x).mT, least)
+            return self.o(scores.softmax(-1) @ self.v(x)) @ torch.eye(WIDTH)
+
+    model = Model(MadeAttention(), lambda block, x: block.attn(x))
+    (row,) = ls.measure(model, X, **EXACT)
+    site = OwnAttention().double()
+    assert row.sigma == pytest.approx(truth(site), rel=1e-8)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_jacobian_of_zero_is_no_wrong_derivative() -> None:
+    """Queries that read one value move nothing: the products are rounding, and none too much."""
+    keys = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    one = torch.randn(WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    op = ls.linearise(lambda q: (q @ keys.T).softmax(-1) @ one.expand(N, WIDTH), X[0])
+    assert float(op.matvec(X[0]).abs().max()) < 1e-13
+
+
+def test_a_cut_gradient_is_seen_at_an_input_of_any_seed() -> None:
+    """The direction in which it is looked for is no input's own, along which a norm is constant."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(InputError, match="should be differentiable"):
+        ls.linearise(lambda u: nn.functional.layer_norm(u, (8,)).detach(), x)
