@@ -216,9 +216,10 @@ def test_few_labels_where_there_is_little_room(low: float, high: float):
     assert all(low <= tick <= high for tick in ticks)
 
 
-def test_labels_of_a_short_axis_are_in_even_steps():
+def test_labels_of_a_short_axis_are_evenly_spaced():
     assert tick_values(9.9, 13.0) == [10.0, 11.0, 12.0, 13.0]  # and no 9.9, which stood on 10
     assert tick_values(11.2, 12.6) == [11.5, 12.0, 12.5]
+    assert tick_values(6.6, 36.0, most=7) == [7.0, 10.0, 15.0, 20.0, 30.0]
 
 
 def test_the_legend_of_a_dashed_line_is_dashed(tmp_path: Path):

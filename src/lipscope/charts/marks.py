@@ -202,7 +202,7 @@ def tick_values(low: float, high: float, *, most: int = 25) -> list[float]:
             break
     else:
         values = _even(low, high)
-    for steps in ((1, 3), (1,)):
+    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 3), (1,)):
         coarser = _inside(steps, decades, low, high)
         if len(values) > most and len(coarser) >= 3:
             values = coarser
