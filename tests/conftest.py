@@ -43,6 +43,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what counts its own objects at the end would call them leaked
+
+
 @pytest.fixture
 def unchecked() -> Iterator[None]:
     """No types are checked meanwhile, as outside of the tests."""
