@@ -195,21 +195,27 @@ def _joined(
     """Every operator alone, and all together up to some of them."""
     sigma, upper, products, product = [1.0], [1.0], [1.0], 1.0
     dense = all(op.in_size <= _SMALL for op in jacobians)
-    matrix, together = torch.eye(jacobians[0].in_size, dtype=torch.float64), None
+    matrix: Tensor | None = None
+    together: Operator | None = None
     options = {"delta": delta, "tol": tol}
     for i, own in enumerate(jacobians[: at[-1]], 1):
         if dense:
             alone = to_dense(own).double()
-            matrix = alone @ matrix
+            matrix = alone if matrix is None else alone @ matrix
             product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
             together = own if together is None else compose(own, together)
             product *= _top(own, f"{name}|{i}|alone", **options).sigma
         if i in at:
-            ends = float(torch.linalg.matrix_norm(matrix, 2))
-            whole = None if together is None else _top(together, f"{name}|{i}", **options)
-            sigma.append(ends if whole is None else whole.sigma)
-            upper.append(ends if whole is None else whole.upper)
+            if matrix is not None:
+                exact = float(torch.linalg.matrix_norm(matrix, 2))
+                ends = exact, exact
+            else:
+                assert together is not None
+                whole = _top(together, f"{name}|{i}", **options)
+                ends = whole.sigma, whole.upper
+            sigma.append(ends[0])
+            upper.append(ends[1])
             products.append(product)
     values = (torch.tensor(v, dtype=torch.float64) for v in (sigma, upper, products))
     lower, higher, each = values
