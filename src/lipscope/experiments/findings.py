@@ -151,6 +151,18 @@ def middle(values: Iterable[float], digits: int = 2) -> str:
     return f"{mid:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def geometric(values: Sequence[float]) -> str:
+    """A geometric mean with the 95 % interval of the mean logarithm, of three or more numbers.
+
+    For what is positive and differs by factors; the logarithms should be nearly normal.
+
+    >>> geometric([1.0, 10.0, 100.0])
+    '10.0 [0.0328, 3049]'
+    """
+    mean, low, high = (math.exp(end) for end in mean_interval([math.log(v) for v in values]))
+    return number(mean, 3) + (f" [{number(low, 3)}, {number(high, 3)}]" if len(values) > 2 else "")
+
+
 def average(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> str:
     """A mean with its 95 % interval, where there is one; cut to what is possible.
 

@@ -16,7 +16,7 @@ from lipscope.engine.capture import layer_maps
 from lipscope.errors import InputError
 from lipscope.experiments.castin2024.maps import multiple
 from lipscope.experiments.experiment import Study, ValueJob
-from lipscope.experiments.findings import Claim, Table, average
+from lipscope.experiments.findings import Claim, Table, average, geometric
 from lipscope.experiments.texts import Text
 from lipscope.linalg.starts import start_named
 from lipscope.models import LoadedModel
@@ -56,7 +56,7 @@ def depths(study: Study) -> Depths:
                 Claim(
                     f"{name}, {text}: product of the blocks' sigmas / sigma of all blocks together",
                     "at least 1",
-                    average([r["product"][-1] / r["sigma"][-1] for r in mine]),
+                    geometric([r["product"][-1] / r["sigma"][-1] for r in mine]),
                 )
                 for (name, text), mine in _grouped(models)
             ),
@@ -154,9 +154,9 @@ def _model_table(models: Sequence[dict[str, Any]]) -> Table:
     lines = []
     for (name, text), mine in _grouped(models):
         for i, depth in enumerate(mine[0]["times"][1:], 1):
-            sigma = average([r["sigma"][i] for r in mine])
-            product = average([r["product"][i] for r in mine])
-            over = average([r["product"][i] / r["sigma"][i] for r in mine])
+            sigma = geometric([r["sigma"][i] for r in mine])
+            product = geometric([r["product"][i] for r in mine])
+            over = geometric([r["product"][i] / r["sigma"][i] for r in mine])
             lines.append((name, text, f"{depth:g}", sigma, product, over))
     columns = ("model", "text", "blocks", "sigma together", "product", "product / sigma")
     title = f"From the entrance of the first block to the end of another, {_LENGTH} tokens"

@@ -71,7 +71,8 @@ def dynamics(study: Study) -> Findings:
             "sphere, 32 tokens). Leaders: tokens to which some token gives more than half of its "
             "weight.",
             "Intervals are 95 % over independent starts (Student; shares: Clopper–Pearson), for "
-            "models over windows of text, where there are three or more.",
+            "models of the mean logarithm over windows of text, where there are three or more, "
+            "beside geometric means.",
             "Adaptive: order 8, relative tolerance 1e-6. Euler: fixed steps of the same flow.",
             *remarks,
         ),
