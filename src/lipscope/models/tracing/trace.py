@@ -154,7 +154,9 @@ def _run_once(model: nn.Module, inputs: Inputs) -> Any:
 def _is_ours(problem: Exception) -> bool:
     """Whether a hook of lipscope raised it, and not the model that ran between the hooks."""
     frames = (frame for frame, _ in traceback.walk_tb(problem.__traceback__))
-    codes = [frame.f_code for frame in frames if frame.f_globals["__name__"].startswith(_ROOM)]
+    codes = [
+        frame.f_code for frame in frames if frame.f_globals.get("__name__", "").startswith(_ROOM)
+    ]
     passed = {_run_once.__name__, _called.__name__, "__torch_function__"}  # the model's own calls
     return any(code.co_name not in passed for code in codes)
 
