@@ -8,8 +8,8 @@ SHARE := --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# uv installs in a sixth of the time that pip takes. Where pip is told to look, it does not know:
-# that is handed on. Nothing is compiled: most of the modules of torch and transformers never run.
+# uv installs several times faster than pip. It does not know where pip is told to look, so that is
+# handed on. Nothing is compiled: most of the modules of torch and transformers never run.
 WHERE = $(shell $(PIP) config list | sed 's/\\n/ /g' \
   | sed -nE "s/^[^=]*\.((extra-)?index-url|find-links)='(.*)'$$/\1 \3/p" \
   | awk '{for (i = 2; i <= NF; i++) print "--" $$1, $$i}')

@@ -152,15 +152,19 @@ def middle(values: Iterable[float], digits: int = 2) -> str:
 
 
 def geometric(values: Sequence[float]) -> str:
-    """A geometric mean with the 95 % interval of the mean logarithm, of three or more numbers.
+    """A geometric mean with the 95 % interval of the mean logarithm, where there is one.
 
     For what is positive and differs by factors; the logarithms should be nearly normal.
 
     >>> geometric([1.0, 10.0, 100.0])
     '10.0 [0.0328, 3049]'
     """
-    mean, low, high = (math.exp(end) for end in mean_interval([math.log(v) for v in values]))
-    return number(mean, 3) + (f" [{number(low, 3)}, {number(high, 3)}]" if len(values) > 2 else "")
+    mean, *ends = mean_interval([math.log(value) for value in values])
+    said = number(math.exp(mean), 3)
+    if len(values) < 3:  # an interval of two values says nothing
+        return said
+    low, high = (number(math.exp(end), 3) for end in ends)
+    return f"{said} [{low}, {high}]"
 
 
 def average(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> str:

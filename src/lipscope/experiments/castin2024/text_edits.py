@@ -15,7 +15,6 @@ from lipscope.records.edits import TextEdit
 from lipscope.records.sampling import mean_interval, share_interval
 
 _LENGTH = 16
-_SEVERAL = 3  # tokens, of half the windows
 _PASSAGES, _LONG = 20, 100  # of each text; characters
 _RIVALS = ("hotflip", "duplicate", "random")
 Number = Callable[[TextEdit], float | None]
@@ -29,39 +28,31 @@ Number = Callable[[TextEdit], float | None]
     quick_models=("minilm",),
 )
 def text_edits(study: Study) -> Findings:
-    """One token, and three, against the model's output, a layer's, and the nearest neighbour."""
+    """One token against the model's output, a layer's, and the nearest neighbour."""
     queries, samples = study.pick((8, 2), (16, 120))
     cut = [part for text in study.texts for part in _passages(text.content)]
     passages = [*{" ".join(part.split()): part for part in cut}.values()]  # each once
-    asked: dict[str, Any] = {"queries": queries, "samples": samples}
-    half = asked | {"samples": samples // 2}
+    asked = {"queries": queries, "samples": samples}
     change = _asked(study, target="model", **asked)
     flips = _asked(study, target="model", between=passages, **asked)
-    layer = _asked(study, target="layer", **half)
-    several = _asked(study, target="model", budget=_SEVERAL, **half)
+    layer = _asked(study, target="layer", queries=queries, samples=samples // 2)
     _draw(study, change)
     tables = [
         _table("The model's output, one token", change),
         _table("The output of the middle layer's attention, one token", layer),
         _flips(flips, len(passages)),
-        _table(f"The model's output, up to {_SEVERAL} tokens", several),
     ]
     return Findings(
         (
             Claim(
                 "windows, and how many were attacked",
                 "–",
-                f"{_windows(change)}; of the layer {_windows(layer)}; of {_SEVERAL} tokens "
-                f"{_windows(several)}",
+                f"{_windows(change)}; of the layer {_windows(layer)}",
             ),
             Claim("change of the model's output, one token", "unknown", _means(change)),
-            Claim(
-                f"change of the model's output, up to {_SEVERAL} tokens", "unknown", _means(several)
-            ),
             Claim("change of the layer's output, one token", "unknown", _means(layer)),
             Claim("the model: sigma against the others", "unknown", _pairs(change)),
             Claim("the layer: sigma against the others", "unknown", _pairs(layer)),
-            Claim(f"{_SEVERAL} tokens: sigma against the others", "unknown", _pairs(several)),
             Claim(
                 "change over what the Jacobian predicts, edits of the recipe sigma",
                 "1 to first order",
@@ -89,12 +80,12 @@ def text_edits(study: Study) -> Findings:
     )
 
 
-def _asked(study: Study, budget: int = 1, **options: Any) -> list[TextEdit]:
+def _asked(study: Study, **options: Any) -> list[TextEdit]:
     found: list[TextEdit] = []
     for model, text in study.places():
         middle = getattr(model.config, "num_hidden_layers", 0) // 2
         where: dict[str, Any] = {"layer": middle, "length": _LENGTH, "out": study.folder}
-        found += attack_text(model, text.content, budget=budget, **where, **options).edits
+        found += attack_text(model, text.content, budget=1, **where, **options).edits
     return found
 
 
