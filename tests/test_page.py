@@ -8,6 +8,7 @@ import math
 import re
 import resource
 import xml.etree.ElementTree as ElementTree
+from heapq import nlargest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,7 @@ from scipy import stats
 import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, pushed, sandwiched, shares, trained, written
-from lipscope import Measurement, read_run, report
+from lipscope import Measurement, TokenShare, read_run, report
 from lipscope.charts.look import save, save_each
 from lipscope.charts.pieces import spaced
 from lipscope.errors import InputError
@@ -30,7 +31,7 @@ from lipscope.pages.items import items_of
 from lipscope.pages.points import axes, points_of
 from lipscope.pages.training import training_of
 from lipscope.pages.words import bibliography, methods
-from rows import row
+from rows import row, write_lines
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
 
@@ -201,6 +202,34 @@ def test_more_rows_are_sampled_and_the_worst_are_kept(tmp_path: Path, monkeypatc
     assert len(found.means) == 30 and sum(m["count"] for m in found.means) == 300
     (remark,) = found.remarks
     assert remark.startswith("Points show 100 of 300 rows: the 20 worst of every setting")
+
+
+def test_the_tokens_of_largest_share_are_those_of_a_long_window_too(tmp_path: Path) -> None:
+    """Shares of 1/2000 that differ by less than what the page keeps of each, in no order."""
+    (one,) = grown(1, lengths=(2000,), samples=1)
+    run = written(tmp_path / "run", [one])
+    held = [(1 + 1e-4 * (k * 737 % 2000) / 2000) / 2000 for k in range(2000)]
+    tokens = [
+        TokenShare(id=one.id, index=k, text=f"w{k}", share_in=s, share_out=None, norm=1.0)
+        for k, s in enumerate(held)
+    ]
+    write_lines(run / "tokens.jsonl", map(vars, tokens))
+    (window,) = Content([read_run(run)]).as_plain()["windows"].values()
+    assert len(set(window["in"])) == 1
+    top = nlargest(8, held)
+    assert [held[k] for k in window["most"]] == top
+    assert window["others"] == pytest.approx(math.fsum(held) - math.fsum(top), rel=1e-4)
+
+
+def test_a_window_is_in_the_selection_once_and_a_text_on_the_page_once(page: str) -> None:
+    """Also where every window says the same words, as here."""
+    data = data_of(page)
+    names = ("s", "source", "layer", "head", "kind", "n", "sample")
+    shown = list(zip(*(data["points"][name] for name in names), strict=True))
+    assert len(set(shown)) == len(shown)
+    listed = [shown[int(k)] for k in data["windows"]]
+    assert len(listed) == len(set(listed)) > 60 and {one[4] for one in listed} == {"real"}
+    assert len(set(map(tuple, data["texts"]))) == len(data["texts"]) == 1
 
 
 def test_runs_of_one_model_are_told_apart(tmp_path: Path) -> None:

@@ -253,6 +253,13 @@ def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: P
     before = opened.svg("adversarial")
     opened.choose("Built input", "ascent")
     assert opened.svg("adversarial") != before
+    opened.page.locator(POINT.format("adversarial")).first.click()
+    opened.drawn()
+    picked = windows.locator("option:checked").inner_text()
+    assert picked.startswith("16 tokens, ascent: sigma") and windows.locator("option").count() == 10
+    assert "not kept" in opened.page.inner_text("#sensitivity .shaded[data-side=in]")
+    opened.choose("Window", listed[0])
+    assert windows.locator("option").all_inner_texts() == listed
     opened.choose("Folder", "second")
     assert f"{100 * 16**0.25:.3g}" in opened.page.inner_text("#figures")
     assert windows.count() == 0  # one window is no choice

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import lipscope as ls
 from lipscope import InputError
@@ -60,6 +61,17 @@ class SparseAttention(Own):
 class MappedAttention(Own):
     def forward(self, x: Tensor) -> Any:
         return torch.func.vmap(self.of)(x)
+
+
+class CheckpointedAttention(Own):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.of, x, use_reentrant=self.reentrant)
+
+
+class ReentrantAttention(CheckpointedAttention):
+    reentrant = True
 
 
 class NestedAttention(Own):
@@ -123,6 +135,7 @@ CALLS: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor]]] = {
     "a decorator that forgets names": (WrappedAttention, lambda block, x: block.attn(x)),
     "sparse tensors": (SparseAttention, lambda block, x: block.attn(x, bias())[0]),
     "vmap inside": (MappedAttention, lambda block, x: block.attn(x)),
+    "a checkpoint": (CheckpointedAttention, lambda block, x: block.attn(x)),
     "tuples in a tuple": (NestedAttention, lambda block, x: block.dense(block.attn(x)[0][0])[0]),
 }
 
@@ -159,6 +172,11 @@ REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
         lambda block, x: torch.func.vmap(block.attn)(x),
         r"one sample, \(1, tokens, width\). Found \(5, 8\)",
     ),
+    "a reentrant checkpoint": (
+        ReentrantAttention,
+        lambda block, x: block.attn(x),
+        r"Found that its backward pass raised RuntimeError: .* set use_reentrant=False",
+    ),
     "what the model itself cannot do": (
         OwnAttention,
         lambda block, x: block.attn(x, 2),
@@ -172,6 +190,7 @@ REFUSED: dict[str, tuple[type[Own], Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_of_an_unusual_kind_is_refused_with_its_reason(name) -> None:
     site, call, said = REFUSED[name]
@@ -216,6 +235,39 @@ def test_float64_of_what_a_model_makes_of_numbers() -> None:
     site = OwnAttention().double()
     assert row.sigma == pytest.approx(truth(site), rel=1e-8)
     assert torch.get_default_dtype() == torch.float32
+
+
+class HalfSine(torch.autograd.Function):
+    """A derivative of another shape."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        return args[0].sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0][:1]
+
+
+def written_over(x: Tensor) -> Tensor:
+    y = x.exp()
+    z = y * y
+    return z + y.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("f", "said"),
+    [
+        (lambda x: checkpoint(torch.sin, x, use_reentrant=True), "set use_reentrant=False"),
+        (HalfSine.apply, "invalid gradient at index 0"),
+        (written_over, "modified by an inplace operation"),
+        (lambda x: x.long(), r"one tensor of real numbers. Found `torch\.int64`"),
+    ],
+)
+def test_what_torch_does_not_differentiate_is_one_line(f, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ls.sigma(f, X[0])
 
 
 def test_a_jacobian_of_zero_is_no_wrong_derivative() -> None:

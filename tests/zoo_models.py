@@ -80,6 +80,9 @@ _WITHOUT: tuple[tuple[str, ...], ...] = (
 _RESNET = {"model_type": "resnet", "embedding_size": WIDTH, "hidden_sizes": [WIDTH] * 4}
 _RESNET |= {"depths": [1] * 4, "layer_type": "basic", "out_features": ["stage4"]}
 _DETR = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET}
+_LEVELS = {"model_type": "rt_detr_resnet", "out_features": ["stage2", "stage3", "stage4"]}
+_RT_DETR = {"backbone_config": {**_RESNET, **_LEVELS}, "encoder_in_channels": [WIDTH] * 3}
+_RT_DETR |= {"decoder_in_channels": [WIDTH] * 3, "num_queries": 4}
 _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
 _MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
@@ -112,9 +115,10 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "glm_image_text": {"rope_parameters": _SECTIONS},
     "glm_ocr_text": {"rope_parameters": _SECTIONS},
     "granitemoehybrid": _MAMBA,
-    "grounding-dino": {**_DETR, "d_model": 64},
+    "grounding-dino": {**_DETR, "d_model": 64, "num_queries": 4},
     "informer": _SERIES,
     "instructblip": {"num_query_tokens": 1, "image_token_index": 5},
+    "kosmos-2": {"latent_query_num": 1},
     "kosmos_2_text_model": {"attention_heads": 4},
     "kyutai_speech_to_text": {"codebook_vocab_size": 20, "audio_pad_token_id": 19},
     "led": {"attention_window": 4},
@@ -125,7 +129,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
     "mimi": {"upsample_groups": 16},
     "mimi_decoder": {"upsample_groups": 16},
-    "mm-grounding-dino": {**_DETR, "d_model": 64},
+    "mm-grounding-dino": {**_DETR, "d_model": 64, "num_queries": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "exaone4_5_vision": {"window_size": 16},
     "patchtsmixer": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
@@ -133,12 +137,21 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "perceiver": {"d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2,
                   "num_cross_attention_heads": 2, "num_self_attention_heads": 2,
                   "d_model": 16, "max_position_embeddings": 32},
+    "pvt": {"image_size": 32, "sequence_reduction_ratios": [2, 2, 1, 1]},
     "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
     "qwen2_5_vl_vision": {"window_size": 16},
     "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
     "qwen2_vl_text": {"rope_parameters": _SECTIONS},
     "reformer": {"axial_pos_embds_dim": [8, 8], "attn_layers": ["local", "lsh"], "num_buckets": 2,
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
+    "rf_detr_dinov2": {"num_windows": 1},
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": _RT_DETR,
+    "sam2_hiera_det_model": {"embed_dim_per_stage": [16, 32, 48, 64],
+                             "window_size_per_stage": [2, 2, 2, 2]},
+    "sam2_vision_model": {"backbone_channel_list": [64, 48, 32, 16]},
+    "step3p5": {"sliding_window": 4},
+    "t5gemma2_text": {"dropout_rate": 0.0},
     "table-transformer": _DETR,
     "time_series_transformer": _SERIES,
     "xmod": {"default_language": "en_XX"},
@@ -228,7 +241,8 @@ def shrunk(
         kinds = sorted(dict.fromkeys(given), key=lambda kind: "attention" not in kind)
         sizes["layer_types"] = [*kinds[:2], *kinds][:2]  # two kinds, one of them attention
     for name, usual in held.items():
-        if isinstance(usual, dict) and usual and all(str(key).isdigit() for key in usual):
+        numbered = isinstance(usual, dict) and usual and all(str(key).isdigit() for key in usual)
+        if numbered and name != "id2label":
             sizes[name] = {}  # what is told of single layers
     sizes |= _OWN.get(kind.model_type, {})
     while True:
@@ -300,6 +314,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     channels = size("num_channels", size("in_channels", 3, vision), vision)
     merge, frames = size("spatial_merge_size", 2, vision), size("temporal_patch_size", 1, vision)
     pictures = real(1, channels, side, side)
+    codes = size("num_codebooks", 1)
     bins = size("num_mel_bins", size("feature_size", 16))
     grid = torch.tensor([[1, 2 * merge, 2 * merge]])
     patches = real(math.prod(grid[0].tolist()), channels * frames * patch**2)
@@ -334,10 +349,15 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         "rewards": real(1, 4, 1),
         "returns_to_go": real(1, 4, 1),
         "timesteps": torch.arange(4)[None],
+        "past_values_padding": torch.zeros(1, 8),
+        "freq": torch.zeros(1, 1, dtype=torch.long),
+        "merge_sizes": torch.tensor([merge]),
+        "task_inputs": ids,
     }
     time = [name for name in takes if re.fullmatch(r"(input_features|audio_mel)_mask", name)]
     known |= dict.fromkeys(time, torch.ones(1, 64, dtype=torch.bool))
     main = getattr(model, "main_input_name", "input_ids")
+    main = main[0] if isinstance(main, list) else main
     main = main if main in takes else next(iter(takes))
     more: dict[str, Tensor] = {}
     if "noise" in takes:  # what ViTMAE hides is drawn anew in every call
@@ -361,7 +381,9 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             {"pixel_values": patches[:4].reshape(4, channels, -1, patch), "grid_hws": grid[:, 1:]},
             {"pixel_values": real(1, channels, 128, 128)},
         ],
+        "input_ids": [{"input_ids": ids[..., None].expand(1, TOKENS, codes + 1)}],
         "past_values": [
+            {"past_values": real(1, 64), "past_values_padding": torch.zeros(1, 64)},
             {"past_values": real(1, size("context_length", 32), size("num_input_channels", 1))}
         ],
         "input_features": [
@@ -374,6 +396,8 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             {"input_values": real(1, 1, 400)},
             {"input_values": real(1, 1600)},
             {"input_values": real(1, 1, 3200)},
+            {"input_values": real(1, TOKENS, size("hidden_size", WIDTH)),
+             "decoder_input_values": real(1, 4, size("hidden_size", WIDTH))},
         ],
     }  # fmt: skip
     for names in (needed, needed | both):

@@ -7,15 +7,16 @@ batch axes in front of their shape.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lipscope.errors import InputError
+from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.starts import start_named
 
 Product = Callable[[Tensor], Tensor]
@@ -94,8 +95,8 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         Operator with ``in_shape = x.shape`` and ``out_shape = f(x).shape``.
 
     Raises:
-        InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is no tensor, or gradients
-            are cut inside.
+        InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is no tensor, gradients are
+            cut inside, or torch has none.
 
     >>> import torch
     >>> op = linearise(lambda x: x * x, torch.tensor([1.0, 3.0]))
@@ -124,7 +125,8 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
         y.device,
     )
     size = tape.y.detach().norm() / tape.point.detach().norm()
-    check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)
+    with derivatives():
+        check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)
     if not op.matvec(_direction(x)).any():
         _check_uncut(f, tape)
     return op
@@ -148,6 +150,20 @@ def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
         )
 
 
+@contextlib.contextmanager
+def derivatives() -> Iterator[None]:
+    """First backward passes of a function: what torch says against them becomes a refusal."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if out_of_memory(problem):
+            raise
+        raise InputError(
+            "What is measured should be differentiable twice by `torch.autograd.grad`. Found that "
+            f"its backward pass raised {type(problem).__name__}: {problem}"
+        ) from problem
+
+
 class Tape:
     """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
 
@@ -157,14 +173,14 @@ class Tape:
         constant: Whether ``y`` does not depend on the point, so that there are no products.
 
     Raises:
-        InputError: If ``f(x)`` is no tensor of real numbers.
+        InputError: If ``f(x)`` is no tensor of real numbers, or torch has no derivative of it.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.point = x.detach().clone().requires_grad_(True)
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             self.y = f(self.point)
-            if not isinstance(self.y, Tensor) or self.y.is_complex():
+            if not isinstance(self.y, Tensor) or not self.y.is_floating_point():
                 found = self.y.dtype if isinstance(self.y, Tensor) else type(self.y).__name__
                 raise InputError(
                     f"`f(x)` should be one tensor of real numbers. Found `{found}`; "
@@ -174,7 +190,8 @@ class Tape:
             if self.constant:
                 return
             self.weight = torch.zeros_like(self.y, requires_grad=True)
-            self.pulled = _pulled(self.y, self.point, self.weight)
+            with derivatives():
+                self.pulled = _pulled(self.y, self.point, self.weight)
         self.constant = not self.pulled.requires_grad
 
     def matvec(self, e: Tensor) -> Tensor:

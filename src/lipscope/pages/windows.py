@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ MAX_EXCERPTS = 1_500
 """Beginnings of windows that a page carries for its tooltips."""
 
 _BEGINNING = 48  # tokens of an excerpt
+_MOST = 8  # tokens of largest share that a page lists
 SCALE = 100_000  # shares as whole numbers of hundred-thousandths
 
 
@@ -29,7 +31,8 @@ class Windows:
 
     Attributes:
         texts: The tokens of every distinct window, as shown.
-        windows: By place among the carried items: text, shares and norms.
+        windows: By place among the carried items: text, shares and norms, the tokens of largest
+            share in and what all others have together.
         excerpts: Beginnings of windows.
         begins: By place among the carried items: its excerpt, or None.
         tops: By row: the text of its top token, where it is known.
@@ -99,8 +102,13 @@ def _chosen(items: Sequence[Item]) -> list[int]:
     return chosen
 
 
-def _shares(tokens: Sequence[TokenShare]) -> dict[str, list[Any]]:
+def _shares(tokens: Sequence[TokenShare]) -> dict[str, Any]:
+    # From the shares themselves: those of long windows are few hundred-thousandths each.
+    moved = [token.share_in or 0.0 for token in tokens]
+    order = sorted(range(len(moved)), key=lambda k: -moved[k])
     return {
+        "most": order[:_MOST],
+        "others": short(math.fsum(moved[k] for k in order[_MOST:])),
         "in": [_whole(token.share_in) for token in tokens],
         "out": [_whole(token.share_out) for token in tokens],
         "norm": [None if t.norm is None else float(f"{t.norm:.4g}") for t in tokens],

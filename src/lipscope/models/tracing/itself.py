@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg.operator import derivatives
 from lipscope.models.tracing.arguments import bound_arguments
 from lipscope.models.tracing.calls import (
     BlockCall,
@@ -161,9 +162,10 @@ class Ends:
             )
         moving, some = held[self.turn], []
         for one in found:
-            parts = torch.autograd.grad(
-                one, moving, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
+            with derivatives():
+                parts = torch.autograd.grad(
+                    one, moving, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
             whole = torch.cat([as_tokens(part, self.token_axis) for part in parts])
             some.append(whole if self.moved is None else whole[self.moved])
         return torch.stack(some)

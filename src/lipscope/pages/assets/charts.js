@@ -231,8 +231,7 @@ function explainPoint(p) {
   const excerpt = D.excerpts[D.begins[p.i]];
   const word = D.tops[p.i];
   return [
-    make("b", {}, `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, `
-      + (p.kind === "real" ? `window ${p.sample}` : p.kind)),
+    make("b", {}, `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, ${inputName(p)}`),
     line(`sigma ${number(p.sigma)} in ${ends(p)}${p.status === "max_steps" ? " (steps ran out)" : ""}`),
     p.relative === null ? "" : line(`relative ${number(p.relative, 3)}`),
     p.share === null ? "" : line(`${percent(p.share)} on token ${p.token}${word ? ` “${word}”` : ""}`

@@ -62,16 +62,13 @@ function spans(words, shares, norms) {
 function drawTokens(w) {
   if (!w) return fill("tokens");
   const words = D.texts[w.text];
-  const order = words.map((_, k) => k).sort((a, b) => (w.in[b] ?? 0) - (w.in[a] ?? 0)).slice(0, 8);
-  const rest = w.in.reduce((sum, v) => sum + (v ?? 0), 0)
-    - order.reduce((sum, k) => sum + (w.in[k] ?? 0), 0);
-  $("sensitivity-note").textContent = words.length > 8
+  $("sensitivity-note").textContent = words.length > w.most.length
     ? "The eight tokens with the largest shares of the right singular vector (share in); all others "
-      + `together have ${percent(Math.max(rest, 0) / D.scale)} of it.`
+      + `together have ${percent(w.others)} of it.`
     : "All tokens, by their share of the right singular vector (share in).";
   return fill("tokens", heading(["token", "number"], "text", ["share in", "number"],
     ["share out", "number"], ["norm", "number"]),
-  make("tbody", {}, ...order.map((k) => make("tr", {}, cell(k, "number"),
+  make("tbody", {}, ...w.most.map((k) => make("tr", {}, cell(k, "number"),
     cell(words[k].trim()), cell(percent((w.in[k] ?? 0) / D.scale), "number"),
     cell(w.out[k] === null || w.out[k] === undefined ? "–" : percent(w.out[k] / D.scale), "number"),
     cell(number(w.norm[k]), "number")))));
@@ -274,7 +271,7 @@ function drawWorst() {
     make("td", {}, make("button", { type: "button", disabled: p.kind === "real" ? null : "",
       onclick: () => { pick(p.i); $("overview").scrollIntoView(); } }, "show")),
     cell(p.layer, "number"), cell(p.head === null ? "all" : p.head), cell(p.n, "number"),
-    cell(p.kind === "real" ? `window ${p.sample}` : p.kind, "whole"), cell(ends(p), "whole"),
+    cell(inputName(p), "whole"), cell(ends(p), "whole"),
     cell(number(p.relative, 3), "number"),
     cell(p.token === null ? "–" : `${D.tops[p.i] ? `“${D.tops[p.i].trim()}” ` : ""}(${p.token})`, "whole"),
     cell(percent(p.share), "number"), cell(number(p.rest), "number"), cell(number(p.rank, 3), "number"),

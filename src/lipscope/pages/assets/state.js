@@ -40,6 +40,7 @@ const percent = (v) => (v === null || v === undefined ? "–"
 const ends = (p) => `[${number(p.sigma)}, ${upward(p.upper)}]`;
 const layerName = (layer) => (layer === "model" ? "whole model" : `layer ${layer}`);
 const headName = (head) => (head === null ? "all heads" : `head ${head}`);
+const inputName = (p) => (p.kind === "real" ? `window ${p.sample}` : p.kind);
 
 // Elements with text as text: nothing that a row says can become markup.
 function make(tag, attributes = {}, ...children) {
@@ -145,7 +146,9 @@ function controls() {
       : select(name, of(s), values.map((v) => [v, v]), (v) => choose({ s: nearest(k, v) }));
   });
   const heads = [...(s.together ? [null] : []), ...s.heads];
-  const windows = windowsHere().sort((a, b) => b.n - a.n || a.sample - b.sample);
+  const chosen = points[state.picked];  // by a click perhaps, and without a text on this page
+  const windows = distinct([...windowsHere(), ...chosen ? [chosen] : []])
+    .sort((a, b) => b.n - a.n || a.sample - b.sample);
   parts.push(
     s.sources.length > 1 ? select("Folder", state.source, s.sources.map((f) => [f, f]),
       (source) => choose({ source })) : null,
@@ -153,7 +156,7 @@ function controls() {
       (layer) => choose({ layer, front: layer })),
     select("Head", state.head, heads.map((h) => [h, headName(h)]), (head) => choose({ head })),
     windows.length > 1 ? select("Window", state.picked, windows.map((p) => [p.i,
-      `${p.n} tokens, window ${p.sample}: sigma ${number(p.sigma, 3)}`]),
+      `${p.n} tokens, ${inputName(p)}: sigma ${number(p.sigma, 3)}`]),
     (picked) => choose({ picked })) : null,
   );
   fill("controls", ...parts);
