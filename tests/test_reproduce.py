@@ -175,14 +175,36 @@ def test_full_sizes_without_a_model(name: str, tmp_path) -> None:
     assert found.claims and "--quick" not in (tmp_path / "a" / "findings.md").read_text()
 
 
-def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def figure3(tmp_path_factory) -> tuple[Path, Findings]:
+    """A finished run, and what it found."""
+    folder = tmp_path_factory.mktemp("figure3") / "run"
+    return folder, reproduce("castin2024/figure3", quick=True, out=folder)
+
+
+def test_sigma_of_the_witness_is_quadratic(figure3) -> None:
     """Against the closed form of one dimension: (n-1)/n R² as R grows."""
-    found = reproduce("castin2024/figure3", quick=True, out=tmp_path / "a")
-    (table,) = found.tables
+    (table,) = figure3[1].tables
     for size, *_, last in table.lines:
         n = int(size)
         if n % 2:
             assert float(last) == pytest.approx((n - 1) / n, rel=1e-3)
+
+
+def test_changed_code_draws_a_finished_run_again(figure3, monkeypatch, tmp_path) -> None:
+    """From the values that are there: none is computed again, and without a change nothing is."""
+    folder, found = figure3
+    figure = folder / "figure3.svg"
+    drawn, values = figure.read_bytes(), read_run(folder).values("figure3")
+    figure.write_bytes(b"of older code")
+    monkeypatch.setattr("lipscope.experiments.castin2024.figure3.top_singular", None)
+    assert reproduce("castin2024/figure3", quick=True, out=folder) == found
+    assert figure.read_bytes() == b"of older code"
+    (tmp_path / "look.py").write_text("WIDTH = 1")
+    monkeypatch.setattr("lipscope.experiments.experiment._CODE", tmp_path)
+    assert reproduce("castin2024/figure3", quick=True, out=folder) == found
+    assert figure.read_bytes() == drawn
+    assert read_run(folder).values("figure3").equals(values)
 
 
 @pytest.mark.slow
