@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from command import SIZES, TEXT
 from lipscope import Rows, cli, read_run
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
+from lipscope.experiments.castin2024.controls import controls
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope.experiments.texts import Text
 from lipscope.models import load_model
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
@@ -270,6 +273,28 @@ def test_certificates_end_at_the_first_refusal() -> None:
     found = _certificates(window, [1e-3, 1e-2, 1e3, 1e-3], sharp=False)
     assert found[0] is not None and found[1] is not None and found[2:] == [None, None]
     assert found[0] >= 1e-3 * window.layer_top.sigma
+
+
+def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, tmp_path) -> None:
+    """Position 0 was that of the first token alone: the control must not rest on it."""
+    loaded = replace(load_model(BERT), weights="float32", trained_length=48)
+    asked: dict[str, Any] = {}
+
+    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> list[Any]:
+        asked[part] = data
+        return []
+
+    monkeypatch.setattr(Study, "measure", measure)
+    with RunFolder(tmp_path / "run", {"a": 1}) as folder:
+        found = controls(Study(folder, (), (), True, None), loaded, Text("words", TEXT))
+        next(one for one in found if one.name.endswith("position 24"))
+    for n in (16, 32, 64):
+        first, middle = (
+            asked[f"control-text, all at position {place}-{loaded.name}-{n}"] for place in (0, 24)
+        )
+        assert first["input_ids"].equal(middle["input_ids"]) and first["input_ids"].shape == (3, n)
+        for batch, place in ((first, 0), (middle, 24)):
+            assert batch["position_ids"].equal(torch.full((3, n), place))
 
 
 def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:
