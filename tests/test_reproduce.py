@@ -19,7 +19,7 @@ from lipscope.experiments import experiments, reproduce
 from lipscope.experiments.castin2024.controls import controls
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
-from lipscope.experiments.texts import Text
+from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import load_model
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
@@ -78,6 +78,18 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, expected) -
     lines = [line for line in err.splitlines() if "lipscope:" in line]
     assert len(lines) == 1 and expected in lines[0]
     assert "Traceback" not in err
+
+
+def test_a_folder_of_short_texts_is_one_text(monkeypatch, tmp_path) -> None:
+    """Called as the folder is, also from within; two of one name would share tables and figures."""
+    for name in ("news/b.txt", "news/a.txt", "old/news/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"Short, in {name}.")
+    monkeypatch.chdir(tmp_path / "news")
+    _, text = texts_of(["."])
+    assert text == Text("news", "Short, in news/a.txt.\n\nShort, in news/b.txt.")
+    with pytest.raises(InputError, match="Found two called `news`"):
+        texts_of([".", str(tmp_path / "old" / "news")])
 
 
 @pytest.fixture
