@@ -41,13 +41,13 @@ class Behind:
         """Bounds of the norms of the rows' derivatives."""
         return self.gain.abs().max() * self.slope * (1 + UNIT)
 
-    def at(self, i: int) -> Float[Tensor, "d d"]:
-        """The derivative at token i."""
+    def at(self, rows: slice) -> Float[Tensor, "r d d"]:
+        """The derivative at some tokens."""
         assert self.u is not None
-        u = self.u[i]
-        m = torch.eye(len(u), dtype=u.dtype) - torch.outer(u, u)
-        m = m - m.mean(1, keepdim=True) if self.centred else m
-        return self.slope[i] * self.gain[:, None] * m
+        u = self.u[rows]
+        m = torch.eye(u.shape[1], dtype=u.dtype) - u[:, :, None] * u[:, None]
+        m = m - m.mean(-1, keepdim=True) if self.centred else m
+        return self.slope[rows, None, None] * self.gain[:, None] * m
 
 
 @dataclass(frozen=True)
@@ -83,21 +83,21 @@ class Around:
         """Whether ``D_i`` and ``L_i`` are identities: no norm behind attention."""
         return self.second is None and self.outer is None
 
-    def own(self, i: int) -> Float[Tensor, "d d"]:
-        """``D_i``."""
+    def own(self, rows: slice) -> Float[Tensor, "r d d"]:
+        """``D_i`` of some tokens; of all alike ``(1, d, d)``."""
         if self.outer is None:
-            return torch.eye(self.width, dtype=torch.float64)
-        return self.outer.at(i)
+            return torch.eye(self.width, dtype=torch.float64)[None]
+        return self.outer.at(rows)
 
-    def through(self, i: int, block: Float[Tensor, "d m"]) -> Float[Tensor, "d m"]:
-        """``L_i B``."""
-        block = block if self.second is None else self.second.at(i) @ block
-        return block if self.outer is None else self.outer.at(i) @ block
+    def through(self, rows: slice, blocks: Float[Tensor, "r d m"]) -> Float[Tensor, "r d m"]:
+        """``L_i B_i``."""
+        blocks = blocks if self.second is None else self.second.at(rows) @ blocks
+        return blocks if self.outer is None else self.outer.at(rows) @ blocks
 
-    def back(self, i: int, block: Float[Tensor, "d m"]) -> Float[Tensor, "d m"]:
-        """``L_i^T B``."""
-        block = block if self.outer is None else self.outer.at(i).T @ block
-        return block if self.second is None else self.second.at(i).T @ block
+    def back(self, rows: slice, blocks: Float[Tensor, "r d m"]) -> Float[Tensor, "r d m"]:
+        """``L_i^T B_i``."""
+        blocks = blocks if self.outer is None else self.outer.at(rows).mT @ blocks
+        return blocks if self.second is None else self.second.at(rows).mT @ blocks
 
     def of(self, value: float) -> float:
         """``max ‖D_i‖ (1 + max ‖S_i‖ value)``, ``S_i`` the derivative of ``N_s``."""

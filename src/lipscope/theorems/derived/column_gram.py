@@ -14,24 +14,24 @@ from torch import Tensor
 
 from lipscope.attention import Rotary
 from lipscope.theorems.around import Around
-from lipscope.theorems.derived.gram_rows import JacobianRows, span
+from lipscope.theorems.derived.gram_rows import JacobianRows, diagonal
 from lipscope.theorems.head_at import HeadsAt
 
 
 class _Parts(NamedTuple):
-    """A column's Gram matrix before its weights: ``V^T A V + V^T M K + (…)^T + K^T C K``.
+    """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
 
-    Its diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
+    Their diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
     """
 
-    values: Tensor  # A, (H k_v, H k_v)
-    mixed: Tensor  # M, (H k_v, H k)
-    keys: Tensor  # C, (H k, H k)
-    own: Tensor  # P_jj, (H,)
-    y: Tensor  # P_jj y_jj, (H, k_v)
-    q: Tensor  # (H, k)
-    covariance: Tensor  # (H, k_v, k)
-    inverse: Tensor  # 1 / p_jj
+    values: Tensor  # A, (r, H k_v, H k_v)
+    mixed: Tensor  # M, (r, H k_v, H k)
+    keys: Tensor  # C, (r, H k, H k)
+    own: Tensor  # P_jj, (r, H)
+    y: Tensor  # P_jj y_jj, (r, H, k_v)
+    q: Tensor  # (r, H, k)
+    covariance: Tensor  # (r, H, k_v, k)
+    inverse: Tensor  # 1 / p_jj, (r,)
 
 
 class JacobianColumns(JacobianRows):
@@ -70,48 +70,49 @@ class JacobianColumns(JacobianRows):
         self.outer_gram = outer.T @ outer
         self.support = self.support.T
 
-    def _bent(self, j: int, m: Tensor) -> Tensor:
-        """``s_j (I - x_j x_j^T) m`` in the basis, up to a rotation; ``m`` without a norm."""
+    def _bent(self, rows: slice, m: Tensor) -> Tensor:
+        """``s_j (I - x_j x_j^T) m_j`` in the basis, up to a rotation; ``m`` without a norm."""
         if self.slope is None:
             return m
-        x = self.tokens[j]
-        square = x @ x
+        x = self.tokens[rows, :, None]
         # the root of the basis's part of (I - x x^T)^2 = I - κ x x^T
-        along = torch.outer(x, x @ m) * ((1 - self.left[j]) / square.clamp_min(1e-300))
-        return self.slope[j] * (m - along)
+        root = (1 - self.left[rows, None, None]) / (x.mT @ x).clamp_min(1e-300)
+        return self.slope[rows, None, None] * (m - x @ (x.mT @ m) * root)
 
-    def _readers(self, j: int) -> Tensor:
-        """``R_j^T R_k q_k`` for every row ``k``, ``(H, n, k)``."""
-        rotary = self.at.rotary
-        if rotary is None:
-            return self.at.q
-        return Rotary(rotary.cos[j : j + 1], rotary.sin[j : j + 1]).transpose(self.at.q)
+    def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Weights of the values, and values less the mean of the row that reads them."""
+        at = self.at
+        y = at.v[:, rows, None] - at.o[:, None]
+        return at.p[:, :, rows].permute(2, 0, 1), y.transpose(0, 1)
 
-    def _seen_row(self, i: int, probes: Tensor) -> Tensor:
-        """Sizes of ``J_ki z``, ``(n,)``."""
-        at, z = self.at, self._bent(i, probes)
-        c, y = at.p[:, :, i], at.v[:, None, i] - at.o
-        along = self._readers(i) @ (self.key @ z)  # (H, n, m)
-        parts = (self.value @ z)[:, None] + y[..., None] * along[:, :, None]
+    def _readers(self, rows: slice) -> Tensor:
+        """``R_j^T R_k q_k`` for every row ``k``, ``(r, H, n, k)``."""
+        q, rotary = self.at.q[:, :, None], self.at.rotary
+        q = q.expand(-1, -1, rows.stop - rows.start, -1)
+        if rotary is not None:
+            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
+        return q.permute(2, 0, 1, 3)
+
+    def _seen(self, probes: Tensor, rows: slice) -> Tensor:
+        """Sizes of ``J_kj z``, ``(r, n)``."""
+        z = self._bent(rows, probes)[:, None]
+        c, y = self._at_rows(rows)
+        along = self._readers(rows) @ (self.key @ z)  # (r, H, n, m)
+        parts = (self.value @ z)[:, :, None] + y[..., None] * along[:, :, :, None]
         parts = c[..., None, None] * parts
-        parts[:, i] += self._covariance(i) @ (self.query @ z)
-        written = torch.einsum("how,hkwm->kom", self.outer, parts)
+        parts[diagonal(rows)] += self._covariance(rows) @ (self.query @ z)
+        written = torch.einsum("how,rhkwm->rkom", self.outer, parts)
         if self.around is not None:
-            written[i] += probes
-        return written.square().sum((1, 2))
+            written[diagonal(rows, 1)] += probes
+        return written.square().sum((2, 3))
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
         """What `_grams` do to some directions each, ``(r, width, m)``, head by head."""
         if self.around is not None:
             return super()._products(weights, rows)
-        parts = [self._parts(j, weights[j]) for j in span(rows)]
-        a, m, k, own, y, q, cov, inverse = map(torch.stack, zip(*parts, strict=True))
+        a, m, k, own, y, q, cov, inverse = self._parts(weights, rows)
         values, keys, queries = (w.flatten(0, 1) for w in (self.value, self.key, self.query))
         heads = y.shape[1]
-
-        def bent(z: Tensor) -> Tensor:
-            some = [self._bent(j, one) for j, one in zip(span(rows), z, strict=True)]
-            return z if self.slope is None else torch.stack(some)
 
         def split(w: Tensor) -> Tensor:
             return w.unflatten(1, (heads, -1))
@@ -120,7 +121,7 @@ class JacobianColumns(JacobianRows):
             return (z.mT @ w.T).mT
 
         def product(z: Tensor) -> Tensor:
-            z = bent(z)
+            z = self._bent(rows, z)
             vz, kz = through(values, z), through(keys, z)
             # The diagonal block: (Y + S)^T (Y + S) - Y^T Y with S the covariance.
             apart = own[..., None, None] * split(vz) + y[..., None] * (q[:, :, None] @ split(kz))
@@ -133,67 +134,65 @@ class JacobianColumns(JacobianRows):
             on_keys = m.mT @ vz + k @ kz + pulled.flatten(1, 2)
             on_queries = (cov.mT @ split(both)).flatten(1, 2)
             back = through(values.T, on_values) + through(keys.T, on_keys)
-            return bent(back + through(queries.T, on_queries))
+            return self._bent(rows, back + through(queries.T, on_queries))
 
         return product
 
-    def _grams(self, weights: Tensor, rows: slice) -> Tensor:
-        """``sum_k J_kj^T J_kj / p_kj`` for some columns, ``(r, width, width)``."""
-        return torch.stack([self._gram(j, weights[j]) for j in span(rows)])
+    def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
+        return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
-    def _inverse(self, i: int, weights: Tensor) -> Tensor:
-        return torch.where(self.support[i], 1 / weights, 0.0)
-
-    def _parts(self, i: int, weights: Tensor) -> _Parts:
-        at, inverse = self.at, self._inverse(i, weights)
-        heads, n, kv = at.v.shape
-        k = at.q.shape[-1]
-        c, q = at.p[:, :, i], self._readers(i)
-        y = c[..., None] * (at.v[:, None, i] - at.o)  # (H, n, k_v)
-        scaled = c * inverse
+    def _parts(self, weights: Tensor, rows: slice) -> _Parts:
+        inverse = self._inverse(weights, rows)
+        heads, _, kv = self.at.v.shape
+        (c, y), q = self._at_rows(rows), self._readers(rows)
+        y = c[..., None] * y  # (r, H, n, k_v)
+        scaled = c * inverse[:, None]
         blocks = self.outer_gram.view(heads, kv, heads, kv)
         # values with values
-        scalars = (scaled @ c.T)[:, None, :, None]
+        scalars = (scaled @ c.mT)[:, :, None, :, None]
         # values with keys: sum_k c_hk / p_k (W_h^T W_g y_gk) q_gk^T
-        left = scaled[:, None, :, None] * y  # (h, g, k, k_v)
-        mixed = torch.einsum("hvgw,hgwq->hvgq", blocks, left.mT @ q)
+        left = scaled[:, :, None, :, None] * y[:, None]  # (r, h, g, n, k_v)
+        mixed = torch.einsum("hvgw,rhgwq->rhvgq", blocks, left.mT @ q[:, None])
         # keys with keys: sum_k <W_h y_hk, W_g y_gk> / p_k q_hk q_gk^T
-        written = torch.einsum("how,hkw->kho", self.outer, y)
-        inner = (written @ written.mT) * inverse[:, None, None]
-        right = inner[..., None] * q.transpose(0, 1)[:, None]  # (n, h, g, k)
-        crossed = q.mT @ right.permute(1, 0, 2, 3).reshape(heads, n, heads * k)
+        written = torch.einsum("how,rhkw->rkho", self.outer, y)
+        inner = (written @ written.mT) * inverse[..., None, None]
+        right = inner[..., None] * q.transpose(1, 2)[:, :, None]  # (r, n, h, g, k)
+        crossed = q.mT @ right.transpose(1, 2).flatten(3)
         return _Parts(
-            (scalars * blocks).reshape(self.concat, -1),
-            mixed.reshape(self.concat, -1),
-            crossed.reshape(heads * k, -1),
-            c[:, i],
-            y[:, i],
-            q[:, i],
-            self._covariance(i),
-            inverse[i],
+            (scalars * blocks).reshape(-1, self.concat, self.concat),
+            mixed.reshape(len(q), self.concat, -1),
+            crossed.flatten(1, 2),
+            c[diagonal(rows)],
+            y[diagonal(rows)],
+            q[diagonal(rows)],
+            self._covariance(rows),
+            inverse[diagonal(rows, 1)],
         )
 
-    def _gram(self, i: int, weights: Tensor) -> Tensor:
-        a, m, k, own, y, q, cov, inverse = self._parts(i, weights)
+    def _grams(self, weights: Tensor, rows: slice) -> Tensor:
+        """``sum_k J_kj^T J_kj / p_kj`` for some columns, ``(r, width, width)``."""
+        a, m, k, own, y, q, cov, inverse = self._parts(weights, rows)
         values, keys = self.value.flatten(0, 1), self.key.flatten(0, 1)
         half = values.T @ (a @ values / 2 + m @ keys)
-        gram = half + half.T + keys.T @ (k @ keys)
+        grams = half + half.mT + keys.T @ (k @ keys)
         # the covariance of the diagonal block
-        extra = (self.outer @ cov @ self.query).sum(0)
-        apart = own[:, None, None] * self.value + y[:, :, None] * (q[:, None] @ self.key)
-        rest = ((self.outer @ apart).sum(0) + extra / 2).T @ extra
-        gram = gram + (rest + rest.T) * inverse
-        bent = self._bent(i, self._bent(i, (gram + gram.T) / 2).T)
+        extra = (self.outer @ cov @ self.query).sum(1)
+        apart = own[..., None, None] * self.value + y[..., None] * (q[:, :, None] @ self.key)
+        rest = ((self.outer @ apart).sum(1) + extra / 2).mT @ extra
+        inverse = inverse[:, None, None]
+        grams = grams + (rest + rest.mT) * inverse
+        bent = self._bent(rows, self._bent(rows, (grams + grams.mT) / 2).mT)
         if self.around is not None:
-            own = self._own_block(i)
-            bent = bent + inverse * (own + own.T + torch.eye(self.width, dtype=own.dtype))
-        return (bent + bent.T) / 2
+            own = self._own_blocks(rows)
+            bent = bent + inverse * (own + own.mT + torch.eye(self.width, dtype=own.dtype))
+        return (bent + bent.mT) / 2
 
-    def _sizes(self, i: int) -> Tensor:
-        """Of the parts of every block, head by head, before they cancel, ``(H, n)``."""
-        at = self.at
-        slope = 1.0 if self.slope is None else self.slope[i]
-        apart = (at.v[:, None, i] - at.o).norm(dim=-1)
-        sizes = at.p[:, :, i] * (self.value_size + apart * self.key_size * at.q.norm(dim=-1))
-        sizes[:, i] += self._covariance(i).flatten(1).norm(dim=1) * self.query_size[:, 0]
-        return slope * sizes
+    def _sizes(self, rows: slice) -> Tensor:
+        """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
+        c, y = self._at_rows(rows)
+        reach = self.key_size * self.at.q.norm(dim=-1)
+        sizes = c * (self.value_size + y.norm(dim=-1) * reach)
+        sizes[diagonal(rows)] += (
+            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
+        )
+        return sizes if self.slope is None else self.slope[rows, None, None] * sizes

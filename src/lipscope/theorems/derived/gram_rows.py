@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lipscope.attention import Rotary
 from lipscope.theorems.around import Around
 from lipscope.theorems.head import UNIT
 from lipscope.theorems.head_at import HeadsAt
 from lipscope.theorems.spectrum import eigenvalue
 
-_CHUNK = 2**26  # bytes of Gram matrices at a time
+PROBES = 8  # directions of a row's output space that one round follows
+_CHUNK = 2**23  # bytes of the largest tensor of the rows that are taken at a time
 _FLOOR = 1e-6  # smallest weight beside the largest one
 _PERRON = 100  # steps to the Perron vector at the most; the weights need no more of it
 _CANCELLATION = 1e-13  # rounding of a difference of matrices, beside the trace of the first
@@ -86,25 +88,18 @@ class JacobianRows:
                 break
         return size / (perron + 1e-3 * perron.max())
 
-    def _pulled(self, i: int) -> Tensor:
-        """``R_j^T R_i q_i``, ``(H, m, k)``."""
-        return self.at.pulled(slice(i, i + 1))[:, 0]
-
-    def _covariance(self, i: int) -> Tensor:
-        return self.at.covariance(slice(i, i + 1))[:, 0]
-
-    def _rows_at_once(self) -> int:
-        return max(1, _CHUNK // (8 * max(self.concat, len(self.at.x)) * self.concat))
-
     def _chunks(self) -> Iterator[slice]:
-        n, step = len(self.at.x), self._rows_at_once()
+        n, heads = len(self.at.x), len(self.at.heads)
+        step = max(1, _CHUNK // (8 * self.concat * max(self.concat, n * max(heads, PROBES))))
         return (slice(i, min(i + step, n)) for i in range(0, n, step))
 
     def eigenvalues(self, weights: Tensor) -> Tensor:
         """``ω_i``, ``(n,)``."""
-        parts = [eigenvalue(self._grams(weights, rows)) for rows in self._chunks()]
-        hidden = torch.stack([self._hidden(i, row) for i, row in enumerate(weights)])
-        return torch.cat(parts) + hidden
+        parts = [
+            eigenvalue(self._grams(weights, rows)) + self._hidden(weights, rows)
+            for rows in self._chunks()
+        ]
+        return torch.cat(parts)
 
     def probe(self, weights: Tensor, probes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Lower values of ``ω_i``, the directions that carry them, and what these see."""
@@ -130,65 +125,86 @@ class JacobianRows:
         """``sum_m |J_ij^T z_m|^2``, ``(n, n)``."""
         return torch.cat([self._seen(probes[rows], rows) for rows in self._chunks()])
 
-    def _seen(self, probes: Tensor, rows: slice) -> Tensor:
-        return torch.stack([self._seen_row(i, probes[i - rows.start]) for i in span(rows)])
+    # Below, r rows are in front of every tensor, heads next.
 
-    def _seen_row(self, i: int, probes: Tensor) -> Tensor:
-        """One row of `seen`: sizes of ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
+    def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Weights of the values, and values less the row's mean: ``(r, H, n)`` and ``(…, k_v)``."""
+        return self.at.p[:, rows].transpose(0, 1), self.at.y(rows).transpose(0, 1)
+
+    def _pulled(self, rows: slice) -> Tensor:
+        """``R_j^T R_i q_i``, ``(r, H, m, k)``."""
+        return self.at.pulled(rows).transpose(0, 1)
+
+    def _covariance(self, rows: slice) -> Tensor:
+        return self.at.covariance(rows).transpose(0, 1)
+
+    def _query(self, rows: slice) -> Tensor:
+        """What ``K_h^T`` reads in the diagonal block, ``(r, H, k)``."""
+        q, rotary = self.at.q[:, rows], self.at.rotary
+        if rotary is not None:
+            q = Rotary(rotary.cos[rows], rotary.sin[rows]).transpose(q)
+        return q.transpose(0, 1)
+
+    def _seen(self, probes: Tensor, rows: slice) -> Tensor:
+        """Some rows of `seen`: ``J_ij^T z = sum_h c_hj (V_h^T z_h + a_hj <y_hj, z_h>)``."""
         at = self.at
         heads, _, kv = at.v.shape
-        z = probes if self.around is None else self.around.back(i, probes)
+        z = probes if self.around is None else self.around.back(rows, probes)
         z = z if self.factor is None else self.factor.T @ z
-        parts = z.view(heads, kv, -1)
-        c = at.p[:, i]
-        through = (at.value.mT @ parts).permute(0, 2, 1)  # V_h^T z_h, (H, m, d)
-        heights = c[:, :, None] * ((at.v - at.o[:, i, None]) @ parts)  # (H, n, m)
-        own = ((self._covariance(i).mT @ parts).mT @ at.query).sum(0)  # (m, d)
+        parts = z.unflatten(1, (heads, kv))
+        c, y = self._at_rows(rows)
+        through = (at.value.mT @ parts).mT  # V_h^T z_h, (r, H, m, d)
+        heights = c[..., None] * (y @ parts)  # (r, H, n, m)
+        here = ((self._covariance(rows).mT @ parts).mT @ at.query).sum(1)  # (r, m, d)
         if at.rotary is not None:
-            pulled = torch.einsum("hj,hmd->jmd", c, through)
-            pulled += torch.einsum("hjm,hjk,hkd->jmd", heights, self._pulled(i), at.key)
-            pulled[i] += own
-            return self._through_norm(i, parts, pulled.square().sum((1, 2)), probes)
+            pulled = torch.einsum("rhj,rhmd->rjmd", c, through)
+            reads = self._pulled(rows)
+            pulled += torch.einsum("rhjm,rhjk,hkd->rjmd", heights, reads, at.key)
+            pulled[diagonal(rows, 1)] += here
+            return self._through_norm(rows, parts, pulled.square().sum((2, 3)), probes)
         # Sums of squares from inner products of heads: no vector of d numbers per token.
-        a = torch.einsum("hk,hkd->hd", at.q[:, i], at.key)
-        products = torch.einsum("hmd,gmd->hg", through, through)
-        mixed = torch.einsum("gjm,hmg->hj", heights, through @ a.T)
-        seen = (c * (products @ c + 2 * mixed)).sum(0)
-        seen += (heights * torch.einsum("hg,gjm->hjm", a @ a.T, heights)).sum((0, 2))
-        here = torch.einsum("h,hmd->md", c[:, i], through) + heights[:, i].T @ a + own
-        seen[i] = here.square().sum()
-        return self._through_norm(i, parts, seen, probes)
+        a = (self._query(rows)[:, :, None] @ at.key)[:, :, 0]
+        flat = through.flatten(2)
+        mixed = (through @ a.mT[:, None]).transpose(2, 3).flatten(2)  # (r, h, (g, m))
+        mixed = mixed @ heights.mT.flatten(1, 2)
+        seen = (c * (flat @ flat.mT @ c + 2 * mixed)).sum(1)
+        across = (a @ a.mT) @ heights.flatten(2)
+        seen += (heights * across.view_as(heights)).sum((1, 3))
+        here += torch.einsum("rh,rhmd->rmd", c[diagonal(rows)], through)
+        here += heights[diagonal(rows)].mT @ a
+        seen[diagonal(rows, 1)] = here.square().sum((1, 2))
+        return self._through_norm(rows, parts, seen, probes)
 
-    def _through_norm(self, i: int, parts: Tensor, seen: Tensor, probes: Tensor) -> Tensor:
-        """What is left of one row of `seen` after the norm; the diagonal with what is beside."""
+    def _through_norm(self, rows: slice, parts: Tensor, seen: Tensor, probes: Tensor) -> Tensor:
+        """What is left of rows of `seen` after the norm; the diagonal with what is beside."""
         if self.slope is not None:
-            along = torch.einsum("hjk,hkm->jm", self._along(i), parts).square().sum(1)
-            seen = self.slope.square() * (seen - self.kappa * along)
+            along = self._along(rows).transpose(1, 2).flatten(2) @ parts.flatten(1, 2)
+            seen = self.slope.square() * (seen - self.kappa * along.square().sum(-1))
         if self.around is not None:
-            block = self.around.through(i, self._own_block(i)) + self.around.own(i)
-            seen[i] = (block.T @ probes).square().sum()
+            blocks = self.around.through(rows, self._own_blocks(rows)) + self.around.own(rows)
+            seen[diagonal(rows, 1)] = (blocks.mT @ probes).square().sum((1, 2))
         return seen.clamp_min(0)
 
-    def _own_block(self, i: int) -> Tensor:
-        """``J_ii`` as it stands, ``(d_out, d)``, after the norm in front."""
+    def _own_blocks(self, rows: slice) -> Tensor:
+        """``J_ii`` as they stand, ``(r, d_out, d)``, after the norm in front."""
         at = self.at
-        reader = self._pulled(i)[:, i if at.rotary is not None else 0]
-        a = torch.einsum("hk,hkd->hd", reader, at.key)
-        parts = at.value + (at.v[:, i] - at.o[:, i])[..., None] * a[:, None]
-        parts = at.p[:, i, i, None, None] * parts + self._covariance(i) @ at.query
-        block = parts.flatten(0, 1)
-        block = block if self.factor is None else self.factor @ block
+        c, y = (one[diagonal(rows)] for one in self._at_rows(rows))
+        a = self._query(rows)[:, :, None] @ at.key
+        parts = c[..., None, None] * (at.value + y[..., None] * a)
+        blocks = (parts + self._covariance(rows) @ at.query).flatten(1, 2)
+        blocks = blocks if self.factor is None else self.factor @ blocks
         if self.slope is None:
-            return block
-        x = at.x[i]
-        return self.slope[i] * (block - torch.outer(block @ x, x))
+            return blocks
+        x = at.x[rows, :, None]
+        return self.slope[rows, None, None] * (blocks - (blocks @ x) * x.mT)
 
-    def _along(self, i: int) -> Tensor:
-        """``Y_ij x_j``: what blocks do to a move of every token along itself, ``(H, n, k_v)``."""
-        at = self.at
-        inner = (self._pulled(i) * self.own_keys).sum(-1)  # <a_ij, x_j>
-        along = at.p[:, i, :, None] * (at.v + inner[:, :, None] * (at.v - at.o[:, i, None]))
-        along[:, i] += (self._covariance(i) @ self.own_queries[:, i, :, None])[..., 0]
+    def _along(self, rows: slice) -> Tensor:
+        """``Y_ij x_j``, what a move of every token along itself does, ``(r, H, n, k_v)``."""
+        c, y = self._at_rows(rows)
+        inner = (self._pulled(rows) * self.own_keys).sum(-1, keepdim=True)  # <a_ij, x_j>
+        along = c[..., None] * (self.at.v + inner * y)
+        queries = self.own_queries[:, rows].transpose(0, 1)
+        along[diagonal(rows)] += (self._covariance(rows) @ queries[..., None])[..., 0]
         return along
 
     def _products(self, weights: Tensor, rows: slice) -> Callable[[Tensor], Tensor]:
@@ -197,129 +213,125 @@ class JacobianRows:
         if factor is None or self.around is not None:
             grams = self._grams(weights, rows)
             return lambda z: grams @ z
-        inner = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
+        inner = self._inner(weights, rows)
         return lambda z: ((inner @ (z.mT @ factor).mT).mT @ factor.T).mT
 
     def _grams(self, weights: Tensor, rows: slice) -> Tensor:
         """``sum_j J_ij J_ij^T / p_ij`` for some rows, ``(r, width, width)``."""
-        grams = torch.stack([self._gram(i, weights[i]) for i in span(rows)])
+        grams = self._inner(weights, rows)
         if self.factor is not None:
             grams = self.factor @ grams @ self.factor.T
         if self.around is not None:
-            pairs = zip(span(rows), grams, strict=True)
-            grams = torch.stack([self._beside(i, gram, weights[i]) for i, gram in pairs])
+            grams = self._beside(weights, rows, grams)
         return (grams + grams.mT) / 2
 
-    def _beside(self, i: int, gram: Tensor, weights: Tensor) -> Tensor:
-        """The Gram matrix of one row with what is around attention."""
+    def _beside(self, weights: Tensor, rows: slice, grams: Tensor) -> Tensor:
+        """Gram matrices with what is around attention."""
         assert self.around is not None
-        gram = self.around.through(i, self.around.through(i, gram).T)
-        own = self.around.own(i)
-        crossed = self.around.through(i, self._own_block(i)) @ own.T
-        return gram + (crossed + crossed.T + own @ own.T) / weights[i]
+        grams = self.around.through(rows, self.around.through(rows, grams).mT)
+        beside = self.around.own(rows)
+        crossed = self.around.through(rows, self._own_blocks(rows)) @ beside.mT
+        added = crossed + crossed.mT + beside @ beside.mT
+        return grams + added / weights[rows][diagonal(rows, 1)][:, None, None]
 
-    def _gram(self, i: int, weights: Tensor) -> Tensor:
+    def _inner(self, weights: Tensor, rows: slice) -> Tensor:
+        """Gram matrices before the output projection, ``(r, H k_v, H k_v)``."""
         at = self.at
         heads, n, kv = at.v.shape
-        c, inverse = at.p[:, i], self._inverse(i, weights)
-        scaled = c * inverse
-        y = (c[:, :, None] * (at.v - at.o[:, i, None])).mT.reshape(self.concat, n)
-        weighted = y * inverse
-        gram = _expand(scaled @ c.T, kv) * self.value_gram
+        inverse = self._inverse(weights, rows)
+        c, y = self._at_rows(rows)
+        scaled = c * inverse[:, None]
+        y = (c[..., None] * y).mT.reshape(-1, self.concat, n)
+        weighted = y * inverse[:, None]
+        grams = _expand(scaled @ c.mT, kv) * self.value_gram
+        query = self._query(rows)
         if at.rotary is not None:
-            pulled = self._pulled(i)
-            mixed, quadratic = self._rotary_terms(pulled, scaled, y, weighted)
-            query = pulled[:, i]
+            mixed, quadratic = self._rotary_terms(self._pulled(rows), scaled, y, weighted)
         else:
-            query = at.q[:, i]
             # V_h a_g for every pair of heads, and <a_h, a_g>.
             along = self.value_key.view(self.concat, heads, -1)
-            through = torch.einsum("chk,hk->ch", along, query).view(heads, kv, heads, 1)
-            mixed = through * (scaled @ y.T).view(heads, 1, heads, kv)
-            mixed = mixed.reshape(self.concat, self.concat)
-            products = _bilinear(self.key_gram, query, query)
-            quadratic = _expand(products, kv) * (weighted @ y.T)
-        gram = gram + mixed + mixed.T + quadratic
-        gram = gram + self._diagonal(i, query) * inverse[i]
+            through = torch.einsum("chk,rhk->rch", along, query)
+            mixed = (scaled @ y.mT).view(-1, heads, 1, heads, kv)
+            mixed = through.view(-1, heads, kv, heads, 1) * mixed
+            mixed = mixed.reshape(-1, self.concat, self.concat)
+            keys = query[:, :, None] @ self.key_gram.view(heads, query.shape[2], -1)
+            products = (keys.view(*query.shape[:2], heads, -1) * query[:, None]).sum(-1)
+            quadratic = _expand(products, kv) * (weighted @ y.mT)
+        grams = grams + mixed + mixed.mT + quadratic
+        grams = grams + self._diagonal(rows, query) * inverse[diagonal(rows, 1)][:, None, None]
         if self.slope is None:
-            return gram
-        along = self._along(i).mT.reshape(self.concat, n)
-        rounding = _CANCELLATION * gram.trace() * torch.eye(self.concat, dtype=gram.dtype)
-        return gram - (along * (self.kappa * inverse)) @ along.T + rounding
+            return grams
+        along = self._along(rows).mT.reshape(-1, self.concat, n)
+        trace = grams.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+        rounding = _CANCELLATION * trace * torch.eye(self.concat, dtype=grams.dtype)
+        return grams - (along * (self.kappa * inverse)[:, None]) @ along.mT + rounding
 
-    def _inverse(self, i: int, weights: Tensor) -> Tensor:
-        return torch.where(self.support[i], self.at.columns(self.slope).square() / weights, 0.0)
+    def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
+        squares = self.at.columns(self.slope).square()
+        return torch.where(self.support[rows], squares / weights[rows], 0.0)
 
-    def _sizes(self, i: int) -> Tensor:
-        """Of the parts of every block, head by head, before they cancel, ``(H, n)``."""
-        at = self.at
-        apart = (at.v - at.o[:, i, None]).norm(dim=-1)
-        reach = self.key_size * at.q[:, i].norm(dim=-1, keepdim=True)
-        sizes = at.p[:, i] * (self.value_size + apart * reach)
-        sizes[:, i] += self._covariance(i).flatten(1).norm(dim=1) * self.query_size[:, 0]
+    def _sizes(self, rows: slice) -> Tensor:
+        """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
+        c, y = self._at_rows(rows)
+        reach = self.key_size * self.at.q[:, rows].norm(dim=-1)
+        sizes = c * (self.value_size + y.norm(dim=-1) * reach.T[..., None])
+        sizes[diagonal(rows)] += (
+            self._covariance(rows).flatten(2).norm(dim=2) * self.query_size[:, 0]
+        )
         return sizes
 
-    def _hidden(self, i: int, weights: Tensor) -> Tensor:
+    def _hidden(self, weights: Tensor, rows: slice) -> Tensor:
         """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
-        inverse = self._inverse(i, weights)
+        inverse = self._inverse(weights, rows)
         outer = weights.new_tensor(self.at.outer).square()
-        gram = outer @ (self._sizes(i).square() @ inverse)
+        grams = (self._sizes(rows).square() @ inverse[..., None])[..., 0] @ outer
         terms = len(outer)
         if self.around is not None:
-            gram = gram * self.around.lefts[i].square()
-            gram, terms = gram + self.around.beside[i].square() / weights[i], terms + 1
-        return UNIT * terms * math.sqrt(self.concat + len(inverse)) * gram
+            grams = grams * self.around.lefts[rows].square()
+            beside = self.around.beside[rows].square() / weights[rows][diagonal(rows, 1)]
+            grams, terms = grams + beside, terms + 1
+        return UNIT * terms * math.sqrt(self.concat + inverse.shape[1]) * grams
 
     def _rotary_terms(
         self, pulled: Tensor, scaled: Tensor, y: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The terms with one and with two factors ``a_hj``, which depend on ``j``."""
-        heads, n, k = pulled.shape
+        _, heads, _, k = pulled.shape
         kv = self.concat // heads
-        mixed = torch.empty_like(self.value_gram)
-        quadratic = torch.empty_like(self.value_gram)
-        spread = scaled.repeat_interleave(kv, 0)
+        mixed, quadratic = [], []
+        spread = scaled.repeat_interleave(kv, 1)
         for g in range(heads):
-            block = slice(g * kv, (g + 1) * kv)
+            block = y[:, g * kv : (g + 1) * kv].mT
             keys = slice(g * k, (g + 1) * k)
-            through = self.value_key[:, keys] @ pulled[g].T  # V_h a_gj
-            mixed[:, block] = (through * spread) @ y[block].T
-            others = self.key_gram[:, keys] @ pulled[g].T  # K_h a_gj
-            inner = (others.view(heads, k, n) * pulled.mT).sum(1)  # <a_hj, a_gj>
-            quadratic[:, block] = (weighted * inner.repeat_interleave(kv, 0)) @ y[block].T
-        return mixed, quadratic
+            through = self.value_key[:, keys] @ pulled[:, g].mT  # V_h a_gj
+            mixed.append((through * spread) @ block)
+            others = self.key_gram[:, keys] @ pulled[:, g].mT  # K_h a_gj
+            inner = (others.unflatten(1, (heads, k)) * pulled.mT).sum(2)  # <a_hj, a_gj>
+            quadratic.append((weighted * inner.repeat_interleave(kv, 1)) @ block)
+        return torch.cat(mixed, 2), torch.cat(quadratic, 2)
 
-    def _diagonal(self, i: int, query: Tensor) -> Tensor:
-        """``(Y + S)(Y + S)^T - Y Y^T`` for the block on the diagonal, ``S_h = Cov_h Q_h``."""
-        at = self.at
-        heads, _, kv = at.v.shape
-        cov = self._covariance(i)
-        c = at.p[:, i, i]
-        y = (at.v[:, i] - at.o[:, i]) * c[:, None]
+    def _diagonal(self, rows: slice, query: Tensor) -> Tensor:
+        """``(Y + S)(Y + S)^T - Y Y^T`` for the blocks on the diagonal, ``S_h = Cov_h Q_h``."""
+        heads, k, kv = query.shape[1], query.shape[2], self.concat // query.shape[1]
+        cov = self._covariance(rows)
+        c, y = (one[diagonal(rows)] for one in self._at_rows(rows))
         # Y Q_g^T for every g: c_h (V_h + y_h a_h^T) Q_g^T
-        k = at.q.shape[-1]
-        a_query = torch.einsum("hk,hkg->hg", query, self.key_query.view(heads, k, -1))
-        y_query = c.repeat_interleave(kv)[:, None] * self.value_query
-        y_query = y_query + y.reshape(-1, 1) * a_query.repeat_interleave(kv, 0)
+        a_query = query[:, :, None] @ self.key_query.view(heads, k, -1)  # (r, H, 1, H k)
+        y_query = self.value_query.view(heads, kv, -1) + y[..., None] * a_query
         # (Y + S / 2) S^T and its transpose, head by head: S is block diagonal before Q.
-        half = y_query + (cov @ self.query_gram.view(heads, k, -1)).view(self.concat, -1) / 2
-        crossed = half.view(self.concat, heads, k).transpose(0, 1) @ cov.mT
-        crossed = crossed.transpose(0, 1).reshape(self.concat, self.concat)
-        return crossed + crossed.T
+        half = c[..., None, None] * y_query + cov @ self.query_gram.view(heads, k, -1) / 2
+        half = half.flatten(1, 2).unflatten(2, (heads, k)).transpose(1, 2)
+        crossed = (half @ cov.mT).transpose(1, 2).flatten(2)
+        return crossed + crossed.mT
 
 
-def span(rows: slice) -> range:
-    """The indices of some rows."""
-    return range(rows.start, rows.stop)
+def diagonal(rows: slice, axis: int = 2) -> tuple[slice | Tensor, ...]:
+    """Where row ``i`` meets token ``i`` in ``(r, …, n, …)``, the tokens on the given axis."""
+    i = torch.arange(rows.start, rows.stop)
+    between: tuple[slice, ...] = (slice(None),) * (axis - 1)
+    return (i - rows.start, *between, i)
 
 
-def _expand(matrix: Tensor, times: int) -> Tensor:
-    """Each entry of a ``(H, H)`` matrix as a constant block."""
-    return matrix.repeat_interleave(times, 0).repeat_interleave(times, 1)
-
-
-def _bilinear(gram: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``<l_h, G_hg r_g>`` for every pair of heads, ``(H, H)``."""
-    heads, k = left.shape
-    read = (left.view(heads, k, 1) * gram.view(heads, k, -1)).sum(1)
-    return (read.view(heads, heads, k) * right).sum(-1)
+def _expand(matrices: Tensor, times: int) -> Tensor:
+    """Each entry of ``(H, H)`` matrices as a constant block."""
+    return matrices.repeat_interleave(times, -2).repeat_interleave(times, -1)

@@ -159,11 +159,13 @@ def _diagonal_norms(at: HeadAt, slope: Tensor | None, around: Around | None) -> 
     """``‖J_ii‖`` without rotary embedding, exactly, with what is in front and around, ``(n,)``."""
     head, norms = at.head, []
     for rows in at.chunks():
-        for i, own in zip(range(rows.start, rows.stop), at.covariance(rows), strict=True):
-            block = head.value + torch.outer(at.v[i] - at.o[i], at.q[i] @ head.key)
-            block = at.p[i, i] * block + own @ head.query
-            if slope is not None:
-                block = slope[i] * (block - torch.outer(block @ at.x[i], at.x[i]))
-            block = block if around is None else around.own(i) + around.through(i, block)
-            norms.append(eigenvalue(block @ block.T))
-    return torch.stack(norms).sqrt()
+        i = torch.arange(rows.start, rows.stop)
+        a = (at.q[rows] @ head.key)[:, None]
+        blocks = head.value + (at.v[rows] - at.o[rows])[..., None] * a
+        blocks = at.p[i, i, None, None] * blocks + at.covariance(rows) @ head.query
+        if slope is not None:
+            x = at.x[rows, :, None]
+            blocks = slope[rows, None, None] * (blocks - (blocks @ x) * x.mT)
+        blocks = blocks if around is None else around.own(rows) + around.through(rows, blocks)
+        norms.append(eigenvalue(blocks @ blocks.mT))
+    return torch.cat(norms).sqrt()

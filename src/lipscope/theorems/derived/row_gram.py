@@ -18,12 +18,11 @@ from torch import Tensor
 
 from lipscope.theorems.around import Around
 from lipscope.theorems.derived.column_gram import JacobianColumns
-from lipscope.theorems.derived.gram_rows import JacobianRows
+from lipscope.theorems.derived.gram_rows import PROBES, JacobianRows
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
-_PROBES = 8  # directions of a row's output space that one round follows
 _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
 
 
@@ -120,5 +119,5 @@ def _random_probes(rows: JacobianRows) -> Tensor:
     """The same Gaussian directions at every call: their mean square is a Frobenius norm."""
     generator = torch.Generator().manual_seed(0)
     n, size = len(rows.at.x), rows.width
-    probes = torch.randn(size, _PROBES, generator=generator, dtype=torch.float64)
-    return (probes / math.sqrt(size * _PROBES)).expand(n, -1, -1)
+    probes = torch.randn(size, PROBES, generator=generator, dtype=torch.float64)
+    return (probes / math.sqrt(size * PROBES)).expand(n, -1, -1)
