@@ -33,7 +33,7 @@ def weighing(tokens: int, width: int) -> float:
     ``width`` and a final one whose eigenvalues are found. Fitted to 1 to 16 heads of
     width 16 to 64 at 8 to 256 tokens, with torch 2 on a core of 50 GFLOP/s: within a factor of 2.
     """
-    return tokens * (0.017 + width**2 * (7e-7 + 1.4e-9 * width + 6e-9 * tokens))
+    return tokens * (0.005 + width**2 * (7e-7 + 1.4e-9 * width + 6e-9 * tokens))
 
 
 @theorem(cite=DERIVED, statement="row-Gram certificate, one head", cost=weighing)
