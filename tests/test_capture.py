@@ -11,8 +11,7 @@ import pytest
 import torch
 from scipy.sparse.linalg import LinearOperator, svds
 from torch import nn
-from transformers import AutoModel, AutoTokenizer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import AutoModel, AutoTokenizer, models
 
 from lipscope import to_dense
 from lipscope.errors import InputError
@@ -391,7 +390,7 @@ def test_smollm2_against_an_independent_lanczos():
             p(u).unflatten(-1, (-1, 64)).transpose(0, 1)[None]
             for p in (attention.q_proj, attention.k_proj, attention.v_proj)
         ]
-        q, k = apply_rotary_pos_emb(split[0], split[1], cos, sin)
+        q, k = models.llama.modeling_llama.apply_rotary_pos_emb(split[0], split[1], cos, sin)
         k, v = (t.repeat_interleave(3, dim=1) for t in (k, split[2]))
         p = torch.softmax((q @ k.mT / 8).masked_fill(future, -torch.inf), -1)
         return attention.o_proj((p @ v)[0].transpose(0, 1).flatten(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from command import SIZES, TEXT
 from lipscope import Rows, cli, read_run
 from lipscope.errors import InputError
 from lipscope.experiments import experiments, reproduce
+from lipscope.experiments.castin2024.controls import controls
 from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import load_model
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
@@ -75,6 +78,18 @@ def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, expected) -
     lines = [line for line in err.splitlines() if "lipscope:" in line]
     assert len(lines) == 1 and expected in lines[0]
     assert "Traceback" not in err
+
+
+def test_a_folder_of_short_texts_is_one_text(monkeypatch, tmp_path) -> None:
+    """Called as the folder is, also from within; two of one name would share tables and figures."""
+    for name in ("news/b.txt", "news/a.txt", "old/news/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"Short, in {name}.")
+    monkeypatch.chdir(tmp_path / "news")
+    _, text = texts_of(["."])
+    assert text == Text("news", "Short, in news/a.txt.\n\nShort, in news/b.txt.")
+    with pytest.raises(InputError, match="Found two called `news`"):
+        texts_of([".", str(tmp_path / "old" / "news")])
 
 
 @pytest.fixture
@@ -175,14 +190,36 @@ def test_full_sizes_without_a_model(name: str, tmp_path) -> None:
     assert found.claims and "--quick" not in (tmp_path / "a" / "findings.md").read_text()
 
 
-def test_sigma_of_the_witness_is_quadratic(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def figure3(tmp_path_factory) -> tuple[Path, Findings]:
+    """A finished run, and what it found."""
+    folder = tmp_path_factory.mktemp("figure3") / "run"
+    return folder, reproduce("castin2024/figure3", quick=True, out=folder)
+
+
+def test_sigma_of_the_witness_is_quadratic(figure3) -> None:
     """Against the closed form of one dimension: (n-1)/n R² as R grows."""
-    found = reproduce("castin2024/figure3", quick=True, out=tmp_path / "a")
-    (table,) = found.tables
+    (table,) = figure3[1].tables
     for size, *_, last in table.lines:
         n = int(size)
         if n % 2:
             assert float(last) == pytest.approx((n - 1) / n, rel=1e-3)
+
+
+def test_changed_code_draws_a_finished_run_again(figure3, monkeypatch, tmp_path) -> None:
+    """From the values that are there: none is computed again, and without a change nothing is."""
+    folder, found = figure3
+    figure = folder / "figure3.svg"
+    drawn, values = figure.read_bytes(), read_run(folder).values("figure3")
+    figure.write_bytes(b"of older code")
+    monkeypatch.setattr("lipscope.experiments.castin2024.figure3.top_singular", None)
+    assert reproduce("castin2024/figure3", quick=True, out=folder) == found
+    assert figure.read_bytes() == b"of older code"
+    (tmp_path / "look.py").write_text("WIDTH = 1")
+    monkeypatch.setattr("lipscope.experiments.experiment._CODE", tmp_path)
+    assert reproduce("castin2024/figure3", quick=True, out=folder) == found
+    assert figure.read_bytes() == drawn
+    assert read_run(folder).values("figure3").equals(values)
 
 
 @pytest.mark.slow
@@ -248,6 +285,28 @@ def test_certificates_end_at_the_first_refusal() -> None:
     found = _certificates(window, [1e-3, 1e-2, 1e3, 1e-3], sharp=False)
     assert found[0] is not None and found[1] is not None and found[2:] == [None, None]
     assert found[0] >= 1e-3 * window.layer_top.sigma
+
+
+def test_text_at_one_position_stands_in_the_middle_of_training_too(monkeypatch, tmp_path) -> None:
+    """Position 0 was that of the first token alone: the control must not rest on it."""
+    loaded = replace(load_model(BERT), weights="float32", trained_length=48)
+    asked: dict[str, Any] = {}
+
+    def measure(self: Study, part: str, model: Any, data: Any = None, **options: Any) -> list[Any]:
+        asked[part] = data
+        return []
+
+    monkeypatch.setattr(Study, "measure", measure)
+    with RunFolder(tmp_path / "run", {"a": 1}) as folder:
+        found = controls(Study(folder, (), (), True, None), loaded, Text("words", TEXT))
+        next(one for one in found if one.name.endswith("position 24"))
+    for n in (16, 32, 64):
+        first, middle = (
+            asked[f"control-text, all at position {place}-{loaded.name}-{n}"] for place in (0, 24)
+        )
+        assert first["input_ids"].equal(middle["input_ids"]) and first["input_ids"].shape == (3, n)
+        for batch, place in ((first, 0), (middle, 24)):
+            assert batch["position_ids"].equal(torch.full((3, n), place))
 
 
 def test_parts_of_a_study_share_the_rows_of_one_folder(tmp_path) -> None:

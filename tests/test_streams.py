@@ -334,8 +334,7 @@ def test_a_stream_in_two_parts() -> None:
 
 
 def test_cross_attention_of_mllama() -> None:
-    from transformers.models.mllama.configuration_mllama import MllamaTextConfig
-    from transformers.models.mllama.modeling_mllama import MllamaTextModel
+    from transformers import MllamaTextConfig, MllamaTextModel
 
     torch.manual_seed(0)
     sizes = {**TEXT, "cross_attention_layers": [1], "rope_theta": 10.0, "bos_token_id": 1}

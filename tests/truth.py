@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import models
 
 import lipscope as ls
 from lipscope import Measurement
@@ -91,7 +91,8 @@ class Truth:
         q, k, v = (p.unflatten(-1, (-1, width)).transpose(0, 1) for p in parts)
         if self.family == "llama":
             cos, sin = self.extra["position_embeddings"]
-            q, k = (t[0] for t in apply_rotary_pos_emb(q[None], k[None], cos, sin))
+            rotated = models.llama.modeling_llama.apply_rotary_pos_emb(q[None], k[None], cos, sin)
+            q, k = (t[0] for t in rotated)
             k, v = (t.repeat_interleave(self.heads // len(t), dim=0) for t in (k, v))
         return [q, k, v]
 

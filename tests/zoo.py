@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 import lipscope as ls
 from lipscope.errors import InputError
 from zoo_models import model_of, run
 
-TYPES = tuple(sorted(MODEL_MAPPING_NAMES))
+TYPES = tuple(sorted(transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
 _MEMORY = 8 << 30  # bytes that a model type may take
 _SECONDS = 15  # of processor time, for the building, a measurement and a comparison each

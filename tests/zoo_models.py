@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig
 
 from lipscope.models.quiet import quiet
 from lipscope.models.tracing.prepare import exact_maths

@@ -345,8 +345,8 @@ def _largest(
 
     On each piece ``B`` is a start and a rise from there on.
     """
-    low, high = torch.zeros_like(margins), torch.full_like(margins, edges[-1])
-    left, right = torch.tensor(edges[:-1]).to(low), torch.tensor(edges[1:]).to(low)
+    least, most = torch.zeros_like(margins), torch.full_like(margins, edges[-1])
+    left, right = torch.tensor(edges[:-1]).to(most), torch.tensor(edges[1:]).to(most)
     bend, rise = (torch.stack(part, -1) for part in zip(*pieces, strict=True))
 
     def keeps(eps: Tensor) -> Tensor:
@@ -356,11 +356,14 @@ def _largest(
         bent = torch.where(far > near, bent, 0.0)  # no inf * 0
         return (eps * slope + bent.sum(-1)) * (1 + _SLACK) < margins
 
+    whole = keeps(most)
+    if bool(whole.all()):
+        return most
     for _ in range(60):
-        middle = (low + high) / 2
+        middle = (least + most) / 2
         held = keeps(middle)
-        low, high = torch.where(held, middle, low), torch.where(held, high, middle)
-    return torch.where(keeps(high), high, low)
+        least, most = torch.where(held, middle, least), torch.where(held, most, middle)
+    return torch.where(whole, edges[-1], least)
 
 
 def _root_of(weights: Tensor, z: Tensor, dz: Tensor) -> Tensor:

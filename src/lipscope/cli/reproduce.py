@@ -35,7 +35,9 @@ def reproduce(
     ] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="Text file, folder or ag_news, besides the default; may be repeated."),
+        typer.Option(
+            help="Text file, folder of .txt files or ag_news, besides the default; may be repeated."
+        ),
     ] = None,
     images: Annotated[
         str | None,

@@ -25,7 +25,7 @@ from lipscope.pages.rows import Rows
 from lipscope.records.files import replaced
 from lipscope.records.folder import RunFolder
 from lipscope.records.place import Place
-from lipscope.records.rows import Measurement, provenance, stable_id, version
+from lipscope.records.rows import Measurement, provenance, stable_id
 
 if TYPE_CHECKING:
     from lipscope.charts.motion import Scene
@@ -34,6 +34,7 @@ Progress = Callable[[int, int, str], None]
 ValueJob = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 T = TypeVar("T")
 _PAGE, _FINDINGS = "findings.md", "findings"
+_CODE = Path(__file__).parent.parent  # what draws and writes from rows: all of the package
 Function = TypeVar("Function", bound=Callable[..., Findings])
 
 
@@ -263,6 +264,9 @@ def reproduce(
 ) -> Findings:
     """Run one experiment; the same call again goes on where it stopped.
 
+    A finished run is only read again. Where the code has changed since, figures and findings are
+    made anew from the rows and values that are there.
+
     Args:
         name: As in the register.
         models: Names for `load_model`; those of the experiment if None.
@@ -328,7 +332,8 @@ def _key(spec: Mapping[str, Any]) -> str | None:
         return None
     folder = Path(os.path.expanduser(spec.get("images", "random")))
     seen = stamp_of_folder(folder) if folder.is_dir() else ""
-    return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "version": version()})
+    code = stamp_of_folder(_CODE, "**/*.py")
+    return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "code": code})
 
 
 def _file_name(words: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,10 @@ def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
     found = [Text("Python manual", default_text())]
     for name in dict.fromkeys(names):
         found.append(_ag_news() if name == AG_NEWS else _file(name))
+    said = [text.name for text in found]
+    for name in said:
+        if said.count(name) > 1:  # tables and figures know a text by its name
+            raise InputError(f"`--text` should name each text once. Found two called `{name}`.")
     return tuple(found)
 
 
@@ -55,7 +60,7 @@ def _file(name: str) -> Text:
     content = read_texts(name, "`--text`")
     if not content.strip():
         raise InputError(f"`--text` should hold words. Found none in `{name}`.")
-    return Text(Path(name).name, content)
+    return Text(Path(os.path.abspath(name)).name, content)
 
 
 def _ag_news() -> Text:

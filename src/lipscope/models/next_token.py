@@ -32,7 +32,7 @@ def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
     own = getattr(model, "get_output_embeddings", lambda: None)
     if own() is not None:
         return model, name if hasattr(model, name) else ""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config: Any = getattr(model, "config", None)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

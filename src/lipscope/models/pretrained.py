@@ -80,7 +80,7 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
         The model with its head around it; None where the checkpoint is of another class, or holds
         the head as a pickle or not at all.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     config: Any = getattr(model, "config", None)
     kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)

@@ -16,7 +16,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' own progress bars and warnings off the terminal."""
-    from transformers.utils import logging
+    from transformers import logging
 
     hub = stdlib_logging.getLogger("huggingface_hub")
     hub_level, level = hub.level, logging.get_verbosity()

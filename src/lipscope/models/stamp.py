@@ -38,12 +38,12 @@ def stamp(name: str, revision: str | None = None) -> str | None:
         return None
 
 
-def stamp_of_folder(folder: Path) -> str:
-    """Names, sizes and times of the files in a folder."""
+def stamp_of_folder(folder: Path, which: str = "*") -> str:
+    """Names, sizes and times of the files in a folder that match a pattern."""
 
     def each() -> Iterator[str]:
-        for file in sorted(folder.iterdir()):
+        for file in sorted(folder.glob(which)):
             about = file.stat()
-            yield f"{file.name} {about.st_size} {about.st_mtime_ns}"
+            yield f"{file.relative_to(folder)} {about.st_size} {about.st_mtime_ns}"
 
     return "; ".join(each())

@@ -83,7 +83,9 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
     if not trained:
         return  # the rest speaks of words and of trained weights
     if family == "bert":
-        yield ask.in_place("text, one position", lambda n: torch.zeros(n, dtype=torch.long))
+        # In training position 0 was [CLS]'s alone; one in the middle was that of any token.
+        for place in (0, (loaded.trained_length or loaded.max_tokens or 0) // 2):
+            yield ask.in_place(f"text, all at position {place}", _all_at(place))
     yield ask.repeated("one token", loaded, same_place=False)
     if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
         yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
@@ -91,6 +93,10 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
         yield ask.text("Q4_1 weights", quantised(loaded), text.content)
     for seed in range(study.pick(1, 3)):
         yield from _drawn(ask, loaded, seed)
+
+
+def _all_at(place: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.full((n,), place)
 
 
 def _drawn(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
