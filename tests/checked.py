@@ -49,8 +49,10 @@ def _checked(fn: Any, typechecker: Callable[[Any], Any]) -> Any:
     def within_its_scope(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         nonlocal guard, calls
+        if jaxtyping.config.jaxtyping_disable:  # first: what torch compiles cannot count
+            return fn(*args, **kwargs)
         calls += 1
-        if jaxtyping.config.jaxtyping_disable or (calls > ALL and calls % EACH):
+        if calls > ALL and calls % EACH:
             return fn(*args, **kwargs)
         if guard is None:
             guard = _guarded(fn, typechecker)
