@@ -89,8 +89,10 @@ class JacobianRows:
         return size / (perron + 1e-3 * perron.max())
 
     def _chunks(self) -> Iterator[slice]:
-        n, heads = len(self.at.x), len(self.at.heads)
-        step = max(1, _CHUNK // (8 * self.concat * max(self.concat, n * max(heads, PROBES))))
+        (n, d), heads = self.at.x.shape, len(self.at.heads)
+        read = self.concat if self.at.rotary is None else max(self.concat, d)
+        most = max(self.concat**2, self.width**2, n * max(heads, PROBES) * read)
+        step = max(1, _CHUNK // (8 * most))
         return (slice(i, min(i + step, n)) for i in range(0, n, step))
 
     def eigenvalues(self, weights: Tensor) -> Tensor:
@@ -130,6 +132,11 @@ class JacobianRows:
     def _at_rows(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Weights of the values, and values less the row's mean: ``(r, H, n)`` and ``(…, k_v)``."""
         return self.at.p[:, rows].transpose(0, 1), self.at.y(rows).transpose(0, 1)
+
+    def _itself(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """``P_ii`` and ``V y_ii``: ``(r, H)`` and ``(r, H, k_v)``."""
+        at, i = self.at, torch.arange(rows.start, rows.stop)
+        return at.p[:, i, i].T, (at.v[:, rows] - at.o[:, rows]).transpose(0, 1)
 
     def _pulled(self, rows: slice) -> Tensor:
         """``R_j^T R_i q_i``, ``(r, H, m, k)``."""
@@ -188,7 +195,7 @@ class JacobianRows:
     def _own_blocks(self, rows: slice) -> Tensor:
         """``J_ii`` as they stand, ``(r, d_out, d)``, after the norm in front."""
         at = self.at
-        c, y = (one[diagonal(rows)] for one in self._at_rows(rows))
+        c, y = self._itself(rows)
         a = self._query(rows)[:, :, None] @ at.key
         parts = c[..., None, None] * (at.value + y[..., None] * a)
         blocks = (parts + self._covariance(rows) @ at.query).flatten(1, 2)
@@ -314,7 +321,7 @@ class JacobianRows:
         """``(Y + S)(Y + S)^T - Y Y^T`` for the blocks on the diagonal, ``S_h = Cov_h Q_h``."""
         heads, k, kv = query.shape[1], query.shape[2], self.concat // query.shape[1]
         cov = self._covariance(rows)
-        c, y = (one[diagonal(rows)] for one in self._at_rows(rows))
+        c, y = self._itself(rows)
         # Y Q_g^T for every g: c_h (V_h + y_h a_h^T) Q_g^T
         a_query = query[:, :, None] @ self.key_query.view(heads, k, -1)  # (r, H, 1, H k)
         y_query = self.value_query.view(heads, kv, -1) + y[..., None] * a_query
