@@ -312,3 +312,10 @@ def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
     assert "trained to 128" in svg
     short = [r for r in rows if r.num_tokens <= 128]
     assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))
+
+
+def test_panels_mark_the_end_of_training(tmp_path):
+    line = Series("sigma", ((32, 1.0), (128, 2.0), (512, 3.0)))
+    panels = [Panel("longer", (line,), end=(128, 256.0)), Panel("unknown", (line,))]
+    svg = words(save(curves_chart("Lengths", panels), tmp_path / "a.svg"))
+    assert svg.count("trained to 128") == 1

@@ -68,8 +68,12 @@ def test_every_verb_gives_one_measurement_one_identity(command, monkeypatch, dty
     monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
     found |= in_python(dtype)
     assert len({row.id for row in found.values()}) == 1, {v: r.id for v, r in found.items()}
-    assert len({(row.sigma, row.upper) for row in found.values()}) == 1
     assert {row.dtype for row in found.values()} == {dtype}
+    # The number of threads decides how a sum is split: a worker process, which has its own, may
+    # differ in the last bits of float32 (seen on one machine of two), and no other verb.
+    worker = found.pop("lipscope sweep")
+    ((sigma, upper),) = {(row.sigma, row.upper) for row in found.values()}
+    assert (worker.sigma, worker.upper) == pytest.approx((sigma, upper), rel=1e-6)
     items = items_of([ls.read_run(folder) for folder in ("measure", "bounds", "cli-sweep")])
     assert len(points_of(items).points) == 1
 

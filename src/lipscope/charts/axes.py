@@ -130,6 +130,10 @@ def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
             at="sqrt(datum.trained * datum.next)", said="'trained to ' + datum.trained"
         )
     )
+    return _named_line(base, x)
+
+
+def _named_line(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
     place = x.copy()
     place.shorthand = "at:Q"
     word = base.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
@@ -137,6 +141,14 @@ def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
         base.mark_rule(color=QUIET, strokeWidth=1).encode(x=place),
         word.encode(x=place, y=alt.value("height"), text="said:N"),
     ]
+
+
+def end_of_training(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
+    """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
+    if end is None:
+        return []
+    base = alt.Chart(alt.InlineData([{"at": end[1], "said": f"trained to {end[0]}"}]))
+    return _named_line(base, x)
 
 
 def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:

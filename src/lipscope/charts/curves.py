@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import altair as alt
 
 from lipscope.charts import marks
+from lipscope.charts.axes import end_of_training
 from lipscope.charts.look import QUIET, dressed
 from lipscope.charts.panels import Panel, Point, Series
 from lipscope.errors import InputError
@@ -104,6 +105,7 @@ def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerC
         if panel.visible(s)
         for layer in _marks(s, panel.visible(s), legend)
     ]
+    layers = [*end_of_training(panel.end, x), *layers]
     title = alt.TitleParams(textwrap.wrap(panel.title, _TITLE), fontSize=12, anchor="middle")
     return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 

@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from lipscope.charts import marks
+from lipscope.charts.axes import end_of_training
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
 from lipscope.records.rows import Measurement, TokenShare
@@ -192,7 +193,7 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        layers = [*_references(means, lengths, room, x, y), *_training_end(end, x), lines]
+        layers = [*_references(means, lengths, room, x, y), *end_of_training(end, x), lines]
     if bars := [mean for mean in means if "low" in mean]:
         ends = y.copy()
         ends.shorthand = "low:Q"
@@ -208,17 +209,6 @@ def _panel(
     )
     layers.append(circles)
     return alt.LayerChart(layer=layers).resolve_legend(color="independent")
-
-
-def _training_end(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
-    """A line between what the model was trained on and what is longer."""
-    if end is None:
-        return []
-    said = f"trained to {end[0]}"
-    base = alt.Chart(alt.InlineData(values=[{"at": end[1], "said": said}])).encode(x=x)
-    rule = base.mark_rule(color=QUIET, strokeWidth=1)
-    word = base.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
-    return [rule, word.encode(y=alt.value("height"), text="said:N")]
 
 
 def _references(

@@ -37,6 +37,8 @@ class Panel:
         y: Title of the vertical axis.
         log_x: Whether the horizontal axis is logarithmic.
         log_y: Whether the vertical axis is.
+        end: Where inputs become longer than what the model was trained on
+            (`lipscope.charts.marks.training_end`); None for no line.
     """
 
     title: str
@@ -45,6 +47,7 @@ class Panel:
     y: str = "sigma"
     log_x: bool = True
     log_y: bool = True
+    end: tuple[int, float] | None = None
 
     def visible(self, one: Series) -> list[Point]:
         """The points of a series that its axes can show."""

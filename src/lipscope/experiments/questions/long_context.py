@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from lipscope.charts.marks import training_end
 from lipscope.charts.panels import Panel, Series
 from lipscope.experiments.experiment import Study, experiment
 from lipscope.experiments.findings import Claim, Findings, Table, average, exponent, share
@@ -220,7 +221,8 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
                 for name, layers in case.rows.items()
                 if "moves, read" not in name
             ]
-            panels.append(Panel(f"{case.where}, layer {layer}", tuple(series)))
+            end = training_end(case.rows[_ALL][layer])
+            panels.append(Panel(f"{case.where}, layer {layer}", tuple(series), end=end))
     study.draw("long-context", "Who moves whom at long context", panels, columns=2)
 
 

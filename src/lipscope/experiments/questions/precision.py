@@ -24,7 +24,7 @@ from lipscope.records.sampling import mean_interval, rank_correlation
 Record = dict[str, Any]
 
 _TOKENS = 64
-_LAYERS = 6  # at most so many of a model, evenly
+_LAYERS = 32  # at most so many of a model, evenly
 _BITS = (8, 4)
 _WHAT: tuple[Rounds, ...] = ("weights", "inputs")
 _TOL = 0.05  # of sigma of a block, which is run again for every product
