@@ -1,5 +1,6 @@
 """Operators: adjoint identity, chain rule, restriction, refusal of what is not one map."""
 
+import math
 from typing import Any
 
 import pytest
@@ -78,6 +79,22 @@ def test_products_that_are_not_transposes_are_refused():
     broken = Operator(op.matvec, lambda g: 2 * op.rmatvec(g), (4,), (4,))
     with pytest.raises(InputError, match="transposes"):
         check_adjoint(broken)
+
+
+def test_a_gradient_that_torch_gets_wrong_is_refused_or_right():
+    """In eval mode, of one sample whose output is read with channels last (torch 2.13, CPU)."""
+    norm = nn.BatchNorm2d(16).eval().double()
+    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 16, 2, 2, dtype=torch.float64)
+    try:
+        found = to_dense(linearise(lambda x: norm(x).flatten(2).transpose(1, 2).tanh(), x))
+    except InputError as error:
+        assert "transposes" in str(error)  # noqa: PT017  (either answer is good)
+    else:
+        slope = (1 - norm(x).tanh().square()) * norm.weight.view(1, -1, 1, 1)
+        values = torch.linalg.svdvals(found.reshape(64, 64))
+        expected = slope.abs().flatten().sort(descending=True).values / math.sqrt(1 + norm.eps)
+        assert torch.allclose(values, expected)
 
 
 class DetachedSoftmax(torch.autograd.Function):

@@ -288,10 +288,16 @@ def _built(config: Any) -> nn.Module:
         model = AutoModel.from_config(config, attn_implementation="eager")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
+        convolved = {id(m.weight): m.weight[0].numel() for m in model.modules() if _convolves(m)}
         for p in model.parameters():
             # Larger weights, so that attention is not flat, and no norm or bias at its start.
-            p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else p.shape[-1] ** -0.5)
+            entering = convolved.get(id(p), p.shape[-1] if p.ndim else 1)
+            p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else entering**-0.5)
     return model.double().eval().requires_grad_(False)
+
+
+def _convolves(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
 
 
 def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
