@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lipscope import to_dense
+from lipscope import measure, to_dense
 from lipscope.errors import InputError
 from lipscope.models import attention_sites, prepared
 from lipscope.models.tracing.prepare import exact_maths
@@ -212,3 +212,36 @@ def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
         maps_of(Stubborn(False), (torch.randn(1, 5, 8, dtype=torch.float64),)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("own", "right", "refused"),
+    [("sdpa", "attention", "block"), ("eager", "block", "attention")],
+)
+def test_a_mask_of_booleans_is_read_as_the_model_itself_reads_it(own, right, refused):
+    """Fused attention hides what such a mask leaves out, eager attention adds it to the scores."""
+    from transformers import BertConfig, BertModel
+
+    seen = torch.eye(6, dtype=torch.bool) | torch.eye(6, dtype=torch.bool).roll(1, 0)
+    inputs = {"input_ids": torch.arange(5, 11)[None], "attention_mask": seen[None, None]}
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 12)
+    config = BertConfig(num_hidden_layers=2, num_attention_heads=3, vocab_size=60, **sizes)
+    config._attn_implementation = own
+    model = BertModel(config).eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn(p.shape)
+    with pytest.raises(InputError, match="should be the derivative of the model itself"):
+        measure(model, inputs, map=refused, layers=[0])
+    found = measure(model, inputs, map=right, layers=[0], dtype="float32")[0].sigma
+    layer = model.encoder.layer[0]
+    x = model.embeddings(inputs["input_ids"]).detach()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if right == "block":
+            return layer(x, seen[None, None])
+        return layer.attention.output.dense(layer.attention.self(x, seen[None, None])[0])
+
+    jacobian = torch.autograd.functional.jacobian(function, x)
+    assert isinstance(jacobian, torch.Tensor)
+    truth = torch.linalg.matrix_norm(jacobian.reshape(x.numel(), -1), 2)
+    assert found == pytest.approx(float(truth), rel=2e-3)

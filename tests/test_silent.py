@@ -227,6 +227,29 @@ def test_what_lies_inside_a_match_is_no_layer():
         ls.measure(Model(Block(OwnAttention())).double(), tokens(), modules=r"layers\.\d$")
 
 
+class ReadAttention(nn.Module):
+    """The step of another layer that has no weights, as in deformable attention."""
+
+    def forward(self, weights: Tensor, values: Tensor) -> Tensor:
+        return weights @ values
+
+
+class SteppedAttention(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = ReadAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(self.attn(self.weights(x, x), self.v(x)))
+
+
+def test_a_step_without_weights_is_no_layer():
+    x, layer = tokens(), SteppedAttention().double()
+    row = only(ls.measure(Model(Block(layer)).double(), x, **EXACT))
+    assert row.module == "layers.0.attn"
+    assert row.sigma == pytest.approx(truth(layer, x), rel=1e-8)
+
+
 class WeightsFirst(Own):
     def forward(self, x: Tensor) -> Any:
         weights = self.weights(x, x)

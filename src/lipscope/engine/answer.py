@@ -196,8 +196,9 @@ class _Solve:
             raise InputError(
                 f"The Jacobian of the map `{self.layer.map}` should be the derivative of the model "
                 f"itself. Found |J v| = {found.product:.4g} where a finite difference gives "
-                f"{found.quotient:.4g} ({found.error:.2g} apart): gradients are cut here, or not "
-                "everything that depends on the input moved, so that nothing is measured."
+                f"{found.quotient:.4g} ({found.error:.2g} apart): gradients are cut here, not "
+                "everything that depends on the input moved, or the model has another attention "
+                "than the eager one that is differentiated; so nothing is measured."
             )
         if found.status == "unsettled":
             return finite(found.error), (

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.engine.answer import Itself
@@ -38,7 +38,7 @@ from lipscope.models import (
 from lipscope.models import prepared as ready
 from lipscope.models import trace as run_traced
 from lipscope.models.pretrained import with_words
-from lipscope.models.tracing.prepare import at_rest
+from lipscope.models.tracing.prepare import Choice, as_chosen, at_rest, choices
 
 
 class Places:
@@ -70,6 +70,7 @@ class Places:
         self._needs_norms = norms
         self._held: dict[str, tuple[Any, Any]] = {}
         self._layers: dict[int, list[str]] = {}
+        self._own: list[Choice] = []
         self._stack = ExitStack()
 
     def close(self) -> None:
@@ -129,6 +130,7 @@ class Places:
             self.let_go("trace")
             sites = self._sites(loaded.model)
             closed = job.fused and all(reader_of(site) for site in sites.values())
+            self._own = choices(loaded.model)
             model, notes = self._stack.enter_context(
                 ready(
                     loaded.model,
@@ -162,7 +164,13 @@ class Places:
         dtype = torch.float32 if torch.float32 in found else torch.float64
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
             arguments = moved(arguments, None, dtype)
-        return Itself(built.ends.function(model, arguments), dtype)
+        function = built.ends.function(model, arguments)
+
+        def itself(x: Tensor) -> Tensor:
+            with as_chosen(model, self._own):
+                return function(x)
+
+        return Itself(itself, dtype)
 
     def _sites(self, model: nn.Module) -> dict[str, nn.Module]:
         return attention_sites(model, self.spec.modules, side=self.spec.side)

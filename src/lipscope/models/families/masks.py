@@ -36,9 +36,9 @@ def read_mask(call: AttentionCall) -> Masking:
     under eager attention it stands for none.
 
     Args:
-        call: A call with a mask of shape ``(1, 1 or h, 1 or n, m)``, boolean (True is visible)
-            or additive (very negative where hidden, else a bias of the scores), or None; or
-            one of torch's own attention.
+        call: A call with a mask of shape ``(1, 1 or h, 1 or n, m)``, boolean (True is visible;
+            eager attention adds it to the scores as it is) or additive (very negative where
+            hidden, else a bias of the scores), or None; or one of torch's own attention.
 
     Returns:
         The mask.
@@ -51,6 +51,8 @@ def read_mask(call: AttentionCall) -> Masking:
     mask = next((call.arguments[n] for n in names if call.arguments.get(n) is not None), None)
     if mask is None:
         return Masking(causal=_causal_without_mask(call))
+    if mask.dtype == torch.bool and call.implementation == "eager":
+        mask = mask.to(call.x.dtype)
     return _simplest(call, *_read(mask))
 
 

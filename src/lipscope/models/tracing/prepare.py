@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -244,12 +244,7 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
 
     Grouped products of experts exist in float32 and below only.
     """
-    before = [
-        (config, key, getattr(config, key))
-        for config in _configs(model)
-        for key in _CHOICES
-        if hasattr(config, key)
-    ]
+    before = choices(model)
     try:
         for part in _outermost(model, "set_attn_implementation"):
             _switch(part, "set_attn_implementation", attention)
@@ -257,8 +252,46 @@ def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
             _switch(part, "set_experts_implementation", "eager")
         yield
     finally:
-        for config, key, value in before:
-            setattr(config, key, value)
+        _choose(before)
+
+
+class Choice(NamedTuple):
+    """An implementation that a configuration names under a key."""
+
+    config: Any
+    key: str
+    value: Any
+
+
+def choices(model: nn.Module) -> list[Choice]:
+    """The implementations of attention and experts that every part of a model has now."""
+    return [
+        Choice(config, key, getattr(config, key))
+        for config in _configs(model)
+        for key in _CHOICES
+        if hasattr(config, key)
+    ]
+
+
+def _choose(some: Iterable[Choice]) -> None:
+    for one in some:
+        setattr(one.config, one.key, one.value)
+
+
+@contextlib.contextmanager
+def as_chosen(model: nn.Module, own: Iterable[Choice]) -> Iterator[None]:
+    """A model with the attention that it, or the one that it is a copy of, came with.
+
+    As far as that runs everywhere. Its answers may be others then: eager attention adds a mask of
+    booleans to the scores where fused attention hides what it leaves out.
+    """
+    before = choices(model)
+    pairs = zip(before, own, strict=True)
+    try:
+        _choose(now._replace(value=o.value) for now, o in pairs if o.value in ("eager", "sdpa"))
+        yield
+    finally:
+        _choose(before)
 
 
 def implementation_for(model: nn.Module, *, closed: bool) -> str:

@@ -290,9 +290,10 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Whether a module is one layer with all that it holds."""
-    own = is_attention(module) and any(isinstance(m, Attention) for m in module.children())
-    return own or isinstance(module, nn.MultiheadAttention)
+    """Whether a module is one layer with all it holds: a variant, or a step without weights."""
+    held = module.children() if is_attention(module) else ()
+    parts = (isinstance(m, Attention) or (is_attention(m) and not has_weights(m)) for m in held)
+    return isinstance(module, nn.MultiheadAttention) or any(parts)
 
 
 def _is_cross(name: str, module: nn.Module) -> bool:
