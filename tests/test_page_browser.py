@@ -258,11 +258,12 @@ def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: P
     picked = windows.locator("option:checked").inner_text()
     assert picked.startswith("16 tokens, ascent: sigma") and windows.locator("option").count() == 10
     assert "not kept" in opened.page.inner_text("#sensitivity .shaded[data-side=in]")
-    opened.choose("Window", listed[0])
+    opened.choose("Folder", "second")  # which has no built input
+    assert windows.count() == 0  # one window is no choice
+    opened.choose("Folder", "first")
     assert windows.locator("option").all_inner_texts() == listed
     opened.choose("Folder", "second")
     assert f"{100 * 16**0.25:.3g}" in opened.page.inner_text("#figures")
-    assert windows.count() == 0  # one window is no choice
     opened.choose("Text", "two")
     assert f"{11 * 64**0.25:.3g}" in opened.page.inner_text("#figures")
     assert opened.page.get_by_label("Folder", exact=True).count() == 0

@@ -99,7 +99,8 @@ function settle(change) {
   }
   if (!s.layers.includes(state.front)) state.front = null;
   const p = points[state.picked];
-  if (!p || !here(p) || p.layer !== state.layer) state.picked = remarkable();
+  const elsewhere = p && p.kind !== "real" && "source" in change && !("picked" in change);
+  if (!p || !here(p) || p.layer !== state.layer || elsewhere) state.picked = remarkable();
 }
 
 function pick(i) {
