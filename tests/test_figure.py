@@ -312,6 +312,8 @@ def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
     assert "trained to 128" in svg
     short = [r for r in rows if r.num_tokens <= 128]
     assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))
+    fresh = [replace(r, weights="random, seed 0") for r in rows]
+    assert "trained to" not in words(save(growth_chart(fresh), tmp_path / "c.svg"))
 
 
 def test_panels_mark_the_end_of_training(tmp_path):

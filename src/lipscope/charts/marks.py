@@ -129,9 +129,9 @@ def curve_means(
 def training_end(rows: Iterable[Measurement]) -> tuple[int, float] | None:
     """The length to which the model was trained, and where to draw it before the next one.
 
-    None where no row tells it, or none is longer.
+    None where no row tells it, none is longer, or the weights are random.
     """
-    rows = list(rows)
+    rows = [row for row in rows if not row.weights.startswith("random")]
     trained = {row.trained_length for row in rows if row.input in GIVEN}
     if len(trained) != 1 or (most := trained.pop()) is None:
         return None
