@@ -86,6 +86,13 @@ _RT_DETR |= {"decoder_in_channels": [WIDTH] * 3, "num_queries": 4}
 _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
 _MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
+_STAGES = {"out_features": [f"stage{i}" for i in (1, 2, 3, 4)], "out_indices": [1, 2, 3, 4]}
+_BEHIND = {"out_features": _STAGES["out_features"][1:], "out_indices": [2, 3, 4]}
+_HGNET = {"backbone_config": _BEHIND, "encoder_in_channels": [WIDTH] * 3,
+          "decoder_in_channels": [WIDTH] * 3, "num_queries": 4}
+# Networks of convolutions whose sizes are products, and those with norms of 32 groups.
+_FEW_FILTERS = {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}
+_FEW_CHANNELS = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
     "audio-spectrogram-transformer": {"max_length": 24},
     "autoformer": _SERIES,
@@ -101,7 +108,6 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0}},
     "deformable_detr": {**_DETR, "d_model": 64},
     "detr": _DETR,
-    "emu3": {"vocabulary_map": {"<image>": 2}},
     "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
                "num_decoder_layers": 1},
     "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
@@ -155,6 +161,34 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "table-transformer": _DETR,
     "time_series_transformer": _SERIES,
     "xmod": {"default_language": "en_XX"},
+    "align": {"projection_dim": 32, "vision_config": _FEW_FILTERS},
+    "clap": {"audio_config": {"spec_size": 64, "hidden_size": 128, "patch_embeds_hidden_size": 16}},
+    "d_fine": _HGNET,
+    "deimv2": _HGNET,
+    "pp_doclayout_v3": _HGNET,
+    "pp_doclayout_v4": _HGNET,
+    "dia": {"delay_pattern": [0]},
+    "dia_decoder": {"num_channels": 1, "cross_num_attention_heads": 4, "cross_hidden_size": 16,
+                    "cross_num_key_value_heads": 4, "cross_head_dim": 4},
+    "efficientnet": _FEW_FILTERS,
+    "emu3": {"vocabulary_map": {"<image>": 2}, "vq_config": _FEW_CHANNELS, "text_config": {"pad_token_id": 1}},
+    "ernie4_5_vl_moe": {"text_config": {"num_attention_heads": 2, "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}}},
+    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
+                        "vision_config": {"hidden_size": 64}},
+    "hgnet_v2": {"stem_channels": [3, 8, WIDTH], "stage_in_channels": [WIDTH] * 4, "stage_mid_channels": [8] * 4,
+                 "stage_out_channels": [WIDTH] * 4, "stage_numb_of_layers": [1] * 4},
+    "hunyuan_vl_text": {"rope_parameters": _SECTIONS},
+    "instructblipvideo": {"num_query_tokens": 1, "video_token_index": 5},
+    "janus": {"vq_config": _FEW_CHANNELS},
+    "lw_detr": {"backbone_config": {"num_windows": 1, "num_windows_side": 1}, "projector_scale_factors": [1.0], "num_queries": 4},
+    "mask2former": {"backbone_config": _STAGES, "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "num_queries": 4},
+    "oneformer": {"task_seq_len": TOKENS, "backbone_config": _STAGES, "num_queries": 4},
+    "sam2": {"vision_config": {"fpn_hidden_size": WIDTH, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+             "prompt_encoder_config": {"image_size": 64, "patch_size": 16}},
+    "sam3_tracker": {"vision_config": {"fpn_hidden_size": WIDTH, "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}},
+    "seggpt": {"image_size": [16, 8]},
+    "tvp": {"backbone_config": _RESNET, "max_img_size": 8, "visual_prompt_size": 2},
 }  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
@@ -227,7 +261,7 @@ def shrunk(
         if name not in sizes and name not in without and name in names:
             every = all_small or isinstance(usual, list | tuple)
             small = _small(name, usual) if every else usual
-            if small != usual:
+            if small is not usual and small != usual:
                 sizes[name] = small
     for name, part in getattr(kind, "sub_configs", {}).items():
         inner = vars(default).get(name)
@@ -244,7 +278,7 @@ def shrunk(
         numbered = isinstance(usual, dict) and usual and all(str(key).isdigit() for key in usual)
         if numbered and name != "id2label":
             sizes[name] = {}  # what is told of single layers
-    sizes |= _OWN.get(kind.model_type, {})
+    sizes = _joined(sizes, _OWN.get(kind.model_type, {}))
     while True:
         try:
             return kind(**sizes)
@@ -254,6 +288,16 @@ def shrunk(
                 raise
             for name in named:
                 del sizes[name]
+
+
+def _joined(sizes: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Sizes with those of a table; a part that is not told its type keeps what it has besides."""
+    joined = dict(sizes)
+    for name, new in own.items():
+        part = name.endswith("_config") and "model_type" not in new
+        held = sizes.get(name) if part else None
+        joined[name] = _joined(held, new) if isinstance(held, dict) else new
+    return joined
 
 
 def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
@@ -406,7 +450,33 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
              "decoder_input_values": real(1, 4, size("hidden_size", WIDTH))},
         ],
     }  # fmt: skip
-    for names in (needed, needed | both):
+    # What only few types take is tried last, and drawn last.
+    frames = size("n_window", 50) * 2
+    square = torch.cartesian_prod(*[torch.arange(3)] * 2)[None]
+    known |= {"image_attention_mask": torch.ones(1, TOKENS, 2)}
+    rare = {"actions", "rewards", "returns_to_go", "timesteps", "image_attention_mask"}
+    last: dict[str, list[dict[str, Tensor]]] = {
+        "states": [{}],
+        "pixel_values": [
+            {"pixel_values": real(1, 2, channels, side, side)},
+            {"pixel_values": real(1, 1, channels, side, side)},
+            {"pixel_values": real(1, 2, channels, 64, 64)},
+            {"pixel_values": real(1, channels, 64, 64)},
+            {"pixel_values": real(1, 9, channels * patch**2), "pixel_position_ids": square},
+            {"pixel_values": real(1, 3, 8, 8), "prompt_pixel_values": real(1, 3, 8, 8),
+             "prompt_masks": real(1, 3, 8, 8)},
+        ],
+        "input_features": [
+            {"input_features": real(1, 64, 128)},
+            {"input_features": real(1, 80, 64)},
+            {"input_features": real(1, bins, 48)},
+            {"input_features": real(1, 1, 64, bins)},
+            {"input_features": real(1, bins, frames),
+             "input_features_mask": torch.ones(1, frames, dtype=torch.bool)},
+        ],
+    }  # fmt: skip
+    for names, ways in ((needed, other), (needed | both, other), (needed | both | rare, last)):
         chosen = {n: known[n] for n in takes if n in names and n in known} or {main: ids}
-        for way in ({}, *(way for n in other if n in chosen for way in other[n])):
+        usual = [{}] if ways is other else []
+        for way in (*usual, *(way for n in ways if n in chosen for way in ways[n])):
             yield {**chosen, **{n: v for n, v in way.items() if n in takes}, **more}
