@@ -93,6 +93,7 @@ _HGNET = {"backbone_config": _BEHIND, "encoder_in_channels": [WIDTH] * 3,
 # Networks of convolutions whose sizes are products, and those with norms of 32 groups.
 _FEW_FILTERS = {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}
 _FEW_CHANNELS = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+_FEW_RATIOS = {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
     "audio-spectrogram-transformer": {"max_length": 24},
     "autoformer": _SERIES,
@@ -162,10 +163,10 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "time_series_transformer": _SERIES,
     "xmod": {"default_language": "en_XX"},
     "align": {"projection_dim": 32, "vision_config": _FEW_FILTERS},
-    "clap": {"audio_config": {"spec_size": 64, "hidden_size": 128, "patch_embeds_hidden_size": 16}},
+    "clap": {"audio_config": {"spec_size": 64, "num_mel_bins": 32, "hidden_size": 128, "patch_embeds_hidden_size": 16}},
     "d_fine": _HGNET,
     "deimv2": _HGNET,
-    "pp_doclayout_v3": _HGNET,
+    "pp_doclayout_v3": {**_HGNET, "backbone_config": _STAGES},
     "pp_doclayout_v4": _HGNET,
     "dia": {"delay_pattern": [0]},
     "dia_decoder": {"num_channels": 1, "cross_num_attention_heads": 4, "cross_hidden_size": 16,
@@ -173,7 +174,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "efficientnet": _FEW_FILTERS,
     "emu3": {"vocabulary_map": {"<image>": 2}, "vq_config": _FEW_CHANNELS, "text_config": {"pad_token_id": 1}},
     "ernie4_5_vl_moe": {"text_config": {"num_attention_heads": 2, "rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}}},
-    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "linear_num_heads": 2, "linear_head_dim": 4, "index_n_heads": 2, "index_head_dim": 4},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2",
                         "vision_config": {"hidden_size": 64}},
     "hgnet_v2": {"stem_channels": [3, 8, WIDTH], "stage_in_channels": [WIDTH] * 4, "stage_mid_channels": [8] * 4,
@@ -183,12 +184,32 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "janus": {"vq_config": _FEW_CHANNELS},
     "lw_detr": {"backbone_config": {"num_windows": 1, "num_windows_side": 1}, "projector_scale_factors": [1.0], "num_queries": 4},
     "mask2former": {"backbone_config": _STAGES, "feature_size": 32, "mask_feature_size": 32, "hidden_dim": 32, "num_queries": 4},
-    "oneformer": {"task_seq_len": TOKENS, "backbone_config": _STAGES, "num_queries": 4},
+    "oneformer": {"conv_dim": 32, "hidden_dim": 32, "mask_dim": 32, "task_seq_len": TOKENS, "backbone_config": _STAGES, "num_queries": 4},
     "sam2": {"vision_config": {"fpn_hidden_size": WIDTH, "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
              "prompt_encoder_config": {"image_size": 64, "patch_size": 16}},
     "sam3_tracker": {"vision_config": {"fpn_hidden_size": WIDTH, "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}},
+    "seamless_m4t": {"upsample_initial_channel": 64},
+    "seamless_m4t_v2": {"upsample_initial_channel": 64},
+    "efficientloftr": {"hidden_size": WIDTH, "stage_num_blocks": [1] * 4, "out_features": [WIDTH] * 4, "stage_stride": [2, 1, 2, 2], "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 2.0}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _SECTIONS}},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}},
+    "clvp": {"text_config": {"hidden_size": 128, "projection_dim": 128}, "speech_config": {"hidden_size": 128, "projection_dim": 128}},
+    "textnet": {"stem_out_channels": WIDTH},
+    "pp_ocrv6_small_det": {"backbone_config": {"stem_channels": [3, 48, 96]}},
+    "pp_ocrv6_small_rec": {"backbone_config": {"stem_channels": [3, 48, 96]}},
+    "pp_ocrv6_tiny_rec": {"backbone_config": {"stem_channels": [3, 48, 96]}},
+    "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
+    "nemo_speechlm": {"text_config": {"n_groups": 1}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "qwen4_exp": {"text_config": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 4, "indexer_budget": 4, "indexer_compress_ratio": 2, "layer_types": ["linear_attention", "indexed_attention"]}},
+    "neucodec": {"hidden_size": 32},
+    "xcodec2": {"hidden_size": 32},
+    "vibevoice_acoustic_tokenizer": _FEW_RATIOS,
+    "vibevoice_acoustic_tokenizer_encoder": _FEW_RATIOS,
+    "vibevoice_acoustic_tokenizer_decoder": _FEW_RATIOS,
+    "dots3_note_text": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "indexed_attention"], "per_layer_config": {"0": {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}}},
     "seggpt": {"image_size": [16, 8]},
-    "tvp": {"backbone_config": _RESNET, "max_img_size": 8, "visual_prompt_size": 2},
+    "tvp": {"backbone_config": _RESNET, "max_img_size": 64, "visual_prompt_size": 2},
 }  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
 
@@ -453,7 +474,13 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     # What only few types take is tried last, and drawn last.
     frames = size("n_window", 50) * 2
     square = torch.cartesian_prod(*[torch.arange(3)] * 2)[None]
-    known |= {"image_attention_mask": torch.ones(1, TOKENS, 2)}
+    width, heard = size("hidden_size", WIDTH), torch.ones(1, 64, dtype=torch.bool)
+    stacked = bins * size("num_stacked_frames", 1)
+    mels = size("num_mel_bins", bins, getattr(config, "audio_config", config))
+    known |= {
+        "image_attention_mask": torch.ones(1, TOKENS, 1),
+        "context_hidden_states": real(1, TOKENS, width),
+    }
     rare = {"actions", "rewards", "returns_to_go", "timesteps", "image_attention_mask"}
     last: dict[str, list[dict[str, Tensor]]] = {
         "states": [{}],
@@ -465,12 +492,23 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             {"pixel_values": real(1, 9, channels * patch**2), "pixel_position_ids": square},
             {"pixel_values": real(1, 3, 8, 8), "prompt_pixel_values": real(1, 3, 8, 8),
              "prompt_masks": real(1, 3, 8, 8)},
+            {"pixel_values": patches.reshape(len(patches), -1, patch, patch), "grid_thw": grid},
+            {"pixel_values": patches.repeat(1, 2), "grid_thw": grid},
+            {"pixel_values": real(1, channels, patch, 4 * patch),
+             "target_sizes": torch.tensor([[2, 2]])},
         ],
+        "inputs_embeds": [{"inputs_embeds": real(1, TOKENS, width)}],
+        "noise_embeds": [{"noise_embeds": real(1, TOKENS, width)}],
+        "hidden_states": [{"hidden_states": real(1, width, TOKENS)}],
+        "latents": [{"latents": real(1, width, TOKENS)}],
+        "input_values": [{"input_values": real(1, 1920)}],
         "input_features": [
             {"input_features": real(1, 64, 128)},
             {"input_features": real(1, 80, 64)},
             {"input_features": real(1, bins, 48)},
-            {"input_features": real(1, 1, 64, bins)},
+            {"input_features": real(1, 1, 64, mels)},
+            {"input_features": real(1, bins, 64), "input_features_mask": heard},
+            {"input_features": real(1, 8, stacked), "input_features_mask": heard[:, :8]},
             {"input_features": real(1, bins, frames),
              "input_features_mask": torch.ones(1, frames, dtype=torch.bool)},
         ],
