@@ -207,6 +207,8 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "vibevoice_acoustic_tokenizer": _FEW_RATIOS,
     "vibevoice_acoustic_tokenizer_encoder": _FEW_RATIOS,
     "vibevoice_acoustic_tokenizer_decoder": _FEW_RATIOS,
+    "dots3_note": {"vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
+                   "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH}},
     "dots3_note_text": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "indexed_attention"], "per_layer_config": {"0": {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}}},
     "seggpt": {"image_size": [16, 8]},
     "tvp": {"backbone_config": _RESNET, "max_img_size": 64, "visual_prompt_size": 2},
@@ -480,6 +482,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     known |= {
         "image_attention_mask": torch.ones(1, TOKENS, 1),
         "context_hidden_states": real(1, TOKENS, width),
+        "noise_embeds": real(1, TOKENS, width),
     }
     rare = {"actions", "rewards", "returns_to_go", "timesteps", "image_attention_mask"}
     last: dict[str, list[dict[str, Tensor]]] = {
@@ -498,7 +501,7 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
              "target_sizes": torch.tensor([[2, 2]])},
         ],
         "inputs_embeds": [{"inputs_embeds": real(1, TOKENS, width)}],
-        "noise_embeds": [{"noise_embeds": real(1, TOKENS, width)}],
+        "context_hidden_states": [{}],
         "hidden_states": [{"hidden_states": real(1, width, TOKENS)}],
         "latents": [{"latents": real(1, width, TOKENS)}],
         "input_values": [{"input_values": real(1, 1920)}],
