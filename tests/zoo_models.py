@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel, PreTrainedConfig
 
 from lipscope.models.quiet import quiet
 from lipscope.models.tracing.prepare import exact_maths
@@ -86,8 +86,6 @@ _RT_DETR |= {"decoder_in_channels": [WIDTH] * 3, "num_queries": 4}
 _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
 _MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
-_SLIDING = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "v_head_dim": 4}
-_SLIDING |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
 _STAGES = {"out_features": [f"stage{i}" for i in (1, 2, 3, 4)], "out_indices": [1, 2, 3, 4]}
 _BEHIND = {"out_features": _STAGES["out_features"][1:], "out_indices": [2, 3, 4]}
 _HGNET = {"backbone_config": _BEHIND, "encoder_in_channels": [WIDTH] * 3, "num_queries": 4}
@@ -98,6 +96,7 @@ _FEW_CHANNELS = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blo
 _FEW_RATIOS = {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
     "align": {"projection_dim": 32, "vision_config": _FEW_FILTERS},
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
     "audio-spectrogram-transformer": {"max_length": 24},
     "autoformer": _SERIES,
     "bamba": _MAMBA,
@@ -126,11 +125,6 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
                     "cross_head_dim": 4},
     "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2,
                                         "moe_intermediate_size": 24}},
-    "dots3_note": {"vision_config": {"adapter_in_dim": WIDTH, "adapter_out_dim": WIDTH},
-                   "audio_config": {"adapter_input_size": WIDTH, "adapter_out_dim": WIDTH}},
-    "dots3_note_text": {"head_dim": 8, "sliding_window": 4,
-                        "layer_types": ["sliding_attention", "indexed_attention"],
-                        "per_layer_config": {"0": _SLIDING}},
     "efficientloftr": {"hidden_size": WIDTH, "stage_num_blocks": [1] * 4,
                        "out_features": [WIDTH] * 4, "stage_stride": [2, 1, 2, 2],
                        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
@@ -141,6 +135,7 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "ernie4_5_vl_moe": {"text_config": {"num_attention_heads": 2,
                                         "rope_parameters": {**_SECTIONS,
                                                             "mrope_section": [1, 1, 2]}}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
     "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
                "num_decoder_layers": 1},
     "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
@@ -185,6 +180,9 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "mm-grounding-dino": {**_DETR, "d_model": 64, "num_queries": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "exaone4_5_vision": {"window_size": 16},
+    "muse_glimmer_assistant": {"target_layer_ids": [0]},
+    "muse_spark": {"projector_hidden_size": WIDTH, "text_config": {"moe_hidden_size": WIDTH}},
+    "muse_spark_audio": {"hidden_sizes": [WIDTH] * 4, "depths": [1] * 4, "num_hidden_layers": 4},
     "nemo_speechlm": {"text_config": {"n_groups": 1}},
     "oneformer": {"conv_dim": 32, "hidden_dim": 32, "mask_dim": 32, "task_seq_len": TOKENS,
                   "backbone_config": _STAGES, "num_queries": 4},
@@ -370,10 +368,10 @@ def _built(config: Any) -> nn.Module:
     with quiet(), torch.random.fork_rng():
         torch.manual_seed(0)
         with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+            count = sum(p.numel() for p in _of(config).parameters())
         if count > _MOST:
             raise ValueError(f"{count:.1e} parameters: the configuration is not small")
-        model = AutoModel.from_config(config, attn_implementation="eager")
+        model = _of(config, attn_implementation="eager")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         convolved = {id(m.weight): m.weight[0].numel() for m in model.modules() if _convolves(m)}
@@ -382,6 +380,17 @@ def _built(config: Any) -> nn.Module:
             entering = convolved.get(id(p), p.shape[-1] if p.ndim else 1)
             p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else entering**-0.5)
     return model.double().eval().requires_grad_(False)
+
+
+def _of(config: Any, **options: Any) -> Any:
+    """The model that `AutoModel` names, which may take one part of the configuration only."""
+    named: Any = MODEL_MAPPING.get(type(config), None)
+    if inspect.isclass(named):
+        taken: Any = inspect.signature(named.__init__).parameters["config"].annotation
+        for part in vars(config).values():
+            if type(part) is taken:
+                return named._from_config(part, **options)
+    return AutoModel.from_config(config, **options)
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -504,9 +513,11 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         "image_attention_mask": torch.ones(1, TOKENS, 1),
         "context_hidden_states": real(1, TOKENS, width),
         "noise_embeds": real(1, TOKENS, width),
+        "action_embeds": real(1, 4, width),
     }
     rare = {"actions", "rewards", "returns_to_go", "timesteps", "image_attention_mask"}
     last: dict[str, list[dict[str, Tensor]]] = {
+        "input_ids": [{"input_ids": ids.expand(codes, TOKENS)}],
         "states": [{}],
         "pixel_values": [
             {"pixel_values": real(1, 2, channels, side, side)},
@@ -520,10 +531,18 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             {"pixel_values": patches.repeat(1, 2), "grid_thw": grid},
             {"pixel_values": real(1, channels, patch, 4 * patch),
              "target_sizes": torch.tensor([[2, 2]])},
+            {"pixel_values": real(4, patch * merge, patch * merge, channels),
+             "image_grid_thw": torch.tensor([[1, 2, 2]])},
         ],
         "inputs_embeds": [{"inputs_embeds": real(1, TOKENS, width)}],
         "context_hidden_states": [{}],
-        "hidden_states": [{"hidden_states": real(1, width, TOKENS)}],
+        "hidden_states": [
+            {"hidden_states": real(1, width, TOKENS)},
+            {"hidden_states": real(1, 1, 400)},
+        ],
+        "action_embeds": [
+            {"pixel_values": pictures[None], "pixel_attention_mask": torch.ones(1, 1).bool()}
+        ],
         "latents": [{"latents": real(1, width, TOKENS)}],
         "input_values": [{"input_values": real(1, 1920)}],
         "input_features": [
