@@ -221,6 +221,16 @@ def test_a_block_that_calls_its_attention_twice_is_one_block() -> None:
     assert [row.sigma for row in rows] == pytest.approx([truth(model)] * 2, rel=1e-8)
 
 
+@pytest.mark.parametrize("name", ["block", "model"])
+def test_a_hook_behind_a_block_is_given_what_the_model_passes_by_place(name) -> None:
+    """Transformers' own hooks read the first argument, where hidden states are asked for."""
+    model, seen = Model(OwnAttention(), lambda block, x: block.attn(x)).double(), list[Any]()
+    model.layers[0].register_forward_hook(lambda _, args, __: seen.append(args[0].shape))
+    rows = ls.measure(model, X, map=name, **EXACT)
+    assert rows[0].sigma == pytest.approx(truth(model), rel=1e-8)
+    assert set(seen) == {X.shape}
+
+
 def test_float64_of_what_a_model_makes_of_numbers() -> None:
     """The least float64 is no float32 (XGLM's mask), and a float32 table (DAB-DETR's) fits none."""
 

@@ -47,6 +47,11 @@ def test_a_sample_is_exact_or_refused(kind):
     assert not [one for one in found if one.verdict == "wrong"]
 
 
+def test_parts_without_attention_may_lack_its_fused_form():
+    """The tokenizers of this type are convolutions that offer no `sdpa`."""
+    assert [one.verdict for one in outcomes("vibevoice_asr", ("attention",))] == ["exact"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_model_type_is_exact_or_refused(kind):

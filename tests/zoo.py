@@ -44,6 +44,7 @@ _ENDS = {
     "AlbertAttention": "dense",
     "BloomAttention": "dense",
     "FunnelRelMultiheadAttention": "post_proj",
+    "TvpAttention": "dense",
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel, PreTrainedConfig
 
 from lipscope.models.quiet import quiet
 from lipscope.models.tracing.prepare import exact_maths
@@ -86,7 +86,17 @@ _RT_DETR |= {"decoder_in_channels": [WIDTH] * 3, "num_queries": 4}
 _SECTIONS = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 0]}
 _MAMBA = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4}
 _SERIES = {"prediction_length": 2, "context_length": 6, "lags_sequence": [1, 2]}
+_STAGES = {"out_features": [f"stage{i}" for i in (1, 2, 3, 4)], "out_indices": [1, 2, 3, 4]}
+_BEHIND = {"out_features": _STAGES["out_features"][1:], "out_indices": [2, 3, 4]}
+_HGNET = {"backbone_config": _BEHIND, "encoder_in_channels": [WIDTH] * 3, "num_queries": 4}
+_HGNET |= {"decoder_in_channels": [WIDTH] * 3}
+# Networks of convolutions whose sizes are products, and those with norms of 32 groups.
+_FEW_FILTERS = {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128}
+_FEW_CHANNELS = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1}
+_FEW_RATIOS = {"num_filters": 8, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}
 _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in parts too
+    "align": {"projection_dim": 32, "vision_config": _FEW_FILTERS},
+    "aria": {"projector_patch_to_query_dict": {4: 2}},
     "audio-spectrogram-transformer": {"max_length": 24},
     "autoformer": _SERIES,
     "bamba": _MAMBA,
@@ -95,13 +105,37 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "bridgetower_vision_model": {"hidden_size": 64},
     "blip-2": {"num_query_tokens": 1, "image_token_index": 5},
     "chameleon": {"vocabulary_map": {"<image>": 2}},
+    "clap": {"audio_config": {"spec_size": 64, "num_mel_bins": 32, "hidden_size": 128,
+                              "patch_embeds_hidden_size": 16}},
+    "clvp": {"text_config": {"hidden_size": 128, "projection_dim": 128},
+             "speech_config": {"hidden_size": 128, "projection_dim": 128}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _SECTIONS}},
     "conditional_detr": _DETR,
     "cvt": {"depth": [1, 2, 3]},
+    "d_fine": _HGNET,
     "dab-detr": _DETR,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
     "deformable_detr": {**_DETR, "d_model": 64},
+    "deimv2": _HGNET,
     "detr": _DETR,
-    "emu3": {"vocabulary_map": {"<image>": 2}},
+    "dia": {"delay_pattern": [0]},
+    "dia_decoder": {"num_channels": 1, "cross_num_attention_heads": 4,
+                    "cross_hidden_size": 16, "cross_num_key_value_heads": 4,
+                    "cross_head_dim": 4},
+    "diffusion_gemma": {"text_config": {"num_experts": 4, "top_k_experts": 2,
+                                        "moe_intermediate_size": 24}},
+    "efficientloftr": {"hidden_size": WIDTH, "stage_num_blocks": [1] * 4,
+                       "out_features": [WIDTH] * 4, "stage_stride": [2, 1, 2, 2],
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 100.0,
+                                           "partial_rotary_factor": 2.0}},
+    "efficientnet": _FEW_FILTERS,
+    "emu3": {"vocabulary_map": {"<image>": 2}, "vq_config": _FEW_CHANNELS,
+             "text_config": {"pad_token_id": 1}},
+    "ernie4_5_vl_moe": {"text_config": {"num_attention_heads": 2,
+                                        "rope_parameters": {**_SECTIONS,
+                                                            "mrope_section": [1, 1, 2]}}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": WIDTH // 4}},
     "funnel": {"architectures": ["FunnelModel"], "block_sizes": [1, 1], "d_head": 4,
                "num_decoder_layers": 1},
     "gemma3n_text": {"intermediate_size": [24, 24], "num_kv_shared_layers": 0,
@@ -112,12 +146,22 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "glm46v_text": {"rope_parameters": _SECTIONS},
     "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 0, 0]}},
     "glm4v_text": {"rope_parameters": _SECTIONS},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "linear_num_heads": 2,
+                       "linear_head_dim": 4, "index_n_heads": 2, "index_head_dim": 4},
     "glm_image_text": {"rope_parameters": _SECTIONS},
     "glm_ocr_text": {"rope_parameters": _SECTIONS},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1],
+                        "downsample_rate": "1/2", "vision_config": {"hidden_size": 64}},
     "granitemoehybrid": _MAMBA,
     "grounding-dino": {**_DETR, "d_model": 64, "num_queries": 4},
+    "hgnet_v2": {"stem_channels": [3, 8, WIDTH], "stage_in_channels": [WIDTH] * 4,
+                 "stage_mid_channels": [8] * 4, "stage_out_channels": [WIDTH] * 4,
+                 "stage_numb_of_layers": [1] * 4},
+    "hunyuan_vl_text": {"rope_parameters": _SECTIONS},
     "informer": _SERIES,
     "instructblip": {"num_query_tokens": 1, "image_token_index": 5},
+    "instructblipvideo": {"num_query_tokens": 1, "video_token_index": 5},
+    "janus": {"vq_config": _FEW_CHANNELS},
     "kosmos-2": {"latent_query_num": 1},
     "kosmos_2_text_model": {"attention_heads": 4},
     "kyutai_speech_to_text": {"codebook_vocab_size": 20, "audio_pad_token_id": 19},
@@ -126,34 +170,66 @@ _OWN: dict[str, dict[str, Any]] = {  # what single model types need besides, in 
     "longcat_flash": {"ffn_hidden_size": 24, "expert_ffn_hidden_size": 24, "zero_expert_num": 1,
                       "num_layers": 1, "num_hidden_layers": 2},
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
+    "lw_detr": {"backbone_config": {"num_windows": 1, "num_windows_side": 1},
+                "projector_scale_factors": [1.0], "num_queries": 4},
     "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
+    "mask2former": {"backbone_config": _STAGES, "feature_size": 32,
+                    "mask_feature_size": 32, "hidden_dim": 32, "num_queries": 4},
     "mimi": {"upsample_groups": 16},
     "mimi_decoder": {"upsample_groups": 16},
     "mm-grounding-dino": {**_DETR, "d_model": 64, "num_queries": 4},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "exaone4_5_vision": {"window_size": 16},
+    "muse_glimmer_assistant": {"target_layer_ids": [0]},
+    "muse_spark": {"projector_hidden_size": WIDTH, "text_config": {"moe_hidden_size": WIDTH}},
+    "muse_spark_audio": {"hidden_sizes": [WIDTH] * 4, "depths": [1] * 4, "num_hidden_layers": 4},
+    "nemo_speechlm": {"text_config": {"n_groups": 1}},
+    "oneformer": {"conv_dim": 32, "hidden_dim": 32, "mask_dim": 32, "task_seq_len": TOKENS,
+                  "backbone_config": _STAGES, "num_queries": 4},
     "patchtsmixer": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
     "patchtst": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
     "perceiver": {"d_latents": 16, "num_latents": 5, "num_self_attends_per_block": 2,
                   "num_cross_attention_heads": 2, "num_self_attention_heads": 2,
                   "d_model": 16, "max_position_embeddings": 32},
+    "pp_doclayout_v3": {**_HGNET, "backbone_config": _STAGES},
+    "pp_doclayout_v4": _HGNET,
+    "pp_ocrv6_small_rec": {"backbone_config": {"stem_channels": [3, 48, 96]}},
+    "pp_ocrv6_tiny_rec": {"backbone_config": {"stem_channels": [3, 48, 96]}},
     "pvt": {"image_size": 32, "sequence_reduction_ratios": [2, 2, 1, 1]},
     "qwen2_5_omni_text": {"rope_parameters": _SECTIONS},
     "qwen2_5_vl_vision": {"window_size": 16},
     "qwen2_5_vl_text": {"rope_parameters": _SECTIONS},
     "qwen2_vl_text": {"rope_parameters": _SECTIONS},
+    "qwen4_exp": {"text_config": {"layer_types": ["linear_attention", "indexed_attention"],
+                                  "indexer_n_heads": 2, "indexer_kv_heads": 1,
+                                  "indexer_head_dim": 4, "indexer_budget": 4,
+                                  "indexer_compress_ratio": 2}},
     "reformer": {"axial_pos_embds_dim": [8, 8], "attn_layers": ["local", "lsh"], "num_buckets": 2,
                  "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4},
     "rf_detr_dinov2": {"num_windows": 1},
     "rt_detr": _RT_DETR,
     "rt_detr_v2": _RT_DETR,
+    "sam2": {"vision_config": {"fpn_hidden_size": WIDTH,
+                               "backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+             "prompt_encoder_config": {"image_size": 64, "patch_size": 16}},
     "sam2_hiera_det_model": {"embed_dim_per_stage": [16, 32, 48, 64],
                              "window_size_per_stage": [2, 2, 2, 2]},
     "sam2_vision_model": {"backbone_channel_list": [64, 48, 32, 16]},
+    "sam3_tracker": {"vision_config": {"fpn_hidden_size": WIDTH,
+                                       "backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]}},
+    "seamless_m4t": {"upsample_initial_channel": 64},
+    "seamless_m4t_v2": {"upsample_initial_channel": 64},
+    "seggpt": {"image_size": [16, 8]},
     "step3p5": {"sliding_window": 4},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "table-transformer": _DETR,
+    "textnet": {"stem_out_channels": WIDTH},
     "time_series_transformer": _SERIES,
+    "tvp": {"backbone_config": _RESNET, "max_img_size": 64, "visual_prompt_size": 2},
+    "unlimited_ocr": {"text_config": {"num_key_value_heads": 4}},
+    "vibevoice_acoustic_tokenizer": _FEW_RATIOS,
+    "vibevoice_acoustic_tokenizer_decoder": _FEW_RATIOS,
+    "vibevoice_acoustic_tokenizer_encoder": _FEW_RATIOS,
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 _WAYS = ((SIDE, 4, False), (SIDE, 4, True), (64, None, True))
@@ -227,7 +303,7 @@ def shrunk(
         if name not in sizes and name not in without and name in names:
             every = all_small or isinstance(usual, list | tuple)
             small = _small(name, usual) if every else usual
-            if small != usual:
+            if small is not usual and small != usual:
                 sizes[name] = small
     for name, part in getattr(kind, "sub_configs", {}).items():
         inner = vars(default).get(name)
@@ -244,7 +320,7 @@ def shrunk(
         numbered = isinstance(usual, dict) and usual and all(str(key).isdigit() for key in usual)
         if numbered and name != "id2label":
             sizes[name] = {}  # what is told of single layers
-    sizes |= _OWN.get(kind.model_type, {})
+    sizes = _joined(sizes, _OWN.get(kind.model_type, {}))
     while True:
         try:
             return kind(**sizes)
@@ -254,6 +330,16 @@ def shrunk(
                 raise
             for name in named:
                 del sizes[name]
+
+
+def _joined(sizes: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Sizes with those of a table; a part that is not told its type keeps what it has besides."""
+    joined = dict(sizes)
+    for name, new in own.items():
+        part = name.endswith("_config") and "model_type" not in new
+        held = sizes.get(name) if part else None
+        joined[name] = _joined(held, new) if isinstance(held, dict) else new
+    return joined
 
 
 def _inside(inner: PreTrainedConfig, *options: Any) -> Any:
@@ -282,10 +368,10 @@ def _built(config: Any) -> nn.Module:
     with quiet(), torch.random.fork_rng():
         torch.manual_seed(0)
         with torch.device("meta"):
-            count = sum(p.numel() for p in AutoModel.from_config(config).parameters())
+            count = sum(p.numel() for p in _of(config).parameters())
         if count > _MOST:
             raise ValueError(f"{count:.1e} parameters: the configuration is not small")
-        model = AutoModel.from_config(config, attn_implementation="eager")
+        model = _of(config, attn_implementation="eager")
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")
         convolved = {id(m.weight): m.weight[0].numel() for m in model.modules() if _convolves(m)}
@@ -294,6 +380,17 @@ def _built(config: Any) -> nn.Module:
             entering = convolved.get(id(p), p.shape[-1] if p.ndim else 1)
             p.data += torch.randn(p.shape) * (0.2 if p.ndim < 2 else entering**-0.5)
     return model.double().eval().requires_grad_(False)
+
+
+def _of(config: Any, **options: Any) -> Any:
+    """The model that `AutoModel` names, which may take one part of the configuration only."""
+    named: Any = MODEL_MAPPING.get(type(config), None)
+    if inspect.isclass(named):
+        taken: Any = inspect.signature(named.__init__).parameters["config"].annotation
+        for part in vars(config).values():
+            if type(part) is taken:
+                return named._from_config(part, **options)
+    return AutoModel.from_config(config, **options)
 
 
 def _convolves(module: nn.Module) -> bool:
@@ -406,7 +503,61 @@ def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
              "decoder_input_values": real(1, 4, size("hidden_size", WIDTH))},
         ],
     }  # fmt: skip
-    for names in (needed, needed | both):
+    # What only few types take is tried last, and drawn last.
+    windows = size("n_window", 50) * 2
+    square = torch.cartesian_prod(*[torch.arange(3)] * 2)[None]
+    width, heard = size("hidden_size", WIDTH), torch.ones(1, 64, dtype=torch.bool)
+    stacked = bins * size("num_stacked_frames", 1)
+    mels = size("num_mel_bins", bins, getattr(config, "audio_config", config))
+    known |= {
+        "image_attention_mask": torch.ones(1, TOKENS, 1),
+        "context_hidden_states": real(1, TOKENS, width),
+        "noise_embeds": real(1, TOKENS, width),
+        "action_embeds": real(1, 4, width),
+    }
+    rare = {"actions", "rewards", "returns_to_go", "timesteps", "image_attention_mask"}
+    last: dict[str, list[dict[str, Tensor]]] = {
+        "input_ids": [{"input_ids": ids.expand(codes, TOKENS)}],
+        "states": [{}],
+        "pixel_values": [
+            {"pixel_values": real(1, 2, channels, side, side)},
+            {"pixel_values": real(1, 1, channels, side, side)},
+            {"pixel_values": real(1, 2, channels, 64, 64)},
+            {"pixel_values": real(1, channels, 64, 64)},
+            {"pixel_values": real(1, 9, channels * patch**2), "pixel_position_ids": square},
+            {"pixel_values": real(1, 3, 8, 8), "prompt_pixel_values": real(1, 3, 8, 8),
+             "prompt_masks": real(1, 3, 8, 8)},
+            {"pixel_values": patches.reshape(len(patches), -1, patch, patch), "grid_thw": grid},
+            {"pixel_values": patches.repeat(1, 2), "grid_thw": grid},
+            {"pixel_values": real(1, channels, patch, 4 * patch),
+             "target_sizes": torch.tensor([[2, 2]])},
+            {"pixel_values": real(4, patch * merge, patch * merge, channels),
+             "image_grid_thw": torch.tensor([[1, 2, 2]])},
+        ],
+        "inputs_embeds": [{"inputs_embeds": real(1, TOKENS, width)}],
+        "context_hidden_states": [{}],
+        "hidden_states": [
+            {"hidden_states": real(1, width, TOKENS)},
+            {"hidden_states": real(1, 1, 400)},
+        ],
+        "action_embeds": [
+            {"pixel_values": pictures[None], "pixel_attention_mask": torch.ones(1, 1).bool()}
+        ],
+        "latents": [{"latents": real(1, width, TOKENS)}],
+        "input_values": [{"input_values": real(1, 1920)}],
+        "input_features": [
+            {"input_features": real(1, 64, 128)},
+            {"input_features": real(1, 80, 64)},
+            {"input_features": real(1, bins, 48)},
+            {"input_features": real(1, 1, 64, mels)},
+            {"input_features": real(1, bins, 64), "input_features_mask": heard},
+            {"input_features": real(1, 8, stacked), "input_features_mask": heard[:, :8]},
+            {"input_features": real(1, bins, windows),
+             "input_features_mask": torch.ones(1, windows, dtype=torch.bool)},
+        ],
+    }  # fmt: skip
+    for names, ways in ((needed, other), (needed | both, other), (needed | both | rare, last)):
         chosen = {n: known[n] for n in takes if n in names and n in known} or {main: ids}
-        for way in ({}, *(way for n in other if n in chosen for way in other[n])):
+        usual = [{}] if ways is other else []
+        for way in (*usual, *(way for n in ways if n in chosen for way in ways[n])):
             yield {**chosen, **{n: v for n, v in way.items() if n in takes}, **more}

@@ -40,17 +40,21 @@ def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 
 
 def as_called(
-    module: nn.Module, arguments: Mapping[str, Any]
+    module: nn.Module, arguments: Mapping[str, Any], first: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as a call: those before variable positional ones have no name there."""
+    """Arguments by name as a call, of which the ``first`` ones have no name there.
+
+    Neither have those before variable positional ones.
+    """
     kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
     named, args = dict(arguments), list[Any]()
     several = any(k.endswith("]") for k in named)
-    for name, kind in kinds.items():
+    for place, (name, kind) in enumerate(kinds.items()):
+        unnamed = kind is Kind.POSITIONAL_OR_KEYWORD and (several or place < first)
         if kind is Kind.VAR_POSITIONAL:
             args.extend(named.pop(k) for k in [*named] if k.startswith(f"{name}["))
         elif name not in named:
             continue
-        elif kind is Kind.POSITIONAL_ONLY or (several and kind is Kind.POSITIONAL_OR_KEYWORD):
+        elif kind is Kind.POSITIONAL_ONLY or unnamed:
             args.append(named.pop(name))
     return tuple(args), named

@@ -303,7 +303,7 @@ def _hand_over(
                 arguments[name].copy_(value)
             else:
                 arguments[name] = value.clone()  # the model may write into it
-        return as_called(module, arguments)
+        return as_called(module, arguments, len(args))  # hooks of the model may count on these
 
     handle = module.register_forward_pre_hook(replace, with_kwargs=True)
     stack.callback(handle.remove)

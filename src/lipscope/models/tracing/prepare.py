@@ -306,9 +306,15 @@ def implementation_for(model: nn.Module, *, closed: bool) -> str:
     Returns:
         ``sdpa`` or ``eager``.
     """
-    parts = _outermost(model, "set_attn_implementation")
-    fused = all(getattr(part, "_supports_sdpa", True) for part in parts)
-    return "sdpa" if closed and fused else "eager"
+    outer = _outermost(model, "set_attn_implementation")
+    # Of the parts inside, transformers asks those that it holds able to change, even where they
+    # have no attention (tokenizers of sound that are convolutions).
+    lacking = any(
+        part in outer or getattr(part, "_can_set_attn_implementation", lambda: False)()
+        for part in model.modules()
+        if not getattr(part, "_supports_sdpa", True)
+    )
+    return "sdpa" if closed and not lacking else "eager"
 
 
 def _switch(part: nn.Module, setter: str, choice: str) -> None:
