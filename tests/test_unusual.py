@@ -53,6 +53,14 @@ class WrappedAttention(Own):
     forward = _unnamed(Own.of)
 
 
+class CachedAttention(Own):
+    """Reads what stands in a cache, too, through a mask over both."""
+
+    def forward(self, x: Tensor, mask: Tensor, cache: Tensor | None = None) -> Tensor:
+        read = x if cache is None else torch.cat([cache, x], 1)
+        return self.o((self.q(x) @ self.k(read).mT + mask).softmax(-1) @ self.v(read))
+
+
 class SparseAttention(Own):
     def forward(self, x: Tensor, bias: Tensor) -> Any:
         return self.of(x) + bias.to_dense(), bias
@@ -229,6 +237,17 @@ def test_a_hook_behind_a_block_is_given_what_the_model_passes_by_place(name) -> 
     rows = ls.measure(model, X, map=name, **EXACT)
     assert rows[0].sigma == pytest.approx(truth(model), rel=1e-8)
     assert set(seen) == {X.shape}
+
+
+def test_a_layer_that_reads_a_filled_cache_is_refused() -> None:
+    """A block that fills the cache itself is measured with it."""
+    mask = torch.zeros(1, N, 2 * N, dtype=torch.float64)
+    model = Model(CachedAttention(), lambda block, x: block.attn(x, mask=mask, cache=X)).double()
+    with pytest.raises(InputError, match="without a key/value cache") as error:
+        ls.measure(model, X, **EXACT)
+    assert "\n" not in str(error.value)
+    (row,) = ls.measure(model, X, map="block", **EXACT)
+    assert row.sigma == pytest.approx(truth(model), rel=1e-8)
 
 
 def test_float64_of_what_a_model_makes_of_numbers() -> None:

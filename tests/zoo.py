@@ -20,6 +20,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +229,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
         held.copy_(was)
     # A model that runs a call under `no_grad` (HRM) leaves no truth of it, but zeros.
     kept = [j.reshape(-1, x.numel()) for j in each if bool(j.any())]
-    return [float(torch.linalg.matrix_norm(j, 2)) for j in kept]
+    return [float(torch.linalg.matrix_norm(j, 2)) if j.isfinite().all() else nan for j in kept]
 
 
 def _turn_of(
@@ -310,13 +311,21 @@ def _compared(
         if not expected:
             continue
         compared += 1
-        if row.sigma is None or all(abs(row.sigma - s) > 1e-4 * max(s, 1e-3) for s in expected):
+        sigma = nan if row.status == "non_finite" else row.sigma
+        if not any(_agrees(sigma, s) for s in expected):
             instead = " or ".join(f"{s:.8g}" for s in expected)
             found = f"{row.module} ({row.argument}): {row.sigma} instead of {instead}"
             return Outcome(kind, name, "wrong", found)
     if not compared:
         return Outcome(kind, name, "skipped", _NOTHING)
     return Outcome(kind, name, "exact", f"{compared} of {len(rows)} compared")
+
+
+def _agrees(sigma: float | None, expected: float) -> bool:
+    """Whether a value is that of the truth, or neither is finite, as the row says."""
+    if sigma is None or isnan(sigma):
+        return sigma is not None and isnan(expected)
+    return abs(sigma - expected) <= 1e-4 * max(expected, 1e-3)
 
 
 def as_page(found: Sequence[Outcome]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.errors import InputError
+from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.operator import Operator, compose, linearise
 from lipscope.models.tracing.blocks import Whole, block_parts, model_parts, stack_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
@@ -113,7 +113,7 @@ def build_map(
 
     Raises:
         InputError: If the layer or the map does not exist, the request is too large for the
-            generic path, or the rebuilt map disagrees with the model.
+            generic path, or the rebuilt map cannot run or disagrees with the model.
     """
     if name not in MAPS:
         raise InputError(f"`map` should be one of {', '.join(MAPS)}. Found `{name}`.")
@@ -317,16 +317,32 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
     rows = _rows_that_read(built, record)
     if not len(built.output[rows]) or not bool(built.output[rows].isfinite().all()):
         return  # nothing to compare, or reported as non-finite by the solver
+    where = record.calls[built.layer].name if built.layer is not None else "the model"
     with torch.no_grad():
-        error = distance(built(built.x)[rows], built.output[rows])
+        error = distance(_rebuilt(built, where)[rows], built.output[rows])
     limit = _AGREEMENT.get(built.x.dtype, 1e-2)
     if not error <= limit:
-        where = record.calls[built.layer].name if built.layer is not None else "the model"
         raise InputError(
             f"The rebuilt map `{built.map}` of `{where}` should equal the model's own output to "
             f"{limit:g}. Found a difference of {error:.2g} (relative to the largest output): "
             "this model computes something that lipscope does not rebuild."
         )
+
+
+def _rebuilt(built: LayerMap, where: str) -> Tensor:
+    """What the rebuilt map gives; modules of anyone's own may not run alone."""
+    try:
+        return built(built.x)
+    except InputError:
+        raise
+    except Exception as problem:
+        if out_of_memory(problem):
+            raise
+        text = " ".join(str(problem).split())[:200]
+        raise InputError(
+            f"The map `{built.map}` of `{where}` should run by itself as it ran in the model, "
+            f"without a key/value cache. Found that it raised {type(problem).__name__}: {text}"
+        ) from problem
 
 
 def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
