@@ -61,6 +61,18 @@ class CachedAttention(Own):
         return self.o((self.q(x) @ self.k(read).mT + mask).softmax(-1) @ self.v(read))
 
 
+class ApartAttention(Own):
+    """Hands its heads on side by side; their projection is called behind it (Gemma 3n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.o
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return ((q @ k.mT).softmax(-1) @ v).transpose(1, 2).contiguous()
+
+
 class SparseAttention(Own):
     def forward(self, x: Tensor, bias: Tensor) -> Any:
         return self.of(x) + bias.to_dense(), bias
@@ -248,6 +260,15 @@ def test_a_layer_that_reads_a_filled_cache_is_refused() -> None:
     assert "\n" not in str(error.value)
     (row,) = ls.measure(model, X, map="block", **EXACT)
     assert row.sigma == pytest.approx(truth(model), rel=1e-8)
+
+
+def test_heads_side_by_side_are_taken_with_their_projection() -> None:
+    model = Model(ApartAttention(), lambda block, x: block.o(block.attn(x).flatten(2)))
+    block: Any = model.layers[0]
+    block.o = nn.Linear(WIDTH, WIDTH)
+    (row,) = ls.measure(model.double(), X, **EXACT)
+    assert row.projection is True
+    assert row.sigma == pytest.approx(truth(lambda x: block.call(block, x)), rel=1e-8)
 
 
 def test_float64_of_what_a_model_makes_of_numbers() -> None:

@@ -118,7 +118,7 @@ def _find_projection(call: AttentionCall) -> None:
     _look_behind_a_sum(call, out)
     outer = None if call.projection or call.refusal else _projection_of(call.behind)
     if outer is not None:
-        call.projection, call.heads = outer.module, call.output
+        call.projection, call.heads = outer.module, as_tokens(outer.x, call.token_axis)
         call.output = as_tokens(outer.y, call.token_axis)
         call.kept.append(outer.y)
 

@@ -130,8 +130,14 @@ class Replayed:
             return self._run(x)
         if self.call.goes_on:
             return self._seen_at(projection, x)[1]
-        out = self._run(x)
-        return out if self.call.projection_inside else first_tensor(projection(out))
+        if self.call.projection_inside:
+            return self._run(x)
+        return first_tensor(projection(self._before_projection(x)))
+
+    def _before_projection(self, x: Tensor) -> Tensor:
+        """What a projection beside the module takes: heads may come on an axis of their own."""
+        out, heads = self._run(x), self.call.heads
+        return out if heads is None else out.reshape(heads.shape)
 
     def heads(self, x: Tensor) -> Tensor:
         """The map ``heads``."""
@@ -146,7 +152,7 @@ class Replayed:
                 bare[names[1]] = torch.zeros_like(bias)
             return self._run(x, bare)
         if not self.call.projection_inside:
-            return self._run(x)
+            return self._before_projection(x)
         assert self.call.projection is not None
         return self._seen_at(self.call.projection, x)[0]
 
