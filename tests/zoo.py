@@ -330,8 +330,6 @@ def _agrees(sigma: float | None, expected: float) -> bool:
 
 def as_page(found: Sequence[Outcome]) -> str:
     """The page of the documentation on a run: how many are exact, and each reason that is none."""
-    earlier = [one for one in found if one.verdict == "earlier"]
-    found = [one for one in found if one.verdict != "earlier"]
     kinds = {one.kind for one in found}
     left = {one.kind: one.why[11:] for one in found if one.why.startswith("not built")}
     of_built = [one for one in found if one.kind not in left]
@@ -345,9 +343,7 @@ def as_page(found: Sequence[Outcome]) -> str:
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        f"them). {len({o.kind for o in earlier} - kinds)} more were tried by an earlier run only, "
-        "and are listed apart. *Skipped*: lipscope gave a number, and there was nothing to compare "
-        "it with.",
+        "them). *Skipped*: lipscope gave a number, and there was nothing to compare it with.",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
         "|---|---|---|---|---|",
@@ -370,10 +366,6 @@ def as_page(found: Sequence[Outcome]) -> str:
     if wrong := [o for o in found if o.verdict == "wrong"]:
         text += ["", "## Wrong", "", "| model type | map | what |", "|---|---|---|"]
         text += [f"| `{o.kind}` | `{o.map}` | {o.why} |" for o in wrong]
-    if earlier:
-        text += ["", "## By an earlier run", "", "Some were not asked for `residual`.", ""]
-        text += _by_reason([one for one in earlier if one.kind not in kinds])
-    kinds |= {one.kind for one in earlier}
     if untried := [kind for kind in TYPES if kind not in kinds]:
         text += ["", "## Not tried", "", f"{_listed(untried)}."]
     return "\n".join(text) + "\n"
