@@ -330,13 +330,13 @@ def _check_agreement(built: LayerMap, record: Trace) -> None:
 
 
 def _rebuilt(built: LayerMap, where: str) -> Tensor:
-    """What the rebuilt map gives; modules of anyone's own may not run alone."""
+    """What the rebuilt map gives; modules that are run again may not run alone."""
     try:
         return built(built.x)
     except InputError:
         raise
     except Exception as problem:
-        if out_of_memory(problem):
+        if built.attention is not None or out_of_memory(problem):
             raise
         text = " ".join(str(problem).split())[:200]
         raise InputError(
