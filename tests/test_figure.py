@@ -321,3 +321,13 @@ def test_panels_mark_the_end_of_training(tmp_path):
     panels = [Panel("longer", (line,), end=(128, 256.0)), Panel("unknown", (line,))]
     svg = words(save(curves_chart("Lengths", panels), tmp_path / "a.svg"))
     assert svg.count("trained to 128") == 1
+
+
+def test_references_far_from_what_was_measured_leave_the_frame(tmp_path):
+    found = Series("sigma", ((1, 1.0), (9, 100.0)))
+    bound = Series("bound", ((1, 2.0), (9, 1e56)), "dashes")
+    svg = words(save(curves_chart("Bounds", [Panel("one", (found, bound))]), tmp_path / "a.svg"))
+    assert "1e+8" in svg
+    assert "1e+9" not in svg  # a million times the largest sigma, and a little room
+    alone = words(save(curves_chart("Bounds", [Panel("one", (bound,))]), tmp_path / "b.svg"))
+    assert "1e+53" in alone  # nothing was measured: all of it

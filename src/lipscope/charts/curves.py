@@ -20,6 +20,7 @@ _REFERENCES = [QUIET, "#222222", "#a0a0a0"]
 _DASH = [5, 4]
 _TICKS = 7  # labels of an axis that have room beside each other
 _DOTTED = 20  # points of a line that are worth a dot each
+_BEYOND = 1e6  # times what was measured: a reference further off leaves the frame
 _TITLE = 42  # letters of a panel's title in a line
 
 
@@ -96,7 +97,7 @@ def _legend(panels: Sequence[Panel]) -> _Legend:
 def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerChart:
     every = [point for s in panel.series for point in panel.visible(s)]
     scale_x, axis_x = _axis([x for x, _ in every], panel.log_x)
-    scale_y, axis_y = _axis([y for _, y in every], panel.log_y)
+    scale_y, axis_y = _axis(_framed(panel), panel.log_y)
     x = alt.X("x:Q", title=panel.x, scale=scale_x, axis=axis_x)
     y = alt.Y("y:Q", title=panel.y, scale=scale_y, axis=axis_y)
     layers = [
@@ -110,11 +111,23 @@ def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerC
     return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
 
 
+def _framed(panel: Panel) -> list[float | int]:
+    """The heights that the frame holds: all of what was measured, of references what is near."""
+    of = {dashes: [] for dashes in (False, True)}
+    for one in panel.series:
+        of[one.kind == "dashes"] += [y for _, y in panel.visible(one)]
+    measured, references = of[False], of[True]
+    if not (measured and panel.log_y):
+        return measured + references
+    low, high = min(measured) / _BEYOND, max(measured) * _BEYOND
+    return measured + [min(max(y, low), high) for y in references]
+
+
 def _marks(one: Series, points: list[Point], legend: _Legend) -> list[alt.Chart]:
     values = [{"name": one.name, "x": x, "y": y} for x, y in points]
     base = alt.Chart(alt.InlineData(values=values))
     if one.kind == "dashes":
-        return [base.mark_line(strokeWidth=1.4).encode(strokeDash=legend.dash)]
+        return [base.mark_line(strokeWidth=1.4, clip=True).encode(strokeDash=legend.dash)]
     size = 34 if len(points) <= 60 else 9
     tips = [
         alt.Tooltip("name:N"),

@@ -78,7 +78,7 @@ def early_warning(study: Study) -> Findings:
     ]
     runs = study.values("runs", jobs)
     found = {name: _judged(name, runs) for name in (*SIGNALS, LOSS)}
-    _draw(study, found)
+    _draw(study, runs, found)
     return _findings(runs, found)
 
 
@@ -164,14 +164,6 @@ def _judged(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     good = [one for one in runs if one["onset"] is None]
     warned = [one["onset"] - step for one in bad if (step := _first(one, name, threshold))]
     tops = {id(one): _top(one, name) for one in runs}
-    levels = sorted({*tops.values(), math.inf}, reverse=True)
-    curve = [
-        (
-            sum(tops[id(one)] >= level for one in good) / max(len(good), 1),
-            sum(tops[id(one)] >= level for one in bad) / max(len(bad), 1),
-        )
-        for level in levels
-    ]
     return {
         "threshold": threshold,
         "steps": warned,
@@ -179,8 +171,22 @@ def _judged(name: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "false": sum(_first(one, name, threshold) is not None for one in good),
         "area": _area(runs, lambda one: tops[id(one)]),
         "alike": _area(runs, lambda one: tops[id(one)], alike=True),
-        "curve": curve,
+        "curve": _curve(runs, lambda one: tops[id(one)]),
     }
+
+
+def _curve(
+    runs: Sequence[dict[str, Any]], of: Callable[[dict[str, Any]], float]
+) -> list[tuple[float, float]]:
+    """Shares of stable and of diverging runs above every threshold of a number."""
+    good = [of(one) for one in runs if one["onset"] is None]
+    bad = [of(one) for one in runs if one["onset"] is not None]
+
+    def above(some: list[float], level: float) -> float:
+        return sum(value >= level for value in some) / max(len(some), 1)
+
+    levels = sorted({*good, *bad, math.inf}, reverse=True)
+    return [(above(good, level), above(bad, level)) for level in levels]
 
 
 def _area(
@@ -214,20 +220,28 @@ def _top(run: dict[str, Any], name: str) -> float:
     return max((value for value in run["excess"][name] if value is not None), default=0.0)
 
 
-def _draw(study: Study, found: dict[str, dict[str, Any]]) -> None:
-    series = [Series(name, tuple(one["curve"])) for name, one in found.items()]
+def _draw(
+    study: Study, runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]
+) -> None:
+    rate = Series("the peak learning rate itself", tuple(_curve(runs, _peak)), "dashes")
+    chance = Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes")
     panels = [
         Panel(
-            title,
-            (Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes"), *some),
-            x="share of stable runs with an alarm",
-            y="share of diverging runs with one",
+            f"{name.replace('_', ' ')}: area {_share(one['area'])}",
+            (Series("the signal", tuple(one["curve"])), rate, chance),
+            x="stable runs with an alarm",
+            y="diverging runs with one",
             log_x=False,
             log_y=False,
         )
-        for title, some in (("the first five", series[:5]), ("the others", series[5:]))
+        for name, one in sorted(found.items(), key=lambda pair: -(pair[1]["area"] or 0.0))
     ]
-    study.draw("early-warning", "Alarms before training diverges", panels, columns=2)
+    title = "Alarms before training diverges, at every threshold"
+    study.draw("early-warning", title, panels, columns=4)
+
+
+def _peak(run: dict[str, Any]) -> float:
+    return run["peak"]
 
 
 def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) -> Findings:
@@ -246,7 +260,7 @@ def _findings(runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) 
         )
         for name, one in found.items()
     ]
-    rate = _area(runs, lambda one: one["peak"])
+    rate = _area(runs, _peak)
     lines.append(("the peak learning rate itself", "–", "–", "–", "–", "–", _share(rate), "–"))
     columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
     columns += ("area, same rate and depth",)
