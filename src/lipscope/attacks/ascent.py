@@ -6,6 +6,7 @@ gradient of ``X -> <u, J(X) v>`` at fixed ``u, v`` is that of sigma.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -22,9 +23,7 @@ from lipscope.linalg.operator import Operator, Tape, stretch
 from lipscope.linalg.singular import TopSingular, top_singular
 
 _KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
-_FIRST_STEP, _SMALLEST_STEP = 0.2, 1e-4  # in units of the radius
-_GROW, _SHRINK = 1.5, 0.4
-_RATE = 0.1
+_RATE = 0.1  # in units of the radius
 _COPIES = 24  # score-sized tensors that are alive during one gradient, roughly
 _SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radius and all of it
 
@@ -36,7 +35,7 @@ class Ascent:
     Attributes:
         x: The input, ``(n, d)``: the best of all iterates of all restarts.
         top: Sigma there from a fresh random start, so that its ``upper`` holds.
-        found: The value that the ascent had seen there, a lower bound of sigma.
+        found: The value that the ascent had seen there: a lower bound of sigma, in float32.
         start_values: The value at each start, ``(restarts,)``.
         best_values: The best value of each restart, ``(restarts,)``.
     """
@@ -54,7 +53,7 @@ def ascend(
     num_tokens: int,
     radius: float,
     restarts: int = 4,
-    steps: int = 20,
+    steps: int = 40,
     start: Tensor | Sequence[Tensor] | None = None,
     generator: torch.Generator | None = None,
     memory: int = 2**30,
@@ -62,13 +61,11 @@ def ascend(
 ) -> Ascent:
     """Maximise sigma over inputs whose tokens have norm at most ``radius``.
 
-    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>``. Every second restart takes steps
-    of one length for all tokens (for the whole input once it gets stuck), longer after a
-    success, shorter and back after a failure; the others go on with momentum whether or not
-    sigma falls. Every iterate, the starts too, is projected onto the ball, and the best value
-    over all iterates is kept.
+    ``max_X sigma(X)``, by ascent along ``grad <u, J(X) v>`` with momentum, whether or not sigma
+    falls on the way. Every iterate, the starts too, is projected onto the ball, and the best
+    value over all iterates is kept. The search is in float32, whatever the layer is.
 
-    Twelve heads of width 32 at 64 tokens take some four seconds on one core.
+    Twelve heads of width 32 at 64 tokens take some TIME seconds on one core.
 
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
@@ -100,7 +97,9 @@ def ascend(
             "`restarts` and `steps` should not be negative. "
             f"Found `restarts = {restarts}`, `steps = {steps}`."
         )
-    x = clamp(_starts(layer, num_tokens, radius, restarts, start, generator), radius)
+    given = _starts(layer, num_tokens, radius, restarts, start, generator)
+    search = copy.deepcopy(layer).float()  # twice as fast; the winner is measured as the layer is
+    x = clamp(given.float(), radius)
     v = _randn(tuple(x.shape), generator).to(x)
     scores = layer.num_heads * num_tokens**2 + 8 * num_tokens * x.shape[-1]
     size = max(1, memory // (_COPIES * scores * x.element_size()))
@@ -111,11 +110,11 @@ def ascend(
         if progress is not None:
             progress(next(done), steps * len(batches))
 
-    parts = [_climb(layer, xs, vs, radius, steps, step) for xs, vs in batches]
+    parts = [_climb(search, xs, vs, radius, steps, step) for xs, vs in batches]
     first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
     # NaN (a start that overflows) must lose, which argmax alone would not see to.
     winner = int(values.nan_to_num(nan=-1.0).argmax())
-    best = points[winner]
+    best = clamp(points[winner].to(given), radius)  # rounding must not leave the ball
     top = top_singular(layer.linearise(best), generator=generator)
     return Ascent(best, top, float(values[winner]), first, values)
 
@@ -211,30 +210,20 @@ def _climb(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values at the start, best values, and where they were found."""
     value, gradient, v = sigma_gradient(layer, x, v, steps=2 * _KRYLOV_STEPS)
-    first, best, points = value.clone(), value.clone(), x
-    # Even restarts go uphill only, odd ones go on with momentum: neither wins everywhere.
-    hill = torch.arange(len(x), device=x.device) % 2 == 0
-    length = torch.full_like(value, _FIRST_STEP)
-    whole = torch.zeros_like(hill)
+    first, best, points = value, value, x
     momentum = _Momentum(x, radius)
     for i in range(steps):
-        step = radius * _shape(length) * _normalised(gradient, whole)
-        roll = momentum.step(gradient / _shape(value), 1 - i / steps)
-        trial = clamp(x + torch.where(_shape(hill), step, roll), radius)
+        trial = clamp(x + momentum.step(gradient / _shape(value), 1 - i / steps), radius)
         found, slope, right = sigma_gradient(layer, trial, v, steps=_KRYLOV_STEPS)
-        record, better = found > best, found > value  # False for NaN
+        record = found > best  # False for NaN
         best = torch.where(record, found, best)
         points = torch.where(_shape(record), trial, points)
-        taken = better | (~hill & found.isfinite())
-        value = torch.where(taken, found, value)
+        finite = found.isfinite()
+        value = torch.where(finite, found, value)
         x, gradient, v = (
-            torch.where(_shape(taken), new, old)
+            torch.where(_shape(finite), new, old)
             for new, old in ((trial, x), (slope, gradient), (right, v))
         )
-        length = torch.where(better, (length * _GROW).clamp_max(1.0), length * _SHRINK)
-        stuck = length < _SMALLEST_STEP
-        whole = whole ^ stuck
-        length = torch.where(stuck, _FIRST_STEP, length)
         told()
     return first, best, points
 
@@ -254,13 +243,6 @@ class _Momentum:
         mean = self.mean / (1 - 0.9**self.count)
         square = self.square / (1 - 0.99**self.count)
         return self.rate * share * mean / (square.sqrt() + 1e-30)
-
-
-def _normalised(gradient: Tensor, whole: Tensor) -> Tensor:
-    """Unit norm for every token; or, for the inputs in ``whole``, in the root mean square."""
-    norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
-    mean = norm.square().mean(dim=-2, keepdim=True).sqrt()
-    return gradient / torch.where(_shape(whole), mean, norm).clamp_min(1e-30)
 
 
 def _shape(flags: Tensor) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attacks.ascent import ascend, check_size
+from lipscope.attacks.ascent import ascend, check_size, clamp
 from lipscope.attacks.constructions.clusters import gamma_star, two_cluster, unbalanced
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attacks.constructions.distances import l2_opposed
@@ -32,7 +33,7 @@ PER_HEAD: dict[str, Callable[..., Construction]] = {
     "l2_opposed": l2_opposed,
 }
 PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
-_BEST_AS_STARTS = 4
+KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class WorstInput(Shown):
     """One input and sigma of the whole layer there, or why it is not available.
 
     Attributes:
-        name: Of the construction, or ``ascent``.
+        name: Of the construction, `KNOWN`, `DRAWN`, or ``given`` for an input that was given.
         statement: Where it comes from.
         cite: Key of the bibliography, or "derived here".
         head: Head that placed the tokens, or None.
@@ -74,16 +75,17 @@ def worst(
     heads: Sequence[int] | None = None,
     names: Collection[str] | None = None,
     restarts: int = 4,
-    steps: int = 20,
-    start: Sequence[Tensor] = (),
+    steps: int = 40,
+    given: Sequence[Tensor] = (),
     tol: float = 1e-3,
     generator: torch.Generator | None = None,
 ) -> list[WorstInput]:
-    """Sigma of the whole layer at every construction and at the end of an ascent, worst first.
+    """Sigma of the whole layer at all inputs that are known to be bad, worst first.
 
-    Holds for every layer; what cannot be built for it follows last, with the reason. The
-    ascent starts at the best constructions, at inputs that are given and at random ones.
-    Twelve heads of width 32 at n = 64 take 15 seconds on one core, a third of them in the ascent.
+    These are every construction for every head, the inputs that are given, the end of an ascent
+    from the best construction of each kind and from the given inputs, and the end of another one
+    from random starts. Holds for every layer; what cannot be built for it follows last, with the
+    reason. Twelve heads of width 32 at n = 64 take TIME seconds on one core.
 
     Args:
         layer: The layer; the map is ``attention``, all heads with the projection.
@@ -91,15 +93,16 @@ def worst(
         radius: Largest token norm.
         heads: Heads that place tokens; all if None.
         names: Constructions to try; all if None.
-        restarts: Random starts of the ascent; with ``steps=0`` there is no ascent.
-        steps: Its iterations.
-        start: Inputs ``(n, d)`` from which the ascent starts besides, such as real text.
+        restarts: Random starts of the second ascent.
+        steps: Iterations of both; with ``steps=0`` there is none.
+        given: Inputs ``(n, d)`` besides, such as real text; tokens beyond the radius are scaled.
         tol: Tolerance of the measurements.
         generator: Source of random starts; torch's global one if None.
 
     Returns:
-        One row per construction and head, and one for the ascent. The first one is measured again,
-        from a start that its choice has not seen: the largest of many intervals misses more often.
+        One row per construction and head, per given input, and per ascent. The first one is
+        measured again, from a start that its choice has not seen: the largest of many intervals
+        misses more often.
 
     Raises:
         InputError: For sizes or heads out of range.
@@ -115,19 +118,18 @@ def worst(
         _measured(layer, built, tol, generator) if isinstance(built, Construction) else built
         for built in _all(layer, num_tokens, radius, chosen, names)
     ]
+    for x in (clamp(one, radius) for one in given):
+        rows.append(_row(("given", "", "", None), x, _top(layer, x, tol, generator), None))
     rows.sort(key=_order)
     if steps:
-        starts = [row.x for row in rows[:_BEST_AS_STARTS] if row.x is not None]
-        found = ascend(
-            layer,
-            num_tokens=num_tokens,
-            radius=radius,
-            restarts=restarts,
-            steps=steps,
-            start=[*starts, *start],
-            generator=generator,
-        )
-        rows.append(_row(("ascent", "gradient ascent", DERIVED, None), found.x, found.top, None))
+        size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
+        best = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
+        starts = {KNOWN: (0, [x for x in best.values() if x is not None]), DRAWN: (restarts, [])}
+        for name, (count, known) in starts.items():
+            if count or known:
+                found = ascend(layer, **size, restarts=count, start=known, generator=generator)
+                about = (name, "gradient ascent", DERIVED, None)
+                rows.append(_row(about, found.x, found.top, None))
     rows.sort(key=_order)
     return [_again(layer, rows[0], tol, generator), *rows[1:]]
 
@@ -168,10 +170,16 @@ def _try(
         return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
+def _top(
+    layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None
+) -> TopSingular:
+    return top_singular(layer.linearise(x), tol=tol, generator=generator)
+
+
 def _measured(
     layer: Attention, built: Construction, tol: float, generator: torch.Generator | None
 ) -> WorstInput:
-    top = top_singular(layer.linearise(built.x), tol=tol, generator=generator)
+    top = _top(layer, built.x, tol, generator)
     about = (built.name, built.statement, built.cite, built.head)
     return _row(about, built.x, top, built.predicted)
 
@@ -182,7 +190,7 @@ def _again(
     """A row with the interval of a start that its choice has not seen."""
     if row.x is None or row.sigma is None:
         return row
-    top = top_singular(layer.linearise(row.x), tol=tol, generator=generator)
+    top = _top(layer, row.x, tol, generator)
     about = (row.name, row.statement, row.cite, row.head)
     return _row(about, row.x, top, row.predicted)
 

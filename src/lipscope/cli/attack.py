@@ -20,7 +20,7 @@ from lipscope.records.place import Place
 if TYPE_CHECKING:
     from lipscope.engine.attack import Attacked
 
-EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 20"
+EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 80"
 _ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` too; leave it out."
 _ALONE = "`--{}` goes with edits of a text. Found no `--budget`."
 
@@ -40,7 +40,7 @@ def attack(
         bool,
         typer.Option("--like-text", help="Radius of the text.  [default]"),
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Of ascent; 0 for none.  [default: 20]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Of ascent; 0 for none.  [default: 40]")] = None,
     budget: Annotated[
         int | None, typer.Option(help="Edit this many tokens of the text instead.")
     ] = None,
@@ -91,7 +91,7 @@ def attack(
             raise InputError("`--budget` edits a text. Found `--images`; leave one out.")
         _edit(model, content, place, layer, length, jsonl, edits | given)
         return
-    steps = 20 if steps is None else steps
+    steps = 40 if steps is None else steps
     from lipscope.engine.attack import attack as run
 
     with resumable(), bar() as told:

@@ -50,7 +50,7 @@ def attack(
     layer: int = 0,
     length: int | None = None,
     radius: float | Literal["norm"] | None = None,
-    steps: int = 20,
+    steps: int = 40,
     out: str | Path | Place | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],

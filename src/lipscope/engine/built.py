@@ -71,7 +71,7 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
         found = ascend(layer, **size, **climb, start=built.x)
         return BuiltInput(found.x, f"radius {radius:.6g}")
     if job.input == ADVERSARIAL:
-        tried = worst(layer, **compared, **climb, start=[built.x])
+        tried = worst(layer, **compared, **climb, given=[built.x])
     else:
         tried = worst(layer, **compared, names=(job.input,), steps=0)
     best = tried[0]

@@ -73,7 +73,7 @@ def measure(
             * ``images``: pictures instead of a text, a folder or ``random`` pixels;
               ``resolutions``: their sides in pixels, the model's own if None.
             * ``inputs="real"``, or inputs built for the layer: a construction, ``adversarial``
-              (the worst of all) or ``ascent`` with ``ascent_steps=20``.
+              (the worst of all) or ``ascent`` with ``ascent_steps=40``.
             * ``theorems="none"``: names in the catalogue that are asked about every row, or
               ``all`` that are quick; ``sharp=True``: compute named ones that take seconds a head;
               ``radius="row"``: of which tokens bounds on all inputs speak: up to the norm of the

@@ -149,7 +149,7 @@ class Spec:
     theorems: tuple[str, ...] = ()
     sharp: bool | None = True
     radius: Radius = "row"
-    ascent_steps: int = 20
+    ascent_steps: int = 40
     windows: str = "spread"
     special_tokens: bool = True
     images: str | None = None
