@@ -83,7 +83,7 @@ def worst(
     """Sigma of the whole layer at all inputs that are known to be bad, worst first.
 
     These are every construction for every head, the inputs that are given, the end of an ascent
-    from the best construction of each kind and from the given inputs, and the end of another one
+    from the best construction of each kind and the worst given input, and the end of another one
     from random starts. Holds for every layer; what cannot be built for it follows last, with the
     reason. Twelve heads of width 32 at n = 64 take TIME seconds on one core.
 
@@ -170,9 +170,7 @@ def _try(
         return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
-def _top(
-    layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None
-) -> TopSingular:
+def _top(layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None) -> TopSingular:
     return top_singular(layer.linearise(x), tol=tol, generator=generator)
 
 

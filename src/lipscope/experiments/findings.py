@@ -11,6 +11,7 @@ from typing import Any
 
 from lipscope.pages.table import number
 from lipscope.records.exponent import Growth
+from lipscope.records.growth import off_line, slope_of
 from lipscope.records.sampling import CONFIDENCE, mean_interval, share_interval
 
 
@@ -113,7 +114,7 @@ def _markdown(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def exponent(fit: Growth | None) -> str:
-    """An exponent with its interval, and how far the means leave the line where that is no chance.
+    """An exponent with its interval, and how far the means leave the line.
 
     ``✗``: further than a power law allows. An interval at another level than 95 % names it. The
     interval speaks of the sampling of text, see `lipscope.records.growth.growth`.
@@ -122,11 +123,19 @@ def exponent(fit: Growth | None) -> str:
         return "–"
     ends = "" if fit.level is None else f" [{fit.low:.2f}, {fit.high:.2f}]"
     few = "" if fit.level in (None, CONFIDENCE) else f" ({100 * fit.level:.0f} %)"
-    off = f", {fit.deviation}" if fit.nearly or fit.fits is False else ""
-    found = f"{fit.slope:.2f}{ends}{few}{off}" + " ✗" * (fit.fits is False)
+    found = f"{fit.slope:.2f}{ends}{few}, {fit.deviation}" + " ✗" * (fit.fits is False)
     if fit.beyond is None:
         return found
     return f"{found}; from n = {fit.beyond.lengths[0]} on {exponent(fit.beyond)}"
+
+
+def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
+    """A slope without samples, and how far the points leave its line.
+
+    >>> plain_exponent([(1, 1.0), (2, 2.2), (4, 4.0)])
+    '1.00, off by 6.6 %'
+    """
+    return f"{slope_of(points):.2f}, off by {100 * off_line(points):.2g} %"
 
 
 def counted(words: Iterable[str]) -> str:

@@ -209,6 +209,18 @@ def slope_of(points: Iterable[tuple[float | int, float]]) -> float:
     return float((x - x.mean()) @ y / ((x - x.mean()) @ x))
 
 
+def off_line(points: Iterable[tuple[float | int, float]]) -> float:
+    """Largest deviation of points from their least-squares power law, as a part of the law.
+
+    >>> round(off_line([(1, 1.0), (2, 2.2), (4, 4.0)]), 2)
+    0.07
+    """
+    held = [(x, y) for x, y in points if x > 0 and usable(y)]
+    slope = slope_of(held)
+    left = np.array([math.log(y) - slope * math.log(x) for x, y in held])
+    return float(np.abs(np.expm1(left - left.mean())).max()) if held else math.nan
+
+
 def _log_sigma(rows: Sequence[Measurement], of: Of) -> dict[tuple[int, int], float]:
     """``log sigma`` by (length, sample), of the rows that have one."""
     logs: dict[tuple[int, int], float] = {}
