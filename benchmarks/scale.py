@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from made_up import made_up
 from tables import Raw, Section, Target, at_most, milliseconds, say, table
 
 import lipscope as ls
-from lipscope.engine.plan import Job, plan
+from lipscope.engine.plan import plan
 from lipscope.engine.session import Session
 from lipscope.engine.sweep import read_spec
 from lipscope.engine.sweep.survey import surveys_of
@@ -103,21 +103,23 @@ def _pairs(samples: int, *, tokens: bool) -> dict[str, list[float]]:
     request = read_spec(asked)
     surveys = surveys_of(request, {})
     shape, jobs = surveys[0].shape, plan(request.spec, surveys)
-    session = Session(request.spec, request.sources)
-    early = len(jobs) // 10
+    early = len(jobs) // 10  # the first jobs load the model
 
-    def alone(some: Sequence[Job]) -> float:
-        return _timed(lambda: [session.result(job, shape) for job in some]) / len(some)
+    def alone() -> float:
+        session = Session(request.spec, request.sources)
+        first, rest = jobs[:early], jobs[early:]
+        for job in first:
+            session.result(job, shape)
+        return _timed(lambda: [session.result(job, shape) for job in rest]) / len(rest)
 
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {min(before)})  # inherited: driver and worker share this core
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {"sweep": [], "alone": []}
     try:
-        alone(jobs[:early])
         for _ in range(PAIRS):
             found["sweep"].append(_swept(asked))
-            found["alone"].append(alone(jobs[early:]))
+            found["alone"].append(alone())
     finally:
         os.sched_setaffinity(0, before)
         torch.set_num_threads(threads)
