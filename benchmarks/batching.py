@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import torch
 from cases import Case, source
 from products import seconds
-from tables import Section, milliseconds, say, table
+from tables import Raw, Section, milliseconds, say, table
 from torch import Tensor
 
 COUNT = 6  # layers of MiniLM, and samples of its layer 3
 
 
-def section(*, quick: bool) -> Section:
+def measure(*, quick: bool) -> Raw:
     """One JVP of each of six layers or samples: one after the other, and all in one batch."""
     torch.set_num_threads(1)
     rounds = 5 if quick else 15
     lengths = (32, 128) if quick else (16, 32, 64, 128, 256)
-    out = Section("Layers or samples one by one, or in a batch")
-    out.add(
-        f"""The matrix products and elementwise passes of one JVP (projections, scores, values) for
-{COUNT} layers of MiniLM at one window, and for {COUNT} windows at its layer 3: in a loop over them,
-and with them on a leading axis. One thread, float32, milliseconds for all of them, median of
-{rounds} interleaved rounds. *Ratio*: loop over batch; a batch pays where it is clearly above 1."""
-    )
-    rows = [_row(what, n, rounds) for what in ("layers", "samples") for n in lengths]
-    out.add(table(["what", "n", "loop", "batch", "ratio"], rows))
-    out.add(
-        """`measure` takes layers and samples one by one: a batch would also hold all their
-probabilities at once, and run every one of them as long as the slowest."""
-    )
-    return out
+    return [_rounds(what, n, rounds) for what in ("layers", "samples") for n in lengths]
 
 
-def _row(what: str, n: int, rounds: int) -> list[object]:
+def _rounds(what: str, n: int, rounds: int) -> dict[str, Any]:
     say(f"batching: {what}, n = {n}")
     model = source("minilm")
     if what == "layers":
@@ -49,8 +37,30 @@ def _row(what: str, n: int, rounds: int) -> list[object]:
     for _ in range(rounds):
         loop_times.append(seconds(lambda: [_product(*one) for one in single]))
         batch_times.append(seconds(lambda: _product(*batch)))
-    ratio = median(a / b for a, b in zip(loop_times, batch_times, strict=True))
-    return [what, n, *(milliseconds(median(t)) for t in (loop_times, batch_times)), f"{ratio:.2f}"]
+    return {"what": what, "n": n, "loop": loop_times, "batch": batch_times}
+
+
+def render(raw: Raw) -> Section:
+    """Loop and batch side by side."""
+    out = Section("Layers or samples one by one, or in a batch")
+    out.add(
+        f"""The matrix products and elementwise passes of one JVP (projections, scores, values) for
+{COUNT} layers of MiniLM at one window, and for {COUNT} windows at its layer 3: in a loop over them,
+and with them on a leading axis. One thread, float32, milliseconds for all of them, median of
+{len(raw[0]["loop"])} interleaved rounds. *Ratio*: loop over batch; a batch pays where it is clearly
+above 1."""
+    )
+    rows = []
+    for one in raw:
+        ratio = median(a / b for a, b in zip(one["loop"], one["batch"], strict=True))
+        times = (milliseconds(median(one[way])) for way in ("loop", "batch"))
+        rows.append([one["what"], one["n"], *times, f"{ratio:.2f}"])
+    out.add(table(["what", "n", "loop", "batch", "ratio"], rows))
+    out.add(
+        """`measure` takes layers and samples one by one: a batch would also hold all their
+probabilities at once, and run every one of them as long as the slowest."""
+    )
+    return out
 
 
 def _operands(case: Case) -> tuple[Tensor, ...]:

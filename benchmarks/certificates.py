@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
 
-import numpy as np
 import torch
 from cases import BERT_BASE, Case, source
-from tables import Section, Target, say, table
+from tables import Raw, Section, Target, say, table
 from torch import Tensor
 
 import lipscope as ls
@@ -35,102 +36,108 @@ LOCAL = {
 }
 
 
-def section(*, quick: bool) -> Section:
-    """Looseness on real text, at one input and over balls."""
+def measure(*, quick: bool) -> Raw:
+    """Certificates and what they bound, at one input and over balls of MiniLM's layers."""
     torch.set_num_threads(2)
+    n, layers, inner = (32, (0, 5), (0,)) if quick else (128, tuple(range(6)), (0, 2, 5))
+    raw: Raw = []
+    for case in source("minilm").cases(source("minilm").windows([n], 1)[0], layers):
+        raw.append({"what": "input", "layer": case.name, "n": n, **_at_input(case)})
+        say(f"certificates: {case.name} done")
+    for case in source("minilm").cases(source("minilm").windows([32], 1)[0], inner):
+        layer, x = _double(case)
+        radius = float(x.norm(dim=-1).max())
+        for share in (1e-3, 1e-2):
+            heads = {h: _over_ball(layer, x, share * radius, h) for h in (0, 4, 8)}
+            whole = _over_ball(layer, x, share * radius, None)
+            at = {"what": "ball", "layer": case.name, "n": 32, "eps / R": share}
+            raw.append({**at, "heads": heads, "whole": whole})
+        say(f"certificates: balls of {case.name} done")
+    return raw
+
+
+def render(raw: Raw) -> Section:
+    """Looseness on real text, at one input and over balls."""
+    at_input, over_balls = ([o for o in raw if o["what"] == w] for w in ("input", "ball"))
     out = Section("Certificates beside sigma")
-    n, layers = (32, (0, 5)) if quick else (128, tuple(range(6)))
-    cases = source("minilm").cases(source("minilm").windows([n], 1)[0], layers)
     out.add(
-        f"""MiniLM, all layers, the first {n}-token window of the default text, map `attention`,
-float64. Bound over sigma: 1 is exact. *One head*: its contribution through its part of the output
-projection; median over the heads, in brackets the largest. *All heads*: the whole layer; *added*:
-the best certificate of each head, summed (Lemma 3.8); *joint*: the row-Gram certificate with all
-heads in one matrix per row."""
+        f"""MiniLM, all layers, the first {at_input[0]["n"]}-token window of the default text, map
+`attention`, float64. Bound over sigma: 1 is exact. *One head*: its contribution through its part of
+the output projection; median over the heads, in brackets the largest. *All heads*: the whole layer;
+*added*: the best certificate of each head, summed (Lemma 3.8); *joint*: the row-Gram certificate
+with all heads in one matrix per row."""
     )
-    one: dict[str, list[float]] = {name: [] for name in LOCAL}
-    together, rows_one, rows_all = [], [], []
-    for case in cases:
-        ratios, added, joint = _case(case)
-        for name, values in ratios.items():
-            one[name] += values
-        together.append(joint)
-        rows_one.append(
-            [case.name, *(f"{np.median(v):.2f} ({max(v):.2f})" for v in ratios.values())]
-        )
-        rows_all.append([case.name, f"{added:.2f}", f"{joint:.2f}"])
-        say(f"certificates: {case.name} done, joint {joint:.2f}")
+    best, together, rows_one, rows_all = [], [], [], []
+    for one in at_input:
+        heads, sigma = one["heads"], one["sigma"]
+        ratios = [[head[name] / head["sigma"] for head in heads] for name in LOCAL]
+        best += [min(every) for every in zip(*ratios, strict=True)]
+        together.append(one["joint"] / sigma)
+        added = sum(min(head[name] for name in LOCAL) for head in heads) / sigma
+        rows_one.append([one["layer"], *(f"{median(v):.2f} ({max(v):.2f})" for v in ratios)])
+        rows_all.append([one["layer"], f"{added:.2f}", f"{together[-1]:.2f}"])
     out.add(table(["one head", *LOCAL], rows_one))
     out.add(table(["all heads", "added", "joint"], rows_all))
-    best = np.minimum.reduce([np.array(v) for v in one.values()])
     out.targets = [
-        _at_most("certificate of one head over sigma, median", float(np.median(best)), 2.5),
-        _at_most("certificate of all heads over sigma, median", float(np.median(together)), 4.0),
+        _goal("certificate of one head over sigma, median", median(best), 2.5),
+        _goal("certificate of all heads over sigma, median", median(together), 4.0),
     ]
-    _balls(out, quick=quick)
+    out.add(
+        f"""Certificate over a ball, n = {over_balls[0]["n"]}: every token moves by at most eps.
+Bound of ‖f(X′) − f(X)‖ / ‖X′ − X‖ over the largest ratio that 10 random points and 2 ascents found;
+median of heads {", ".join(over_balls[0]["heads"])}, and all heads together."""
+    )
+    rows, worst = [], {"one head": 0.0, "all heads": 0.0}
+    for one in over_balls:
+        ratios = [bound / found for bound, found in one["heads"].values()]
+        whole = one["whole"][0] / one["whole"][1]
+        worst["one head"] = max(worst["one head"], *ratios)
+        worst["all heads"] = max(worst["all heads"], whole)
+        rows.append([one["layer"], f"{one['eps / R']:g}", f"{median(ratios):.2f}", f"{whole:.2f}"])
+    out.add(table(["layer", "eps / R", "one head", "all heads"], rows))
+    out.targets += [
+        _goal(f"ball certificate over the best attack, eps / R up to 1e-2, {name}, worst", v, 3)
+        for name, v in worst.items()
+    ]
     return out
 
 
-def _balls(out: Section, *, quick: bool) -> None:
-    """The ball certificate over the largest ratio that an attack finds."""
-    n, chosen = 32, ((0,) if quick else (0, 2, 5))
-    cases = source("minilm").cases(source("minilm").windows([n], 1)[0], chosen)
-    rows, worst = [], {"one head": 0.0, "all heads": 0.0}
-    for case in cases:
-        layer, x = case.exact_map.attention, case.x.double()
-        assert isinstance(layer, ls.DotProduct)
-        radius = float(x.norm(dim=-1).max())
-        for share in (1e-3, 1e-2):
-            ratios = [_over_attack(layer, x, share * radius, head) for head in (0, 4, 8)]
-            whole = _over_attack(layer, x, share * radius, None)
-            worst["one head"] = max(worst["one head"], *ratios)
-            worst["all heads"] = max(worst["all heads"], whole)
-            rows.append([case.name, f"{share:g}", f"{np.median(ratios):.2f}", f"{whole:.2f}"])
-        say(f"certificates: balls of {case.name} done")
-    out.add(
-        f"""Certificate over a ball, n = {n}: every token moves by at most eps. Bound of
-‖f(X′) − f(X)‖ / ‖X′ − X‖ over the largest ratio that 10 random points and 2 ascents found;
-median of heads 0, 4 and 8, and all heads together."""
-    )
-    out.add(table(["layer", "eps / R", "one head", "all heads"], rows))
-    out.targets += [
-        _at_most(f"ball certificate over the best attack, eps / R up to 1e-2, {name}, worst", v, 3)
-        for name, v in worst.items()
-    ]
+def _double(case: Case) -> tuple[ls.DotProduct, Tensor]:
+    layer = case.exact_map.attention
+    assert isinstance(layer, ls.DotProduct)
+    return layer, case.x.double()
 
 
-def _over_attack(layer: ls.DotProduct, x: Tensor, eps: float, head: int | None) -> float:
+def _over_ball(
+    layer: ls.DotProduct, x: Tensor, eps: float, head: int | None
+) -> tuple[float, float]:
+    """The certificate, and the largest ratio that an attack finds."""
     bound = certify_ball(layer, x, eps=eps, head=head, steps=2).value
     found = attack_in_ball(layer, x, eps, head=head, random=10, ascents=2, seed=0).ratio
     if found > bound:
         raise AssertionError(f"the certificate {bound} is violated: {found}")
-    return bound / found
+    return bound, found
 
 
-def _case(case: Case) -> tuple[dict[str, list[float]], float, float]:
-    layer, x = case.exact_map.attention, case.x.double()
-    assert isinstance(layer, ls.DotProduct)
+def _at_input(case: Case) -> dict[str, Any]:
+    layer, x = _double(case)
     heads = [HeadAt(head, x) for head in heads_of(layer)]
     sigma = ls.top_singular(layer.linearise(x), tol=1e-6, generator=_seeded(0)).sigma
     sources = [_seeded(h) for h in range(len(heads))]
     tops = top_singular_batch(layer.linearise(x, per_head=True), sources, tol=1e-6)
-    values = {name: [form(head) for head in heads] for name, form in LOCAL.items()}
-    ratios = {
-        name: [v / top.sigma for v, top in zip(vs, tops, strict=True)]
-        for name, vs in values.items()
-    }
-    added = sum(min(vs) for vs in zip(*values.values(), strict=True)) / sigma
-    return ratios, added, row_gram_joint(AskedLayer(layer, x=x).together) / sigma
+    each = [
+        {"sigma": top.sigma, **{name: form(head) for name, form in LOCAL.items()}}
+        for head, top in zip(heads, tops, strict=True)
+    ]
+    joint = row_gram_joint(AskedLayer(layer, x=x).together)
+    return {"sigma": sigma, "joint": joint, "heads": each}
 
 
-def times_section(*, quick: bool) -> Section:
-    """Time at the size of BERT-base, and of the forms for all heads on MiniLM."""
+def measure_times(*, quick: bool) -> Raw:
+    """Seconds at the size of BERT-base, and of the forms for all heads on MiniLM."""
     torch.set_num_threads(2)
-    out = Section("Time of the certificates")
     n = 64 if quick else 512
-    case = source(BERT_BASE).cases(source(BERT_BASE).windows([n], 1)[0], (0,))[0]
-    layer, x = case.exact_map.attention, case.x.double()
-    assert isinstance(layer, ls.DotProduct)
+    layer, x = _double(source(BERT_BASE).cases(source(BERT_BASE).windows([n], 1)[0], (0,))[0])
     heads = heads_of(layer)
     radius = float(x.norm(dim=-1).max())
     scalar: dict[str, Callable[[Head], float]] = {
@@ -138,45 +145,47 @@ def times_section(*, quick: bool) -> Section:
         "G2": lambda h: global_rows_capped(h, n, radius),
         "F2s": lambda h: local_rows_scalar(HeadAt(h, x)),
     }
-    rows = [[name, "all", f"{_seconds(form, heads):.2f}"] for name, form in scalar.items()]
-    whole = sum(float(row[2]) for row in rows)
-    slow = []
+    at = {"what": "form", "n": n, "d": x.shape[1]}
+    raw: Raw = [
+        {**at, "form": name, "heads": "all", "seconds": [_seconds(form, heads)]}
+        for name, form in scalar.items()
+    ]
     for name in ("F1", "F2", "F3c", "row-Gram"):
-        seconds = _seconds(lambda h, form=LOCAL[name]: form(HeadAt(h, x)), heads[:2]) / 2
-        rows.append([name, "one", f"{seconds:.2f}"])
-        if name in ("F1", "F2"):
-            slow.append(seconds)
-    out.add(
-        f"Seconds at n = {n}, d = {x.shape[1]} (a random layer of BERT-base size), two threads:"
-    )
-    out.add(table(["form", "heads", "seconds"], rows))
-    if not quick:
-        out.targets += [
-            _at_most("seconds of G1, G2 and F2s for all heads, n = 512, d = 768", whole, 2.0),
-            _at_most("seconds of F1 or F2 for one head, n = 512, d = 768", max(slow), 2.0),
-        ]
-    _together(out, quick=quick)
-    return out
-
-
-def _together(out: Section, *, quick: bool) -> None:
-    """All heads of MiniLM's layer 3 in one matrix per row: at X, and in a ball."""
-    rows = []
+        times = [_seconds(lambda h, form=LOCAL[name]: form(HeadAt(h, x)), [h]) for h in heads[:2]]
+        raw.append({**at, "form": name, "heads": "one", "seconds": times})
     for n in (16,) if quick else (32, 128):
-        case = source("minilm").cases(source("minilm").windows([n], 1)[0], (3,))[0]
-        layer, x = case.exact_map.attention, case.x.double()
-        assert isinstance(layer, ls.DotProduct)
+        layer, x = _double(source("minilm").cases(source("minilm").windows([n], 1)[0], (3,))[0])
         began = time.perf_counter()
         row_gram_joint(AskedLayer(layer, x=x).together)
         local = time.perf_counter() - began
         began = time.perf_counter()
         certify_ball(layer, x, eps=1e-2)
         ball = time.perf_counter() - began
-        out.raw.append({"n": n, "row-Gram": local, "ball certificate": ball})
-        rows.append([f"n = {n}", f"{local:.1f}", f"{ball:.1f}"])
+        raw.append({"what": "together", "n": n, "row-Gram": local, "ball certificate": ball})
         say(f"certificates: all heads at n = {n} done")
+    return raw
+
+
+def render_times(raw: Raw) -> Section:
+    """A form a row, then all heads together."""
+    forms, together = ([o for o in raw if o["what"] == w] for w in ("form", "together"))
+    out = Section("Time of the certificates")
+    at = f"n = {forms[0]['n']}, d = {forms[0]['d']}"
+    out.add(f"Seconds at {at} (a random layer of BERT-base size), two threads:")
+    seconds = {one["form"]: fmean(one["seconds"]) for one in forms}
+    rows = [[one["form"], one["heads"], f"{seconds[one['form']]:.2f}"] for one in forms]
+    out.add(table(["form", "heads", "seconds"], rows))
+    whole, slow = seconds["G1"] + seconds["G2"] + seconds["F2s"], max(seconds["F1"], seconds["F2"])
+    out.targets = [
+        _goal(f"seconds of G1, G2 and F2s for all heads, {at}", whole, 2.0),
+        _goal(f"seconds of F1 or F2 for one head, {at}", slow, 2.0),
+    ]
     out.add("Seconds for all twelve heads of MiniLM's layer 3 together, two threads:")
+    rows = [
+        [f"n = {o['n']}", f"{o['row-Gram']:.1f}", f"{o['ball certificate']:.1f}"] for o in together
+    ]
     out.add(table(["", "row-Gram", "ball certificate"], rows))
+    return out
 
 
 def _seconds(form: Callable[[Head], float], heads: Sequence[Head]) -> float:
@@ -187,7 +196,7 @@ def _seconds(form: Callable[[Head], float], heads: Sequence[Head]) -> float:
     return time.perf_counter() - began
 
 
-def _at_most(name: str, value: float, goal: float) -> Target:
+def _goal(name: str, value: float, goal: float) -> Target:
     return Target(f"{name}: at most {goal:g}", f"{value:.2f}", value <= goal)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from cases import source
 from scipy.special import betaincinv
 from solvers import start
-from tables import Section, Target, say, table
+from tables import Raw, Section, Target, quantiles, say, table
 
 from lipscope.linalg.interval import Evidence, start_threshold
 from lipscope.linalg.krylov import golub_kahan
@@ -52,47 +52,16 @@ class Path:
         theta, residual = self.ritz(k)
         return residual <= TOL * theta
 
-    def first(self, done: Callable[[int], bool]) -> float:
-        """Products (two a step) after which something holds; infinite if it never does."""
-        return next((2.0 * k for k in range(1, STEPS + 1) if done(k)), math.inf)
+    def first(self, done: Callable[[int], bool]) -> int | None:
+        """Products (two a step) after which something holds; None if it never does."""
+        return next((2 * k for k in range(1, STEPS + 1) if done(k)), None)
 
 
-def section(*, quick: bool) -> Section:
-    """Count on pretrained layers and real text."""
+def measure(*, quick: bool) -> Raw:
+    """Count on pretrained layers and real text: products until each goal, None for never."""
     torch.set_num_threads(1)
     lengths, windows = ((64,), 1) if quick else ((64, 128, 256), 3)
-    paths = _paths(lengths, windows)
-    out = Section("Products to a goal")
-    out.add(
-        f"""{len(paths)} runs: every layer of MiniLM, {windows} windows of the default text at each
-of n = {", ".join(map(str, lengths))}, two starts, float64. Products (JVPs and VJPs, two a step)
-after which the Ritz value is within {TOL:g} of its limit, whether or not a run can know it; after
-which the stopping rule fires (residual within {TOL:g}, and a larger singular value excluded at
-{100 * (1 - RULE):g} %); and after which the interval is within {TOL:g} at delta = {DELTA:g}. The
-last rows: rules that would fire earlier and prove less."""
-    )
-    counts = {
-        "within the tolerance": [p.first(_near(p)) for p in paths],
-        "the rule fires": [p.first(_rule(p, RULE)) for p in paths],
-        "the interval is narrow": [p.first(_narrow(p)) for p in paths],
-    }
-    weaker = {
-        f"rule at {100 * (1 - level):g} %": [p.first(_rule(p, level)) for p in paths]
-        for level in LEVELS
-    } | {"residual alone (proves nothing)": [p.first(p.small) for p in paths]}
-    rows = [[name, *_quantiles(c)] for name, c in counts.items()]
-    rows += [[name, *_quantiles(c)] for name, c in weaker.items()]
-    out.add(table(["products until", "median", "90 %", "most"], rows))
-    out.add(_on_blocks(paths[0].size))
-    for (name, found), goal in zip(counts.items(), (16, 20, 40), strict=True):
-        middle = float(np.median(found))
-        wanted = f"products until {name}, median: at most {goal}"
-        out.targets.append(Target(wanted, f"{middle:g}", middle <= goal))
-    return out
-
-
-def _paths(lengths: Sequence[int], windows: int) -> list[Path]:
-    model, found = source("minilm"), []
+    raw, model = [], source("minilm")
     for window in model.windows(lengths, windows):
         say(f"counts: n = {window.num_tokens}, window at {window.start}")
         for case in model.cases(window, range(6)):
@@ -100,25 +69,54 @@ def _paths(lengths: Sequence[int], windows: int) -> list[Path]:
             op = case.exact_map.linearise(x)
             for seed in range(2):
                 *_, run = golub_kahan(op, start(x, seed)[None], STEPS)
-                found.append(Path(op.in_size, run.alpha[0].numpy(), run.beta[0].numpy()))
-    return found
+                path = Path(op.in_size, run.alpha[0].numpy(), run.beta[0].numpy())
+                until = {name: path.first(done) for name, done in _goals(path).items()}
+                at = {"n": window.num_tokens, "window": window.start, "layer": case.layer}
+                raw.append({**at, "seed": seed, "size": path.size, "products until": until})
+    return raw
 
 
-def _near(path: Path) -> Callable[[int], bool]:
+def _goals(path: Path) -> dict[str, Callable[[int], bool]]:
+    """What is waited for, as a function of the number of steps."""
     limit, _ = path.ritz(STEPS)
-    return lambda k: path.ritz(k)[0] >= (1 - TOL) * limit
+
+    def rule(delta: float) -> Callable[[int], bool]:
+        return lambda k: path.small(k) and path.excludes(k, delta)
+
+    return {
+        "within the tolerance": lambda k: path.ritz(k)[0] >= (1 - TOL) * limit,
+        "the rule fires": rule(RULE),
+        "the interval is narrow": lambda k: path.excludes(k, DELTA),
+        **{f"rule at {100 * (1 - level):g} %": rule(level) for level in LEVELS},
+        "residual alone (proves nothing)": path.small,
+    }
 
 
-def _rule(path: Path, delta: float) -> Callable[[int], bool]:
-    return lambda k: path.small(k) and path.excludes(k, delta)
-
-
-def _narrow(path: Path) -> Callable[[int], bool]:
-    return lambda k: path.excludes(k, DELTA)
-
-
-def _quantiles(values: Sequence[float]) -> list[str]:
-    return [f"{q:g}" for q in np.quantile(values, [0.5, 0.9, 1.0])]
+def render(raw: Raw) -> Section:
+    """Quantiles of the counts."""
+    lengths = dict.fromkeys(one["n"] for one in raw)
+    windows = len({(one["n"], one["window"]) for one in raw}) // len(lengths)
+    out = Section("Products to a goal")
+    out.add(
+        f"""{len(raw)} runs: every layer of MiniLM, {windows} windows of the default text at each
+of n = {", ".join(map(str, lengths))}, two starts, float64. Products (JVPs and VJPs, two a step)
+after which the Ritz value is within {TOL:g} of its limit, whether or not a run can know it; after
+which the stopping rule fires (residual within {TOL:g}, and a larger singular value excluded at
+{100 * (1 - RULE):g} %); and after which the interval is within {TOL:g} at delta = {DELTA:g}. The
+last rows: rules that would fire earlier and prove less."""
+    )
+    found = {
+        name: quantiles([one["products until"][name] for one in raw])
+        for name in raw[0]["products until"]
+    }
+    rows = [[name, *(f"{q:g}" for q in three)] for name, three in found.items()]
+    out.add(table(["products until", "median", "90 %", "most"], rows))
+    out.add(_on_blocks(raw[0]["size"]))
+    for name, goal in zip(list(found)[:3], (16, 20, 40), strict=True):
+        middle = found[name][0]
+        wanted = f"products until {name}, median: at most {goal}"
+        out.targets.append(Target(wanted, f"{middle:g}", middle <= goal))
+    return out
 
 
 def _on_blocks(size: int) -> str:

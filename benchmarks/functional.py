@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from memory import peak
-from tables import Section, milliseconds, say, table
+from tables import Raw, Section, milliseconds, say, table
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -26,7 +26,7 @@ WHICH = ("eager", "lipscope")
 
 
 def once(answer: Connection, which: str, name: str, n: int) -> None:
-    """Best time of some rounds of a pass, and what it adds to the peak."""
+    """Times of some rounds of a pass, and what it adds to the peak."""
     torch.set_num_threads(1)
 
     def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -49,17 +49,26 @@ def once(answer: Connection, which: str, name: str, n: int) -> None:
     }
     run = passes[name]
     run(*small)  # imports and pools
-    before, best = peak(), float("inf")
+    before, times = peak(), []
     for _ in range(max(1, min(ROUNDS, 4096 // n))):
         began = time.process_time()
         run(*x)
-        best = min(best, time.process_time() - began)
-    answer.send({"seconds": best, "bytes": peak() - before})
+        times.append(time.process_time() - began)
+    answer.send({"seconds": times, "bytes": peak() - before})
 
 
-def section(*, quick: bool) -> Section:
-    """Both of them at every length, in turn."""
+def measure(*, quick: bool) -> Raw:
+    """Both of them at every length, in turn; None where a process was killed."""
     lengths = (512, 1024) if quick else (512, 1024, 2048, 4096, 8192)
+    return [
+        {"pass": name, "n": n, **{which: _fresh(which, name, n) for which in WHICH}}
+        for name in PASSES
+        for n in lengths
+    ]
+
+
+def render(raw: Raw) -> Section:
+    """Times and peaks side by side."""
     out = Section("Attention as a function")
     out.add(
         f"""`lipscope.attention` beside `softmax(q k^T / sqrt(k)) v` written out and differentiated
@@ -71,12 +80,6 @@ the clock: the best of {ROUNDS} rounds, of one from n = 4,096 on. Memory in MiB:
 to the peak of its process, one for each figure. The two that a ratio compares ran one after the
 other."""
     )
-    rows: list[list[object]] = []
-    for name in PASSES:
-        for n in lengths:
-            found = {which: _fresh(which, name, n) for which in WHICH}
-            out.raw.append({"pass": name, "n": n, **found})
-            rows.append([name, n, *_cells(found["eager"], found["lipscope"])])
     headers = [
         "pass",
         "n",
@@ -87,16 +90,18 @@ other."""
         "lipscope MiB",
         "less by",
     ]
+    rows = [[one["pass"], one["n"], *_cells(one["eager"], one["lipscope"])] for one in raw]
     out.add(table(headers, rows))
     return out
 
 
 def _cells(eager: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
-    times = [milliseconds(one["seconds"]) if one else "no memory" for one in (eager, ours)]
+    times = [milliseconds(min(one["seconds"])) if one else "no memory" for one in (eager, ours)]
     sizes = [f"{one['bytes'] / 2**20:.0f}" if one else "" for one in (eager, ours)]
     if not eager or not ours:
         return [*times, "", *sizes, ""]
-    faster, less = eager["seconds"] / ours["seconds"], eager["bytes"] / max(ours["bytes"], 2**20)
+    faster = min(eager["seconds"]) / min(ours["seconds"])
+    less = eager["bytes"] / max(ours["bytes"], 2**20)
     return [*times, f"{faster:.1f}", *sizes, f"{less:.0f}"]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tables import Section, Target, say, table
+from tables import Raw, Section, Target, say, table
 
 GIB = 2**30
 JOB = ["measure", "--lengths", "16,32,64,128,256", "--samples", "5", "--rest"]
@@ -139,10 +139,19 @@ def _fresh(arguments: list[str]) -> dict[str, Any]:
     return {**json.loads(lines[-1]), "wall": wall}
 
 
-def memory_section(*, quick: bool) -> Section:
-    """Peak memory of one measurement of a BERT-base-size layer."""
+def measure(*, quick: bool) -> Raw:
+    """Peak memory of one measurement, at several lengths and budgets."""
     lengths = (512, 1024) if quick else (1024, 2048, 4096)
-    long = 2048 if quick else 16384
+    asked = [(kind, n, GIB) for kind in ("layer", "measure") for n in lengths]
+    asked += [("layer", lengths[-1], GIB // 4), ("causal", 2048 if quick else 16384, GIB)]
+    return [
+        {"what": kind, "n": n, "budget": budget, **_fresh([kind, str(n), str(budget)])}
+        for kind, n, budget in asked
+    ]
+
+
+def render(raw: Raw) -> Section:
+    """Peak memory of one measurement of a BERT-base-size layer."""
     out = Section("Memory")
     out.add(
         """Peak resident memory (GiB) of one measurement of a BERT-base-size layer (d = 768, 12
@@ -152,25 +161,16 @@ model's own output; and *causal*, the same for a random GPT-2 layer of d = 384 w
 n = 16,384 its scores alone would take 12.9 GB). *Imports*: the peak before the work began. The
 budget is what `memory` was set to; the default is 1 GiB."""
     )
-    rows, longest = [], []
-    for kind in ("layer", "measure"):
-        for n in lengths:
-            small = kind == "layer" and n == lengths[-1]
-            for budget in (GIB, GIB // 4) if small else (GIB,):
-                answer = _fresh([kind, str(n), str(budget)])
-                rows.append([kind, n, f"{budget // 2**20} MiB", *_memory_cells(answer)])
-                if n == lengths[-1] and budget == GIB:
-                    longest.append((kind, answer))
-    answer = _fresh(["causal", str(long), str(GIB)])
-    rows.append(["causal", long, f"{GIB // 2**20} MiB", *_memory_cells(answer)])
+    rows = [
+        [one["what"], one["n"], f"{one['budget'] // 2**20} MiB", *_memory_cells(one)] for one in raw
+    ]
     headers = ["what", "n", "budget", "peak", "imports", "seconds", "products", "sigma"]
     out.add(table(headers, rows))
-    longest.append(("causal", answer))
-    for kind, answer in longest:
-        size = answer.get("peak")
-        text = f"{size / GIB:.2f} GiB" if size else answer.get("problem", "?")
-        n = long if kind == "causal" else lengths[-1]
-        wanted = f"memory: below 2 GB at n = {n}, default budget ({kind})"
+    # The longest of each kind: the last in the dictionary.
+    for kind, one in {o["what"]: o for o in raw if o["budget"] == GIB}.items():
+        size = one.get("peak")
+        text = f"{size / GIB:.2f} GiB" if size else one["problem"]
+        wanted = f"memory: below 2 GB at n = {one['n']}, default budget ({kind})"
         out.targets.append(Target(wanted, text, size < 2e9 if size else None))
     return out
 
@@ -187,36 +187,36 @@ def _memory_cells(answer: dict[str, Any]) -> list[str]:
     ]
 
 
-def job_section(*, quick: bool) -> Section:
+def measure_job(*, quick: bool) -> Raw:
     """Wall time and peak memory of the main job through the command line."""
     arguments = QUICK_JOB if quick else JOB
-    out = Section("The main job, end to end")
-    out.add(
-        f"""`lipscope {" ".join(arguments)} --out DIR` in a fresh process, all
-threads, denormals as they are: MiniLM, every layer, the default text. *Whole process* includes the
-start of Python and all imports."""
-    )
     with tempfile.TemporaryDirectory() as folder:
         answer = _fresh(["job", *arguments, "--out", str(Path(folder) / "run")])
         files = sorted(p.name for p in Path(folder).glob("run/*"))
-    if "problem" in answer or answer["code"]:
-        problem = answer.get("problem", f"exit status {answer.get('code')}")
+    return [{"arguments": arguments, "files": files, **answer}]
+
+
+def render_job(raw: Raw) -> Section:
+    """One row, or why there is none."""
+    (one,) = raw
+    out = Section("The main job, end to end")
+    out.add(
+        f"""`lipscope {" ".join(one["arguments"])} --out DIR` in a fresh process, all
+threads, denormals as they are: MiniLM, every layer, the default text. *Whole process* includes the
+start of Python and all imports."""
+    )
+    if "problem" in one or one["code"]:
+        problem = one.get("problem", f"exit status {one.get('code')}")
         out.add(f"The job did not run: {problem}")
         out.targets.append(Target("main job under 60 s and 3 GB", problem, None))
         return out
-    headers = ["", "seconds", "whole process, s", "peak, GiB"]
-    cells = [
-        "main job",
-        f"{answer['seconds']:.1f}",
-        f"{answer['wall']:.1f}",
-        f"{answer['peak'] / GIB:.2f}",
-    ]
-    out.add(table(headers, [cells]))
-    out.add(f"Files written: {', '.join(f'`{f}`' for f in files)}.")
-    time_text, peak_text = f"{answer['wall']:.1f} s", f"{answer['peak'] / GIB:.2f} GiB"
+    seconds, wall, peaked = f"{one['seconds']:.1f}", f"{one['wall']:.1f}", one["peak"] / GIB
+    row = ["main job", seconds, wall, f"{peaked:.2f}"]
+    out.add(table(["", "seconds", "whole process, s", "peak, GiB"], [row]))
+    out.add(f"Files written: {', '.join(f'`{f}`' for f in one['files'])}.")
     out.targets += [
-        Target("main job under 60 s", time_text, answer["wall"] < 60),
-        Target("main job below 3 GB", peak_text, answer["peak"] < 3e9),
+        Target("main job under 60 s", f"{wall} s", one["wall"] < 60),
+        Target("main job below 3 GB", f"{peaked:.2f} GiB", one["peak"] < 3e9),
     ]
     return out
 

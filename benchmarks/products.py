@@ -7,19 +7,21 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from cases import BERT_BASE, Case, source
 from scipy.optimize import nnls
-from tables import Section, Target, milliseconds, say, table
+from tables import Raw, Section, Target, milliseconds, say, table
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lipscope.linalg.operator import Operator
 
 SIDE = 1024  # of the matrices whose product sets the rate
-LAYERS = (("minilm", 0, 0.7), ("minilm", 3, 0.7), (BERT_BASE, 0, 0.7))
+LAYERS = (("minilm", 0), ("minilm", 3), (BERT_BASE, 0))
+GOAL = 70  # percent of that rate
 
 
 def flops(n: int, d: int) -> int:
@@ -69,75 +71,91 @@ def _alone(case: Case, n: int) -> Operator:
 # --- against the matmul rate ----------------------------------------------------------------
 
 
-def rate_section(*, quick: bool, threads: Sequence[int]) -> Section:
-    """JVP and VJP in percent of the machine's own float32 matmul rate."""
+def measure_rate(*, quick: bool, threads: Sequence[int]) -> Raw:
+    """Seconds of JVP, VJP and a matrix product; where the goal is missed, what they consist of."""
     lengths = {128: 5} if quick else {512: 15, 1024: 9, 2048: 5}
-    first = min(lengths)
-    out = Section("Products against the machine's matmul rate")
-    rows, profiles = [], []
-    for name, layer, goal in LAYERS:
+    first, raw = min(lengths), []
+    for name, layer in LAYERS:
         case = _case(name, layer, first)
         for n, count in itertools.product(lengths, threads):
             say(f"products: {case.name}, n = {n}, threads {count}")
             torch.set_num_threads(count)
-            flushed = _shares(case, n, lengths[n])
-            row = [case.name, n, count, *(f"{flushed[k]:.0f}" for k in ("GEMM", "JVP", "VJP"))]
+            at = {"layer": case.name, "d": case.x.shape[1], "n": n, "threads": count}
+            one = {**at, "flushed": _rounds(case, n, lengths[n])}
             if count == 1 and n == first:  # the switch reaches the calling thread only
                 torch.set_flush_denormal(False)
-                plain = _shares(case, n, lengths[n])
+                one["not flushed"] = _rounds(case, n, lengths[n])
                 torch.set_flush_denormal(True)
-                row += [f"{plain[k]:.0f}" for k in ("JVP", "VJP")]
-            else:
-                row += ["", ""]
-            rows.append(row)
-            worst = min(flushed["JVP"], flushed["VJP"])
-            text = f"JVP {flushed['JVP']:.0f} %, VJP {flushed['VJP']:.0f} %"
-            at = f"{case.name}, n = {n}, threads {count}"
-            wanted = f"matmul rate: {at}: at least {100 * goal:.0f} %"
-            out.targets.append(Target(wanted, text, worst >= 100 * goal))
-            if worst < 100 * goal:
-                profiles.append(_profile_text(case, n, count))
-    rounds = ", ".join(map(str, lengths.values()))
+            if _worst(one) < GOAL:
+                calls = zip(("JVP", "VJP"), _pair(_alone(case, n)), strict=True)
+                one["profile"] = {product: _profile(call) for product, call in calls}
+            raw.append(one)
+    return raw
+
+
+def _rounds(case: Case, n: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of the matmul and of the products, round by round."""
+    a, b, c = (torch.randn(SIDE, SIDE) for _ in range(3))
+    jvp, vjp = _pair(_alone(case, n))
+    calls = {"GEMM": lambda: torch.mm(a, b, out=c), "JVP": jvp, "VJP": vjp}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):  # the first one warms up
+        for name, call in calls.items():
+            times[name].append(seconds(call))
+    return {name: found[1:] for name, found in times.items()}
+
+
+def _shares(one: dict[str, Any], product: str, state: str = "flushed") -> list[float]:
+    """Percent of the matmul's rate that a product reaches, round by round."""
+    work = flops(one["n"], one["d"]) / (2 * SIDE**3)
+    times = one[state]
+    return [100 * work * g / t for g, t in zip(times["GEMM"], times[product], strict=True)]
+
+
+def _worst(one: dict[str, Any]) -> float:
+    return min(median(_shares(one, product)) for product in ("JVP", "VJP"))
+
+
+def render_rate(raw: Raw) -> Section:
+    """JVP and VJP in percent of the machine's own float32 matmul rate."""
+    out = Section("Products against the machine's matmul rate")
+    rounds = {one["n"]: len(one["flushed"]["GEMM"]) for one in raw}
     out.add(
         f"""float32. The rate is that of a {SIDE}³ matrix product into a given output, measured in
-the same rounds ({rounds} of them at the lengths in turn, interleaved; medians of the rounds'
-ratios). A product counts 8 n d² + 8 n² d flops, the matrix products with projections and without
-recomputation. Beyond n = {first}: the layer alone, on rows resampled from its input at that n."""
+the same rounds ({", ".join(map(str, rounds.values()))} of them at the lengths in turn, interleaved;
+medians of the rounds' ratios). A product counts 8 n d² + 8 n² d flops, the matrix products with
+projections and without recomputation. Beyond n = {min(rounds)}: the layer alone, on rows resampled
+from its input at that n."""
     )
+    rows = []
+    for one in raw:
+        rate = median(2e-9 * SIDE**3 / t for t in one["flushed"]["GEMM"])
+        jvp, vjp = (f"{median(_shares(one, product)):.0f}" for product in ("JVP", "VJP"))
+        rows.append([one["layer"], one["n"], one["threads"], f"{rate:.0f}", jvp, vjp])
+        for product in ("JVP", "VJP"):
+            plain = _shares(one, product, "not flushed") if "not flushed" in one else []
+            rows[-1].append(f"{median(plain):.0f}" if plain else "")
+        wanted = f"matmul rate: {_at(one)}: at least {GOAL} %"
+        out.targets.append(Target(wanted, f"JVP {jvp} %, VJP {vjp} %", _worst(one) >= GOAL))
     headers = ["layer", "n", "threads", "rate, GFLOP/s", "JVP, %", "VJP, %"]
     out.add(table([*headers, "JVP, denormals not flushed", "VJP, not flushed"], rows))
-    for text in profiles:
-        out.add(text)
+    for one in raw:
+        if "profile" in one:
+            out.add(f"Where the time goes, {_at(one)} (milliseconds a product):")
+            out.add(_profile_table(one["profile"]))
     return out
 
 
-def _shares(case: Case, n: int, rounds: int) -> dict[str, float]:
-    """Rate of the matmul (GFLOP/s) and shares of it that the products reach (percent)."""
-    a, b, c = (torch.randn(SIDE, SIDE) for _ in range(3))
-    jvp, vjp = _pair(_alone(case, n))
-    work = flops(n, case.x.shape[1])
-    rates: dict[str, list[float]] = {"GEMM": [], "JVP": [], "VJP": []}
-    for _ in range(rounds + 1):  # the first one warms up
-        rate = 2 * SIDE**3 / seconds(lambda: torch.mm(a, b, out=c))
-        rates["GEMM"].append(rate / 1e9)
-        rates["JVP"].append(100 * work / seconds(jvp) / rate)
-        rates["VJP"].append(100 * work / seconds(vjp) / rate)
-    return {k: median(v[1:]) for k, v in rates.items()}
+def _at(one: dict[str, Any]) -> str:
+    return f"{one['layer']}, n = {one['n']}, threads {one['threads']}"
 
 
-def _profile_text(case: Case, n: int, threads: int) -> str:
+def _profile_table(columns: dict[str, dict[str, float]]) -> str:
     """Where the time of a JVP and a VJP goes, by operation."""
-    at = f"{case.name}, n = {n}, threads {threads}"
-    parts = [f"Where the time goes, {at} (milliseconds a product):"]
-    torch.set_num_threads(threads)
-    columns = {}
-    for name, call in zip(("JVP", "VJP"), _pair(_alone(case, n)), strict=True):
-        columns[name] = _profile(call)
     names = sorted({k for c in columns.values() for k in c})
     names.sort(key=lambda k: -sum(c.get(k, 0.0) for c in columns.values()))
     rows = [[k, *(milliseconds(c.get(k, 0.0)) for c in columns.values())] for k in names[:9]]
-    parts.append(table(["operation", *columns], rows))
-    return "\n\n".join(parts)
+    return table(["operation", *columns], rows)
 
 
 def _profile(call: Callable[[], Tensor], repeats: int = 20) -> dict[str, float]:
@@ -156,10 +174,24 @@ def _profile(call: Callable[[], Tensor], repeats: int = 20) -> dict[str, float]:
 # --- as the length grows --------------------------------------------------------------------
 
 
-def growth_section(*, quick: bool) -> Section:
-    """Milliseconds of one product from n = 64 to 4096, with a fitted cost model."""
+def measure_growth(*, quick: bool) -> Raw:
+    """Seconds of one product from n = 64 to 4096, five times each."""
     torch.set_num_threads(1)
-    lengths = [2**k for k in range(6, 10 if quick else 13)]
+    raw = []
+    for name in ("minilm", BERT_BASE):
+        case = _case(name, 0, 512)
+        for n in [2**k for k in range(6, 10 if quick else 13)]:
+            one = {"layer": case.name, "d": case.x.shape[1], "n": n}
+            for product, call in zip(("JVP", "VJP"), _pair(_alone(case, n)), strict=True):
+                call()
+                one[product] = [seconds(call) for _ in range(5)]
+            raw.append(one)
+        say(f"growth: {case.name} done")
+    return raw
+
+
+def render_growth(raw: Raw) -> Section:
+    """Milliseconds at every length, with a fitted cost model."""
     out = Section("Cost of one product as the length grows")
     out.add(
         """One thread, float32, milliseconds (median of five timings), default memory. Beyond the
@@ -168,40 +200,30 @@ local log-log slope from the length before: between 1 (projections) and 2 (score
 a n² d + b n d², fitted by least squares in relative error; *off* is its relative deviation."""
     )
     fits = []
-    for name in ("minilm", BERT_BASE):
-        case = _case(name, 0, 512)
-        times = {n: _product_times(case, n) for n in lengths}
+    for layer in dict.fromkeys(one["layer"] for one in raw):
+        group = [one for one in raw if one["layer"] == layer]
+        lengths, d = [one["n"] for one in group], group[0]["d"]
         rows: list[list[object]] = [[n] for n in lengths]
-        d = case.x.shape[1]
-        for i, product in enumerate(("JVP", "VJP")):
-            t = [times[n][i] for n in lengths]
+        for product in ("JVP", "VJP"):
+            t = [median(one[product]) for one in group]
             a, b, model = _fit(lengths, d, t)
             off = [m / x - 1 for m, x in zip(model, t, strict=True)]
             for row, cells in zip(rows, _growth_cells(lengths, t, off), strict=True):
                 row.extend(cells)
             worst = max(range(len(off)), key=lambda j: abs(off[j]))
             fits.append(
-                f"- {case.name} (d = {d}), {product}: a = {a:.2e} s, b = {b:.2e} s, largest "
+                f"- {layer} (d = {d}), {product}: a = {a:.2e} s, b = {b:.2e} s, largest "
                 f"deviation {100 * off[worst]:+.0f} % at n = {lengths[worst]}; matrix products at "
                 f"the rate of this fit: {8e-9 / a if a else np.inf:.0f} GFLOP/s in n² d, "
                 f"{8e-9 / b if b else np.inf:.0f} in n d²"
             )
-        out.add(f"{case.name}, d = {d}:")
+        out.add(f"{layer}, d = {d}:")
         out.add(table(["n", *(f"{p} {c}" for p in ("JVP", "VJP") for c in _COLUMNS)], rows))
-        say(f"growth: {case.name} done")
     out.add("\n".join(fits))
     return out
 
 
 _COLUMNS = ("ms", "slope", "off, %")
-
-
-def _product_times(case: Case, n: int) -> tuple[float, float]:
-    times = []
-    for call in _pair(_alone(case, n)):
-        call()
-        times.append(median(seconds(call) for _ in range(5)))
-    return times[0], times[1]
 
 
 def _fit(lengths: Sequence[int], d: int, t: Sequence[float]) -> tuple[float, float, list[float]]:

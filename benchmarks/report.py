@@ -10,17 +10,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from made_up import made_up
-from tables import Section, Target, table
+from tables import ROOT, Raw, Section, Target, table
 
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Measurement, TokenShare, provenance
 
-ROOT = Path(__file__).resolve().parent.parent
 LENGTHS, SAMPLES = (4, 8, 16, 32), 10
 
 
-def section(*, quick: bool) -> Section:
+def measure(*, quick: bool) -> Raw:
     """Seconds and megabytes of the page for 10,000 and 100,000 rows."""
+    raw = []
+    for count in (10_000,) if quick else (10_000, 100_000):
+        with tempfile.TemporaryDirectory() as folder:
+            raw.append({"rows": count, **_measured(Path(folder), count)})
+    return raw
+
+
+def render(raw: Raw) -> Section:
+    """One row for each folder."""
     out = Section("The page of many rows")
     out.add(
         f"""Rows made by a formula, of models with 25 layers and 10 heads, {SAMPLES} windows at
@@ -29,10 +37,8 @@ copies, as every finished run has. *Report*: the whole command `lipscope report`
 included. *Drawn*: from opening the file in headless Chromium until the last chart stands."""
     )
     rows = []
-    for count in (10_000,) if quick else (10_000, 100_000):
-        with tempfile.TemporaryDirectory() as folder:
-            megabytes, seconds, drawn = _measured(Path(folder), count)
-        out.raw.append({"rows": count, "MB": megabytes, "report": seconds, "drawn": drawn})
+    for one in raw:
+        count, megabytes, seconds, drawn = (one[key] for key in ("rows", "MB", "report", "drawn"))
         rows.append([f"{count:,} rows", f"{megabytes:.1f}", f"{seconds:.1f}", f"{drawn:.1f}"])
         if count == 10_000:
             name = "page of 10,000 rows below 5 MB"
@@ -44,7 +50,7 @@ included. *Drawn*: from opening the file in headless Chromium until the last cha
     return out
 
 
-def _measured(folder: Path, count: int) -> tuple[float, float, float]:
+def _measured(folder: Path, count: int) -> dict[str, float]:
     """Megabytes of the page, seconds of the command, seconds of the browser."""
     run, page = folder / "run", folder / "report.html"
     _write(run, count)
@@ -52,7 +58,7 @@ def _measured(folder: Path, count: int) -> tuple[float, float, float]:
     command = [sys.executable, "-m", "lipscope.cli", "report", str(run), "-o", str(page)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - began
-    return page.stat().st_size / 1e6, seconds, _drawn(page)
+    return {"MB": page.stat().st_size / 1e6, "report": seconds, "drawn": _drawn(page)}
 
 
 def _drawn(page: Path) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -11,8 +12,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+STORE = ROOT / "benchmarks" / "results.json"  # what was last measured
+
+# What was measured: plain JSON, every single timing or count. Sections are rendered from it alone.
+Raw = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -43,13 +54,11 @@ class Section:
         title: Its heading.
         parts: Paragraphs and tables.
         targets: Goals with what was measured.
-        raw: What was measured, as numbers; kept beside the page.
     """
 
     title: str
     parts: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
-    raw: list[dict[str, object]] = field(default_factory=list)
 
     def add(self, text: str) -> None:
         """Append a paragraph or table."""
@@ -101,6 +110,47 @@ def milliseconds(seconds: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def finite(value: float) -> float | None:
+    """A number as JSON can hold it: None for infinity and NaN."""
+    return value if math.isfinite(value) else None
+
+
+def quantiles(values: Sequence[float | None]) -> list[float]:
+    """Median, 90 % and most; None stands for infinity.
+
+    Each is one of the values, the next one above: infinity has no mean.
+
+    >>> quantiles([1.0, 2.0, 4.0, None])
+    [4.0, inf, inf]
+    """
+    found = [math.inf if v is None else v for v in values]
+    return [float(q) for q in np.quantile(found, [0.5, 0.9, 1.0], method="higher")]
+
+
+def at_most(values: Sequence[float], goal: float) -> bool | None:
+    """Whether the median of repeated values is at most a goal; None where noise decides that.
+
+    Noise decides where the values lie on both sides of the goal and further apart than the median
+    is from zero: a difference of two times that is lost in their noise.
+
+    >>> at_most([1.9, 2.1, 2.0], 5), at_most([-4.0, 2.0, 6.0], 5), at_most([5.5, 6.0], 5)
+    (True, None, False)
+    """
+    middle, low, high = median(values), min(values), max(values)
+    if low <= goal < high and high - low > abs(middle):
+        return None
+    return middle <= goal
+
+
+def at_least(values: Sequence[float], goal: float) -> bool | None:
+    """Whether the median is at least a goal; None where noise decides that.
+
+    >>> at_least([0.2, -0.1, 0.3], 0), at_least([1.2, 1.1], 1)
+    (None, True)
+    """
+    return at_most([-v for v in values], -goal)
+
+
 def say(text: str) -> None:
     """A line of progress on standard error."""
     print(text, file=sys.stderr, flush=True)
@@ -126,14 +176,20 @@ def machine(command: str) -> str:
     )
 
 
-def commit() -> str:
-    """The commit of this tree, with a plus sign if it was changed since."""
-    at = Path(__file__).parent
-    said = [
-        subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=False).stdout
-        for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "-uno"])
-    ]
-    return (said[0].strip() or "unknown") + "+" * bool(said[1].strip())
+def commit() -> str | None:
+    """The commit of this tree; None if a file differs from it, or if there is none.
+
+    The page and the numbers behind it do not count: a run of several sections writes them.
+    """
+    own = [f":(exclude){path.relative_to(ROOT)}" for path in (PAGE, STORE)]
+    words = ["status", "--porcelain", "-uno", "--", ".", *own]
+    changed, at = _git(*words), _git("rev-parse", "--short=12", "HEAD")
+    return at if changed == "" else None
+
+
+def _git(*words: str) -> str | None:
+    run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return None if run.returncode else run.stdout.strip()
 
 
 def _processor() -> str:

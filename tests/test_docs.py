@@ -6,6 +6,7 @@ Python blocks run in their order and share their names, commands run one by one.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -151,7 +152,31 @@ def _command(line: str, monkeypatch) -> None:
 
 
 def test_the_page_of_benchmarks_is_written_from_what_was_kept(monkeypatch) -> None:
-    """`python benchmarks/run.py --page`."""
+    """`python benchmarks/run.py --page`: rendered from raw numbers, which strict JSON can hold."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     run = importlib.import_module("run")
-    assert run.page(run.kept()) == run.PAGE.read_text(encoding="utf-8")
+    kept = run.kept()
+    json.dumps(kept, allow_nan=False)
+    assert any("raw" in one for one in kept.values())
+    assert not any({"printed", "targets"} & set(one) for one in kept.values() if "raw" in one)
+    assert run.page(kept) == run.PAGE.read_text(encoding="utf-8")
+
+
+def test_another_raw_number_is_another_table_of_benchmarks(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    run = importlib.import_module("run")
+    here = {"measured": "- Command: none", "commit": "0" * 12}
+    planned = {"jobs": 1000, "import": 2.0, "plan": 0.5, "MB": 300.0}
+    pairs = {"sweep": [7e-3] * 5, "alone": [5e-3] * 5}
+    noisy = {"sweep": [8e-3, 3e-3, 9e-3, 7e-3, 14e-3], "alone": [6e-3] * 5}
+    folder = {"rows": 1000, "compact": 0.1, "read": 0.2, "open": 0.3}
+
+    def lines(with_tokens: dict[str, list[float]]) -> list[str]:
+        raw = [planned, {"tokens": True, **with_tokens}, {"tokens": False, **pairs}, folder]
+        page = run.page({"sweeps": {**here, "raw": raw}})
+        return [line for line in page.splitlines() if "of a job, with tokens" in line]
+
+    calm = lines(pairs)
+    assert all("| 2 ms (2 to 2) |" in re.sub(" +", " ", line) for line in calm)
+    assert "reached" in calm[0]
+    assert "2 ms (-3 to 8)" in lines(noisy)[1] and "not measured" in lines(noisy)[0]
