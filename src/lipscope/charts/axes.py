@@ -127,7 +127,7 @@ def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
         .transform_aggregate(trained="min(trained)", next="min(n)")
         .transform_filter("datum.next > 0")
         .transform_calculate(
-            at="sqrt(datum.trained * datum.next)", said="'trained to ' + datum.trained"
+            at="sqrt(datum.trained * datum.next)", said="'← trained to ' + datum.trained"
         )
     )
     return _named_line(base, x)
@@ -147,7 +147,7 @@ def end_of_training(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
     """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
     if end is None:
         return []
-    base = alt.Chart(alt.InlineData([{"at": end[1], "said": f"trained to {end[0]}"}]))
+    base = alt.Chart(alt.InlineData([{"at": end[1], "said": f"← trained to {end[0]}"}]))
     return _named_line(base, x)
 
 
@@ -163,7 +163,7 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[a
     Returns:
         The lines, and their names.
     """
-    laws = "[{law: '∝ n¹⁄⁴', p: 0.25}, {law: '∝ n¹⁄²', p: 0.5}]"
+    laws = "[{law: '∝ n^(1/4)', p: 0.25}, {law: '∝ n^(1/2)', p: 0.5}]"
     base = (
         means.transform_filter(f"isValid(datum.{field})")
         .transform_calculate(log=f"log(datum.{field})")

@@ -12,7 +12,12 @@ from lipscope.charts import marks
 from lipscope.charts.axes import end_of_training
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
+from lipscope.records.exponent import NEAR
+from lipscope.records.growth import off_line, slope_of
 from lipscope.records.rows import Measurement, TokenShare
+
+_NAMED = 8  # lines whose names have room at their ends
+_LINE = 13  # pixels between two names
 
 FADED = 0.06
 """Opacity of the layers that are not in focus."""
@@ -29,8 +34,9 @@ def growth_chart(
 
     Points are single rows, lines run through the geometric mean over the samples at each length,
     and bars are its 95 % Student interval for the sampling of text: of three samples and more that
-    share no text. Two dashed lines show what growth like
-    ``n^(1/4)`` and ``n^(1/2)`` would look like. A line stands where inputs become longer than what
+    share no text. Two dashed lines show what growth like ``n^(1/4)`` and ``n^(1/2)`` would look
+    like; at the end of a line stands its exponent, unless its means are far from a power law. A
+    line stands where inputs become longer than what
     the model was trained on, if its files say so. Where rows carry `sigma_rest`, a second
     panel shows it on the same axis. In HTML a click on a layer in the legend brings it
     forward (shift-click for more), and a point under the mouse tells its row.
@@ -118,6 +124,7 @@ def _panels(
             legend=legend and len(charts) == len(panels) - 1,
             end=marks.training_end(rows),
             independent=independent,
+            height=size[1],
         )
         title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
         charts.append(chart.properties(width=size[0], height=size[1], title=title))
@@ -134,6 +141,7 @@ def _panel(
     legend: bool,
     end: tuple[int, float] | None,
     independent: bool,
+    height: int,
 ) -> alt.LayerChart:
     """One panel: reference lines, the end of training, lines of means with bars, points.
 
@@ -146,8 +154,8 @@ def _panel(
     points = marks.side_by_side(points, labels, lengths)
     few, grows = len(points) <= 400, len(lengths) > 1
     room = marks.narrowest(lengths) ** 0.28
-    # Room at the right for the names of the dashed lines.
-    right = room * (lengths[-1] / lengths[0] * room**2) ** (0.15 if grows else 0.0)
+    # Room at the right for the names of the lines.
+    right = room * (lengths[-1] / lengths[0] * room**2) ** (0.22 if grows else 0.0)
     x = alt.X(
         "at:Q",
         title="number of tokens n",
@@ -193,7 +201,11 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        layers = [*_references(means, lengths, room, x, y), *end_of_training(end, x), lines]
+        laws = _references(means, lengths, room)
+        names = _exponents(means, labels, lengths[-1] * room**0.95)
+        gap = (domain[1] / domain[0]) ** (_LINE / height)
+        layers = [*_dashed(laws, x, y), *end_of_training(end, x), lines]
+        layers += _named([*laws, *names], labels, gap, x, y)
     if bars := [mean for mean in means if "low" in mean]:
         ends = y.copy()
         ends.shorthand = "low:Q"
@@ -212,19 +224,62 @@ def _panel(
 
 
 def _references(
-    means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float, x: alt.X, y: alt.Y
-) -> list[alt.Chart]:
-    """Dashed lines of slope 1/4 and 1/2 from the middle of the curves at the first length."""
+    means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float
+) -> list[dict[str, Any]]:
+    """Lines of slope 1/4 and 1/2 from the middle of the curves at the first length."""
     start = [math.log(p["value"]) for p in means if p["n"] == lengths[0]]
     level = math.exp(math.fsum(start) / len(start))
     first, last = lengths[0], lengths[-1] * room**0.95
-    ends = {"∝ n¹⁄⁴": (last / first) ** 0.25, "∝ n¹⁄²": (last / first) ** 0.5}
-    labels = [{"law": law, "at": last, "value": level * end} for law, end in ends.items()]
-    lines = [*labels, *({"law": law, "at": first, "value": level} for law in ends)]
-    dashes = alt.Chart(alt.InlineData(values=lines)).mark_line(
+    return [
+        {"said": said, "from": first, "level": level, "at": last, "value": level * rise}
+        for said, p in (("∝ n^(1/4)", 0.25), ("∝ n^(1/2)", 0.5))
+        for rise in [(last / first) ** p]
+    ]
+
+
+def _exponents(
+    means: Sequence[dict[str, Any]], labels: Sequence[str], at: float
+) -> list[dict[str, Any]]:
+    """What stands at the end of each line: its layer, and its exponent where it is near a law."""
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for p in sorted(means, key=lambda p: p["n"]):
+        curves.setdefault((p["layer"], p["curve"]), []).append((p["n"], p["value"]))
+    if len(curves) > min(len(labels), _NAMED) or min(map(len, curves.values())) < 3:
+        return []  # heads, or too many to be told apart; two lengths show no law
+    return [
+        {
+            "said": f"{layer}: n^{slope_of(curve):.2f}" if off_line(curve) <= NEAR else layer,
+            "layer": layer,
+            "at": at,
+            "value": curve[-1][1],
+        }
+        for (layer, _), curve in curves.items()
+    ]
+
+
+def _dashed(laws: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    ends = [
+        {"said": law["said"], "at": law[at], "value": law[value]}
+        for law in laws
+        for at, value in (("from", "level"), ("at", "value"))
+    ]
+    dashes = alt.Chart(alt.InlineData(values=ends)).mark_line(
         color=QUIET, strokeDash=[5, 4], strokeWidth=1.2, clip=True
     )
-    words = alt.Chart(alt.InlineData(values=labels)).mark_text(
-        align="left", dx=5, color=QUIET, fontSize=11, clip=True
-    )
-    return [dashes.encode(x=x, y=y, detail="law:N"), words.encode(x=x, y=y, text="law:N")]
+    return [dashes.encode(x=x, y=y, detail="said:N")]
+
+
+def _named(
+    names: Sequence[dict[str, Any]], labels: Sequence[str], gap: float, x: alt.X, y: alt.Y
+) -> list[alt.Chart]:
+    """Names at the right ends of lines, moved apart where they would hide each other."""
+    places = marks.spread([name["value"] for name in names], gap)
+    hues = dict(zip(labels, marks.palette(len(labels)), strict=True))
+    charts = []
+    for name, place in zip(names, places, strict=True):
+        one = [{"said": name["said"], "at": name["at"], "value": place}]
+        word = alt.Chart(alt.InlineData(values=one)).mark_text(
+            align="left", dx=5, color=hues.get(name.get("layer", ""), QUIET), fontSize=11, clip=True
+        )
+        charts.append(word.encode(x=x, y=y, text="said:N"))
+    return charts

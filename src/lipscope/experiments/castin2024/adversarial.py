@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from lipscope.attention import Attention
 from lipscope.engine.capture import captures
 from lipscope.errors import InputError
 from lipscope.experiments.experiment import Study
+from lipscope.experiments.findings import middle
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import groups, growth, slope_of
+from lipscope.records.growth import off_line, slope_of
 from lipscope.records.rows import Measurement
 
 # Radii of the published scripts for the first and the middle layer (adversarial.py): the first
@@ -41,21 +42,17 @@ class Adversarial:
     rows: dict[str, list[Measurement]]
     radii: dict[str, float]
 
-    def fit(self, name: str) -> Growth | None:
-        """Exponent over all heads that place the tokens."""
-        return growth(_large(self.rows[name]), paired=True)
-
-    def fits(self) -> list[Growth | None]:
-        """One for each radius."""
-        return [self.fit(name) for name in self.rows]
-
-    def slopes(self, name: str) -> list[float]:
-        """Exponents head by head."""
-        rows = _large(self.rows[name])
+    def curves(self, name: str) -> list[list[tuple[int, float]]]:
+        """Sigma against n where n is large, head by head."""
+        rows = [row for row in self.rows[name] if row.num_tokens >= _FROM]
         heads = dict.fromkeys(row.sample for row in rows)
-        return [
-            slope_of((r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h) for h in heads
-        ]
+        return [[(r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h] for h in heads]
+
+    def exponents(self, name: str) -> str:
+        """Median and range over heads, which are all that there are or a fixed choice of them."""
+        curves = self.curves(name)
+        off = 100 * max(map(off_line, curves), default=math.nan)
+        return f"{middle(map(slope_of, curves))}, off by at most {off:.2g} %"
 
 
 def adversarial(
@@ -114,8 +111,3 @@ def _placeable(attention: Attention, head: int) -> bool:
     except InputError:
         return False
     return True
-
-
-def _large(rows: Sequence[Measurement]) -> list[Measurement]:
-    kept = [row for row in rows if row.num_tokens >= _FROM]
-    return kept if len(groups(kept)) == 1 else []

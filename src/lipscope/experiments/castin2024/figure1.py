@@ -18,7 +18,15 @@ from lipscope.experiments.castin2024.windows import (
     is_deep,
 )
 from lipscope.experiments.experiment import Study, experiment
-from lipscope.experiments.findings import Claim, Findings, Table, counted, exponent, middle
+from lipscope.experiments.findings import (
+    Claim,
+    Findings,
+    Table,
+    counted,
+    exponent,
+    middle,
+    plain_exponent,
+)
 from lipscope.experiments.texts import AG_NEWS_TITLE, Text
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.pages.rows import Rows
@@ -224,7 +232,7 @@ def _claims(
         for layer, values in coded[case.name].items()
         if (fit := _fits(real[case.name])[layer]) is not None
     ]
-    heads = [fit.slope for one in worst for fit in one.fits() if fit]
+    heads = [slope_of(curve) for one in worst for name in one.rows for curve in one.curves(name)]
     return (
         Claim("real text, disjoint windows", quarter, counted(fit.law for fit in fresh)),
         Claim("real text, the same passages at every n", quarter, counted(f.law for f in same)),
@@ -292,7 +300,7 @@ def _exponents(
                     exponent(first.get(layer)),
                     exponent(fit),
                     exponent(_rest(paired[case.name], layer)),
-                    "–" if values is None else f"{slope_of(values):.2f}",
+                    "–" if values is None else plain_exponent(values),
                 )
             )
     columns = (
@@ -305,7 +313,7 @@ def _exponents(
     )
     title = (
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
-        "largest deviation of a mean from the line, where that is no chance; ✗: no power law)"
+        "largest deviation of a mean from the line; ✗: no power law)"
     )
     return Table(title, columns, tuple(lines))
 
@@ -317,13 +325,12 @@ def _worst_tables(worst: Sequence[Adversarial]) -> Iterator[Table]:
             one.model,
             str(one.layer),
             f"{name}, {one.radii[name]:.3g}",
-            exponent(one.fit(name)),
-            middle(one.slopes(name)),
+            one.exponents(name),
         )
         for one in worst
         for name in one.rows
     )
-    columns = ("model", "layer", "radius of", "exponent, interval over heads", "by head")
+    columns = ("model", "layer", "radius of", "exponent: median and range over heads")
     if lines:
         yield Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
 

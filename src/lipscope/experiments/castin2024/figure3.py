@@ -31,7 +31,7 @@ def figure3(study: Study) -> Findings:
     curves = {n: tuple((r["radius"], r["sigma"]) for r in mine) for n, mine in by_size.items()}
     shares = {n: [(r["radius"], r["share"]) for r in mine[1:]] for n, mine in by_size.items()}
     series = [Series(f"n = {n}", tuple(curve)) for n, curve in shares.items() if n % 2]
-    one = Series("1", ((radii[1], 1.0), (radii[-1], 1.0)), "dashes")
+    one = Series("σ = R²", ((radii[1], 1.0), (radii[-1], 1.0)), "dashes")
     panel = Panel("A = V = 1, d = 1", (*series, one), x="radius R", y="sigma / R²", log_y=False)
     study.draw("figure3", "A token at the origin, the others at ± R", [panel])
     slopes = [slope_of(curve[-4:]) for curve in curves.values()]

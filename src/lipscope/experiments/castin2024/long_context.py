@@ -8,16 +8,16 @@ import torch
 
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.attention import DotProduct
-from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.charts.marks import training_end
+from lipscope.charts.panels import Panel, Point, Series, power_law
 from lipscope.experiments.castin2024.windows import first_and_middle
 from lipscope.experiments.experiment import Study, ValueJob, experiment
-from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, plain_exponent
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
 
 _RADII = {"γR² = 4": 2.0, "γR² = 9": 3.0}  # of A = -I, whose gamma is 1
 
@@ -109,21 +109,21 @@ def _rows(study: Study, loaded: LoadedModel, text: Text) -> Rows:
 
 def _course(records: list[dict[str, Any]]) -> str:
     top = max(records, key=lambda r: r["sigma"])
-    early = slope_of((r["n"], r["sigma"]) for r in records if 32 <= r["n"] <= 512)
-    late = slope_of((r["n"], r["sigma"]) for r in records if r["n"] >= 2**15)
+    early = plain_exponent([(r["n"], r["sigma"]) for r in records if 32 <= r["n"] <= 512])
+    late = plain_exponent([(r["n"], r["sigma"]) for r in records if r["n"] >= 2**15])
     return (
-        f"exponent {early:.2f} from 32 to 512, {late:.2f} from 32,768 to 131,072; largest sigma "
+        f"exponent {early} from 32 to 512; {late} from 32,768 to 131,072; largest sigma "
         f"{number(top['sigma'])} at n = {top['n']:,}"
     )
 
 
 def _draw(study: Study, clusters: list[dict[str, Any]], real: dict[str, Rows]) -> None:
     curves = {n: tuple((r["n"], r["sigma"]) for r in clusters if r["case"] == n) for n in _RADII}
-    law = power_law(curves["γR² = 9"], 0.5, "∝ n^(1/2)")
-    panels = [Panel("two clusters, A = -I", (*(Series(n, c) for n, c in curves.items()), law))]
+    lines = (Series(n, c) for n, c in curves.items())
+    panels = [Panel("two clusters, A = -I", (*lines, _law(curves["γR² = 9"], lift=2.0)))]
     for place, rows in real.items():
         layers = dict.fromkeys(row.layer for row in rows)
-        series = [
+        series: list[Series] = [
             Series(
                 f"layer {layer}",
                 tuple((r.num_tokens, r.sigma or 0.0) for r in rows if r.layer == layer),
@@ -131,8 +131,13 @@ def _draw(study: Study, clusters: list[dict[str, Any]], real: dict[str, Rows]) -
             )
             for layer in layers
         ]
-        panels.append(Panel(place, tuple(series)))
+        laws = power_law(series[0].points, 0.25, "∝ n^(1/4)"), _law(series[-1].points)
+        panels.append(Panel(place, (*series, *laws), end=training_end(rows)))
     study.draw("long-context", "Long contexts", panels, columns=2)
+
+
+def _law(points: tuple[Point, ...], lift: float = 1.0) -> Series:
+    return power_law(points, 0.5, "∝ n^(1/2)", lift)
 
 
 def _table(clusters: list[dict[str, Any]]) -> Table:

@@ -16,7 +16,7 @@ from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.singular import top_singular
 from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.records.growth import off_line, slope_of
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions
 from lipscope.theorems.papers.castin2024 import castin_thm_e_3
@@ -124,7 +124,8 @@ def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> ValueJob
         (head,) = heads_of(layer)
         above = [castin_thm_e_3(head, n, radius) / sigma for n, sigma in points]
         slope, sigma = slope_of(points), points[-1][1]
-        return {"radius": radius, "slope": slope, "sigma": sigma, "above": [above[0], above[-1]]}
+        ends = {"above": [above[0], above[-1]], "off": off_line(points)}
+        return {"radius": radius, "slope": slope, "sigma": sigma, **ends}
 
     return {"layer": name, "t": t, "lengths": ",".join(map(str, lengths))}, compute
 
@@ -167,9 +168,12 @@ def _draw(study: Study, found: list[dict[str, Any]], peaks: list[dict[str, Any]]
 
 def _table(found: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(r["layer"] for r in found))
-    value = {(r["layer"], r["t"]): r["slope"] for r in found}
-    lines = tuple((f"{t:g}", *(f"{value[name, t]:.2f}" for name in names)) for t in _FACTORS)
-    return Table("Exponent of sigma over n = 10 to 100", ("γR²", *names), lines)
+    value = {
+        (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {100 * r['off']:.2g} %" for r in found
+    }
+    lines = tuple((f"{t:g}", *(value[name, t] for name in names)) for t in _FACTORS)
+    title = "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law"
+    return Table(title, ("γR²", *names), lines)
 
 
 def _peak_table(peaks: list[dict[str, Any]]) -> Table:

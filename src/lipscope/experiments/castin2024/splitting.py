@@ -265,13 +265,18 @@ def _draw(study: Study, far: list[dict[str, Any]]) -> None:
     fixed = torch.tensor([[3.0, 0.0], [-1.0, 1.0]], dtype=torch.float64)
     x = torch.cat([fixed.expand(len(moving), 2, 2), moving[:, None]], 1)
     inside = ratios(multiple(-1.0, 2), x) > 1 + CLEAR
-    plane = _places("d = 2: where a third token makes it split", moving[inside], "x₃", "")
-    held = Series("the two others", tuple((float(a), float(b)) for a, b in fixed), "points")
+    plane = _places(
+        "d = 2: where a third token makes it split",
+        moving[inside],
+        "x₃, first entry",
+        "x₃, second entry",
+    )
+    held = Series("the two other tokens", tuple((float(a), float(b)) for a, b in fixed), "points")
     panels.append(Panel(plane.title, (*plane.series, held), plane.x, plane.y, False, False))
     mine = [r for r in far if r["sign"] == "A = +I"]
     curves = [("a tiny mass across", "far"), ("any small move", "small")]
     series = [Series(n, tuple((r["radius"], r[key]) for r in mine)) for n, key in curves]
-    two = Series("2", tuple((r["radius"], 2.0) for r in mine), "dashes")
+    two = Series("gain 2", tuple((r["radius"], 2.0) for r in mine), "dashes")
     panels.append(
         Panel("A = +1, atoms at ±R", (*series, two), "radius R", "gain", log_x=False, log_y=False)
     )
@@ -280,4 +285,6 @@ def _draw(study: Study, far: list[dict[str, Any]]) -> None:
 
 def _places(title: str, points: Tensor, x: str, y: str) -> Panel:
     found = tuple((float(a), float(b)) for a, b in points)
-    return Panel(title, (Series("splits", found, "points"),), x, y, log_x=False, log_y=False)
+    return Panel(
+        title, (Series("splitting beats moving", found, "points"),), x, y, log_x=False, log_y=False
+    )

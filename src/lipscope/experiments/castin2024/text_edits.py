@@ -68,8 +68,8 @@ def text_edits(study: Study) -> Findings:
             f"Windows of {_LENGTH} tokens, at most {queries} edited texts that the model reads for "
             "each window and recipe, of which the best is kept; changes are relative, "
             "‖f(X') − f(X)‖ / ‖f(X)‖, of the tokens that are no copies.",
-            "Intervals are 95 %: Student's over windows, Clopper–Pearson of shares. Windows of one "
-            "text are not drawn independently.",
+            "Intervals are 95 %: Student's over windows, Clopper–Pearson of shares. They hold as "
+            "far as windows that share no text are independent of each other.",
             "First choice: what the recipe puts first, before anything is run; of `random`, one "
             "random edit.",
             "A copy moves the positions of what follows it; what is copied and what is moved are "
@@ -199,12 +199,20 @@ def _flips(found: Sequence[TextEdit], passages: int) -> Table:
     )
 
 
+_NAMES = {
+    "sigma": "singular vectors",
+    "hotflip": "HotFlip's gradient",
+    "random": "chance",
+    "duplicate": "copies of a token",
+}
+
+
 def _draw(study: Study, found: Sequence[TextEdit]) -> None:
     curves = []
     for name in _recipes(found):
         values = sorted(one.change_model or 0.0 for one in _of(found, name))
         points = tuple(((i + 0.5) / len(values), value) for i, value in enumerate(values))
-        curves.append(Series(name, points))
+        curves.append(Series(_NAMES[name], points))
     pairs = [
         (one.predicted, one.change_model)
         for one in _of(found, "sigma")
@@ -218,18 +226,18 @@ def _draw(study: Study, found: Sequence[TextEdit]) -> None:
             "one token, best of what was run",
             tuple(curves),
             x="share of windows",
-            y="change of the model's output",
+            y="relative change of the model's output",
             log_x=False,
             log_y=False,
         ),
         Panel(
-            "edits of the recipe sigma",
+            "edits chosen by singular vectors, one dot a window",
             (
-                Series("windows", tuple(pairs), "points"),
+                Series(_NAMES["sigma"], tuple(pairs), "points"),
                 Series("as predicted", ((0.0, 0.0), (most, most)), "dashes"),
             ),
             x="predicted by the Jacobian",
-            y="change",
+            y="relative change of the model's output",
             log_x=False,
             log_y=False,
         ),

@@ -359,8 +359,12 @@ def _tables(case: Case) -> Iterator[Table]:
 
 
 def _draw(study: Study, cases: Sequence[Case]) -> None:
+    """One line of panels a model: trained weights on the first text; the rest is in the tables."""
     panels = []
+    shown: dict[str, Case] = {}
     for case in cases:
+        shown.setdefault(case.where.split(",")[0], case)
+    for case in shown.values():
         means = {key: [fmean(one) for one in _by_window(v)] for key, v in case.change.items()}
         lines = [
             Series(_condition(key), tuple(zip(case.layers, values, strict=True)))
@@ -377,7 +381,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
             ends = min(every), max(every)
             line = Series("in proportion", tuple((x, x) for x in ends), "dashes")
             axes = f"{name}, over its mean", "change of the output, over its mean"
-            panels.append(Panel(case.where, (*dots, line), *axes, log_x=False, log_y=False))
+            panels.append(Panel(case.where, (*dots, line), *axes))
     study.draw("precision", "What rounding one block does, and what was known before", panels)
 
 

@@ -301,7 +301,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
         series = []
         for case in mine:
             held = _curve(case, lambda w: w.on(FIRST, w.held))
-            series.append(Series(f"|v|², {case.control}", held))
+            series.append(Series(f"most sensitive direction, {case.control}", held))
             if case.control != _BARE:
                 got = _curve(case, lambda w: w.on(FIRST, w.received))
                 series.append(Series(f"attention received, {case.control}", got))
