@@ -65,7 +65,7 @@ def ascend(
     falls on the way. Every iterate, the starts too, is projected onto the ball, and the best
     value over all iterates is kept. The search is in float32, whatever the layer is.
 
-    Twelve heads of width 32 at 64 tokens take some TIME seconds on one core.
+    Twelve heads of width 32 at 64 tokens take some three seconds on one core.
 
     Holds for every variant, mask and number of heads, rotary embeddings included: a lower
     bound of the largest sigma, never a proof that nothing is worse. The winner is measured
