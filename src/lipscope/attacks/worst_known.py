@@ -119,7 +119,14 @@ def worst(
         for built in _all(layer, num_tokens, radius, chosen, names)
     ]
     for x in (clamp(one, radius) for one in given):
-        rows.append(_row(("given", "", "", None), x, _top(layer, x, tol, generator), None))
+        rows.append(
+            _row(
+                ("given", "the input that was given, within the radius", "", None),
+                x,
+                _top(layer, x, tol, generator),
+                None,
+            )
+        )
     rows.sort(key=_order)
     if steps:
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
