@@ -17,6 +17,7 @@ from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
 from lipscope.models import LayerMap, LoadedModel
 from lipscope.pages.rows import Rows
+from lipscope.pages.table import number
 from lipscope.records.sampling import rank_correlation
 
 Record = dict[str, Any]
@@ -24,6 +25,7 @@ Scores = Callable[[Tensor], Tensor]
 
 _TOKENS = 32
 _RIVALS, _STEPS, _BISECTIONS = 3, 30, 12
+_PER_WINDOW = "sigma of the model", "margin"
 _BEYOND = 1.02  # a step goes a little further than the linear model asks, as DeepFool's does
 
 
@@ -225,6 +227,13 @@ def _claims(case: Record) -> Iterator[Claim]:
             f"{middle(rho for rho, _, _ in mine)} over {len(mine)} layers, negative beyond the "
             f"interval in {sure}",
         )
+    known = _predictors(case)
+    factors = [max(known[name].values()) / min(known[name].values()) for name in _PER_WINDOW]
+    yield Claim(
+        f"{where}: largest over smallest, among windows",
+        "not in the paper",
+        ", ".join(f"{n} {number(f, 3)}" for n, f in zip(_PER_WINDOW, factors, strict=True)),
+    )
     for name in ("margin", "margin / sigma of the model"):
         yield Claim(f"{where}: {name} against the move", "positive", _cell(found[name]))
 
