@@ -59,9 +59,9 @@ if __name__ == "__main__":
         rows = ls.measure("minilm", lengths=[16, 32, 64, 128], samples=6, rest=True, out=run)
         photograph(report([run])[0], FOLDER / "page.png")
     save(rows.plot(), FOLDER / "growth.svg")
-    # One window of prose, at the layer where the most sensitive token varies most.
-    windows = ls.measure("minilm", lengths=[96], samples=8, layers=[5])
-    row = next(row for row in windows if row.sample == 6)
+    # A typical window, by the share of its top token, of the layer where that token varies most.
+    windows = ls.measure("minilm", lengths=[96], samples=9, layers=[5])
+    row = sorted(windows, key=lambda row: row.top_share)[len(windows) // 2]
     tokens = [token for token in windows.tokens if token.id == row.id]
-    title = f"Layer {row.layer}, {row.num_tokens} tokens: sigma {row.sigma:.1f}"
+    title = f"MiniLM, layer {row.layer}, {row.num_tokens} tokens: sigma {row.sigma:.1f}"
     save(shaded_text(tokens, title=title, columns=46), FOLDER / "sensitivity.svg")
