@@ -132,7 +132,7 @@ def _named(row: Measurement, token: str | None) -> str:
 
 
 def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
-    """What may be compared across layers."""
+    """The number by which layers are compared."""
     value = number(row.relative, 3)
     if row.relative is None or not math.isfinite(row.relative):
         return ""
@@ -145,11 +145,11 @@ def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
         return said + "."
     top = max(others, key=lambda r: r.relative or 0.0)
     best = (
-        "it is the largest here"
+        "which is the largest here"
         if top is row
-        else f"the largest is {number(top.relative, 3)}, at {place(top)}"
+        else f"of which the largest is {number(top.relative, 3)}, at {place(top)}"
     )
-    return f"{said}; this is what may be compared across layers, and {best}."
+    return f"{said}; compare layers by this number, {best}."
 
 
 def _course(line: Line) -> str:
