@@ -173,7 +173,8 @@ def test_summary_speaks_of_the_largest_sigma():
         " its output by up to 28.8 ε; 93 % of that direction sits on the first token, '[CLS]';"
         " without it, 11.0. Relative to the norms of input and output this is 0.900: to first"
         " order, the output moves by up to 0.900 times the input's relative change; compare"
-        " layers by this number, of which the largest is 1.25, at layer 2. From 16 to 256 tokens it grows like n^0.25 (0.25 to"
+        " layers by this number, of which the largest is 1.25, at layer 2. From 16 to 256 tokens it"
+        " grows like n^0.25 (0.25 to"
         " 0.25, range of 5 samples, a 94 % interval of the median for the sampling of text).\n"
         "All 45 intervals hold at once with probability at least 1 - 4.5e-05."
     )

@@ -47,7 +47,7 @@ class Intervals(NamedTuple):
     """All intervals of some rows together.
 
     Attributes:
-        total: How many: of sigma, and of the leading directions behind the first.
+        total: How many: of sigma, and of the leading directions after the first.
         delta: Sum of their failure probabilities: at most so likely is one wrong.
     """
 
@@ -59,7 +59,7 @@ def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = 
     """The intervals of rows and of their directions, by the union bound.
 
     ``delta`` for each row with an interval, once more where ``‖J‖_F`` has one too, for every rank
-    behind the first, and for the rank behind the last, on which the bounds of angles rest.
+    after the first, and for the rank after the last, on which the bounds of angles rest.
 
     Args:
         rows: The rows.
