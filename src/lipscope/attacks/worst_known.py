@@ -170,7 +170,9 @@ def _try(
         return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
-def _top(layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None) -> TopSingular:
+def _top(
+    layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None
+) -> TopSingular:
     return top_singular(layer.linearise(x), tol=tol, generator=generator)
 
 

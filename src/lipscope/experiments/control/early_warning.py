@@ -220,7 +220,9 @@ def _top(run: dict[str, Any], name: str) -> float:
     return max((value for value in run["excess"][name] if value is not None), default=0.0)
 
 
-def _draw(study: Study, runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]) -> None:
+def _draw(
+    study: Study, runs: Sequence[dict[str, Any]], found: dict[str, dict[str, Any]]
+) -> None:
     rate = Series("the peak learning rate itself", tuple(_curve(runs, _peak)), "dashes")
     chance = Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes")
     panels = [
