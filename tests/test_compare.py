@@ -267,7 +267,7 @@ def test_the_product_of_blocks_stands_against_the_map_of_the_model(tmp_path: Pat
     assert {line["map"] for line in one["lines"]} == {"attention", "block"}
     assert "it is 4.8 times sigma of the model's map" in one["said"]
     assert "it is 6.86 times sigma of these blocks together" in one["said"]
-    assert "goes on behind" not in one["said"]
+    assert "goes on after" not in one["said"]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_constants_are_multiplied_only_on_one_stream(tmp_path: Path, values, sai
 
 def test_what_lies_behind_the_last_block_is_said(tmp_path: Path) -> None:
     (one,) = Content([read_run(stacked(tmp_path / "run", end=7.0))]).depths
-    assert "The model's map goes on behind the last of them" in one["said"]
+    assert "The model's map goes on after the last of them" in one["said"]
 
 
 # --- kinds, edits, gains ---------------------------------------------------------------------

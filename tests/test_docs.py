@@ -14,10 +14,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import griffe
 import pytest
 import typer
 
+import lipscope as ls
 from lipscope.cli import app
+from rows import row
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -119,6 +122,35 @@ def test_options_that_a_help_hides_are_on_the_page_of_commands() -> None:
         hidden = {opt.opts[0] for opt in command.params if getattr(opt, "hidden", False)}
         told = re.search(rf"^\| `{name}` \| (`--.*) \|$", page, re.MULTILINE)
         assert set(re.findall(r"--[\w-]+", told[1] if told else "")) == hidden, name
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Where a name is a function and a module of one name, the page names the function itself."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    named = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert "lipscope.face" in named
+    drawn = griffe.load("lipscope.face", search_paths=[ROOT / "src"]).members
+    alone = {path.rpartition(".")[2] for path in named}
+    kinds = griffe.Kind.CLASS, griffe.Kind.FUNCTION
+    missing = {
+        name
+        for name in ls.__all__
+        if name not in alone and (name not in drawn or drawn[name].kind not in kinds)
+    }
+    assert not missing
+
+
+def test_the_readme_shows_the_remarks_of_the_table() -> None:
+    """Below the table of `make demo`, as the code writes them today."""
+    rows = [
+        row(num_tokens=n, sample=s, sigma=n**0.3, sigma_rest=1.0, delta=0.01)
+        for n in (16, 32, 64, 128)
+        for s in range(6)
+    ]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    told = " ".join(ls.Rows(rows).text().split())
+    (remarks,) = re.findall(r"Each line shows .* \(not the solver's error\)\.", told)
+    assert remarks in readme
 
 
 def test_the_house_is_drawn_as_it_stands() -> None:

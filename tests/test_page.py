@@ -93,7 +93,7 @@ def test_every_row_stands_there_once(page: str) -> None:
     assert data["points"]["kind"].count("adversarial") == 3
     assert "93 converged, 1 failed" in page and "1 row failed" in page
     # 90 rows with an interval of 1e-6 and one of ||J||_F, 3 adversarial ones of sigma alone.
-    assert "at least 1 − 0.00019" in page  # rounded up
+    assert "at least 1 - 0.00019" in page  # rounded up
 
 
 def test_exponents_are_those_of_the_rows(page: str) -> None:

@@ -83,9 +83,9 @@ def test_table_shows_the_middle_row_at_the_largest_length():
     ):
         assert part in line
     for part in (
-        "Of the 5 samples at the largest length",
-        "upper holds with probability 1 - 1e-06",
-        "All 45 intervals hold together",
+        "of the 5 samples at the largest length",
+        "with probability at least 1 - 1e-06 over random starts, at most upper",
+        "All 45 intervals hold at once",
         "at least 1 - 4.5e-05",
         "for the sampling",
         "not the solver's error",
@@ -172,11 +172,11 @@ def test_summary_speaks_of_the_largest_sigma():
         "Layer 1: sigma 28.8 means that a small change of the layer's input, of size ε, can move"
         " its output by up to 28.8 ε; 93 % of that direction sits on the first token, '[CLS]';"
         " without it, 11.0. Relative to the norms of input and output this is 0.900: to first"
-        " order, the output moves by up to 0.900 times the input's relative change; this is what"
-        " may be compared across layers,"
-        " and the largest is 1.25, at layer 2. From 16 to 256 tokens it grows like n^0.25 (0.25 to"
+        " order, the output moves by up to 0.900 times the input's relative change; compare"
+        " layers by this number, of which the largest is 1.25, at layer 2. From 16 to 256 tokens it"
+        " grows like n^0.25 (0.25 to"
         " 0.25, range of 5 samples, a 94 % interval of the median for the sampling of text).\n"
-        "All 45 intervals hold together with probability at least 1 - 4.5e-05."
+        "All 45 intervals hold at once with probability at least 1 - 4.5e-05."
     )
 
 
@@ -244,9 +244,7 @@ def test_the_failure_probabilities_of_all_intervals_are_added_up():
     rows = [row(sample=0), row(sample=1, delta=1e-3, frobenius=9.0), row(sample=2, sigma=None)]
     assert math.isclose(Rows(rows).failure_probability(), 1e-6 + 2e-3, rel_tol=1e-12)
     # rounded up: 0.002001 is more than 0.0020
-    assert "All 2 intervals hold together with probability at least 1 - 0.0021." in (
-        Rows(rows).summary()
-    )
+    assert "All 2 intervals hold at once with probability at least 0.9979." in Rows(rows).summary()
     assert "The interval holds with probability at least 1 - 1e-06." in Rows(rows[:1]).summary()
     assert "hold" not in Rows(rows[2:]).summary()
 
@@ -314,6 +312,6 @@ def test_the_intervals_of_directions_are_added_up_too():
         for side in ("right", "left")
     ]
     assert math.isclose(Rows([one], directions=parts).failure_probability(), 4e-3)
-    assert "All 3 intervals hold together" in Rows([one], directions=parts).summary()
+    assert "All 3 intervals hold at once" in Rows([one], directions=parts).summary()
     alone = [dataclasses.replace(part, sine=None) for part in parts]
     assert math.isclose(Rows([one], directions=alone).failure_probability(), 3e-3)

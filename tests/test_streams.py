@@ -267,7 +267,7 @@ def test_a_model_that_is_called_with_bare_ids(gives: str) -> None:
     expected = truth(model, IDS, "transformer.h.0", "transformer.ln_f")
     row = one(model, IDS, "model")
     assert row.sigma == pytest.approx(expected, rel=1e-5)
-    assert (row.note or "").startswith("read behind `transformer.ln_f`") == (gives != "hidden")
+    assert (row.note or "").startswith("read after `transformer.ln_f`") == (gives != "hidden")
 
 
 def test_logits_of_one_token_are_no_hidden_state_however_wide() -> None:

@@ -136,7 +136,7 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
     """
     before = row.argument.startswith("input of ")
     enters = model.get_submodule(row.argument.removeprefix("input of ") if before else row.module)
-    behind = re.search(r"read behind `([^`]+)`", row.note or "") if row.map == "model" else None
+    behind = re.search(r"read after `([^`]+)`", row.note or "") if row.map == "model" else None
     path = behind[1] if behind else "" if row.map == "model" else row.module
     ends: nn.Module | None = model.get_submodule(path) if path else None
     names = row.argument.split(", ")

@@ -113,7 +113,7 @@ def out_of_memory(problem: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_for(work: str) -> Iterator[None]:
-    """Lack of memory that no smaller block mends, told in one line.
+    """Lack of memory that no smaller block mends, as an error of one line.
 
     Args:
         work: What needed it, as the subject of the sentence.

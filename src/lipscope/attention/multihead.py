@@ -1,4 +1,4 @@
-"""Any variant in the place of ``torch.nn.MultiheadAttention``, with its calls and its masks."""
+"""Any variant instead of ``torch.nn.MultiheadAttention``, with its calls and its masks."""
 
 from __future__ import annotations
 

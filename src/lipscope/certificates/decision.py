@@ -37,7 +37,7 @@ class CertifiedRadius(Shown):
         rival: The class that limits the radius.
         margin: Difference of their scores at X.
         nearest: Distance from a token to the nearest other token's vector.
-        fraction: ``radius / nearest``: well below 1, no word can be exchanged within it.
+        fraction: ``radius / nearest``: well below 1, no word can be replaced within it.
         note: What to know, or None.
     """
 
@@ -72,7 +72,7 @@ def certified_radius(
     where X has at most 1,024 entries, ``H_l + int_0^s T_l`` with ``H_l`` from the Hessian at X.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary embedding;
-    exact where f is linear in X. It speaks of moves of the map's input, not of exchanged
+    exact where f is linear in X. It speaks of moves of the map's input, not of replaced
     words: read ``fraction`` first.
 
     Args:
@@ -146,7 +146,7 @@ def _note(radius: float, fraction: float) -> str | None:
     if math.isinf(radius):
         return "infinite: the scores do not depend on the input"
     if fraction < _FAR:
-        return "far from any other token's vector: no exchange of words is covered"
+        return "far from any other token's vector: no replacement of words is covered"
     return None
 
 

@@ -181,7 +181,7 @@ def _show(attacked: Attacked) -> None:
     console.print(made)
     console.print(
         "Of each construction the head with the largest sigma of the whole layer. The first is "
-        "measured again from a fresh start. A lower value of the worst case, no proof that "
+        "measured again from a fresh start. A lower bound on the worst case, not a proof that "
         "nothing is worse.",
         markup=False,
     )

@@ -56,7 +56,7 @@ def show(found: TextAttack) -> None:
     console.print(
         f"Succeeded: {what}. Skipped: the window's own text is not read back as its tokens. "
         "Under layer and model: how much their outputs change, relative, ‖f(X') − f(X)‖ / ‖f(X)‖; "
-        "means over what succeeded. A lower value of what edits can do, no proof that none does "
+        "means over what succeeded. A lower bound on what edits can do, not a proof that none does "
         "more.",
         markup=False,
         soft_wrap=True,

@@ -143,7 +143,7 @@ def indices(text: str, option: str) -> Any:
 
 
 def _images(text: str) -> tuple[str, list[int] | None]:
-    """A folder of pictures and, behind an ``@``, their sides in pixels.
+    """A folder of pictures and, after an ``@``, their sides in pixels.
 
     >>> _images("cats@224,448")
     ('cats', [224, 448])

@@ -121,7 +121,7 @@ def page(chosen: list[Theorem]) -> str:
         "[Lemma 3.8](theory/global-bounds.md#several-heads). `HeadsAt`: all heads at once, with",
         "the output projection. Other names are [variants](variants.md).",
         "",
-        "*Asks for* is what it must be told. `x`: it speaks of this input; `eps`: of every input",
+        "*Asks for* is what it must be told. `x`: it is about this input; `eps`: of every input",
         "in the ball of this radius around it; `num_tokens`, `radius`: of all inputs of that",
         "length with tokens of at most that norm. *As found; fails*: kept as it was found in its",
         "source, although it is false; comparisons leave it out.",

@@ -64,7 +64,7 @@ class _Parametrised(Restraint):
 
 @restraint("spectral-norm")
 class SpectralNorm(_Parametrised):
-    """``W cap / ‖W‖`` in the place of every weight matrix, the norm by one power step a pass.
+    """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a pass.
 
     The norm is approached from below, so that weights that move fast are a little too large.
 

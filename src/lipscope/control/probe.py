@@ -104,7 +104,7 @@ class Probe:
         """Every layer that was chosen at every entry, entry by entry.
 
         Args:
-            data: Another batch in the place of the probe's own.
+            data: Another batch instead of the probe's own.
 
         Raises:
             InputError: If the weights of a layer are not read in closed form, its input is not

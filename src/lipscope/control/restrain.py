@@ -25,27 +25,23 @@ def restrain(
 ) -> Restraint:
     """Keep attention layers smooth in training: one penalty or constraint, by its name.
 
-    ===========================  ============================================================
-    penalties                    mean over layers and entries of the batch of
-    ===========================  ============================================================
-    ``sigma``                    sigma, solved anew each time
-    ``sigma-estimate``           a lower estimate of sigma, two products a call, warm start
-    ``row-gram``                 the row-Gram certificate, never below sigma
-    ``softmax-spread``           the log of the largest ``g_1`` of a row [yudin2025]
-    ``softmax-spread-ratio``     the log of the largest ``g_1 / g_2``, its baseline form
-    ``weight-norms``             the mean spectral norm of the weight matrices
-    ===========================  ============================================================
+    Penalties, each the mean over layers and entries of the batch of:
 
-    ===========================  ============================================================
-    constraints                  act
-    ===========================  ============================================================
-    ``spectral-norm``            at once: weight matrices ``W cap / ‖W‖``, cap 1 if None
-    ``spectral-gain``            at once: ``g W / ‖W‖`` with a learnt ``g``, at first ``‖W‖``
-    ``query-key-norm``           at once: RMSNorm with a learnt gain on queries and keys
-    ``spectral-cap``             after a step: singular values of weights above the cap
-    ``query-key-clip``           after a step: queries and keys of heads with a larger logit
-    ``sigma-cap``                after a step: output projections of layers with a larger sigma
-    ===========================  ============================================================
+    - ``sigma``: sigma, solved anew each time
+    - ``sigma-estimate``: a lower estimate of sigma, two products a call, warm start
+    - ``row-gram``: the row-Gram certificate, never below sigma
+    - ``softmax-spread``: the log of the largest ``g_1`` of a row [yudin2025]
+    - ``softmax-spread-ratio``: the log of the largest ``g_1 / g_2``, its baseline form
+    - ``weight-norms``: the mean spectral norm of the weight matrices
+
+    Constraints:
+
+    - ``spectral-norm``, at once: weight matrices ``W cap / ‖W‖``, cap 1 if None
+    - ``spectral-gain``, at once: ``g W / ‖W‖`` with a learnt ``g``, at first ``‖W‖``
+    - ``query-key-norm``, at once: RMSNorm with a learnt gain on queries and keys
+    - ``spectral-cap``, after a step: singular values of weights above the cap
+    - ``query-key-clip``, after a step: queries and keys of heads with a larger logit
+    - ``sigma-cap``, after a step: output projections of layers with a larger sigma
 
     All are of the map ``attention`` at the layer's own input, which is held fixed: a penalty has
     gradients for the weights of its own layer alone.

@@ -1,4 +1,4 @@
-"""Normal laws under attention: a few equations in the place of any number of tokens."""
+"""Normal laws under attention: a few equations instead of any number of tokens."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def attack(
     its choice has not seen, so that its interval holds. `bounds` with ``attack`` and the input
     ``adversarial`` of `measure` ask the same.
 
-    Holds for every layer whose weights are read in closed form. A lower value of the worst
+    Holds for every layer whose weights are read in closed form. A lower bound on the worst
     case: no proof that nothing is worse. Twelve heads of width 32 at 64 tokens take 15 seconds
     on one core.
 

@@ -125,7 +125,7 @@ class LocalRun:
         self._stack.__exit__(*error)
 
     def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
-        """The same question but for some entries of its specification, into an open folder.
+        """The same question except for some entries of its specification, into an open folder.
 
         Args:
             folder: Folder for its rows; None for none.

@@ -61,7 +61,7 @@ def attack_text(
       of the output's Jacobian in the token vectors, δ the move in the embedding table.
     - ``hotflip``: substitutions by ``<gradient, δ>`` [ebrahimi2018]: of the margin of a decision,
       or else of ``‖f(X') - f(X)‖² / 2`` at a point beside X.
-    - ``duplicate``: copies of a token behind it, which give it more weight, by the derivative of
+    - ``duplicate``: copies of a token after it, which give it more weight, by the derivative of
       the layer's output in the logarithm of its weight.
     - ``random``: substitutions in random order.
 
@@ -69,7 +69,7 @@ def attack_text(
     margin smallest, and stop where it changes. It is that of the model's own scores, where it ends
     in scores, or the nearest of some texts, or that of a read-out.
 
-    Holds for models that read one text through a table of token vectors. A lower value of what
+    Holds for models that read one text through a table of token vectors. A lower bound on what
     edits can do: no proof that none does more.
 
     Args:

@@ -20,7 +20,7 @@ from lipscope.models.tracing.maps import PER_HEAD_MAPS
 from lipscope.records.rows import Direction
 
 _TOKENS = 3  # of each vector that are read
-_LEAST = 0.05  # of a token's share, but for the first
+_LEAST = 0.05  # of a token's share, except the first
 _ROUNDING = 1e-5  # of the largest stretch of what is spanned
 _BEST = 10  # readings that span
 _SHOWN = 5  # words of each sign

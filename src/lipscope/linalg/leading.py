@@ -77,7 +77,7 @@ def leading(
     """
     found = [_direction(op, first.v, first.sigma, first.upper)]
     images, uppers = [_image(op, first.v)], [first.upper]
-    while len(found) <= count and len(found) < op.in_size:  # one more says what comes behind
+    while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
         basis = torch.stack([one.v for one in found]).flatten(1)
         top = top_singular_batch(_deflated(op, basis), [start(len(found) + 1)], **solver)[0]
         # Products are rounded in units of the whole operator, whatever is taken away from it.
@@ -90,7 +90,7 @@ def leading(
         least = float(torch.linalg.svdvals(torch.stack(images))[-1])
         found.append(_direction(op, v, min(least, uppers[-1]), uppers[-1]))
     above = [math.inf, *(one.sigma for one in found)]
-    below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes behind
+    below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
     thetas = [float(image.norm()) for image in images]
     return [
         replace(one, sine=_sine(one.residual, thetas[j], above[j], below[j]))

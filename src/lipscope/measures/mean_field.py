@@ -133,7 +133,7 @@ def weighted(op: Operator, log_weights: Tensor) -> Operator:
 def local_constant(layer: Attention, mu: TokenMeasure) -> float:
     """Largest singular value of `weighted_jacobian`: what small moves of the atoms can do.
 
-    Exact up to rounding; up to 1e-9 beyond 1,024 numbers, but for a chance of 1e-6.
+    Exact up to rounding; up to 1e-9 beyond 1,024 numbers, except with a chance of 1e-6.
 
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(*3 * [torch.eye(2).double()])

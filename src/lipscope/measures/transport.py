@@ -228,7 +228,7 @@ def _sorted_plan(mu: TokenMeasure, nu: TokenMeasure, alike: bool) -> Plan:
     if alike:
         return Plan(i, j, mu.weights.clone(), "sorting")
     up, down = mu.weights[i].cumsum(0), nu.weights[j].cumsum(0)
-    up[-1] = down[-1] = 1.0  # both end there but for rounding
+    up[-1] = down[-1] = 1.0  # both end there, up to rounding
     ends = torch.cat([up, down]).sort().values
     mass = ends.diff(prepend=ends.new_zeros(1))
     middle = ends - mass / 2

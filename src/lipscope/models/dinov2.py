@@ -21,7 +21,7 @@ _RENAMED = (
 
 
 def dinov2_from_onnx(file: Path) -> nn.Module:
-    """Rebuild the backbone of an exported graph; what stands behind it is left out.
+    """Rebuild the backbone of an exported graph; what follows it is left out.
 
     An export drops the names of all matrices that are multiplied from the right: each takes
     the name of the bias that is added next.

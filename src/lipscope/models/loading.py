@@ -93,7 +93,7 @@ class LoadedModel:
 
     @property
     def first_position(self) -> int:
-        """Position id of the first token: RoBERTa and its copies start behind the padding id."""
+        """Position id of the first token: RoBERTa and its copies start after the padding id."""
         config = self.config
         if getattr(config, "model_type", "") not in _BEHIND_PADDING:
             return 0

@@ -112,7 +112,7 @@ def picture_move(
 
     Returns:
         The change, as the picture; None where no pixels move the tokens so, as for a class token
-        or behind a norm.
+        or after a norm.
     """
     move = patches.move_for(e)
     if move is None:

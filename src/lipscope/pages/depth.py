@@ -190,7 +190,7 @@ def _said(
             yield _over(n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both])
         if any(not _close(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both):
             yield (
-                f"{name[0].upper()}{name[1:]} goes on behind the last of them (a final norm, or "
+                f"{name[0].upper()}{name[1:]} goes on after the last of them (a final norm, or "
                 "blocks that were not measured), which the product leaves out."
             )
     if not whole:

@@ -102,7 +102,7 @@ def _name(one: Direction) -> str:
 
 
 def _plain(word: str) -> str:
-    """A word without the marks of its tokenizer, its place behind it where it has one.
+    """A word without the marks of its tokenizer, its place after it where it has one.
 
     Blanks alone are shown by signs.
 

@@ -17,7 +17,7 @@ from lipscope.charts.pieces import printable
 from lipscope.pages.cards import headlines
 from lipscope.pages.content import Content
 from lipscope.pages.shown import SHOWN, Blank
-from lipscope.pages.table import rounded_up
+from lipscope.pages.table import rounded_up, without
 from lipscope.pages.words import failures, methods, provenance, references
 from lipscope.records.rows import version
 
@@ -124,7 +124,7 @@ def _provenance(content: Content) -> str:
     more = ", with those of all directions and the bounds of their angles," if parts else ""
     said = [
         f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['total']:,} intervals{more} "
-        f"hold together with probability at least 1 − {rounded_up(found['delta'], 2):.2g}: their "
+        f"hold at once with probability at least {without(rounded_up(found['delta'], 2))}: their "
         "failure probabilities, added up.</p>"
         if found["delta"] < 1
         else f"<p>{found['rows']:,} rows: {html.escape(status)}. The failure probabilities of all "

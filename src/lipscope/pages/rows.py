@@ -18,7 +18,7 @@ from lipscope.charts.pieces import printable
 from lipscope.display import Shown, as_html, paragraphs, picture
 from lipscope.errors import InputError
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
-from lipscope.pages.table import Line, blocks, draw, number, rounded_up
+from lipscope.pages.table import Line, blocks, draw, number, rounded_up, without
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
@@ -212,8 +212,8 @@ class Rows(Sequence[Measurement], Shown):
         total = rounded_up(self.failure_probability(), 2)
         if total >= 1:
             return f"Of {count} intervals, at most {total:.2g} are expected to miss."
-        kind = "The interval holds" if count == 1 else f"All {count} intervals hold together"
-        return f"{kind} with probability at least 1 - {total:.2g}."
+        kind = "The interval holds" if count == 1 else f"All {count} intervals hold at once"
+        return f"{kind} with probability at least {without(total)}."
 
     def show(self) -> Page:
         """The page on these rows, which a notebook opens inline as the last line of a cell.

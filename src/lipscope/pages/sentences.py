@@ -47,7 +47,7 @@ class Intervals(NamedTuple):
     """All intervals of some rows together.
 
     Attributes:
-        total: How many: of sigma, and of the leading directions behind the first.
+        total: How many: of sigma, and of the leading directions after the first.
         delta: Sum of their failure probabilities: at most so likely is one wrong.
     """
 
@@ -59,7 +59,7 @@ def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = 
     """The intervals of rows and of their directions, by the union bound.
 
     ``delta`` for each row with an interval, once more where ``‖J‖_F`` has one too, for every rank
-    behind the first, and for the rank behind the last, on which the bounds of angles rest.
+    after the first, and for the rank after the last, on which the bounds of angles rest.
 
     Args:
         rows: The rows.
@@ -132,7 +132,7 @@ def _named(row: Measurement, token: str | None) -> str:
 
 
 def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
-    """What may be compared across layers."""
+    """The number by which layers are compared."""
     value = number(row.relative, 3)
     if row.relative is None or not math.isfinite(row.relative):
         return ""
@@ -145,11 +145,11 @@ def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
         return said + "."
     top = max(others, key=lambda r: r.relative or 0.0)
     best = (
-        "it is the largest here"
+        "which is the largest here"
         if top is row
-        else f"the largest is {number(top.relative, 3)}, at {place(top)}"
+        else f"of which the largest is {number(top.relative, 3)}, at {place(top)}"
     )
-    return f"{said}; this is what may be compared across layers, and {best}."
+    return f"{said}; compare layers by this number, {best}."
 
 
 def _course(line: Line) -> str:

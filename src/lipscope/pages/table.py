@@ -121,6 +121,15 @@ def rounded_up(value: float, digits: int) -> float:
     return math.ceil(value / step * (1 - 1e-12)) * step
 
 
+def without(delta: float) -> str:
+    """One minus a probability, which stays to be read where it is small.
+
+    >>> without(0.01), without(1e-6)
+    ('0.99', '1 - 1e-06')
+    """
+    return f"{1 - delta:.10g}" if delta >= 1e-3 else f"1 - {delta:g}"
+
+
 def interval(row: Measurement) -> str:
     """``[sigma, upper]`` of a row."""
     return f"[{number(row.sigma)}, {_upper(row)}]"
@@ -282,8 +291,8 @@ def _caption(rows: Sequence[Measurement], lines: Sequence[Line]) -> list[str]:
     if counts != {1} and any(line.row for line in lines):
         many = f"the {counts.pop()} samples" if len(counts) == 1 else "the samples"
         remarks.append(
-            f"Of {many} at the largest length each line shows the middle one by sigma (the"
-            " lower middle of an even number), all of it from that one row."
+            f"Each line shows one window: of {many} at the largest length, the one with the"
+            " median sigma (of an even number, the lower of the two middle ones)."
         )
     remarks += [_on_intervals(rows), *_on_columns(lines), _on_growth(lines), *_on_status(rows)]
     return [remark for remark in remarks if remark]
@@ -293,8 +302,11 @@ def _on_intervals(rows: Sequence[Measurement]) -> str:
     deltas = [row.delta for row in rows if row.sigma is not None and row.upper is not None]
     if not deltas:
         return ""
-    each = " or ".join(f"{delta:g}" for delta in sorted(set(deltas)))
-    return f"sigma is a lower value; upper holds with probability 1 - {each} over random starts."
+    each = " or ".join(without(delta) for delta in sorted(set(deltas)))
+    return (
+        f"The true value is at least sigma and, with probability at least {each} over random"
+        " starts, at most upper."
+    )
 
 
 def _on_columns(lines: Sequence[Line]) -> Iterator[str]:

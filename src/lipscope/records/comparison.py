@@ -22,7 +22,7 @@ class Curve:
     """One line of the figure: values by number of tokens.
 
     Attributes:
-        name: What stands beside it.
+        name: What it is compared with.
         group: ``measured``, ``adversarial``, ``local certificate`` or ``bound``.
         points: ``(n, value, upper)``.
     """

@@ -337,7 +337,7 @@ class RunFolder:
         """Bring the Parquet copies up to their lines, and the manifest up to the copies.
 
         Args:
-            own: Whether this process wrote what is behind the marks.
+            own: Whether this process wrote what is after the marks.
 
         Returns:
             The rows.

@@ -183,7 +183,7 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
 
 
 def top_held_fixed(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The same rows with `sigma_rest` in the place of sigma; those without it have none."""
+    """The same rows with `sigma_rest` instead of sigma; those without it have none."""
     return [replace(row, sigma=row.sigma_rest, upper=None) for row in rows]
 
 

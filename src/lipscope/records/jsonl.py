@@ -88,7 +88,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove what stands behind the last line end: a line that was never finished."""
+    """Remove what follows the last line end: a line that was never finished."""
     if not os.path.lexists(path):
         return
     with opened(path, "rb+") as file:

@@ -91,7 +91,7 @@ class Measurement(Shown):
         projection: Whether the output projection is part of the map: true, false (``heads``, or the
             model applies none), or null where none was seen as a module of its own.
         derivative_error: ``||J v - D|| / ||D||`` with D the finite difference of the model itself
-            along the direction found; null but for the first sample of a length.
+            along the direction found; null except for the first sample of a length.
         trained_length: Number of tokens to which the model was trained; null where its files do
             not say.
     """

@@ -40,17 +40,17 @@ class Run(Shown):
 
     @cached_property
     def tokens(self) -> polars.DataFrame:
-        """One line for each token; ``id`` says of which row."""
+        """One line for each token; ``id`` says for which row."""
         return belonging(self._read(1), self.rows)
 
     @cached_property
     def bounds(self) -> polars.DataFrame:
-        """One line for each theorem that was asked about a row; ``id`` says of which."""
+        """One line for each theorem that was asked about a row; ``id`` says for which one."""
         return belonging(self._read(2), self.rows)
 
     @cached_property
     def directions(self) -> polars.DataFrame:
-        """One line for each part of a leading direction of a row; ``id`` says of which."""
+        """One line for each part of a leading direction of a row; ``id`` says for which one."""
         return belonging(self._read(3), self.rows)
 
     def values(self, part: str) -> polars.DataFrame:

@@ -172,14 +172,14 @@ class Stored:
     # --- for everybody
 
     def read(self, mark: Mark | None, *, own: bool = False) -> polars.DataFrame:
-        """All records, from the copy as far as it goes and from the lines behind it.
+        """All records, from the copy as far as it goes and from the lines after it.
 
         Where the lines are not those that were copied, they are believed and not the copy, which
         then only says what they lack.
 
         Args:
             mark: How far the copy is said to go.
-            own: Whether the lines behind the mark were written by this process, so that they
+            own: Whether the lines after the mark were written by this process, so that they
                 need no checking.
 
         Returns:
@@ -237,7 +237,7 @@ class Stored:
             yield from (values for _, values in objects(data))
 
     def _behind(self, mark: Mark | None, *, own: bool) -> Iterator[polars.DataFrame]:
-        """Frames of the lines behind the mark, some megabytes at a time."""
+        """Frames of the lines after the mark, some megabytes at a time."""
         known = mark if mark is not None and self.begins_with(mark) else None
         number, damaged = 1 + (known.lines if known else 0), 0
         for data in _parts(self.lines, start=known.bytes if known else 0):

@@ -1,4 +1,4 @@
-"""What stands around attention in a residual map: the stream beside it, norms behind it.
+"""What surrounds attention in a residual map: the stream beside it, norms after it.
 
 The map is ``x -> N_o(x + N_s(f(x)))``, either norm may be missing, and ``f`` may have a norm in
 front. Block ij of its Jacobian is ``L_i J_ij + δ_ij D_i`` with ``D_i`` the derivative of ``N_o`` at
@@ -20,7 +20,7 @@ from lipscope.theorems.head import UNIT
 
 @dataclass(frozen=True)
 class Behind:
-    """The derivative of a norm behind attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
+    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
 
     Attributes:
         gain: ``√d g``, ``(d,)``.
@@ -80,7 +80,7 @@ class Around:
 
     @property
     def plain(self) -> bool:
-        """Whether ``D_i`` and ``L_i`` are identities: no norm behind attention."""
+        """Whether ``D_i`` and ``L_i`` are identities: no norm after attention."""
         return self.second is None and self.outer is None
 
     def own(self, rows: slice) -> Float[Tensor, "r d d"]:

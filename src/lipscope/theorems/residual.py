@@ -153,7 +153,7 @@ def _behind_at(norm: Norm, y: Tensor, off: Tensor) -> Behind:
     slope = 1 / (size.square() + len(norm.gain) * norm.eps).sqrt()
     share = slope * off
     if not bool((share < _KNOWN).all()):
-        raise NotApplicableError("a norm behind it takes what cancels beyond float64")
+        raise NotApplicableError("a norm after it takes what cancels beyond float64")
     found = _behind(norm, slope, norm.direction(y))
     return _behind(norm, slope, found.u, 3 * found.sizes * share)
 

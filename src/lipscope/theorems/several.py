@@ -8,7 +8,7 @@ the smaller one.
 The map ``normed`` is reached from the layer that has taken up the norm (`Normed.absorbed`), at
 radius 1 and with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or
 token by token where a theorem takes the slopes itself. The map ``residual`` is reached from these
-by ``1 + ‖J‖`` and the norms behind, or by a theorem that takes the identity inside.
+by ``1 + ‖J‖`` and the norms that follow, or by a theorem that takes the identity inside.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def _goes_inside(theorem: Theorem, layer: AskedLayer, around: Around) -> bool:
     if theorem.scope == "limit":
         raise NotApplicableError("its limit is that of attention alone")
     if not around.plain and theorem.metric == "infinity":
-        raise NotApplicableError("a norm behind attention mixes entries, its largest one counts")
+        raise NotApplicableError("a norm after attention mixes entries, its largest one counts")
     if not bool(around.lefts.isfinite().all()):
-        raise NotApplicableError("a norm behind attention has ε = 0: there is no bound near 0")
+        raise NotApplicableError("a norm after attention has ε = 0: there is no bound near 0")
     return theorem.inside and (theorem.subject is HeadsAt or layer.attention.num_heads == 1)
 
 

@@ -19,7 +19,7 @@ from lipscope.models.loading import LoadedModel
 def offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int) -> list[Sample]:
     """The same samples with position ids ``first + offset, first + offset + 1, …``.
 
-    ``first`` is where the model itself starts: 0, or behind the padding id (RoBERTa).
+    ``first`` is where the model itself starts: 0, or after the padding id (RoBERTa).
 
     Args:
         loaded: The model.

@@ -171,7 +171,7 @@ def model_parts(record: Trace) -> Whole:
 
 
 def _where(last: str) -> str | None:
-    return f"read behind `{last}`: the model returns something else" if last else None
+    return f"read after `{last}`: the model returns something else" if last else None
 
 
 def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
@@ -257,7 +257,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> Whole:
 def _rerun(
     record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
 ) -> Callable[[Tensor], Tensor]:
-    """What a module of the model returns, but for these arguments of others; "" for the model."""
+    """What a module returns, as a function of these arguments of others; "" for the model."""
     axis, end = record.calls[0].token_axis, record.model.get_submodule(last)
 
     def function(x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def _hand_over(
     *,
     once: bool,
 ) -> None:
-    """Give a module other values in the place of some of its arguments, while the stack is open.
+    """Give a module other values instead of some of its arguments, while the stack is open.
 
     The stream of a model is written over, so that whatever else reads that tensor (a skip, the
     memory of a decoder that reads its own input) reads the new values too.

@@ -132,7 +132,7 @@ def as_tokens(x: Tensor, token_axis: int) -> Tensor:
 
 
 def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
-    """Keep every call of an attention module, and what happened to tokens inside and behind it."""
+    """Keep every call of an attention module, and what happened to tokens inside and after it."""
     now: list[AttentionCall | None] = [None]
 
     def start(site: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

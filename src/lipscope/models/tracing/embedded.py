@@ -36,7 +36,7 @@ class Read(NamedTuple):
 
 
 class Embedded:
-    """A model that reads token ids, at any ids, and at any vectors in the place of theirs.
+    """A model that reads token ids, at any ids, and at any vectors instead of theirs.
 
     Holds for models that read one text, as ids through one ``nn.Embedding``.
 

@@ -258,7 +258,7 @@ class Ends:
 
 
 def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> Ends:
-    """Ends of the maps ``attention`` and ``heads``, both read behind the output projection."""
+    """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
     if call.projection is not None and (call.goes_on or not call.projection_inside):
         leaves, place = path_of(record.model, call.projection), 0

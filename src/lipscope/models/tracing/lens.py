@@ -41,7 +41,7 @@ class Lens(NamedTuple):
 
 
 def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
-    """How a model turns the stream behind its last layer into logits, if it does so.
+    """How a model turns the stream after its last layer into logits, if it does so.
 
     The final norm, or the norm that ends every layer, must take a sum, and what follows must be the
     model's own output: the norm's, or its logits.
@@ -120,7 +120,7 @@ class _Behind:
         return taken is not None and found[0].shape == y.shape and close(found[0], y)
 
     def __call__(self, h: Tensor) -> Tensor:
-        """What the unembedding takes, for other tokens in the place of the body's output."""
+        """What the unembedding takes, for other tokens instead of the body's output."""
 
         def put(out: Any) -> Any:
             if isinstance(out, tuple):
@@ -162,7 +162,7 @@ def _unembedding(model: nn.Module) -> Any:
 
 
 def _ends_in_a_matrix(config: Any) -> bool:
-    """Whether the language model of a configuration is this model and one matrix behind it."""
+    """Whether the language model of a configuration is this model and one matrix after it."""
     from transformers import AutoModelForCausalLM
 
     try:

@@ -21,7 +21,7 @@ from lipscope.models.tracing.sites import AttentionCall
 def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     """The map from the real tokens to their outputs, at the same input.
 
-    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder behind an
+    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder after an
     encoder ``decoder_attention_mask``; of states that are handed to a decoder
     ``encoder_attention_mask``), one entry per token; and what the layer's own call says: tokens
     that a mask among its arguments hides from all queries. Padding stands where it is: its keys

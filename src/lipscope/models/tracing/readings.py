@@ -55,10 +55,10 @@ class Reader:
     """What moves of the tokens of a map, and of its outputs, are read as.
 
     - ``vocabulary``: where the layer's input is a sum with the token's vector, then a norm or
-      none: ``N(s_i + E_w - E_t) - N(s_i)``, the move of putting the token w in the place of t.
+      none: ``N(s_i + E_w - E_t) - N(s_i)``, the move of replacing the token t by w.
     - ``read-out``: gradients of ``(U g(N_f(h)))_w`` less its mean over all w at a stream h of a
       model that ends in logits: of a decoder, or of an encoder that fills in words, with the layers
-      g of its head. For an input behind the layer's norm, of the least move of h that this
+      g of its head. For an input after the layer's norm, of the least move of h that this
       norm turns into it; for an output that a norm takes with the stream, through that norm.
     - ``window``: ``x_j - x_i``, towards the other tokens (or patches) of this input.
 

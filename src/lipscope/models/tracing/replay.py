@@ -253,8 +253,8 @@ class Streams:
             if one.x.ndim == 3 and 1 not in one.x.shape[:2]:
                 raise InputError(
                     "A block should see one sample at a time, (1, tokens, width). Found "
-                    f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows in the place of "
-                    "samples are not covered; measure the part of the model behind them."
+                    f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows instead of "
+                    "samples are not covered; measure the part of the model after them."
                 )
         self.streams = streams
         self.parts = [as_tokens(one.x, axis) for one in streams]

@@ -184,7 +184,7 @@ function drawGrowthNotes() {
   fill("growth-controls", kinds.length < 2 ? null
     : select("Built input", state.built, kinds.map((k) => [k, k]), (built) => choose({ built })));
   $("adversarial-note").textContent = !points.some(other) ? "" : state.built === "adversarial"
-    ? "The worst inputs found, on the same axes. A lower value of the worst case, no proof that nothing is "
+    ? "The worst inputs found, on the same axes. A lower bound on the worst case, not a proof that nothing is "
       + "worse." : "On the same axes; inputs of other kinds are not in these curves.";
   const levels = distinct(fits.filter(here).map((f) => f.interval)).join("; ");
   $("exponents-note").textContent = !levels ? "" : `Dashed: 1/4 and 1/2. Bars: ${levels}, for the sampling of text: how the `

@@ -45,7 +45,7 @@ class JacobianColumns(JacobianRows):
     Args:
         at: The heads at X; on the unit sphere if there is a norm in front.
         slope: Of that norm, ``s``, ``(n,)``, or None.
-        around: What stands around attention, no norm behind it; or None.
+        around: What surrounds attention, no norm after it; or None.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | No
     ``J_ij = sum_h W_h J^h_ij``, and the same of the transpose.
 
     Holds for any mask, bias and rotary embedding, at ``x``, and through a norm in front; a residual
-    map has its identity inside ``J_ii``, and norms behind it in every row (then by rows alone).
+    map has its identity inside ``J_ii``, and norms after it in every row (then by rows alone).
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
     return weighted_heads(at, slope, around).value
