@@ -149,7 +149,7 @@ def test_the_readme_shows_the_remarks_of_the_table() -> None:
     ]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     told = " ".join(ls.Rows(rows).text().split())
-    (remarks,) = re.findall(r"Each line shows .* \(not the solver's error\)\.", told)
+    (remarks,) = re.findall(r"Each line shows .* \(not the solver's error\)", told)
     assert remarks in readme
 
 

@@ -164,11 +164,11 @@ def _course(line: Line) -> str:
     verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
     if float(slope) == 0:
         verb = "hardly changes"
-    near = f" nearly, and not only by chance ({fit.deviation})" if fit.nearly else ""
+    near = " nearly, and not only by chance" if fit.nearly else ""
     if fit.low is None or fit.high is None:
-        return f"{span} it {verb}{near}, with no interval: {fit.note}."
+        return f"{span} it {verb}{near} ({fit.deviation}), with no interval: {fit.note}."
     interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
-    interval += " for the sampling of text"
+    interval += f" for the sampling of text; means {fit.deviation}"
     if fit.low <= 0 <= fit.high:
         return f"{span} no growth can be told from none (exponent {slope}; {interval})."
     return f"{span} it {verb}{near} ({interval})."
