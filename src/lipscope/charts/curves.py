@@ -97,14 +97,16 @@ def _legend(panels: Sequence[Panel]) -> _Legend:
 def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerChart:
     every = [point for s in panel.series for point in panel.visible(s)]
     scale_x, axis_x = _axis([x for x, _ in every], panel.log_x)
-    scale_y, axis_y = _axis(_framed(panel), panel.log_y)
+    framed = _framed(panel)
+    beyond = max(framed) < max(y for _, y in every)
+    scale_y, axis_y = _axis(framed, panel.log_y)
     x = alt.X("x:Q", title=panel.x, scale=scale_x, axis=axis_x)
     y = alt.Y("y:Q", title=panel.y, scale=scale_y, axis=axis_y)
     layers = [
         layer.encode(x=x, y=y, color=legend.colour, detail="name:N")
         for s in panel.series
         if panel.visible(s)
-        for layer in _marks(s, panel.visible(s), legend)
+        for layer in _marks(s, panel.visible(s), legend, clip=beyond)
     ]
     layers = [*end_of_training(panel.end, x), *layers]
     title = alt.TitleParams(textwrap.wrap(panel.title, _TITLE), fontSize=12, anchor="middle")
@@ -119,15 +121,14 @@ def _framed(panel: Panel) -> list[float | int]:
     measured, references = of[False], of[True]
     if not (measured and panel.log_y):
         return measured + references
-    low, high = min(measured) / _BEYOND, max(measured) * _BEYOND
-    return measured + [min(max(y, low), high) for y in references]
+    return measured + [min(y, max(measured) * _BEYOND) for y in references]
 
 
-def _marks(one: Series, points: list[Point], legend: _Legend) -> list[alt.Chart]:
+def _marks(one: Series, points: list[Point], legend: _Legend, *, clip: bool) -> list[alt.Chart]:
     values = [{"name": one.name, "x": x, "y": y} for x, y in points]
     base = alt.Chart(alt.InlineData(values=values))
     if one.kind == "dashes":
-        return [base.mark_line(strokeWidth=1.4, clip=True).encode(strokeDash=legend.dash)]
+        return [base.mark_line(strokeWidth=1.4, clip=clip).encode(strokeDash=legend.dash)]
     size = 34 if len(points) <= 60 else 9
     tips = [
         alt.Tooltip("name:N"),

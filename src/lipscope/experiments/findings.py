@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipscope.pages.table import number
-from lipscope.records.exponent import Growth
+from lipscope.records.exponent import Growth, percent_off
 from lipscope.records.growth import off_line, slope_of
 from lipscope.records.sampling import CONFIDENCE, mean_interval, share_interval
 
@@ -135,7 +135,7 @@ def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
     >>> plain_exponent([(1, 1.0), (2, 2.2), (4, 4.0)])
     '1.00, off by 6.6 %'
     """
-    return f"{slope_of(points):.2f}, off by {100 * off_line(points):.2g} %"
+    return f"{slope_of(points):.2f}, off by {percent_off(off_line(points))} %"
 
 
 def counted(words: Iterable[str]) -> str:

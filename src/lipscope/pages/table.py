@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.charts.pieces import printable, readable
-from lipscope.records.exponent import LACK_OF_FIT, NEAR, Growth, format_p
+from lipscope.records.exponent import LACK_OF_FIT, NEAR, Growth, format_p, percent_off
 from lipscope.records.growth import Group, groups
 from lipscope.records.rows import Measurement, TokenShare
 
@@ -332,8 +332,9 @@ def _on_growth(lines: Sequence[Line]) -> str:
     text = f"growth: exponent s of sigma ~ n^s for n from {low} to {high}"
     if named := dict.fromkeys(fit.interval for fit in fits if fit.level is not None):
         text += f", with the {' or '.join(named)} for the sampling of text (not the solver's error)"
-    off, tests = ([100 * f.off for f in fits], [f.lack_of_fit_p for f in fits if f.lack_of_fit_p])
-    text += f"; the means leave that law by {min(off):.2g} to {max(off):.2g} %"
+    off = [percent_off(of(fit.off for fit in fits)) for of in (min, max)]
+    tests = [fit.lack_of_fit_p for fit in fits if fit.lack_of_fit_p is not None]
+    text += f"; the means leave that law by {' to '.join(dict.fromkeys(off))} %"
     text += f" (F test, {format_p(min(tests))} or more)" if tests else " (not tested)"
     if any(fit.fits is False or fit.nearly for fit in fits):
         text += f"; off by: largest deviation of a mean from the line, not chance ({_TEST})"

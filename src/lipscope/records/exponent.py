@@ -75,7 +75,7 @@ class Growth:
     def deviation(self) -> str:
         """How far the means leave the line, and whether by chance: "off by 3.2 %, p = 0.002"."""
         p = "not tested" if self.lack_of_fit_p is None else format_p(self.lack_of_fit_p)
-        return f"off by {100 * self.off:.2g} %, {p}"
+        return f"off by {percent_off(self.off)} %, {p}"
 
     @property
     def interval(self) -> str:
@@ -110,6 +110,15 @@ class Growth:
         places = ["falls", "slower than n^(1/4)", "between n^(1/4) and n^(1/2)"]
         passed = sum(self.slope > s for s in laws.values())
         return [*places, "faster than n^(1/2)"][passed]
+
+
+def percent_off(share: float) -> str:
+    """Two digits of a share in per cent; 0 below a hundredth of one.
+
+    >>> percent_off(0.0413), percent_off(9e-16)
+    ('4.1', '0')
+    """
+    return f"{100 * share:.2g}" if share >= 1e-4 else "0"
 
 
 def format_p(p: float) -> str:

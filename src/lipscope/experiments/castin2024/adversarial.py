@@ -17,6 +17,7 @@ from lipscope.experiments.experiment import Study
 from lipscope.experiments.findings import middle
 from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
+from lipscope.records.exponent import percent_off
 from lipscope.records.growth import off_line, slope_of
 from lipscope.records.rows import Measurement
 
@@ -51,8 +52,8 @@ class Adversarial:
     def exponents(self, name: str) -> str:
         """Median and range over heads, which are all that there are or a fixed choice of them."""
         curves = self.curves(name)
-        off = 100 * max(map(off_line, curves), default=math.nan)
-        return f"{middle(map(slope_of, curves))}, off by at most {off:.2g} %"
+        off = percent_off(max(map(off_line, curves), default=math.nan))
+        return f"{middle(map(slope_of, curves))}, off by at most {off} %"
 
 
 def adversarial(

@@ -16,6 +16,7 @@ from lipscope.experiments.experiment import Study, ValueJob, experiment
 from lipscope.experiments.findings import Claim, Findings, Table
 from lipscope.linalg.singular import top_singular
 from lipscope.pages.table import number
+from lipscope.records.exponent import percent_off
 from lipscope.records.growth import off_line, slope_of
 from lipscope.theorems import heads_of
 from lipscope.theorems.directions import eigen_directions
@@ -169,7 +170,7 @@ def _draw(study: Study, found: list[dict[str, Any]], peaks: list[dict[str, Any]]
 def _table(found: list[dict[str, Any]]) -> Table:
     names = list(dict.fromkeys(r["layer"] for r in found))
     value = {
-        (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {100 * r['off']:.2g} %" for r in found
+        (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {percent_off(r['off'])} %" for r in found
     }
     lines = tuple((f"{t:g}", *(value[name, t] for name in names)) for t in _FACTORS)
     title = "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law"
