@@ -72,8 +72,8 @@ def test_svg_says_what_is_shown(tmp_path: Path):
         "number of tokens n",
         "sigma: norm of output change per norm of input change",
         "all tokens may move",
-        "∝ n^(1/4)",
-        "∝ n^(1/2)",
+        "~ n^(1/4)",
+        "~ n^(1/2)",
         "256",
     ):
         assert part in text

@@ -163,7 +163,7 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[a
     Returns:
         The lines, and their names.
     """
-    laws = "[{law: '∝ n^(1/4)', p: 0.25}, {law: '∝ n^(1/2)', p: 0.5}]"
+    laws = "[{law: '~ n^(1/4)', p: 0.25}, {law: '~ n^(1/2)', p: 0.5}]"
     base = (
         means.transform_filter(f"isValid(datum.{field})")
         .transform_calculate(log=f"log(datum.{field})")

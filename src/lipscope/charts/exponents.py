@@ -51,7 +51,7 @@ def exponents_chart(
     offset = alt.YOffset("series:N", sort=names, scale=alt.Scale(domain=names, paddingOuter=0.35))
     x = alt.X(
         "slope:Q",
-        title="exponent s of sigma ∝ nˢ",
+        title="exponent s of sigma ~ nˢ",
         scale=alt.Scale(zero=True, nice=True),
         axis=alt.Axis(tickCount=6, format=".2~f"),
     )
@@ -62,7 +62,7 @@ def exponents_chart(
         legend=alt.Legend(title=None, orient="top", symbolOpacity=1) if frame.legend else None,
     )
     bars = base.mark_rule(strokeWidth=2.4, opacity=0.5).encode(
-        x=alt.X("low:Q", title="exponent s of sigma ∝ nˢ"),
+        x=alt.X("low:Q", title="exponent s of sigma ~ nˢ"),
         x2="high:Q",
         y=y,
         yOffset=offset,

@@ -232,7 +232,7 @@ def _references(
     first, last = lengths[0], lengths[-1] * room**0.95
     return [
         {"said": said, "from": first, "level": level, "at": last, "value": level * rise}
-        for said, p in (("∝ n^(1/4)", 0.25), ("∝ n^(1/2)", 0.5))
+        for said, p in (("~ n^(1/4)", 0.25), ("~ n^(1/2)", 0.5))
         for rise in [(last / first) ** p]
     ]
 

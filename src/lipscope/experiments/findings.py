@@ -129,6 +129,13 @@ def exponent(fit: Growth | None) -> str:
     return f"{found}; from n = {fit.beyond.lengths[0]} on {exponent(fit.beyond)}"
 
 
+def law(fit: Growth | None) -> str:
+    """A fitted exponent as a title says it, or that there is none."""
+    if fit is None:
+        return "at too few lengths"
+    return "follows no power law" if fit.fits is False else f"~ n^{fit.slope:.2f}"
+
+
 def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
     """A slope without samples, and how far the points leave its line.
 

@@ -24,6 +24,7 @@ from lipscope.experiments.findings import (
     Table,
     counted,
     exponent,
+    law,
     middle,
     plain_exponent,
 )
@@ -184,12 +185,12 @@ _HOW = "Points: single windows (disjoint, as in the paper); both axes logarithmi
 def _real_panel(case: Case, layer: int, rows: Rows, coded: list[tuple[int, float]]) -> Panel:
     points = tuple((row.num_tokens, row.sigma or 0.0) for row in _of(rows, layer))
     return Panel(
-        f"{case.loaded.name}, layer {layer}",
+        f"{case.loaded.name}, layer {layer}: sigma {law(_fits(rows)[layer])}",
         (
             Series("sigma of attention", points, "points"),
             Series("as in the published scripts", tuple(coded), "points"),
-            power_law(points, 0.25, "∝ n^(1/4)"),
-            power_law(points, 0.5, "∝ n^(1/2)"),
+            power_law(points, 0.25, "~ n^(1/4)"),
+            power_law(points, 0.5, "~ n^(1/2)"),
         ),
         y="sigma, or the scripts' quantity",
     )
@@ -200,11 +201,12 @@ def _worst_panel(one: Adversarial, name: str) -> Panel:
     lengths = dict.fromkeys(n for n, _ in heads)
     medians = tuple((n, statistics.median(y for m, y in heads if m == n)) for n in lengths)
     return Panel(
-        f"{one.model}, layer {one.layer}: radius of {name}, {one.radii[name]:.3g}",
+        f"{one.model}, layer {one.layer}, radius of {name}, {one.radii[name]:.3g}: "
+        f"median ~ n^{slope_of(medians):.2f}",
         (
             Series("one head places the tokens", heads, "points"),
             Series("median over heads", medians),
-            power_law(medians, 0.5, "∝ n^(1/2)"),
+            power_law(medians, 0.5, "~ n^(1/2)"),
         ),
     )
 

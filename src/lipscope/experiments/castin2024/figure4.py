@@ -119,7 +119,7 @@ def _draw(study: Study, places: Sequence[tuple[str, list[Measurement]]]) -> None
     for name, rows in places:
         radius = tuple((row.num_tokens, row.radius_rms or 0.0) for row in rows)
         sigma = tuple((row.num_tokens, row.sigma or 0.0) for row in rows)
-        law = power_law(sigma, 0.5, "∝ n^(1/2)")
+        law = power_law(sigma, 0.5, "~ n^(1/2)")
         both = tuple((row.radius_rms or 0.0, row.sigma or 0.0) for row in rows)
         panels += [
             Panel(name, (Series("radius", radius, "points"),), y="radius"),

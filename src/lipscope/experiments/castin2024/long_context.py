@@ -12,7 +12,15 @@ from lipscope.charts.marks import training_end
 from lipscope.charts.panels import Panel, Point, Series, power_law
 from lipscope.experiments.castin2024.windows import first_and_middle
 from lipscope.experiments.experiment import Study, ValueJob, experiment
-from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, plain_exponent
+from lipscope.experiments.findings import (
+    Claim,
+    Findings,
+    Table,
+    exponent,
+    law,
+    middle,
+    plain_exponent,
+)
 from lipscope.experiments.texts import Text
 from lipscope.linalg.singular import top_singular
 from lipscope.models import LoadedModel
@@ -131,13 +139,16 @@ def _draw(study: Study, clusters: list[dict[str, Any]], real: dict[str, Rows]) -
             )
             for layer in layers
         ]
-        laws = power_law(series[0].points, 0.25, "∝ n^(1/4)"), _law(series[-1].points)
-        panels.append(Panel(place, (*series, *laws), end=training_end(rows)))
+        laws = power_law(series[0].points, 0.25, "~ n^(1/4)"), _law(series[-1].points)
+        said = (f"layer {key.layer} {law(fit)}" for key, fit in rows.growth().items())
+        panels.append(
+            Panel(f"{place}: {', '.join(said)}", (*series, *laws), end=training_end(rows))
+        )
     study.draw("long-context", "Long contexts", panels, columns=2)
 
 
 def _law(points: tuple[Point, ...], lift: float = 1.0) -> Series:
-    return power_law(points, 0.5, "∝ n^(1/2)", lift)
+    return power_law(points, 0.5, "~ n^(1/2)", lift)
 
 
 def _table(clusters: list[dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -172,13 +173,19 @@ def _draw(
         shown = (
             Series("sigma", tuple(sigma), "points"),
             Series("as in the scripts", tuple(coded), "points"),
-            power_law(sigma, 0.25, "∝ n^(1/4)"),
+            power_law(sigma, 0.25, "~ n^(1/4)"),
         )
-        panels.append(Panel(f"text, layer {layer}", shown, y="sigma, or the scripts' quantity"))
+        fits = [c.rows.growth().items() for c in cases]
+        slopes = [fit.slope for one in fits for key, fit in one if fit and key.layer == layer]
+        title = f"text, layer {layer}: sigma ~ n^{statistics.median(slopes or [math.nan]):.2f}"
+        panels.append(Panel(title, shown, y="sigma, or the scripts' quantity"))
     for name, title in (("the text", "at the norm of text"), ("the scripts", "at radius 100")):
         points = tuple(
             (row.num_tokens, row.sigma or 0.0) for _, one in built for row in one.rows[name]
         )
-        shown = (Series("sigma", points, "points"), power_law(points, 0.5, "∝ n^(1/2)"))
-        panels.append(Panel(f"two clusters {title}", shown))
+        if not points:  # rotary: nothing to place
+            continue
+        shown = (Series("sigma", points, "points"), power_law(points, 0.5, "~ n^(1/2)"))
+        slope = statistics.median(slope_of(c) for _, one in built for c in one.curves(name))
+        panels.append(Panel(f"two clusters {title}: median ~ n^{slope:.2f}", shown))
     study.draw("random-gpt2", "GPT-2 with random weights", panels, columns=2)
