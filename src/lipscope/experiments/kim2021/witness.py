@@ -113,7 +113,7 @@ def _draw(study: Study, found: list[dict[str, Any]]) -> None:
         (
             Series("sigma", curve, "points"),
             Series("closed form", closed),
-            power_law(large, 2.0, "∝ R²"),
+            power_law(large, 2.0, "~ R²"),
         ),
         x="radius R",
     )
