@@ -113,14 +113,13 @@ def _draw(study: Study, runs: Sequence[dict[str, Any]]) -> None:
     for name, title in (("adversarial", "under attack"), ("certified", "certified")):
         series = []
         for kind in _KINDS:
-            by_size = {0.0: _of(runs, kind, "accuracy")}
-            by_size |= {eps: _of(runs, kind, name, at) for at, eps in enumerate(_SIZES)}
+            by_size = {eps: _of(runs, kind, name, at) for at, eps in enumerate(_SIZES)}
             seeds = tuple((eps, value) for eps, values in by_size.items() for value in values)
             means = tuple((eps, mean_interval(values)[0]) for eps, values in by_size.items())
             label = kind.replace("theorem", "Theorem").replace("-", " ")
             series += [Series(label, seeds, "points"), Series(label, means)]
         axes = "size of the move (Frobenius)", "share of test images"
-        panels.append(Panel(title, tuple(series), *axes, log_x=False, log_y=False))
+        panels.append(Panel(title, tuple(series), *axes, log_y=False))
     title = "Accuracy of a vision Transformer on digits under moves of an image"
     notes = ["Lines: mean over seeds; dots: single seeds."]
     study.draw("divide-by-bound", title, panels, notes, columns=2)
