@@ -172,9 +172,8 @@ def _draw(
             if case.text is text
             for layer in case.layers
         ]
-        study.draw(
-            f"real-{text.name}", f"Figure 1, first row: {text.name}", panels, [_HOW], columns=2
-        )
+        title, across = f"Figure 1, first row: {text.name}", 3 if len(panels) == 3 else 2
+        study.draw(f"real-{text.name}", title, panels, [_HOW], columns=across)
     panels = [_worst_panel(one, name) for one in worst for name in one.rows]
     study.draw("adversarial", "Figure 1, second row: adversarial inputs", panels, columns=2)
 

@@ -223,6 +223,8 @@ def _layer_tables(found: Sequence[Record]) -> Iterator[Table]:
                 r[DRAWN],
                 r[KNOWN],
                 r["longer"],
+                _least(r),
+                r["bounds"].get("castin_thm_e_3"),
             )
             cells = [_cell(value) for value in values]
             lines.append((str(r["n"]), *cells[:3], by, *cells[3:]))
@@ -235,6 +237,8 @@ def _layer_tables(found: Sequence[Record]) -> Iterator[Table]:
             "ascent, random starts",
             "ascent, known inputs",
             f"random starts, {_LONGER} × the steps",
+            "smallest bound",
+            "Theorem E.3",
         )
         title = f"{model}, layer {layer}, {text}, radius {mine[0]['radius']:.3g}: all heads"
         yield Table(title, columns, tuple(lines))
