@@ -176,6 +176,12 @@ def _claims(found: Sequence[Record]) -> Iterator[Claim]:
         if slopes
         else "too few lengths",
     )
+    if tight := [_tight(mine) for _, mine in _by_layer(found) if _above_all(mine[0])]:
+        yield Claim(
+            "castin_thm_e_3 of the whole layer over the largest sigma found, by n",
+            "no growth, if √n is tight in n for the layer as well (Section 3.2)",
+            "; ".join(tight),
+        )
     yield Claim(
         "smallest bound for all inputs, against the worst known input",
         "derived here",
@@ -189,6 +195,17 @@ def _claims(found: Sequence[Record]) -> Iterator[Claim]:
 
 def _least(record: Record) -> float | None:
     return min(record["bounds"].values(), default=None)
+
+
+def _above_all(record: Record) -> float | None:
+    """Theorem E.3 over all that was found, the longer ascent too."""
+    bound = record["bounds"].get("castin_thm_e_3")
+    return bound and bound / max(_envelope(record), record["longer"])
+
+
+def _tight(records: Sequence[Record]) -> str:
+    ends = (f"{_cell(_above_all(r))} at n = {r['n']}" for r in (records[0], records[-1]))
+    return f"layer {records[0]['layer']}, {records[0]['text']}: {', '.join(ends)}"
 
 
 def _points(records: Sequence[Record]) -> list[tuple[int, float]]:
