@@ -213,8 +213,12 @@ def _part_table(case: Case) -> Table:
 
 
 def _draw(study: Study, cases: Sequence[Case]) -> None:
-    panels = []
+    """The first text of each model; the others are in the tables."""
+    shown: dict[str, Case] = {}
     for case in cases:
+        shown.setdefault(case.where.rpartition(",")[0], case)
+    panels = []
+    for case in shown.values():
         for layer in case.layers:
             series = [
                 Series(name, _means(layers[layer]))
