@@ -24,6 +24,7 @@ from lipscope.linalg.operator import Operator
 from lipscope.records.sampling import share_interval
 
 TOL = 1e-3
+DELTA = 0.01  # the default of `lipscope.measure`
 TRUTH_TOL = 1e-6
 ROUNDING = 1e-5  # the float32 slack of the interval
 
@@ -93,9 +94,10 @@ the truth, which a run cannot know."""
     misses = sum(r["miss"] for r in runs)
     most = share_interval(misses, len(runs))[1]
     out.add(
-        f"""{misses} of {len(runs)} runs miss: if they were independent, up to {100 * most:.2g} % of
-such runs may miss (95 %, Clopper–Pearson). That is no test of a small delta. Delta is tested at 0.1
-and at 0.01, with 4,000 starts each, on a spectrum that attains it
+        f"""{misses} of {len(runs)} runs miss, where the default delta of {DELTA:g} allows
+{DELTA * len(runs):.0f}: if they were independent, up to {100 * most:.2g} % of such runs may miss
+(95 %, Clopper–Pearson). That is no test of a small delta. Delta is tested at 0.1 and at 0.01,
+with 4,000 starts each, on a spectrum that attains it
 ([Checked](theory/interval.md#checked))."""
     )
     if wrong := [r for r in runs if abs(r["error"]) > TOL]:
