@@ -200,8 +200,7 @@ def _worst_panel(one: Adversarial, name: str) -> Panel:
     lengths = dict.fromkeys(n for n, _ in heads)
     medians = tuple((n, statistics.median(y for m, y in heads if m == n)) for n in lengths)
     return Panel(
-        f"{one.model}, layer {one.layer}, radius of {name}, {one.radii[name]:.3g}: "
-        f"median ~ n^{slope_of(medians):.2f}",
+        f"{one.model}, layer {one.layer}, radius of {name}, {one.radii[name]:.3g}",
         (
             Series("one head places the tokens", heads, "points"),
             Series("median over heads", medians),
