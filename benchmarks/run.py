@@ -115,8 +115,8 @@ def _of_older_code(titles: Sequence[str]) -> list[str]:
         f"**Not of today's code**: {'; '.join(titles)}. These sections stand as they were printed,",
         "before raw numbers were kept, except that the overhead of a job, of which they could not",
         "show that it is small enough, counts as not measured. The one that names no commit was",
-        "printed before random starts were drawn in float64 and before `upper` was had at δ = 0.01:",
-        "sigma changed within its tolerance, times may have changed.",
+        "printed before random starts were drawn in float64 and before δ was 0.01: sigma changed",
+        "within its tolerance, times may have changed.",
         "",
     ]
 
