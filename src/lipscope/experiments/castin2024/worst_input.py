@@ -283,7 +283,7 @@ def _head_tables(found: Sequence[Record]) -> Iterator[Table]:
             placed = [h for h in r["heads"] if h["built"]]
             if not placed:
                 continue
-            known = [max(*h["built"].values(), h["given"]) for h in placed]
+            known = [_envelope(h) for h in placed]
             gains = [k / h["given"] for k, h in zip(known, placed, strict=True)]
             least = [_least(h) for h in placed]
             loose = [b / k for k, b in zip(known, least, strict=True) if b]
