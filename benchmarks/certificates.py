@@ -25,7 +25,7 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows_scalar,
 )
 from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint
-from lipscope.theorems.several import AskedLayer
+from lipscope.theorems.layer_bounds import AskedLayer
 
 LOCAL = {
     "F1": local_norms,

@@ -47,7 +47,7 @@ which load from elsewhere disturbs less than that of the clock."""
         rate = 60 * steps / seconds
         rows.append([n, d, steps, f"{seconds:.1f}", f"{rate:,.0f}"])
         if n == 256:
-            goal = f"thousands of steps a minute, {n} tokens of width {d}"
+            goal = f"at least 2,000 steps a minute, {n} tokens of width {d}"
             out.targets.append(Target(goal, f"{rate:,.0f}", rate >= 2000))
     out.add(table(["tokens", "width", "steps", "seconds", "steps a minute"], rows))
     return out

@@ -1,4 +1,4 @@
-"""Compare lipscope with other solvers, measure its products and memory; write the page.
+"""Compare lipscope with other solvers, measure its products and memory; write the pages.
 
 Usage: ``python benchmarks/run.py [--quick] [--only speed,rate,…] [--threads 1,2] [--page]``
 """
@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import functools
 import json
+import re
 import shlex
 import sys
 import time
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tables import PAGE, STORE, Raw, Section, Target, commit, machine, say, target_table
+from tables import PAGE, STORE, TABLES, Raw, Section, Target, commit, machine, say, table
 
 # What one section is: its measurement, which is told whether to be quick, and its text.
 Pair = tuple[Callable[..., Raw], Callable[[Raw], Section]]
@@ -68,27 +69,57 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
 
 
 def page(stored: dict[str, Stored]) -> str:
-    """The whole page as Markdown, rendered from what was measured."""
+    """The page of targets and ratios as Markdown, rendered from what was measured."""
+    found = _sections(stored)
+    targets = [target for section in found.values() for target in section.targets]
+    parts = {
+        "Missed": [one for one in targets if one.reached is False],
+        "Not measured": [one for one in targets if one.reached is None],
+        "Reached": [one for one in targets if one.reached],
+    }
+    counts = ", ".join(f"{len(some)} {name.lower()}" for name, some in parts.items())
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Of {len(targets)} targets: {counts}. *Times*: another method's time over ours.",
+        "",
+        *_WRITTEN,
+        "Nothing was measured on a GPU: the tests marked `cuda` were skipped for want of one,",
+        "and neither `torch.compile`, a Triton kernel nor `jvp_flash_attention` was tried.",
+        "",
+        *_of_older_code([found[name].title for name, one in stored.items() if _old(one)]),
+    ]
+    for name, some in parts.items():
+        if some:
+            lines += [f"## {name}", ""]
+            lines += [table(["target", "measured"], [[t.name, t.measured] for t in some]), ""]
+    links = [f"[{one.title}]({TABLES.name}#{_anchor(one.title)})" for one in found.values()]
+    return "\n".join([*lines, "## The tables", "", *(f"- {link}" for link in links), ""])
+
+
+def tables(stored: dict[str, Stored]) -> str:
+    """The page of all tables as Markdown, each with the machine and the commit."""
+    found = _sections(stored)
+    texts = [f"{found[name].text()}\n{_measured(one)}\n" for name, one in stored.items()]
+    about = f"What the [benchmarks]({PAGE.name}) are computed from."
+    return "\n".join(["# Tables of the benchmarks", "", about, *_WRITTEN, "", *texts])
+
+
+_WRITTEN = (
+    "Written by `make bench`, or in parts by `benchmarks/run.py --only NAME`: every figure",
+    "was measured by that command, on the processor that its section names, and is computed",
+    "from the single timings and counts in `benchmarks/results.json`.",
+)
+
+
+def _sections(stored: dict[str, Stored]) -> dict[str, Section]:
     every = sections()
-    found = {name: _section(one, every[name][1]) for name, one in stored.items()}
-    return "\n".join(
-        [
-            "# Benchmarks",
-            "",
-            "Written by `make bench`, or in parts by `benchmarks/run.py --only NAME`: every figure",
-            "on this page was measured by that command, on the processor that its section names,",
-            "and is computed from the single timings and counts in `benchmarks/results.json`.",
-            "Nothing was measured on a GPU: the tests marked `cuda` were skipped for want of one,",
-            "and neither `torch.compile`, a Triton kernel nor `jvp_flash_attention` was tried.",
-            "",
-            *_of_older_code([found[name].title for name, one in stored.items() if _old(one)]),
-            "## Targets",
-            "",
-            target_table([t for section in found.values() for t in section.targets]),
-            "",
-            *(f"{found[name].text()}\n{_measured(one)}\n" for name, one in stored.items()),
-        ]
-    )
+    return {name: _section(one, every[name][1]) for name, one in stored.items()}
+
+
+def _anchor(title: str) -> str:
+    """As MkDocs makes it."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
 
 
 def _measured(one: Stored) -> str:
@@ -130,7 +161,7 @@ def kept() -> dict[str, Stored]:
 
 
 def keep(stored: dict[str, Stored]) -> None:
-    """Store what was measured, one record a line, and write the page anew."""
+    """Store what was measured, one record a line, and write the pages anew."""
     dump = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False)
     blocks = []
     for name, one in stored.items():
@@ -140,7 +171,13 @@ def keep(stored: dict[str, Stored]) -> None:
             lines.append(f'  "raw": [\n{records}\n  ]')
         blocks.append(f" {dump(name)}: {{\n" + ",\n".join(lines) + "\n }")
     STORE.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+    write(stored)
+
+
+def write(stored: dict[str, Stored]) -> None:
+    """Both pages anew."""
     PAGE.write_text(page(stored), encoding="utf-8")
+    TABLES.write_text(tables(stored), encoding="utf-8")
 
 
 def main() -> None:
@@ -148,10 +185,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small cases, one or two minutes")
     parser.add_argument("--only", default="", help="sections to run, separated by commas")
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
-    parser.add_argument("--page", action="store_true", help="only write the page anew")
+    parser.add_argument("--page", action="store_true", help="only write the pages anew")
     options = parser.parse_args()
     if options.page:
-        PAGE.write_text(page(kept()), encoding="utf-8")
+        write(kept())
         return
     # Before any thread pool exists: its threads take the setting over.
     torch.set_flush_denormal(True)
@@ -175,7 +212,7 @@ def main() -> None:
             say(f"{name} is not kept: files differ from the commit, which its numbers should name")
             continue
         one = {"measured": f"{description}\n{took}", "commit": at, "raw": raw}
-        stored = kept() | {name: one}  # after every section: a run that is cut short has its page
+        stored = kept() | {name: one}  # after every section: a run that is cut short has its pages
         keep({key: stored[key] for key in every if key in stored})
 
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "benchmarks.md"  # targets and ratios
+TABLES = ROOT / "docs" / "benchmarks-tables.md"  # what they are computed from
 STORE = ROOT / "benchmarks" / "results.json"  # what was last measured
 
 # What was measured: plain JSON, every single timing or count. Sections are rendered from it alone.
@@ -179,9 +180,9 @@ def machine(command: str) -> str:
 def commit() -> str | None:
     """The commit of this tree; None if a file differs from it, or if there is none.
 
-    The page and the numbers behind it do not count: a run of several sections writes them.
+    The pages and the numbers behind them do not count: a run of several sections writes them.
     """
-    own = [f":(exclude){path.relative_to(ROOT)}" for path in (PAGE, STORE)]
+    own = [f":(exclude){path.relative_to(ROOT)}" for path in (PAGE, TABLES, STORE)]
     words = ["status", "--porcelain", "-uno", "--", ".", *own]
     changed, at = _git(*words), _git("rev-parse", "--short=12", "HEAD")
     return at if changed == "" else None

@@ -1,4 +1,4 @@
-"""Draw the figures of the README and the gallery: `make demo`, its page, a window, two runs.
+"""Draw the figures of the README and the tutorials: `make demo`, its page, a window, two runs.
 
 Run: make figures
 """

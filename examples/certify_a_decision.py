@@ -14,8 +14,8 @@ bad = "The film was dreadful, cold and dull; I yawned and would never see it aga
 classifier = classifier_of_texts("minilm", [good, bad], layer=3)
 
 text = "We loved every minute of this lovely picture, and the actors were a joy to watch. "
-layer, x = ls.capture("minilm", text, layer=3, length=8)
-assert isinstance(layer, ls.Attention)
+at = ls.load_model("minilm").at(text, layer=3, length=8, dtype="float64")
+layer, x = at.attention, at.x
 
 for ball in ("token", "frobenius"):
     proved = certified_radius(layer, x, classifier.weight, bias=classifier.bias, ball=ball)

@@ -100,13 +100,12 @@ _BASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "directions": (ls.directions, {**_TEXT, "length": 3, "k": 1}),
     "push": (ls.push, {**_TEXT, "length": 3, "eps": 0.1, "draws": 1, "certificate": False}),
     "split": (ls.split, {**_TEXT, "length": 3}),
-    "capture": (ls.capture, {**_TEXT, "layer": 0, "length": 4}),
     "smooth": (ls.smooth, {**_TEXT, "length": 4, "samples": 1, "target": 1e-3, "out": "smooth"}),
     "restrain": (
         ls.restrain,
         {"model": _LAYER, "data": torch.ones(3, 2), "how": "sigma-cap", "cap": 0.5},
     ),
-    "load_model": (ls.load_model, {"name": BERT}),
+    "load_model": (ls.load_model, {"model": BERT}),
     "read_run": (ls.read_run, {"path": "nowhere"}),
     "report": (ls.report, {"folders": ["nowhere"]}),
     "sweep": (ls.sweep, {"spec": {}}),
@@ -153,7 +152,7 @@ def _parameters(function: Callable[..., Any]) -> Iterator[str]:
     hints = get_type_hints(function)
     for one in inspect.signature(function).parameters.values():
         if one.kind is one.VAR_KEYWORD:
-            yield from get_type_hints(get_args(hints[one.name])[0])
+            yield from get_args(hints[one.name])[0].__annotations__
         else:
             yield one.name
 

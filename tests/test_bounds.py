@@ -15,6 +15,7 @@ from lipscope.attention import DotProduct
 from lipscope.errors import InputError
 from lipscope.theorems import (
     DERIVED,
+    RECALLED,
     AskedLayer,
     NotApplicableError,
     absorb,
@@ -35,7 +36,7 @@ from searched import searched
 
 ROUNDING = 1e-9
 # A second on the smallest layer: asked on a few cases only.
-COSTLY = {"row_gram", "row_gram_joint"}
+COSTLY = {"castin_lemma_3_8", "row_gram", "row_gram_joint"}
 
 
 # --- soundness, over the registry
@@ -264,6 +265,20 @@ def test_finite_differences_stay_below_sigma_on_the_segment() -> None:
         assert segment(layer, x, x.flip(0) + 0.5).holds
 
 
+def test_lemma_3_1_needs_a_convex_set() -> None:
+    """The angle on the plane without a half-line: its slope is 1 / r, and it jumps by 2π."""
+
+    def angle(x: Tensor) -> Tensor:
+        return torch.atan2(x[..., 1], x[..., 0])
+
+    above = torch.tensor([-1.0, 0.1], dtype=torch.float64)
+    below = torch.tensor([-1.0, -0.1], dtype=torch.float64)
+    across = segment(angle, above, below)
+    assert across.slope > 10 * across.largest and not across.holds
+    aside = segment(angle, -above, -below)  # the half-plane x > 0 is convex
+    assert aside.holds and aside.slope == pytest.approx(aside.mean, rel=1e-2)
+
+
 # --- the table
 
 
@@ -313,6 +328,19 @@ def test_bad_input_says_what_to_change(given, message: str) -> None:
 def test_wrong_weights_say_which() -> None:
     with pytest.raises(InputError, match=r"`layer.value` should be finite"):
         bounds_at(single(eye(2), math.nan * eye(2)), num_tokens=3, radius=1.0)
+
+
+def test_what_was_recalled_says_so_wherever_it_is_printed() -> None:
+    """Kim's theorem in both norms, LipsFormer's and LipschitzNorm's were not seen in print."""
+    told = {one.name for one in catalogue() if one.statement.endswith(f"({RECALLED})")}
+    assert told == {
+        "kim_thm_3_2_infinity",
+        "kim_thm_3_2",
+        "lipsformer_cosine",
+        "dasoulas_lipschitz_norm",
+    }
+    for name in told:
+        assert THEOREMS[name].record(1.0).statement == THEOREMS[name].statement
 
 
 def test_every_theorem_says_what_it_is() -> None:

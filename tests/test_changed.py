@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import BloomConfig, BloomModel, T5Config, T5Model, ViTConfig, ViTModel
 
+import lipscope as ls
+from command import BERT
 from lipscope import measure
 from lipscope.attacks import constant, two_cluster
 from lipscope.attention import DotProduct
-from lipscope.engine.capture import captures, layer_maps
 from lipscope.engine.measure import measure_built
 from lipscope.errors import InputError
-from lipscope.experiments.castin2024.published import castin_scripts
 from lipscope.models import (
     LoadedModel,
     as_decoder,
@@ -27,8 +32,9 @@ from lipscope.models import (
     scrambled,
     shuffled_words,
 )
-from lipscope.models.changed import Which
+from lipscope.models.modified_models import Which
 from lipscope.records.growth import slope_of, steps, top_held_fixed
+from lipscope_experiments.castin2024.published import castin_scripts
 from rows import row as measurement
 from small import drawn, sigma
 from tiny import TEXT, tiny
@@ -42,10 +48,78 @@ def test_a_decoder_reads_no_later_token() -> None:
     with torch.no_grad():
         first, second = (loaded.model(i).last_hidden_state[0] for i in (ids, other))
     assert torch.equal(first[:-1], second[:-1]) and not torch.equal(first[-1], second[-1])
-    (one,) = captures(loaded, TEXT, layers=[1], lengths=[8])
+    one = ls.load_model(loaded).at(TEXT, layer=1, length=8, dtype="float64")
     assert one.attention.causal
     with pytest.raises(InputError, match="decoder"):
         as_decoder(tiny("llama"))
+
+
+def test_a_decoder_without_its_mask_is_the_dense_jacobian_without_it() -> None:
+    """Layer 0 of GPT-2 by its own module, handed a mask that hides nothing."""
+    model: Any = copy.deepcopy(tiny("gpt2").model).double().requires_grad_(False)
+    ids = torch.tensor([[7, 80, 33, 7, 251, 104]])
+    asked: Any = {"layers": [0], "dtype": "float64", "tol": 1e-8}
+    (row,) = ls.measure(model, ids, causal=False, **asked)
+    model.set_attn_implementation("eager")
+    x = model.h[0].ln_1(model.wte(ids) + model.wpe(torch.arange(6)))[0]
+    nothing = torch.zeros(1, 1, 6, 6).double()
+    dense: Any = torch.autograd.functional.jacobian(
+        lambda u: model.h[0].attn(u[None], attention_mask=nothing)[0][0], x
+    )
+    expected = float(torch.linalg.matrix_norm(dense.reshape(x.numel(), -1), 2))
+    assert row.sigma == pytest.approx(expected, rel=1e-7)
+    (masked,) = ls.measure(model, ids, **asked)
+    assert masked.sigma is not None and abs(masked.sigma / expected - 1) > 1e-3
+    assert row.id != masked.id
+    assert row.weights == "float64, without a causal mask" and masked.weights == "float64"
+    assert "run without a causal mask" in str(row.note)
+    assert getattr(model.config, "is_causal", True)  # as it was
+
+
+def test_a_causal_encoder_is_the_one_of_the_experiment() -> None:
+    ids = torch.tensor([[7, 80, 33, 7, 251, 104]])
+    for map in ("attention", "model"):
+        asked: Any = {"map": map, "layers": [1] if map == "attention" else "all"}
+        (row,) = ls.measure(tiny("bert").model, ids, causal=True, **asked)
+        (same,) = ls.measure(as_decoder(tiny("bert")), ids, **asked)
+        assert row.sigma == pytest.approx(same.sigma, rel=1e-6)
+    (plain,) = ls.measure(tiny("bert").model, ids, layers=[1])
+    (none,) = ls.measure(tiny("bert").model, ids, layers=[1], causal=False)
+    assert none.sigma == pytest.approx(plain.sigma, rel=1e-6) and none.weights == "float32"
+
+
+SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 8, "num_heads": 2, "num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "causal", "said"),
+    [
+        (tiny("llama").model, False, "Found a rotary embedding in"),
+        (BloomModel(BloomConfig(**SMALL)), False, "Found a bias of positions"),
+        (T5Model(T5Config(**SMALL, d_kv=4, d_ff=8)), False, "reads one sequence of token ids"),
+        (ViTModel(ViTConfig(hidden_size=8, num_attention_heads=2)), True, "reads token ids"),
+        (nn.TransformerEncoderLayer(8, 2), False, "needs a model of transformers"),
+        (ls.DotProduct(*[torch.eye(3)] * 3), True, "needs a model of transformers"),
+    ],
+    ids=["rotary", "bias of positions", "two parts", "pictures", "of torch", "a layer"],
+)
+def test_a_mask_that_cannot_be_changed_is_refused_in_one_line(
+    model: nn.Module, causal: bool, said: str
+) -> None:
+    with pytest.raises(InputError, match=said) as refused:
+        ls.measure(model, torch.zeros(1, 3, dtype=torch.long), causal=causal)
+    assert "\n" not in str(refused.value) and "`causal" in str(refused.value)
+
+
+def test_the_command_line_puts_a_mask_on(command: Any) -> None:
+    said = command(
+        "measure", BERT, "--causal", "yes", "--lengths", "8", "--samples", "1", "--jsonl"
+    )
+    assert said.status == 0, said.err
+    assert "with a causal mask" in json.loads(said.out.splitlines()[0])["weights"]
+    for verb in ("measure", "bounds", "directions", "attack", "certify", "push", "split"):
+        said = command(verb, "random:llama:num_hidden_layers=1", "--causal", "perhaps")
+        assert said.status == 2 and "`--causal` should be yes or no. Found `perhaps`." in said.err
 
 
 def test_rounded_rows_lie_on_their_own_grids() -> None:
@@ -125,9 +199,9 @@ def test_equal_tokens_do_not_grow() -> None:
 
 def test_scripts_quantity_is_what_their_loop_returns() -> None:
     """The loop as published, on a map of torch's own, against the closed form."""
-    for _, one in layer_maps(tiny("bert"), TEXT, layers=[0], map="residual", lengths=[7]):
-        pullback = torch.func.vjp(one.function, one.x)[1]
-        v = pullback(one.function(one.x))[0]  # jvp(...)[0] is the value itself
+    for one in ls.load_model(tiny("bert")).layers(TEXT, layers=[0], map="residual", lengths=[7]):
+        pullback = torch.func.vjp(one, one.x)[1]
+        v = pullback(one(one.x))[0]  # jvp(...)[0] is the value itself
         u = v / v.norm()
         assert castin_scripts(one) == pytest.approx(math.sqrt(float((u * v).sum())), rel=1e-5)
 

@@ -12,11 +12,11 @@ import torch
 from agreement import agree
 from command import TEXT
 from lipscope.errors import InputError
-from lipscope.experiments import reproduce
-from lipscope.experiments.kim2021 import charlm, training
-from lipscope.experiments.kim2021.training import VARIANTS, Corpus, Run, UntiedL2, corpus, train
-from lipscope.experiments.texts import Text
 from lipscope.records.folder import RunFolder
+from lipscope_experiments import reproduce
+from lipscope_experiments.kim2021 import charlm, training
+from lipscope_experiments.kim2021.training import VARIANTS, Corpus, Run, UntiedL2, corpus, train
+from lipscope_experiments.texts import Text
 
 TINY = Run("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from command import BERT, TEXT
-from lipscope import capture, certify, read_run, to_dense
-from lipscope.theorems import catalogue
+from lipscope import certify, read_run, to_dense
+from lipscope.theorems import RECALLED, catalogue
+from opened import layer_of
 from tiny import TINY
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -120,7 +121,7 @@ def test_the_worst_input_can_be_measured_tightly(command):
     worst = result.rows[0]
     assert worst["sigma"] <= worst["upper"] <= 1.001 * worst["sigma"] * (1 + 1e-9)
     assert worst["sigma_text"] <= worst["upper_text"] <= 1.001 * worst["sigma_text"] * (1 + 1e-9)
-    layer, _ = capture(BERT, TEXT, layer=0, length=6)
+    layer, _ = layer_of(BERT, TEXT, layer=0, length=6)
     with np.load("out/worst.npz") as kept:
         dense = to_dense(layer.linearise(torch.from_numpy(kept["x"])))
     assert worst["sigma"] == pytest.approx(float(torch.linalg.matrix_norm(dense, 2)), rel=1e-3)
@@ -185,7 +186,7 @@ def test_repeating_a_finished_run_answers_at_once(command, monkeypatch, asked):
         raise AssertionError("the model was loaded")
 
     with monkeypatch.context() as patch:
-        patch.setattr("lipscope.engine.runs.load_model", loaded)
+        patch.setattr("lipscope.engine.ready_model.load_model", loaded)
         again = command(verb, BERT, *options)
     assert again.status == 0, again.err
     assert again.out == first.out
@@ -215,7 +216,7 @@ def test_certificates_of_one_input_stand_beside_each_other(command):
 def test_a_certificate_is_read_back_as_it_was(tmp_path, monkeypatch):
     asked = {"length": 6, "eps": 0.01, "steps": 1, "out": tmp_path / "run"}
     first = certify(BERT, TEXT, **asked)
-    monkeypatch.setattr("lipscope.engine.runs.load_model", None)
+    monkeypatch.setattr("lipscope.engine.ready_model.load_model", None)
     assert certify(BERT, TEXT, **asked) == first
 
 
@@ -301,6 +302,17 @@ SOURCES = {one.cite.replace(" ", "-"): one.cite for one in catalogue()}
 def test_the_generated_pages_are_up_to_date(command, options, name):
     """`lipscope theorems --markdown > docs/theorems.md`, and so on."""
     assert command("theorems", *options).out == (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_as_recalled_is_said_wherever_such_a_theorem_is_printed(command):
+    """The list, the catalogue and the page of its source; tables of bounds print what it states."""
+    stated = {one.statement for one in catalogue() if one.statement.endswith(f"({RECALLED})")}
+    pages = [DOCS / "theorems.md", *(DOCS / "theorems").iterdir()]
+    shown = [command("theorems").out, *(page.read_text(encoding="utf-8") for page in pages)]
+    assert len(stated) == 4
+    for one in stated:
+        assert one in " ".join(shown[0].split()) and one in shown[1]
+        assert any(one in page for page in shown[2:])
 
 
 def test_every_source_of_theorems_has_its_page():

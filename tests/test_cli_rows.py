@@ -102,7 +102,18 @@ def test_a_table_shows_what_varies(folder, called):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--where", "sigm > 1"], "`--where` should be an SQL condition. Found `sigm > 1`"),
+        (
+            ["--where", "sigm > 4"],
+            "`--where` should be an SQL condition. Found `sigm > 4`: there is no column `sigm`. "
+            "Did you mean `sigma`?\n",
+        ),
+        (
+            ["--where", "sigma >> 4"],
+            "Found `sigma >> 4`: the operator BitwiseShiftRight is not known here; compare with "
+            "=, <, >, in or like.\n",
+        ),
+        (["--where", "sigma"], "must be of type `Boolean`, got `Float64`.\n"),
+        (["--part", "directions"], "holds beside its rows: tokens, bounds. Found `directions`.\n"),
         (["--where", "sigma >"], "`--where` should be an SQL condition"),
         (["--to", "xml"], "`--to` should be one of csv, parquet, json, latex. Found `xml`"),
         (["--out", "x.xml"], "`--out` should end in .csv, .parquet, .json, .tex"),
@@ -113,6 +124,15 @@ def test_mistakes_are_one_line(folder, called, words, expected):
     status, out, err = called(folder, *words)
     assert (status, out) == (2, b"") and expected in err
     assert err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize(("part", "count"), [("tokens", 1 + 2 + 3 + 4), ("bounds", 4)])
+def test_a_part_is_the_table_of_the_folder(folder, called, part, count):
+    status, out, err = called(folder, "--part", part, "--to", "parquet")
+    assert status == 0, err
+    found = polars.read_parquet(io.BytesIO(out))
+    assert len(found) == count
+    assert found.equals(polars.read_parquet(folder / f"{part}.parquet"))
 
 
 def test_what_is_no_run_folder(called, tmp_path):

@@ -18,6 +18,7 @@ from lipscope.control.after_step import cap_singular_values
 from lipscope.theorems import AskedLayer
 from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.row_gram import weighted_rows
+from opened import layer_of
 from tiny import encoder, tiny
 
 IDS = torch.randint(3, 300, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,7 @@ def model(family: str = "gpt2") -> nn.Module:
 
 
 def captured(of: nn.Module, layer: int, entry: int = 0) -> tuple[Any, Tensor]:
-    return ls.capture(of, IDS[entry : entry + 1], layer=layer)
+    return layer_of(of, IDS[entry : entry + 1], layer=layer)
 
 
 def dense(of: nn.Module, layer: int, entry: int = 0) -> float:

@@ -9,6 +9,7 @@ import torch
 from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_decision
 from lipscope.certificates.decision import certified_radius
+from lipscope.certificates.hessian import largest_form as form_bound
 from lipscope.certificates.read_out import ReadOut
 from small_layers import KINDS, case, move
 
@@ -303,3 +304,23 @@ def test_the_hessian_makes_radii_larger(monkeypatch: pytest.MonkeyPatch) -> None
         assert 1.1 * before.radius < found.radius
         tried = attack_decision(layer, x, weight, radius=found.radius, ball=ball)
         assert found.radius < tried.radius < 1.4 * found.radius
+
+
+@pytest.mark.parametrize("ball", BALLS)
+def test_a_form_that_is_zero_negative_or_at_the_end_of_the_float_range(ball: str) -> None:
+    """``sup`` is 0 of a form that is never positive, and that of ``s H`` is ``s`` times of H's."""
+    square = gaussian(0, 4, 4)
+    plain, below = square + square.T, -square @ square.T
+    flat = torch.diag(torch.tensor([-1.0, 0.0, 0.0, -1.0])).double()  # its largest value is -0
+    wanted = form_bound(plain, 2, ball)
+    for s in (5e-324, 1e-319, 1e-200, 1e-19, 1.0, 1e200, 1e307):
+        assert 0 <= form_bound(s * flat, 2, ball) <= 1e-9 * s
+        assert s <= form_bound(-s * flat, 2, ball) <= 2.001 * s
+        if s > 1e-300:
+            assert 0 <= form_bound(s * below, 2, ball) <= 1e-8 * s
+            assert form_bound(s * plain, 2, ball) == pytest.approx(s * wanted, rel=1e-9)
+    assert form_bound(0 * plain, 2, ball) == 0.0
+    # A convex form: in the token ball the sum of all entries' sizes, here all are positive.
+    convex = torch.ones(4, 4).double() + torch.eye(4)
+    exact = 5.0 if ball == "frobenius" else 2 * 5.0
+    assert exact <= form_bound(convex, 2, ball) * (1 + 1e-9) <= exact * (1 + 1e-6)

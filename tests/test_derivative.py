@@ -56,6 +56,30 @@ class Model(nn.Module):
         return x + self.a(x)
 
 
+class PooledKeys(nn.Module):
+    """Keys and values are the larger of each pair of tokens (EfficientLoFTR)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        pooled = nn.functional.max_pool1d(x.mT, 2).mT
+        return self.o((self.q(x) @ pooled.mT).softmax(-1) @ pooled)
+
+
+def test_a_kink_is_refused_as_one():
+    x = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    model = Model(PooledKeys()).double()
+    (row,) = ls.measure(model, x, modules="a")  # no two are equal
+    assert off(row) < 1e-6
+    x[0, :2] = -1.0  # equal zeros behind the ReLU
+    first = nn.Sequential(nn.ReLU(), Model(PooledKeys())).double()
+    with pytest.raises(ls.InputError, match="should have a derivative at its input"):
+        ls.measure(first, x, modules="1.a")
+
+
 @pytest.mark.parametrize(
     "map", ["heads", "attention", "normed", "residual", "block", "stack", "model"]
 )
@@ -129,6 +153,22 @@ def test_a_layer_by_itself_is_its_own_model():
         ls.measure(wrong, X[0])
 
 
+@pytest.mark.parametrize("size", [1e-3, 1e-9, 1e-25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_that_a_bias_rounds_away_are_measured(size, dtype):
+    """All scores are 0, so sigma is that of the mean, ‖V‖; the model itself moves by no digit."""
+    layer = ls.DotProduct(
+        *2 * [torch.zeros(4, 4, dtype=dtype)],
+        size * torch.diag(torch.tensor([3.0, 2.0, 1.0, 1.0])).to(dtype),
+        value_bias=torch.full((4,), 1e7, dtype=dtype),
+    )
+    x = 1e-6 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    (row,) = ls.measure(layer, x)
+    assert row.sigma == pytest.approx(3 * size, rel=1e-4)
+    assert "could not be checked" in str(row.note)
+    assert ls.certify(layer, x, eps=1e-7, sharp=False).value >= 3 * size * (1 - 1e-4)
+
+
 def test_the_model_and_its_input_are_put_back():
     model, x = encoder(dropout=0.1).train(), X.clone()
     state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -152,6 +192,13 @@ class TestDifference:
         )
         assert found.status == "agrees"
 
+    def test_what_rounding_hides_is_no_disagreement(self):
+        # An output of 1e12 moves by units of 1e-4: not at all, at every size.
+        hidden = difference(lambda x: 1e12 + x, self.x, self.x, self.x)
+        assert hidden.status == "unsettled" and hidden.quotient == 0.0
+        # A product that is wrong by more than what rounding hides is still refused.
+        assert difference(lambda x: 1e6 + x, self.x, self.x, 3 * self.x).status == "disagrees"
+
     def test_noise_is_no_disagreement(self):
         noise = torch.Generator().manual_seed(4)
         found = difference(
@@ -166,6 +213,21 @@ class TestDifference:
         zero = torch.zeros_like(self.x)
         assert difference(lambda x: zero, self.x, self.x, zero).status == "agrees"
         assert difference(lambda x: x, self.x, self.x, zero).status == "disagrees"
+
+    def test_a_kink_has_no_derivative(self):
+        """Slopes 2 ahead and -1 behind, beside curvature; a wrong map alone is none."""
+        still, size = torch.zeros_like(self.x), float(self.x.norm())
+        along = self.x.abs()
+
+        def bent(x):
+            return torch.where(x > 0, 2 * x, -x) + 10 * x**2
+
+        found = difference(bent, still, along, 2 * along)
+        assert found.status == "disagrees" and found.sides is not None
+        assert found.sides == pytest.approx((2 * size, size), rel=1e-2)
+        for smooth in (torch.exp, lambda x: (1e3 * x).sin(), lambda x: x):
+            wrong = difference(smooth, self.x, self.x, 7 * self.x)
+            assert (wrong.status, wrong.sides) == ("disagrees", None)
 
     @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
     def test_any_scale(self, scale):

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from lipscope.errors import InputError
-from lipscope.experiments import reproduce
-from lipscope.experiments.castin2024 import divide_by_bound
-from lipscope.experiments.castin2024.digits import Classifier, Digits, attacked, digits, trained
-from lipscope.experiments.castin2024.divide_by_bound import _KINDS, attention_of
+from lipscope_experiments import reproduce
+from lipscope_experiments.castin2024 import divide_by_bound
+from lipscope_experiments.castin2024.digits import (
+    Classifier,
+    Digits,
+    Linear,
+    attacked,
+    digits,
+    trained,
+)
+from lipscope_experiments.castin2024.divide_by_bound import _CONTROLS, _KINDS, attention_of
 
 
 def blobs() -> Digits:
@@ -27,7 +34,7 @@ def blobs() -> Digits:
 SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in _KINDS[1:3]]
 
 
-@pytest.mark.parametrize("kind", [_KINDS[0], *SLOW, *_KINDS[3:]])
+@pytest.mark.parametrize("kind", [_KINDS[0], *SLOW, *_KINDS[3:], _CONTROLS[0]])
 def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     torch.manual_seed(0)
     data = blobs()
@@ -50,6 +57,24 @@ def test_no_move_within_the_radius_changes_the_answer(kind) -> None:
     for i in right.nonzero()[:5, 0].tolist():
         assert bool(attacked(net, images[i : i + 1], labels[i : i + 1], float(radii[i])).all())
     assert int(attacked(net, images, labels, 1e3).sum()) < int(right.sum())
+
+
+def test_a_linear_map_is_certified_to_its_nearest_other_answer() -> None:
+    """The nearest image with another answer lies on the plane where two scores tie."""
+    data = blobs()
+    net = trained(Linear(), data, 5, 0).double()
+    images, labels = data.test_images.double(), data.test_labels
+    radii, w = net.certified(images, labels), net.head.weight
+    for i in (radii > 0).nonzero()[:5, 0].tolist():
+        y, tied = int(labels[i]), []
+        for c in set(range(10)) - {y}:
+            away = w[c] - w[y]
+            gap = net(images[i : i + 1])[0, [y, c]].diff()
+            tied.append(float((away * gap / away.square().sum()).norm()))
+            move = (-(1 + 1e-9) * gap * away / away.square().sum()).view(1, 1, 8, 8)
+            scores = net(images[i : i + 1] + move)[0]
+            assert scores[c] > scores[y]
+        assert float(radii[i]) == pytest.approx(min(tied), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ import torch
 
 import lipscope as ls
 from command import BERT, TEXT
-from lipscope.engine.worded import read
+from lipscope.engine.direction_words import read
 from lipscope.errors import InputError
 from lipscope.linalg.leading import leading
 from lipscope.linalg.operator import Operator
 from lipscope.linalg.singular import top_singular
 from lipscope.models import Readings, build_map, trace
 from lipscope.models.tracing.sites import attention_sites
+from opened import layer_of
 from tiny import TINY, tiny
 
 GPT2, LLAMA = (f"random:{name}:{TINY[name]}" for name in ("gpt2", "llama"))
@@ -67,7 +68,7 @@ def parts(rows: ls.Rows, side: str, rank: int = 1) -> dict[int, ls.Direction]:
 @pytest.mark.parametrize("model", [BERT, GPT2])
 def test_directions_and_heads_of_a_layer_against_its_dense_jacobian(model: str) -> None:
     rows = ls.directions(model, TEXT, layer=1, k=3, **EXACT)
-    layer, x = ls.capture(model, TEXT, layer=1, length=LENGTH)
+    layer, x = layer_of(model, TEXT, layer=1, length=LENGTH)
     u, values, vt = torch.linalg.svd(ls.to_dense(layer.linearise(x)))
     assert layer.output is not None
 
@@ -156,7 +157,9 @@ def test_readings_in_blocks_are_those_of_the_whole_table(last: list[str]) -> Non
 
 def test_a_direction_that_no_reading_has_reads_as_nothing() -> None:
     """No tokenizer: the tokens of the window, and a vector that is orthogonal to all of them."""
-    loaded = ls.load_model("random:gpt2:n_embd=48,n_head=4,n_layer=1,n_positions=16,vocab_size=99")
+    loaded = ls.load_model(
+        "random:gpt2:n_embd=48,n_head=4,n_layer=1,n_positions=16,vocab_size=99"
+    ).loaded
     model = loaded.model.double()
     ids = torch.tensor([[3, 14, 15, 92, 65, 35]])
     with torch.no_grad():
@@ -184,7 +187,7 @@ def differences(f: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> t
 
 @pytest.mark.parametrize("map", ["residual", "block", "attention"])
 def test_readings_of_a_decoder_are_changes_of_its_logits(map) -> None:
-    loaded = ls.load_model(TIED)
+    loaded = ls.load_model(TIED).loaded
     model = loaded.model.double()
     rows = ls.directions(loaded, TEXT, layer=1, k=1, map=map, **EXACT)
     ids = torch.tensor([loaded.tokenizer(TEXT)["input_ids"]])
@@ -299,10 +302,10 @@ NAMED = ("One fox, one dog.", "Shares fell on Monday.", "it sleeps")
 
 
 def test_turning_towards_texts_is_the_derivative_of_the_model() -> None:
-    loaded = ls.load_model(BERT)
+    loaded = ls.load_model(BERT).loaded
     model, read = loaded.model.double(), loaded.tokenizer
     rows = ls.directions(loaded, TEXT, layer=1, k=1, among=NAMED, **EXACT)
-    layer, x = ls.capture(loaded, TEXT, layer=1, length=LENGTH)
+    layer, x = layer_of(loaded, TEXT, layer=1, length=LENGTH)
     v = torch.linalg.svd(ls.to_dense(layer.linearise(x)))[2][0].reshape(x.shape)
     start = rows[0].start or 0
     ids = torch.tensor([read(TEXT)["input_ids"][start : start + LENGTH]])

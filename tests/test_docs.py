@@ -5,6 +5,7 @@ Python blocks run in their order and share their names, commands run one by one.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import re
@@ -124,6 +125,13 @@ def test_options_that_a_help_hides_are_on_the_page_of_commands() -> None:
         assert set(re.findall(r"--[\w-]+", told[1] if told else "")) == hidden, name
 
 
+def test_every_extra_is_in_the_table_of_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "installation.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert sorted(table) == sorted(project["optional-dependencies"])
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     """Where a name is a function and a module of one name, the page names the function itself."""
     page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -140,36 +148,68 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert not missing
 
 
-def test_the_readme_shows_the_remarks_of_the_table() -> None:
-    """Below the table of `make demo`, as the code writes them today."""
+def test_the_readme_shows_the_table_of_the_demo() -> None:
+    """Title and headings of what `make demo` prints, as the code writes them today."""
     rows = [
         row(num_tokens=n, sample=s, sigma=n**0.3, sigma_rest=1.0, delta=0.01)
         for n in (16, 32, 64, 128)
         for s in range(6)
     ]
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    told = " ".join(ls.Rows(rows).text().split())
-    (remarks,) = re.findall(r"Each line shows .* \(not the solver's error\)", told)
-    assert remarks in readme
+    shown = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    told, readme = ls.Rows(rows).text(), shown[1] if shown else ""
+    title = told.splitlines()[0].partition(", ")[2].strip()
+    assert title == readme.splitlines()[0].partition(", ")[2]
+    headings = [text.partition("─")[0].split()[-12:] for text in (told, readme)]
+    assert headings[0] == headings[1]
 
 
 def test_the_house_is_drawn_as_it_stands() -> None:
-    """One drawing on two pages: the floors of the import contract, from the top."""
+    """The floors of the import contract, from the top, drawn in one place."""
     house = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     floors = [
         {room for room in floor.split(" | ") if not room.startswith("(")}
         for floor in house["contracts"][0]["layers"]
     ]
-    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        drawn: list[set[str]] = []
-        for number, room in re.findall(r"^( \d|\d\d| {2}) {3,}(\w+) {3,}", text, re.MULTILINE):
-            if number.strip():
-                drawn.append(set())
-                assert int(number) == len(floors) + 1 - len(drawn)
-            if drawn:
-                drawn[-1].add(room)
-        assert drawn == floors, page
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    drawn: list[set[str]] = []
+    for number, room in re.findall(r"^( \d|\d\d| {2}) {3,}(\w+) {3,}", text, re.MULTILINE):
+        if number.strip():
+            drawn.append(set())
+            assert int(number) == len(floors) + 1 - len(drawn)
+        if drawn:
+            drawn[-1].add(room)
+    assert drawn == floors
+
+
+FIGURE = re.compile(r"!\[[^\]]*\]\(([^)]+\.(?:svg|gif))\)(?:\n<!-- sha256 (\w+) -->)?")
+PRINTED = re.compile(r"^\| \[.*\]\(([\w-]+\.md)\) \| `(.*)` \|$", re.MULTILINE)
+FINDINGS = ROOT / "docs" / "findings"
+
+
+def test_every_figure_is_of_the_run_that_its_page_names() -> None:
+    """A page of findings carries the digests of the figures that were drawn when it was printed."""
+    held: dict[str, str] = {}
+    for page in FINDINGS.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        if (command := re.search(r"^Printed by `(lipscope [^`]+)`", text, re.MULTILINE)) is None:
+            continue
+        for name, digest in FIGURE.findall(text):
+            found = hashlib.sha256((FINDINGS / name).read_bytes()).hexdigest()
+            assert digest == found[:16], (
+                f"{name} is not the figure that was drawn when {page.name} was printed. Copy both "
+                f"from one run folder; if its look alone changed, the digest is {found[:16]}."
+            )
+            held[name] = command[1]
+    assert set(held) == {one.name for one in FINDINGS.iterdir() if one.suffix in (".svg", ".gif")}
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for image in (ROOT / "docs" / "images").iterdir():
+        assert f"images/{image.name}" in shown
+        assert f'"{image.name}"' in (ROOT / "docs" / "figures.py").read_text(encoding="utf-8")
+    index = (FINDINGS / "index.md").read_text(encoding="utf-8")
+    assert {name for name, _ in FIGURE.findall(index)} <= set(held)
+    for page, command in PRINTED.findall(index):
+        assert f"Printed by `{command}`" in (FINDINGS / page).read_text(encoding="utf-8"), page
 
 
 def _command(line: str, monkeypatch) -> None:
@@ -183,7 +223,7 @@ def _command(line: str, monkeypatch) -> None:
     assert end.value.code == 0, line
 
 
-def test_the_page_of_benchmarks_is_written_from_what_was_kept(monkeypatch) -> None:
+def test_the_pages_of_benchmarks_are_written_from_what_was_kept(monkeypatch) -> None:
     """`python benchmarks/run.py --page`: rendered from raw numbers, which strict JSON can hold."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     run = importlib.import_module("run")
@@ -192,6 +232,7 @@ def test_the_page_of_benchmarks_is_written_from_what_was_kept(monkeypatch) -> No
     assert any("raw" in one for one in kept.values())
     assert not any({"printed", "targets"} & set(one) for one in kept.values() if "raw" in one)
     assert run.page(kept) == run.PAGE.read_text(encoding="utf-8")
+    assert run.tables(kept) == run.TABLES.read_text(encoding="utf-8")
 
 
 def test_another_raw_number_is_another_table_of_benchmarks(monkeypatch) -> None:
@@ -205,10 +246,11 @@ def test_another_raw_number_is_another_table_of_benchmarks(monkeypatch) -> None:
 
     def lines(with_tokens: dict[str, list[float]]) -> list[str]:
         raw = [planned, {"tokens": True, **with_tokens}, {"tokens": False, **pairs}, folder]
-        page = run.page({"sweeps": {**here, "raw": raw}})
+        stored = {"sweeps": {**here, "raw": raw}}
+        page = run.page(stored) + run.tables(stored)
         return [line for line in page.splitlines() if "of a job, with tokens" in line]
 
     calm = lines(pairs)
     assert all("| 2 ms (2 to 2) |" in re.sub(" +", " ", line) for line in calm)
-    assert "reached" in calm[0]
-    assert "2 ms (-3 to 8)" in lines(noisy)[1] and "not measured" in lines(noisy)[0]
+    assert "reached" in calm[-1]
+    assert "2 ms (-3 to 8)" in lines(noisy)[1] and "not measured" in lines(noisy)[-1]

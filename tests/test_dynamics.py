@@ -16,7 +16,15 @@ from torch import Tensor
 import lipscope as ls
 from agreement import gaussian
 from command import TEXT
-from lipscope import DotProduct, Operator, SinkhornAttention, linearise, variants
+from lipscope import (
+    DotProduct,
+    L2Attention,
+    Operator,
+    SigmoidAttention,
+    SinkhornAttention,
+    linearise,
+    variants,
+)
 from lipscope.attention import Attention
 from lipscope.charts.motion import Scene, animate
 from lipscope.dynamics import (
@@ -35,7 +43,6 @@ from lipscope.dynamics import (
     sigma_of_blocks,
     sigma_through,
 )
-from lipscope.engine.capture import layer_maps
 from lipscope.errors import InputError
 from lipscope.measures import TokenMeasure, in_order
 from test_variants import build as build_variant
@@ -171,6 +178,68 @@ def test_no_time_is_too_long_for_the_log_domain() -> None:
     weights = found.attention(-1)
     assert float(weights.amax(-1).min()) > 1 - 1e-9
     assert len(leaders(weights)) == clusters(found.end, 0.05).count == 3
+
+
+# One head, V = diag(1, 0.5): tokens that agree in the first coordinate follow the second alone.
+SLOW = DotProduct(eye(2), eye(2), torch.diag(torch.tensor([1.0, 0.5])).double())
+ALONE = DotProduct(ONE, ONE, 0.5 * ONE, scale=2**-0.5)
+APART = torch.tensor([[1.0], [-1.0], [0.4]]).double()
+
+
+@pytest.mark.parametrize("common", [0.0, 3.0])
+def test_what_all_tokens_share_along_the_fastest_direction_decides_nothing(common) -> None:
+    """Against the closed dynamics of the other coordinate, which has no fast direction."""
+    x = torch.cat([torch.full_like(APART, common), APART], 1)
+    times = [1.0, 10.0, 40.0, 480.0, 1000.0]
+    found = evolve(SLOW, x, times, renormalise=True, rtol=1e-9)
+    alone = evolve(ALONE, APART, times, renormalise=True, rtol=1e-9)
+    assert found.status == alone.status == "done"
+    torch.testing.assert_close(found.states[..., 1:], alone.states, rtol=1e-6, atol=1e-6)
+    assert bool((found.states[..., 0] == common).all())
+    for one in (found, alone):  # tokens of one cluster share weights as they like
+        read = one.attention(-1)[0] @ one.end[:, -1:]
+        torch.testing.assert_close(read, alone.end, rtol=1e-6, atol=1e-6)
+    assert clusters(found.end, 0.1).count == clusters(alone.end, 0.1).count == 2
+    steps = residual(SLOW, x, step=0.5, layers=160, renormalise=True)
+    alone = residual(ALONE, APART, step=0.5, layers=160, renormalise=True)
+    torch.testing.assert_close(steps.states[..., 1:], alone.states, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "l2"])
+def test_tokens_with_nothing_along_the_fastest_direction(kind) -> None:
+    """Of other scores, too: e^t left the float range, and took the slow direction with it."""
+    value, y = SLOW.value, APART[:2]
+    whole: Attention
+    alone: Attention
+    if kind == "sigmoid":
+        whole = SigmoidAttention(eye(2), eye(2), value, scale=1.0)
+        alone = SigmoidAttention(ONE, ONE, 0.5 * ONE, scale=1.0)
+    else:  # its projections hold the roots of the width
+        whole = L2Attention(eye(2), value)
+        alone = L2Attention(2**-0.25 * ONE, 2**-0.5 * 0.5 * ONE)
+    times = [10.0, 500.0, 600.0]
+    found = evolve(whole, torch.cat([0 * y, y], 1), times, renormalise=True, rtol=1e-6)
+    expected = evolve(alone, y, times, renormalise=True, rtol=1e-6)
+    assert found.status == expected.status == "done"
+    torch.testing.assert_close(found.states[..., 1:], expected.states, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("angle", [0.3, 1.0])
+def test_digits_that_are_lost_end_the_flow(angle) -> None:
+    """The same tokens turned: they agree to rounding only, and e^t makes differences of that."""
+    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    turn = turn.double()
+    layer = SLOW.replace(value=turn @ SLOW.value @ turn.T)
+    x = torch.cat([torch.full_like(APART, 3.0), APART], 1)
+    found = evolve(layer, x @ turn.T, [20.0, 480.0], renormalise=True)
+    assert (found.status, found.note, found.events[-1].name) == ("event", "rounding", "rounding")
+    end = float(found.times[-1])
+    assert 20 < end < 45  # e^(2t) eps 9 against e^t: 34 or so
+    alone = evolve(ALONE, APART, [20.0, end], renormalise=True)
+    torch.testing.assert_close((found.states @ turn)[..., 1:], alone.states, rtol=0, atol=2e-3)
+    steps = residual(layer, x @ turn.T, step=0.5, layers=100, renormalise=True)
+    assert (steps.status, steps.note) == ("event", "rounding")
+    assert 20 < float(steps.times[-1]) < 45
 
 
 # --- orders, and what Euler gets wrong
@@ -317,8 +386,8 @@ def test_sigma_of_blocks_of_matrices() -> None:
 def test_sigma_from_block_to_block_ends_in_that_of_the_model() -> None:
     """Jacobians of all blocks of a model, one after another, against the map `model` itself."""
     loaded = tiny("bert")
-    maps = layer_maps(loaded, TEXT, lengths=[7], map="block", dtype="float64")
-    found = sigma_of_blocks([one.linearise(one.x) for _, one in maps], tol=1e-6)
+    maps = ls.load_model(loaded).layers(TEXT, lengths=[7], map="block", dtype="float64")
+    found = sigma_of_blocks([one.linearise() for one in maps], tol=1e-6)
     row = ls.measure(loaded, TEXT, lengths=[7], samples=1, map="model", dtype="float64")[0]
     assert float(found.sigma[-1]) == pytest.approx(row.sigma, rel=2e-3)
     stacks = ls.measure(loaded, TEXT, lengths=[7], samples=1, map="stack", dtype="float64")

@@ -17,6 +17,7 @@ from lipscope.charts.marks import spread
 from lipscope.charts.sandwich import sandwich_chart
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
 from lipscope.theorems import bounds_at
+from opened import layer_of
 from rows import row
 from tiny import TINY, tiny
 
@@ -38,7 +39,7 @@ def values_of(found: ls.Rows) -> dict[str, float]:
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_a_captured_layer_is_the_one_that_is_measured(family):
     loaded = tiny(family)
-    layer, x = ls.capture(loaded.model, IDS, layer=1)
+    layer, x = layer_of(loaded.model, IDS, layer=1)
     measured = ls.measure(loaded.model, IDS, layers=[1], dtype="float64", tol=1e-9)[0]
     top = ls.top_singular(layer.linearise(x), tol=1e-9)
     assert x.dtype == torch.float64
@@ -48,7 +49,7 @@ def test_a_captured_layer_is_the_one_that_is_measured(family):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_captured_layer_has_weights_of_its_own(dtype):
     loaded = tiny("bert")
-    layer, x = ls.capture(loaded.model, IDS, layer=1, dtype=dtype)
+    layer, x = layer_of(loaded.model, IDS, layer=1, dtype=dtype)
     before = layer(x).clone()
     for p in loaded.model.parameters():
         p.data.zero_()
@@ -57,7 +58,7 @@ def test_a_captured_layer_has_weights_of_its_own(dtype):
 
 
 def test_the_window_is_that_of_measure():
-    layer, x = ls.capture(BERT, TEXT, layer=1, length=6, sample=3, dtype="float32")
+    layer, x = layer_of(BERT, TEXT, layer=1, length=6, sample=3, dtype="float32")
     rows = ls.measure(BERT, TEXT, layers=[1], lengths=[6])
     norms = [t.norm for t in rows.tokens if t.id == rows[3].id]
     assert x.norm(dim=1).tolist() == pytest.approx(norms, rel=1e-5)
@@ -76,7 +77,7 @@ def test_other_families_say_why_there_are_no_bounds(family, words):
     more = {"phi": ",qk_layernorm=true", "vaultgemma": ",num_key_value_heads=3"}
     model = f"random:{family}:{TINY['olmo']}{more.get(family, '')}"
     with pytest.raises(ls.InputError, match="not available for this layer") as found:
-        ls.capture(model, TEXT, layer=0, length=6)
+        layer_of(model, TEXT, layer=0, length=6)
     assert words in str(found.value)
 
 
@@ -85,7 +86,7 @@ def test_other_families_say_why_there_are_no_bounds(family, words):
     [("qwen3", "its queries and keys are normalised"), ("gemma2", "its scores are soft-capped")],
 )
 def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
-    layer, x = ls.capture(tiny(family).model, IDS, layer=0)
+    layer, x = layer_of(tiny(family).model, IDS, layer=0)
     found = bounds_at(layer, x)
     reasons = {b.reason for b in found if "stated for" not in b.reason and "asks" not in b.reason}
     assert not any(b.applicable for b in found)
@@ -95,7 +96,7 @@ def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
 
 
 def test_a_relative_bias_keeps_the_bounds_at_an_input():
-    layer, x = ls.capture(tiny("mpnet").model, IDS, layer=0)
+    layer, x = layer_of(tiny("mpnet").model, IDS, layer=0)
     found = {b.theorem: b for b in bounds_at(layer, x) if b.applicable and b.kind == "upper"}
     sigma = float(torch.linalg.matrix_norm(ls.to_dense(layer.linearise(x)), 2))
     assert {
@@ -113,11 +114,11 @@ def test_a_relative_bias_keeps_the_bounds_at_an_input():
 
 def test_what_cannot_be_captured():
     with pytest.raises(ls.InputError, match="between 0 and 1"):
-        ls.capture(BERT, TEXT, layer=2, length=6)
+        layer_of(BERT, TEXT, layer=2, length=6)
     with pytest.raises(ls.InputError, match="sample"):
-        ls.capture(BERT, TEXT, layer=0, length=6, sample=-1)
+        layer_of(BERT, TEXT, layer=0, length=6, sample=-1)
     with pytest.raises(ls.InputError, match="leave them out"):
-        ls.capture(tiny("bert").model, IDS, layer=0, length=6)
+        layer_of(tiny("bert").model, IDS, layer=0, length=6)
 
 
 @pytest.mark.parametrize("map", ["attention", "heads"])
@@ -153,7 +154,7 @@ def test_other_metrics_are_measured_in_themselves(metric, per_head):
     assert {one.metric for one in [*found, *found.bounds]} == {metric}
     of = {r.id: r for r in found}
     assert min(looseness(b, of[b.id]) or 1.0 for b in found.bounds) >= 1 - 1e-9
-    layer, x = ls.capture(BERT, TEXT, layer=0, length=6, sample=0)
+    layer, x = layer_of(BERT, TEXT, layer=0, length=6, sample=0)
     op = layer.linearise(x)
     dense = ls.to_dense(op).reshape(6, 12, 6, 12)
     if metric == "infinity" and not per_head:

@@ -11,6 +11,7 @@ import torch
 import lipscope as ls
 from lipscope.attention import chunked
 from lipscope.errors import InputError
+from opened import layer_of
 from rows import lines
 from tiny import TEXT, tiny
 
@@ -66,7 +67,7 @@ def test_a_model_that_needs_more_memory_ends_in_one_line_and_keeps_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forward pass is the model's own: no smaller block helps it."""
-    module = sys.modules["lipscope.engine.places"]
+    module = sys.modules["lipscope.engine.ready_model"]
     real = module.run_traced
 
     def trace(model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
@@ -80,6 +81,25 @@ def test_a_model_that_needs_more_memory_ends_in_one_line_and_keeps_its_rows(
         ls.measure(small, TEXT, lengths=[6, 12], samples=2, out=tmp_path / "run")
     kept = lines(tmp_path / "run" / "rows.jsonl")
     assert [(row["num_tokens"], row["status"]) for row in kept] == [(6, "converged")] * 2
+
+
+@pytest.mark.parametrize(("dtype", "advised"), [("float32", False), ("float64", True)])
+def test_less_memory_by_float32_is_advised_where_it_is_less(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, advised: bool
+) -> None:
+    def trace(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(sys.modules["lipscope.engine.ready_model"], "run_traced", trace)
+    with pytest.raises(InputError, match=r"ran out of memory\. Use shorter inputs") as refused:
+        ls.measure(tiny("gpt2").model, IDS, dtype=dtype)
+    assert ("float32" in str(refused.value)) == advised
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_a_gpu_that_is_not_there_says_what_to_install() -> None:
+    with pytest.raises(InputError, match=r"`cuda`, and .*\. Install .* leave `device` out\."):
+        ls.measure(tiny("gpt2").model, IDS, device="cuda")
 
 
 def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +117,7 @@ def test_a_layer_that_overflows_in_half_precision_is_computed_in_float32() -> No
     half = copy.deepcopy(model).half()
     rounded = copy.deepcopy(half).float()
     assert all(p.isfinite().all() for p in half.parameters())
-    layer, x = ls.capture(rounded, IDS, layer=0)
+    layer, x = layer_of(rounded, IDS, layer=0)
     with pytest.raises(ls.InputError, match="float16"):
         ls.top_singular(layer.half().linearise(x.half()), tol=0.1)
     (row,), (expected,) = (ls.measure(m, IDS, layers=[0]) for m in (half, rounded))

@@ -23,6 +23,7 @@ from lipscope.charts.marks import (
     point_of,
     side_by_side,
     tick_values,
+    training_end,
 )
 from lipscope.charts.panels import Panel, Series
 from lipscope.charts.pieces import lay_out, readable
@@ -310,6 +311,7 @@ def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
     rows = [replace(r, trained_length=128) for r in grown(lengths=[32, 128, 512])]
     svg = words(save(growth_chart(rows), tmp_path / "a.svg"))
     assert "trained to 128" in svg
+    assert training_end(rows) == 128  # the mark stands at what it names
     short = [r for r in rows if r.num_tokens <= 128]
     assert "trained to" not in words(save(growth_chart(short), tmp_path / "b.svg"))
     fresh = [replace(r, weights="random, seed 0") for r in rows]
@@ -318,7 +320,7 @@ def test_the_end_of_training_is_marked_where_inputs_are_longer(tmp_path):
 
 def test_panels_mark_the_end_of_training(tmp_path):
     line = Series("sigma", ((32, 1.0), (128, 2.0), (512, 3.0)))
-    panels = [Panel("longer", (line,), end=(128, 256.0)), Panel("unknown", (line,))]
+    panels = [Panel("longer", (line,), end=128), Panel("unknown", (line,))]
     svg = words(save(curves_chart("Lengths", panels), tmp_path / "a.svg"))
     assert svg.count("trained to 128") == 1
 

@@ -168,6 +168,8 @@ def test_few_samples_say_how_far_their_interval_reaches():
     assert (fit.low, fit.high) == (pytest.approx(0.2), pytest.approx(0.3))
     assert (fit.level, fit.note) == (0.5, None)
     assert fit.interval == "range of 2 samples, a 50 % interval of the median"
+    four = of(curve(lambda n, s: (1 + 0.01 * s * n % 7) * n**0.25, samples=4))
+    assert four.interval == "range of 4 samples, an 88 % interval of the median"
 
 
 @pytest.mark.parametrize("samples", [2, 3, 5])

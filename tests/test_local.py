@@ -18,7 +18,12 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows,
     local_rows_scalar,
 )
-from lipscope.theorems.derived.row_gram import row_gram, row_gram_joint, weighted_rows
+from lipscope.theorems.derived.row_gram import (
+    castin_lemma_3_8,
+    row_gram,
+    row_gram_joint,
+    weighted_rows,
+)
 from searched import searched
 
 
@@ -224,3 +229,34 @@ def test_the_whole_layer_is_sharper_than_its_heads_added():
     layer, x = draw(4, heads=3)
     added = sum(row_gram(HeadAt(head, x)) for head in heads_of(layer))
     assert row_gram_joint(all_heads(layer, x)) <= added
+
+
+def test_lemma_3_8_is_sharp_for_heads_that_move_the_output_the_same_way():
+    """Equal heads, multiples of one isometry behind them: sigma is that of one, times the sum."""
+    g = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(8, 4, generator=g, dtype=torch.float64))[0]
+    projection = torch.cat([0.5 * turn, turn, 2.5 * turn], 1)
+    layer, x = draw(4)
+    (head,) = heads_of(layer, fold=False)
+    found = castin_lemma_3_8(HeadsAt((head,) * 3, x, projection))
+    assert found == pytest.approx(4 * row_gram(HeadAt(head, x)), rel=1e-9)
+    one = layer.replace(query=0 * layer.query, query_bias=None, output=4 * turn, causal=False)
+    (head,) = heads_of(one, fold=False)  # uniform rows: J = P ⊗ V, and the certificate is exact
+    found = castin_lemma_3_8(HeadsAt((head,) * 3, x, projection))
+    assert found == pytest.approx(truth(one, x), rel=1e-8)
+    assert found == pytest.approx(float(torch.linalg.matrix_norm(one.value, 2)) * 4, rel=1e-8)
+
+
+def test_no_covariance_of_a_row_exceeds_the_squared_radius():
+    """Lemma C.1: mean square deviations in a ball of radius R; opposite tokens reach R²."""
+
+    def deviations(at: HeadAt):
+        return (at.p * torch.cdist(at.p @ at.x, at.x).square()).sum(1)
+
+    for seed in range(6):
+        layer, x = draw(seed)
+        assert float(deviations(one_head(layer, x)).max()) <= float(x.norm(dim=1).max()) ** 2
+    level = DotProduct(*3 * [torch.zeros(4, 4, dtype=torch.float64)])
+    u = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    found = deviations(one_head(level, torch.stack([u, -u])))
+    assert found.tolist() == pytest.approx(2 * [float(u @ u)])

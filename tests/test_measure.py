@@ -86,7 +86,8 @@ def test_a_map_is_built_once_for_each_window(monkeypatch):
         built.append((record, layer))
         return build_map(record, layer, *names, **options)
 
-    monkeypatch.setattr(importlib.import_module("lipscope.engine.places"), "build_map", counted)
+    module = importlib.import_module("lipscope.engine.ready_model")
+    monkeypatch.setattr(module, "build_map", counted)
     measured("gpt2", torch.cat([IDS, IDS + 1]), layers="all", tol=1e-3)
     assert [layer for _, layer in built] == [0, 1, 0, 1]
     assert len({(id(record), layer) for record, layer in built}) == 4

@@ -53,6 +53,28 @@ def test_embeddings_in_place_of_ids():
             assert math.isclose(a.sigma or 0, b.sigma or 0, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("bare", [False, True], ids=["by name", "the module alone"])
+def test_what_a_tokenizer_made_is_shown_in_words(bare: bool) -> None:
+    """Without padding, which is no row of the map; the module finds the tokenizer in its folder."""
+    loaded = load_model("minilm")
+    batch = loaded.tokenizer(["The cat sat", "Dogs"], return_tensors="pt", padding=True)
+    assert batch["attention_mask"].tolist() == [[1] * 5, [1] * 3 + [0] * 2]
+    rows = ls.measure(loaded.model if bare else loaded, batch, layers=[0])
+    said = [[one.text for one in rows.tokens if one.id == row.id] for row in rows]
+    assert said == [["[CLS]", "the", "cat", "sat", "[SEP]"], ["[CLS]", "dogs", "[SEP]"]]
+
+
+def test_ids_that_a_tokenizer_does_not_know_are_numbers() -> None:
+    class Few:
+        def __call__(self, text: str) -> None: ...
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+            return ["seven" if one == 7 else None for one in ids]
+
+    rows = ls.measure(model_of("bert"), IDS, layers=[0], tokenizer=Few())
+    assert [one.text for one in rows.tokens] == ["seven", "80", "33", "seven", "251", "104"]
+
+
 def test_a_mapping_with_a_padding_mask():
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     batch = {"input_ids": IDS.expand(2, N), "attention_mask": mask}

@@ -24,6 +24,7 @@ from lipscope.theorems import (
 from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
 from lipscope.theorems.derived.row_gram import row_gram_joint
+from opened import layer_of
 from tiny import TINY
 
 ROUNDING = 1e-9
@@ -283,8 +284,8 @@ def test_normed_layers_of_models(family: str, per_head: bool) -> None:
 
 def test_a_captured_layer_with_its_norm() -> None:
     model = f"random:llama:{TINY['llama']}"
-    layer, x = ls.capture(model, TEXT, layer=1, length=6, map="normed")
-    plain, u = ls.capture(model, TEXT, layer=1, length=6)
+    layer, x = layer_of(model, TEXT, layer=1, length=6, map="normed")
+    plain, u = layer_of(model, TEXT, layer=1, length=6)
     assert torch.allclose(layer(x), plain(u))
     assert isinstance(layer, Normed) and torch.allclose(layer.norm(x), u)
     assert all(b.radius is None and (b.floor or 0.0) > 0 for b in bounds_at(layer, x))

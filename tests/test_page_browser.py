@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import Browser, Page, sync_playwright
+from torch import nn
 
 from browser import ARGUMENTS, find
 from folders import (
@@ -23,7 +25,7 @@ from folders import (
     trained,
     written,
 )
-from lipscope import Rows, report
+from lipscope import Monitor, Rows, report
 from rows import row
 
 CHARTS = [
@@ -301,6 +303,37 @@ def test_the_keyboard_reaches_every_control(opened: Opened) -> None:
     opened.page.get_by_role("button", name="1", exact=True).press("Enter")
     opened.drawn()
     assert opened.page.get_by_role("button", name="1", exact=True).get_attribute("aria-pressed")
+
+
+def test_a_training_that_was_watched_opens_on_its_signals(browser: Browser, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    with Monitor(net, torch.randn(1, 5, 8), every=1, out=tmp_path / "run") as monitor:
+        for step in range(13):
+            if step == 12:
+                net.layers[1].self_attn.out_proj.weight.data *= 5  # pyright: ignore
+            with monitor.step(1.0):
+                pass
+    assert ("sigma", 1) in {(one.signal, one.layer) for one in monitor.alerts}
+    opened = Opened(browser.new_page(), report([tmp_path / "run"], tmp_path / "page.html")[0])
+    page = opened.page
+    assert page.inner_text("h1") == "TransformerEncoder during training"
+    assert page.locator("main section:visible h2").first.inner_text() == "During training"
+    assert opened.count("signal-sigma", "symbol") == 2 * 14 + 1  # and the alert
+    assert opened.count("signal-sigma", "line") == 2
+    assert opened.count("signal-loss", "symbol") == 13
+    assert opened.count("signal-entropy", "symbol") == 2 * 14
+    assert page.locator("#alerts li").count() == len(monitor.alerts)
+    assert "sigma of layer 1 (layers.1.self_attn) is" in page.inner_text("#alerts")
+    assert page.get_by_label("Model", exact=True).input_value() == "TransformerEncoder@13"
+    chosen = page.locator("#watched-layers button", has_text="1")
+    chosen.click()
+    opened.drawn()
+    assert chosen.get_attribute("aria-pressed") == "true"
+    faint = page.locator("#signal-sigma .role-mark.mark-symbol > path[opacity='0.12']")
+    assert faint.count() == 14  # layer 0
+    opened.sane()
 
 
 def test_checkpoints_are_drawn_against_their_steps(browser: Browser, tmp_path: Path) -> None:
@@ -617,3 +650,60 @@ def test_blocks_and_the_model_stand_in_one_picture(browser: Browser, tmp_path: P
     assert "it is 4.8 times sigma of the model's map" in opened.page.inner_text("#depth-note")
     opened.sane()
     opened.page.close()
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory) -> Path:
+    """Sigma that does not grow: lines like n^(1/4) and n^(1/2) soon leave the chart above."""
+    folder = tmp_path_factory.mktemp("flat")
+    rows = [
+        row(layer=k, num_tokens=n, sample=s, sigma=(2 + k) * (1 + 0.02 * s))
+        for k in range(3)
+        for n in (16, 64, 256, 1024, 4096)
+        for s in range(3)
+    ]
+    return report([written(folder / "flat", rows)], folder / "report.html")[0]
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_guides_stay_in_the_chart_each_with_its_name(browser, flat, width) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    found = Opened(page, flat)
+    for chart in ("real", "focus"):
+        frame = page.locator(f"#{chart} svg").bounding_box()
+        names = [
+            page.locator(f"#{chart} svg text", has_text=f"~ n^({law})").bounding_box()
+            for law in ("1/4", "1/2")
+        ]
+        for box in names:
+            assert frame["x"] <= box["x"] and box["x"] + box["width"] <= frame["x"] + frame["width"]
+            assert (
+                frame["y"] <= box["y"] and box["y"] + box["height"] <= frame["y"] + frame["height"]
+            )
+        low, high = sorted(names, key=lambda box: box["y"])
+        apart = low["y"] + low["height"] <= high["y"] + 2
+        beside = abs(low["x"] - high["x"]) >= low["width"]
+        assert apart or beside
+    found.sane()
+    page.close()
+
+
+def test_what_was_not_measured_leaves_the_page_and_its_contents(browser, flat) -> None:
+    page = browser.new_page()
+    found = Opened(page, flat)
+    listed = page.locator("#contents a").all_inner_texts()
+    for name in ("Layers and heads", "Between its bounds", "Directions in words"):
+        assert name not in listed
+        assert not page.get_by_role("heading", name=name).is_visible()
+        assert f"{name} (" in page.inner_text("#absent")
+    assert {"Overview", "Growth by layer", "Worst cases", "Provenance"} <= {*listed}
+    found.sane()
+    page.close()
+
+
+def test_the_axis_of_a_comparison_says_what_is_compared(anew: Opened) -> None:
+    titles = anew.page.locator("#sides svg .role-axis-title").all_text_contents()
+    assert anew.page.get_by_label("Compared", exact=True).input_value() == "sigma"
+    assert "sigma" in titles and "mean" not in titles
+    ratios = anew.page.locator("#ratios svg .role-axis-title").all_text_contents()
+    assert "sigma: second / first" in ratios

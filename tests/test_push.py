@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import lipscope as ls
 from command import BERT, TEXT
 from lipscope.certificates.certify import certified_changes, certify_ball
+from opened import layer_of
 from tiny import TINY, tiny
 
 GPT2, LLAMA = (f"random:{name}:{TINY[name]}" for name in ("gpt2", "llama"))
@@ -101,7 +102,7 @@ def test_flips_of_the_next_token_against_the_model_run_by_hand() -> None:
     loaded = tiny("gpt2", scale=3.0)
     how = {"eps": [0.01, 1.0, 9.0], "certificate": False, "draws": 0, "length": 6}
     gpt2 = ls.push(loaded, TEXT, layer=1, tol=1e-9, **how)
-    _, v = top_of(*ls.capture(loaded, TEXT, layer=1, length=6))
+    _, v = top_of(*layer_of(loaded, TEXT, layer=1, length=6))
     whole = AutoModelForCausalLM.from_config(loaded.config)
     whole.transformer = copy.deepcopy(loaded.model)
     whole.tie_weights()
@@ -157,7 +158,7 @@ def test_no_push_exceeds_its_certificate(model) -> None:
 
 
 def test_the_certificate_of_a_curve_is_close_to_those_of_its_radii() -> None:
-    layer, x = ls.capture(GPT2, TEXT, layer=0, length=6)
+    layer, x = layer_of(GPT2, TEXT, layer=0, length=6)
     sizes = [1e-4, 0.1, 1e3]
     curve = certified_changes(layer, x, sizes)
     for eps, value in zip(sizes[:2], curve, strict=False):
@@ -181,7 +182,7 @@ def test_other_maps_move_their_own_input(map) -> None:
 
 
 def test_the_nearest_text_by_hand() -> None:
-    loaded, texts = ls.load_model(BERT), ["the fox", "a dog sleeps", "smooth and flat"]
+    loaded, texts = ls.load_model(BERT).loaded, ["the fox", "a dog sleeps", "smooth and flat"]
     how = {"among": texts, "eps": [0.1], "dtype": "float32", "certificate": False}
     found = ls.push(loaded, TEXT, layer=1, **how, **SHORT)
     with torch.no_grad():
@@ -277,7 +278,7 @@ def test_pixels_that_move_the_patches_as_asked() -> None:
 
 
 def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
-    import lipscope.engine.along as inside
+    import lipscope.engine.push_curve as inside
 
     arguments = ("push", GPT2, "--text", "text.txt", "--layer", "1", "--length", "6")
     arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--no-certificate", "--out", "run")

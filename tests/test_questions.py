@@ -10,13 +10,13 @@ from scipy import stats
 
 from lipscope.control import attention_received, entropy_and_sink
 from lipscope.errors import InputError
-from lipscope.experiments import experiments
-from lipscope.experiments.experiment import Source, Study
-from lipscope.experiments.questions import long_context, precision, sink
-from lipscope.experiments.questions.rounded import Run
-from lipscope.experiments.texts import Text
 from lipscope.models import LoadedModel, rounded
 from lipscope.records.folder import RunFolder
+from lipscope_experiments import experiments
+from lipscope_experiments.experiment import Source, Study
+from lipscope_experiments.questions import long_context, precision, sink
+from lipscope_experiments.questions.rounded import Run
+from lipscope_experiments.texts import Text
 from small import drawn
 from tiny import TEXT, tiny
 

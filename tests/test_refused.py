@@ -38,7 +38,55 @@ def divided(**options: Any) -> Any:
     return ls.DividedAttention(*WEIGHTS, **({"by": "G2", "num_tokens": 3, "radius": 1.0} | options))
 
 
+class ByHand(nn.Module):
+    """Attention whose class is not named so, with no module inside."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "an attack on a batch": (
+        lambda: ls.attack(LAYER, torch.stack([X, X + 1]), steps=0),
+        r"one input here. Found 2",
+    ),
+    "a certificate of a batch": (
+        lambda: ls.certify(ENCODER.eval(), BATCH.repeat(2, 1, 1), eps=0.1),
+        r"one input here. Found 2",
+    ),
+    "attention by hand": (
+        lambda: ls.measure(ByHand(), BATCH),
+        r"none in `ByHand`; measure any function by `ls\.top_singular\(ls\.linearise\(f, x\)\)`",
+    ),
+    "a function": (
+        lambda: ls.measure(lambda x: x, BATCH),  # pyright: ignore[reportArgumentType]
+        r"Found `function`; measure any function by `ls\.top_singular",
+    ),
+    "one layer of a verb for several": (
+        lambda: ls.measure(ENCODER, BATCH, layer=0),  # pyright: ignore[reportCallIssue]
+        r"`measure` has no option `layer`; write `layers=`",
+    ),
+    "one length of a verb for several": (
+        lambda: ls.bounds(ENCODER, BATCH, length=3),  # pyright: ignore[reportCallIssue]
+        r"`bounds` has no option `length`; write `lengths=`",
+    ),
+    **{
+        f"layers of {verb.__name__}": (
+            lambda verb=verb, more=more: verb(ENCODER, "text", layers=[1], **more),
+            r"no option `layers`; write `layer=`",
+        )
+        for verb, more in {
+            ls.attack: {},
+            ls.attack_text: {},
+            ls.certify: {"eps": 0.1},
+            ls.directions: {},
+            ls.push: {},
+        }.items()
+    },
+    "lengths of a verb for one window": (
+        lambda: ls.split(ENCODER, BATCH, lengths=[3]),  # pyright: ignore[reportCallIssue]
+        r"no option `lengths`; write `length=`",
+    ),
     "radius": (lambda: ls.ClippedAttention(*WEIGHTS, radius="2"), r"`radius = '2'`"),
     "radius of a divided layer": (lambda: divided(radius="2"), r"`radius = '2'`"),
     "half a token": (lambda: divided(num_tokens=4.5), r"positive integer.*4\.5"),

@@ -27,9 +27,9 @@ from lipscope.errors import InputError
 from lipscope.records import files, jsonl
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.jsonl import sealed
-from lipscope.records.place import Place
 from lipscope.records.rows import AGAIN
 from lipscope.records.run import read_run
+from lipscope.records.run_location import Place
 from rows import SPEC, row, tokens_of
 from sweeps import in_this_process
 
@@ -365,7 +365,7 @@ def test_a_finished_run_answers_without_the_model_and_grows(tmp_path, monkeypatc
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(sys.modules["lipscope.engine.runs"], "load_model", never)
+    monkeypatch.setattr(sys.modules["lipscope.engine.ready_model"], "load_model", never)
     again = ls.measure(BERT, TEXT, layers=[0, 1], **(options | {"lengths": [6, 9]}))
     assert [*again] == [*wider]
     assert (tmp_path / "run" / "rows.jsonl").read_bytes() == before

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from rich.console import Console
@@ -42,7 +43,6 @@ def test_rows_are_a_sequence_with_their_tokens():
     assert isinstance(part, Rows)
     assert [r.id for r in part] == [rows[0].id, rows[1].id]
     assert len(part.tokens) == 6 and part.windows == "spread"
-    assert repr(part) == "<Rows: 2 measurements of minilm>"
     assert rows[3] in rows
 
 
@@ -175,8 +175,8 @@ def test_summary_speaks_of_the_largest_sigma():
         " order, the output moves by up to 0.900 times the input's relative change; compare"
         " layers by this number, of which the largest is 1.25, at layer 2. From 16 to 256 tokens it"
         " grows like n^0.25 (0.25 to"
-        " 0.25, range of 5 samples, a 94 % interval of the median for the sampling of text;"
-        " means off by 0 %, p = 1.000).\n"
+        " 0.25, range of 5 samples, a 94 % interval of the median for the sampling of text)."
+        " The means leave n^0.25 by up to 0 %, no more than chance explains (p = 1.000).\n"
         "All 45 intervals hold at once with probability at least 1 - 4.5e-05."
     )
 
@@ -214,10 +214,10 @@ def test_summary_does_not_call_noise_growth():
     for tiny in (0.003, -0.003):
         single = Rows(curve(lambda n, s, tiny=tiny: n**tiny, samples=1)).summary()
         exact = Rows(curve(lambda n, s, tiny=tiny: n**tiny)).summary()
-        assert "it hardly changes (off by 0 %, not tested), with no interval" in single
+        assert "it hardly changes; there is no interval: " in single
         assert "it hardly changes (0.00 to 0.00, range of 5 samples" in exact
         assert "-0.00" not in single + exact
-    assert "falls like n^-0.50 (off by 0 %, not tested), with no interval" in (
+    assert "it falls like n^-0.50; there is no interval: " in (
         Rows(curve(lambda n, s: n**-0.5, samples=1)).summary()
     )
 
@@ -301,6 +301,34 @@ def test_measurement_columns_all_have_a_plain_type():
     names = {f.name: str(f.type) for f in dataclasses.fields(Measurement)}
     odd = [n for n, t in names.items() if t.split(" | ")[0] not in ("int", "float", "str", "bool")]
     assert odd == ["status"]
+
+
+def test_a_joint_probability_is_told_only_where_it_says_something():
+    """Below 0.95 the intervals are counted that may miss: delta each, added up."""
+    five, six = ([row(sample=k, delta=0.01) for k in range(count)] for count in (5, 6))
+    assert Rows(five).confidence() == (
+        "All 5 intervals hold at once with probability at least 0.95."
+    )
+    assert Rows(six).confidence() == "Of 6 intervals, at most 0.06 are expected to miss."
+
+
+def test_a_small_deviation_beyond_chance_is_said_in_two_sentences():
+    """An exponent whose means leave the line by a few per cent, in every sample alike."""
+    bend = dict(zip((16, 32, 64, 128, 256), (-0.02, 0.04, 0.0, -0.04, 0.02), strict=True))
+    noise = np.random.default_rng(0).normal(size=(5, 6))
+    rows = [
+        row(num_tokens=n, sample=s, sigma=math.exp(bend[n] + 1e-4 * noise[i, s]) * n**0.25)
+        for i, n in enumerate(bend)
+        for s in range(6)
+    ]
+    said = Rows(rows).summary()
+    assert "it grows like n^0.25 (0.25 to 0.25, 95 % interval for the sampling of text). " in said
+    assert "The means leave n^0.25 by up to 4.1 %, more than chance explains (p < 0.001)." in said
+    told = " ".join(Rows(rows).text().split())
+    assert "The means leave that law by 4.1 % (F test, p < 0.001)." in told
+    others = [dataclasses.replace(one, id=f"o{one.id}", layer=7) for one in rows]
+    told = " ".join(Rows([*rows, *others]).text().split())
+    assert "(F test, smallest of 2: p < 0.001)." in told
 
 
 def test_the_intervals_of_directions_are_added_up_too():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -15,14 +16,15 @@ import torch
 from command import SIZES, TEXT
 from lipscope import Rows, cli, read_run
 from lipscope.errors import InputError
-from lipscope.experiments import experiments, reproduce
-from lipscope.experiments.castin2024.controls import controls
-from lipscope.experiments.experiment import Study
-from lipscope.experiments.findings import Claim, Findings, Table, exponent, middle, page
-from lipscope.experiments.texts import Text, texts_of
 from lipscope.models import load_model
+from lipscope.plugins import load_plugins
 from lipscope.records.folder import RunFolder
 from lipscope.records.growth import growth
+from lipscope_experiments import experiments, reproduce
+from lipscope_experiments.castin2024.controls import controls
+from lipscope_experiments.experiment import Study
+from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle, page
+from lipscope_experiments.texts import Text, texts_of
 from rows import row
 from small import drawn
 
@@ -53,6 +55,33 @@ def test_every_experiment_cites_the_bibliography() -> None:
     text = (Path(__file__).parent.parent / "docs" / "references.bib").read_text()
     for entry in experiments():
         assert entry.cite == "derived here" or f"{{{entry.cite}," in text, entry.name
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("lipscope.cli.reproduce.load_plugins", lambda group: ())
+    for word in ("--list", "castin2024/figure3"):
+        status, out, err = said_by(monkeypatch, capsys, word)
+        assert (status, out) == (2, "") and err.count("\n") == 1
+        assert "`pip install ./experiments`" in err
+
+
+def test_a_foreign_package_comes_in_by_its_entry_point(tmp_path, monkeypatch, capsys) -> None:
+    info = tmp_path / "foreign-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foreign\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[lipscope.experiments]\nmine = foreign\n")
+    (tmp_path / "foreign.py").write_text(
+        "from types import SimpleNamespace as One\n"
+        "def experiments(): return [One(name='mine/own', title='Its title', models=())]\n"
+        "def reproduce(name, **options):\n"
+        "    return One(claims=[One(about=name, said='1', found='2')], remarks=())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("lipscope.cli.reproduce.load_plugins", load_plugins.__wrapped__)
+    status, out, _ = said_by(monkeypatch, capsys, "--list")
+    assert status == 0 and "Its title" in out and "castin2024/figure1" in out
+    status, out, _ = said_by(monkeypatch, capsys, "mine/own", "--out", str(tmp_path / "run"))
+    assert status == 0 and "mine/own" in out
 
 
 def test_list(monkeypatch, capsys) -> None:
@@ -95,7 +124,7 @@ def test_a_folder_of_short_texts_is_one_text(monkeypatch, tmp_path) -> None:
 @pytest.fixture
 def short_text(monkeypatch) -> None:
     """A default text that takes no time to cut into tokens."""
-    monkeypatch.setattr("lipscope.experiments.texts.default_text", lambda: TEXT)
+    monkeypatch.setattr("lipscope_experiments.texts.default_text", lambda: TEXT)
 
 
 @pytest.mark.slow
@@ -142,11 +171,10 @@ def test_page_escapes_and_counts() -> None:
     findings = Findings(
         (Claim("‖J‖ | n", "a\nb", "1"),), (Table("More", ("x", "y"), (("1", "2"),)),), ("Not run.",)
     )
-    text = page(
-        findings, title="T", cite="castin2024", command="c", figures=[("f.svg", "F")], origin="o"
-    )
+    figures = [("f.svg", "F", "0123456789abcdef")]
+    text = page(findings, title="T", cite="castin2024", command="c", figures=figures, origin="o")
     assert "| ‖J‖ \\| n | a b | 1 |" in text
-    assert "![F](f.svg)" in text and "- Not run." in text
+    assert "![F](f.svg)\n<!-- sha256 0123456789abcdef -->" in text and "- Not run." in text
 
 
 def test_exponent_says_where_no_power_law_fits() -> None:
@@ -211,12 +239,14 @@ def test_changed_code_draws_a_finished_run_again(figure3, monkeypatch, tmp_path)
     folder, found = figure3
     figure = folder / "figure3.svg"
     drawn, values = figure.read_bytes(), read_run(folder).values("figure3")
+    digest = hashlib.sha256(drawn).hexdigest()[:16]
+    assert f"(figure3.svg)\n<!-- sha256 {digest} -->" in (folder / "findings.md").read_text()
     figure.write_bytes(b"of older code")
-    monkeypatch.setattr("lipscope.experiments.castin2024.figure3.top_singular", None)
+    monkeypatch.setattr("lipscope_experiments.castin2024.figure3.top_singular", None)
     assert reproduce("castin2024/figure3", quick=True, out=folder) == found
     assert figure.read_bytes() == b"of older code"
     (tmp_path / "look.py").write_text("WIDTH = 1")
-    monkeypatch.setattr("lipscope.experiments.experiment._CODE", tmp_path)
+    monkeypatch.setattr("lipscope_experiments.experiment._CODE", (tmp_path,))
     assert reproduce("castin2024/figure3", quick=True, out=folder) == found
     assert figure.read_bytes() == drawn
     assert read_run(folder).values("figure3").equals(values)
@@ -256,7 +286,7 @@ def test_experiments_on_a_tiny_model(name: str, tmp_path, short_text) -> None:
 def test_windows_that_repeat_another_are_no_neighbours(tmp_path, monkeypatch) -> None:
     """Windows left out leave gaps in their numbers: the next one's own sentence is set aside."""
     text = "a" * 4 * len(TEXT) + TEXT
-    monkeypatch.setattr("lipscope.experiments.texts.default_text", lambda: text)
+    monkeypatch.setattr("lipscope_experiments.texts.default_text", lambda: text)
     for name in ("prediction", "robustness"):
         found = reproduce(f"castin2024/{name}", models=[LONG], quick=True, out=tmp_path / name)
         assert found.claims and found.tables
@@ -278,7 +308,7 @@ def test_figure4_reads_pictures(tmp_path, short_text) -> None:
 
 def test_certificates_end_at_the_first_refusal() -> None:
     """A ball within which the certificate allows more than the values do has none."""
-    from lipscope.experiments.castin2024.robustness import _certificates, _Window
+    from lipscope_experiments.castin2024.robustness import _certificates, _Window
 
     layer, x = drawn(0), torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).double()
     window = _Window(layer, layer, x, 0)

@@ -202,6 +202,23 @@ def test_weight_norm_is_copied(old):
             assert torch.allclose(twin.attention(u, u, u)[0][0], layer.output, atol=1e-12)
 
 
+def test_a_cache_that_a_run_with_gradients_filled_is_copied():
+    """LeViT keeps its biases by device in a dictionary, in evaluation."""
+
+    class Cached(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.__dict__.setdefault("cache", {})["cpu"] = self.first.weight.sum()
+            return super().forward(x) * self.cache["cpu"].detach()
+
+    model, x = Cached(False).eval(), torch.randn(1, 5, 8)
+    model(x)
+    (row,) = measure(model, x)
+    u = model.first(x).detach()
+    jacobian = torch.autograd.functional.jacobian(lambda u: model.attention(u, u, u)[0], u)
+    truth = float(torch.linalg.matrix_norm(jacobian.reshape(40, 40), 2))
+    assert row.sigma == pytest.approx(truth, rel=1e-4)
+
+
 def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
     class Stubborn(Normed):
         def __deepcopy__(self, memo):

@@ -10,6 +10,7 @@ import torch
 import lipscope as ls
 from command import BERT, TEXT
 from lipscope.measures import split_at
+from opened import layer_of
 from tiny import TINY
 
 LLAMA, GPT2 = (f"random:{name}:{TINY[name]}" for name in ("llama", "gpt2"))
@@ -29,7 +30,7 @@ def test_gains_of_a_model_against_dense_matrices(model, map) -> None:
         model, TEXT, layers=[1], length=LENGTH, map=map, dtype="float64", seed=1, delta=1e-6
     )
     loaded = ls.load_model(model, seed=1)
-    layer, x = ls.capture(loaded, TEXT, layer=1, length=LENGTH)
+    layer, x = layer_of(loaded, TEXT, layer=1, length=LENGTH)
     whole = layer if map == "attention" else layer.replace(output=None, output_bias=None)
     exact = split_at(whole, x)
     first, apart = found.moved[0], found.split[0]

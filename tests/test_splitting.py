@@ -14,7 +14,6 @@ from examples import build as build_variant
 from lipscope import DotProduct, to_dense, variants
 from lipscope.attention import Attention, Rotary
 from lipscope.errors import InputError
-from lipscope.experiments.castin2024.splitting import ratios
 from lipscope.measures import (
     TokenMeasure,
     conditional_distance,
@@ -32,6 +31,7 @@ from lipscope.measures import (
     weighted_jacobian,
 )
 from lipscope.measures.splitting import blocks, in_closed_form, own_operator, token_gains
+from lipscope_experiments.castin2024.splitting import ratios
 from small_layers import case
 
 ONE = torch.ones(1, 1, dtype=torch.float64)

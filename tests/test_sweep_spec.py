@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lipscope.engine.measure import measure
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
-from lipscope.engine.spec import THEOREMS, Spec, spec_of
+from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, spec_of
 from lipscope.engine.sweep.batches import TRIES, Batches
 from lipscope.engine.sweep.estimate import seconds_at
 from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError
+from lipscope.theorems import catalogue
 
 YAML = """
 # growth of two models
@@ -51,10 +55,21 @@ def test_a_file_is_read_as_yaml_1_2(tmp_path):
     ]
     assert (spec.layers, spec.lengths, spec.samples) == ((0, 2, 3, 4), (2, 18, 34, 50), 3)
     assert (spec.tol, spec.move, spec.seeds) == (0.01, "1:1", (0, 7))
-    assert set(spec.theorems) < set(THEOREMS) and "castin_thm_3_3" in spec.theorems
+    assert "castin_thm_3_3" in spec.theorems
+    assert set(spec.theorems) < {one.name for one in catalogue()}
     assert "row_gram" not in spec.theorems  # it takes seconds a head: to be named
     assert spec_of(spec.as_dict()) == spec
     assert read_spec({"models": "minilm", "theorems": ["row_gram"]}).spec.theorems == ("row_gram",)
+
+
+def test_an_option_is_documented_with_the_default_that_it_has():
+    """`measure` says what every option means; default, check and help stand in `Spec`."""
+    _, _, said = (measure.__doc__ or "").partition("**options")
+    for name in set(MeasureOptions.__annotations__) - {"tokenizer", "revision"}:
+        found = re.search(rf"``{name}(?:=([^`]+))?``", said)
+        default = OPTIONS[AXES.get(name, name)].default
+        (one,) = (default or ("none",)) if isinstance(default, tuple) else (default,)
+        assert found and ast.literal_eval(found[1] or "None") == one, name
 
 
 def test_checkpoints_in_a_folder(tmp_path):

@@ -13,6 +13,7 @@ import lipscope as ls
 from lipscope.attacks import RECIPES, EditSearch
 from lipscope.linalg.starts import start_named
 from lipscope.models import Embedded, Written, attention_sites, implementation_for, prepared, trace
+from opened import layer_of
 from tiny import TEXT, tiny
 
 ASCII = (
@@ -33,7 +34,7 @@ def search():
         sites = attention_sites(model, None)
         record = trace(model, inputs, sites, norms=False, blocks=False, dtype=torch.float64)
         embedded = Embedded(model, inputs, record, 1)
-        layer, x = ls.capture(loaded, "The quick ", layer=1, length=10)
+        layer, x = layer_of(loaded, "The quick ", layer=1, length=10)
         yield EditSearch(embedded, Written(loaded.tokenizer), "model", (layer, x), name="test")
 
 
@@ -220,7 +221,7 @@ def test_budget_and_queries_are_kept(monkeypatch) -> None:
 
 
 def test_a_decision_that_changes_is_another_nearest_text() -> None:
-    between, loaded = ["zzzz zzzz", "The quick brown", "0123456789"], ls.load_model(BERT)
+    between, loaded = ["zzzz zzzz", "The quick brown", "0123456789"], ls.load_model(BERT).loaded
 
     def nearest(text: str) -> int:
         with torch.no_grad():
@@ -247,7 +248,7 @@ def test_a_decision_that_changes_is_another_nearest_text() -> None:
 def test_a_read_out_decides_as_its_matrix_does(tmp_path) -> None:
     weight = torch.randn(3, 12, generator=torch.Generator().manual_seed(3)).double()
     np.save(tmp_path / "w.npy", weight.numpy())
-    loaded = ls.load_model(BERT)
+    loaded = ls.load_model(BERT).loaded
     found = ls.attack_text(
         loaded, TEXT, budget=2, read_out=tmp_path / "w.npy", recipes="hotflip", **SMALL
     )
@@ -350,7 +351,7 @@ def test_what_cannot_be_asked_is_said(options, message, unchecked) -> None:
 
 
 def test_models_that_cannot_be_edited_are_said() -> None:
-    loaded = ls.load_model(BERT)
+    loaded = ls.load_model(BERT).loaded
     with pytest.raises(ls.InputError, match="should have a tokenizer"):
         ls.attack_text(dataclasses.replace(loaded, tokenizer=None), TEXT, **SMALL)
     with pytest.raises(ls.InputError, match="embedding of its token ids"):

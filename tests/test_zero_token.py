@@ -5,9 +5,9 @@ import torch
 
 from lipscope import DotProduct, L2Attention
 from lipscope.errors import InputError
-from lipscope.experiments.kim2021.infinity import ascend_infinity
-from lipscope.experiments.kim2021.zero_token import proof_steps
 from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_value
+from lipscope_experiments.kim2021.infinity import ascend_infinity
+from lipscope_experiments.kim2021.zero_token import proof_steps
 from small import drawn
 
 ONE = torch.eye(1).double()

@@ -52,6 +52,11 @@ def test_parts_without_attention_may_lack_its_fused_form():
     assert [one.verdict for one in outcomes("vibevoice_asr", ("attention",))] == ["exact"]
 
 
+def test_a_copy_of_the_output_leads_to_the_projection():
+    """CANINE concatenates the outputs of chunks, of which there is one here."""
+    assert [one.verdict for one in outcomes("canine", ("attention", "residual"))] == ["exact"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_every_model_type_is_exact_or_refused(kind):

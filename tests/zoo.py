@@ -34,7 +34,8 @@ from zoo_models import model_of, run
 
 TYPES = tuple(sorted(transformers.models.auto.modeling_auto.MODEL_MAPPING_NAMES))
 MAPS = ("attention", "normed", "residual", "block", "model")
-_MEMORY = 8 << 30  # bytes that a model type may take
+_MEMORY = 8 << 30  # bytes that a step of a model type may take beside what is held
+_STATM = Path("/proc/self/statm")
 _SECONDS = 15  # of processor time, for the building, a measurement and a comparison each
 _LARGEST = 1600  # entries of an input whose dense Jacobian is still had
 _NOTHING = (
@@ -60,18 +61,23 @@ class Outcome(NamedTuple):
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """A limit on the processor time of one step of a model type."""
+    """A limit on the processor time of one step of a model type, and on its memory."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} s of processor time")
 
     before = signal.signal(signal.SIGPROF, stop)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    if _STATM.exists():  # Linux: elsewhere the limit does not hold
+        held = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + _MEMORY, memory[1]))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 class SumSeen:
@@ -417,7 +423,6 @@ def answered(kind: str, results: Path) -> None:
     """The outcomes of a model type, by a process of its own, appended to the results."""
     process = os.fork()
     if process == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         lines = [json.dumps(one) for one in outcomes(kind)]
         with results.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))

@@ -1,71 +1,275 @@
-"""What a result shows of itself in a notebook: a small table and a figure, all text escaped."""
+"""Display of results at a prompt and in a notebook: tables, sentences and a figure."""
 
 from __future__ import annotations
 
 import base64
+import copy
 import dataclasses
 import html
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import io
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.cells import cell_len
+from rich.table import Column, Table
 
 LINES = 12
 """Most lines of a table; more are counted."""
 
-_WORD = 160  # characters of a value
+WIDTH, HEIGHT = 100, 30
+"""Of what stands at a prompt, in letters and lines."""
+
+_WORD = 160  # letters of a value
+_FEW = 8  # numbers that are said one by one
+_NARROW, _WIDEST = 16, 40  # letters of a column whose lines may be broken
 
 
-def card(result: Any) -> str:
-    """A record as HTML: a table of its attributes, then those that show themselves."""
+@dataclass(frozen=True)
+class Card:
+    """A record in few words.
+
+    Attributes:
+        name: Of its class.
+        cells: Its attributes and what they are.
+    """
+
+    name: str
+    cells: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, which only a notebook shows.
+
+    Attributes:
+        svg: Draws it; it stands by itself and fetches nothing. "" where nothing can be drawn.
+        alt: What it is, in words.
+    """
+
+    svg: Callable[[], str]
+    alt: str
+
+
+Piece: TypeAlias = Table | Card | Drawing | str
+
+
+def card(result: Any) -> Iterator[Piece]:
+    """A record as its attributes, then those that show themselves."""
     pairs = [(field.name, getattr(result, field.name)) for field in dataclasses.fields(result)]
-    parts = [value for _, value in pairs if isinstance(value, Shown)]
-    plain = [(n, v) for n, v in pairs if not (v is None or isinstance(v, Shown))]
-    cells = [(name, said) for name, value in plain if (said := _said(value))]
-    return table(type(result).__name__, (), cells) + "".join(map(as_html, parts))
+    cells = [
+        (name, said)
+        for name, value in pairs
+        if value is not None and not isinstance(value, Shown) and (said := _said(value))
+    ]
+    yield Card(type(result).__name__, tuple(cells))
+    for _, value in pairs:
+        if isinstance(value, Shown):
+            yield from pieces(value)
 
 
-as_html = singledispatch(card)
-"""A result as HTML: by its `card`, unless a room above has registered more for its class."""
+pieces = singledispatch(card)
+"""What a result shows: its `card`, unless a room above has registered more for its class."""
 
 
 class Shown:
-    """A record that a notebook shows by `as_html`."""
+    """A result that shows itself by `pieces`: in short at a prompt, with figures in a notebook."""
 
     __slots__ = ()
 
+    def __repr__(self) -> str:
+        return as_text(self)
+
     def _repr_html_(self) -> str:
         return as_html(self)
+
+
+class Sheet(Shown):
+    """Tables and sentences that were asked for: whole where printed, and in a notebook.
+
+    Args:
+        *parts: Tables and sentences.
+    """
+
+    def __init__(self, *parts: Table | str) -> None:
+        self.parts = parts
+
+    def __rich_console__(self, *_: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        yield from (Text(part) if isinstance(part, str) else part for part in self.parts)
+
+    def __repr__(self) -> str:
+        return _cut(str(self), "; `print` shows all.")
+
+    def __str__(self) -> str:
+        return _text(self.parts, None)
+
+    def _repr_html_(self) -> str:
+        return "".join(_html(part, None) for part in self.parts)
+
+
+@pieces.register
+def _sheet(sheet: Sheet) -> Iterator[Piece]:
+    yield from sheet.parts
+
+
+# --- at a prompt
+
+
+def as_text(result: Any) -> str:
+    """A result as at most `HEIGHT` lines of `WIDTH` letters, with fewer lines of tables if need be.
+
+    Args:
+        result: The result.
+    """
+    parts = list(pieces(result))
+    text = next(
+        (text for most in (LINES, 8, 5, 3) if (text := _text(parts, most)).count("\n") < HEIGHT),
+        _text(parts, 2),
+    )
+    return _cut(text, ".")
+
+
+def _cut(text: str, end: str) -> str:
+    lines = text.split("\n")
+    if len(lines) <= HEIGHT:
+        return text
+    return "\n".join([*lines[: HEIGHT - 1], f"… and {len(lines) - HEIGHT + 1} more lines{end}"])
+
+
+def _text(parts: Iterable[Piece], most: int | None) -> str:
+    texts = [_words(part, most) for part in parts if not isinstance(part, Drawing)]
+    lines = "\n".join(texts).split("\n")
+    return printable("\n".join(line.rstrip() for line in lines).strip("\n"))
+
+
+def _words(part: Table | Card | str, most: int | None) -> str:
+    from rich.text import Text
+
+    if isinstance(part, Card):
+        words = ", ".join(f"{name}={said}" for name, said in part.cells)
+        return _printed(Text(f"{part.name}({words})"))
+    if isinstance(part, str):
+        return _printed(Text(part))
+    shown = _printed(part if most is None else _first(part, most), width_of(part))
+    return "\n".join(filter(None, [shown, _more(part.row_count, most)]))
+
+
+def _printed(what: Any, width: int = WIDTH) -> str:
+    from rich.console import Console
+
+    # A kernel's console would show at once what is only asked for as text.
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(what, crop=False)
+    return capture.get().removesuffix("\n")
+
+
+def width_of(table: Table) -> int:
+    """Letters that a table takes where no number of it is cut, at least `WIDTH`."""
+    edges = 0 if table.box is None else 1
+    return max(WIDTH, sum(_room(column) + 2 + edges for column in table.columns))
+
+
+def _room(column: Column) -> int:
+    texts = [line for one in (column.header, *column.cells) for line in str(one).split("\n")]
+    if column.no_wrap:
+        return max(map(cell_len, texts), default=0)
+    longest = max((cell_len(word) for text in texts for word in text.split()), default=0)
+    return min(_WIDEST, max(longest, min(_NARROW, max(map(cell_len, texts), default=0))))
+
+
+def _first(table: Table, count: int) -> Table:
+    """The first lines of a table."""
+    made = copy.copy(table)
+    made.columns, made.rows = [column.copy() for column in table.columns], []
+    for row, cells in list(zip(table.rows, _cells(table), strict=True))[:count]:
+        made.add_row(*cells, style=row.style, end_section=row.end_section)
+    return made
+
+
+def _cells(table: Table) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def _more(count: int, most: int | None) -> str:
+    more = 0 if most is None else count - most
+    return f"… and {more} more line{'s' * (more > 1)}." if more > 0 else ""
+
+
+def printable(value: Any) -> Any:
+    r"""Text without what XML, a terminal or UTF-8 does not take; through lists and dictionaries.
+
+    Control characters become their pictures; line ends and tabs stay.
+
+    >>> printable({"a": ["\x1b[31m", "\ud800", "a\n"]})
+    {'a': ['␛[31m', '�', 'a\n']}
+    """
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(_sign, value)
+    if isinstance(value, dict):
+        return {printable(key): printable(one) for key, one in value.items()}
+    return [printable(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def _sign(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "�"
+
+
+# --- in a notebook
+
+
+def as_html(result: Any) -> str:
+    """A result as HTML: small tables, paragraphs and figures, all text escaped.
+
+    Args:
+        result: The result.
+    """
+    return "".join(_html(part, LINES) for part in pieces(result))
+
+
+def _html(part: Piece, most: int | None) -> str:
+    if isinstance(part, str):
+        return "".join(f"<p>{_safe(line)}</p>" for line in part.splitlines() if line.strip())
+    if isinstance(part, Drawing):
+        return picture(svg, part.alt) if (svg := part.svg()) else ""
+    if isinstance(part, Card):
+        return table(part.name, (), part.cells)
+    header = [str(column.header) for column in part.columns]
+    lines = [[str(cell) for cell in cells] for cells in _cells(part)]
+    return table(str(part.title or ""), header if any(header) else (), lines, most)
 
 
 def table(
     title: str,
     header: Sequence[str],
     lines: Collection[Sequence[str]],
-    remark: str = "",
+    most: int | None = LINES,
 ) -> str:
     """A small table as HTML.
 
     Args:
         title: What stands above it.
         header: Names of the columns, or none.
-        lines: Their cells, as plain text; of more than `LINES` it is said how many there are.
-        remark: What stands under it.
+        lines: Their cells, as plain text.
+        most: Lines that are shown; of more it is said how many there are. All if None.
 
     >>> table("a < b", (), [("x", "1")])
     '<table><caption>a &lt; b</caption><tbody><tr><td>x</td><td>1</td></tr></tbody></table>'
     """
     head = f"<thead>{_line(header, 'th')}</thead>" if header else ""
-    body = "".join(_line(cells, "td") for cells in list(lines)[:LINES])
+    body = "".join(_line(cells, "td") for cells in list(lines)[:most])
     caption = f"<caption>{_safe(title)}</caption>" if title else ""
-    more = len(lines) - LINES
-    said = [f"… and {more} more line{'s' * (more > 1)}."] if more > 0 else []
-    said += remark.splitlines()
-    return f"<table>{caption}{head}<tbody>{body}</tbody></table>" + paragraphs(said)
-
-
-def paragraphs(sentences: Iterable[str]) -> str:
-    """Each of them as a paragraph of HTML."""
-    return "".join(f"<p>{_safe(one)}</p>" for one in sentences)
+    more = _more(len(lines), most)
+    return f"<table>{caption}{head}<tbody>{body}</tbody></table>" + f"<p>{more}</p>" * bool(more)
 
 
 def picture(svg: str, alt: str) -> str:
@@ -83,16 +287,29 @@ def _safe(text: str) -> str:
     return html.escape(text.encode(errors="replace").decode()).replace("\n", "<br>")
 
 
+# --- a value in few words
+
+
 def _said(value: Any) -> str:
-    """A value in few words: numbers in four digits, what is large by its size."""
+    """Numbers in four digits, what is large by its size, what has no words by its class."""
     if isinstance(value, float):
         return f"{value:.4g}"
-    if hasattr(value, "shape"):
-        return f"{' × '.join(map(str, value.shape)) or 'one'} numbers, {value.dtype}"
-    if isinstance(value, list | tuple):
-        return ", ".join(_counted(value))
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        if value.ndim != 1 or len(value) > _FEW:
+            return f"{' × '.join(map(str, value.shape)) or 'one'} numbers, {value.dtype}"
+        value = value.tolist()
+    if isinstance(value, list | tuple | dict):
+        plain = all(isinstance(one, float | int | str) for one in value) and len(value) <= _FEW
+        if plain and value:
+            return f"({', '.join(map(_said, value))})"
+        return ", ".join(_counted(list(value)))
     text = str(value)
-    return text if len(text) <= _WORD else text[: _WORD - 1] + "…"
+    if isinstance(value, str | Path):
+        text = " ".join(text.split())
+        return text if len(text) <= _WORD else text[: _WORD - 1] + "…"
+    # Nobody reads an address, or the whole of a model.
+    name = getattr(value, "__name__", type(value).__name__)
+    return name if " at 0x" in text or len(text) > _WORD or "\n" in text else text
 
 
 def _counted(values: Sequence[Any]) -> Iterator[str]:

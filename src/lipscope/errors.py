@@ -1,4 +1,4 @@
-"""The one exception for a mistake that its user can mend, remarks, and how to tell lack of memory.
+"""Errors that a user can mend, remarks, and out-of-memory errors.
 
 Every public door raises it with one line that says what, where and what to do; the
 command line prints that line and exits with status 2.
@@ -112,16 +112,17 @@ def out_of_memory(problem: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def memory_for(work: str) -> Iterator[None]:
-    """Lack of memory that no smaller block mends, as an error of one line.
+def memory_for(work: str, dtype: str = "float32") -> Iterator[None]:
+    """Report out of memory as an `InputError` of one line.
 
     Args:
         work: What needed it, as the subject of the sentence.
+        dtype: Floating type of the work: half the memory is enough for what was in float64.
 
     Raises:
         InputError: Instead of the error of the allocation.
 
-    >>> with memory_for("The model's own forward pass"):
+    >>> with memory_for("The model's own forward pass", "float64"):
     ...     raise MemoryError
     Traceback (most recent call last):
     lipscope.errors.InputError: The model's own forward pass ran out of memory. Use shorter \
@@ -132,7 +133,7 @@ inputs, a smaller model or float32; rows measured before are kept.
     except (RuntimeError, MemoryError) as problem:
         if not out_of_memory(problem):
             raise
+        less = ", a smaller model or float32" if dtype == "float64" else " or a smaller model"
         raise InputError(
-            f"{work} ran out of memory. Use shorter inputs, a smaller model or float32; rows "
-            "measured before are kept."
+            f"{work} ran out of memory. Use shorter inputs{less}; rows measured before are kept."
         ) from problem

@@ -1,7 +1,8 @@
-"""What `lipscope` offers: the verbs, sigma, linearise, the variants, the records."""
+"""The public names of `lipscope`: the verbs, sigma, linearise, the variants, the records."""
 
 import lipscope.dynamics
-import lipscope.pages.notebook  # noqa: F401  (what notebooks show)
+import lipscope.engine.results
+import lipscope.pages.notebook  # noqa: F401  (what prompts and notebooks show)
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -15,15 +16,17 @@ from lipscope.attention import (
     SinkhornAttention,
     variants,
 )
+from lipscope.attention.core import VARIANTS
 from lipscope.attention.functional import attention
 from lipscope.control import Restraint, restrain
 from lipscope.engine.attack import attack
 from lipscope.engine.bounds import bounds
-from lipscope.engine.capture import capture
 from lipscope.engine.certify import certify
+from lipscope.engine.certify_decision import certify_decision
 from lipscope.engine.directions import directions
 from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
+from lipscope.engine.open_model import LayerAtInput, OpenModel, load_model
 from lipscope.engine.push import Pushed, push
 from lipscope.engine.smooth import Smoothed, smooth
 from lipscope.engine.split import split
@@ -33,7 +36,6 @@ from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
 from lipscope.linalg.operator import Operator, linearise, to_dense
 from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.models import load_model
 from lipscope.pages.report import report
 from lipscope.pages.rows import Rows
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
@@ -49,10 +51,12 @@ __all__ = [
     "DotProduct",
     "InputError",
     "L2Attention",
+    "LayerAtInput",
     "LipschitzNormAttention",
     "Measurement",
     "Monitor",
     "MultiheadAttention",
+    "OpenModel",
     "Operator",
     "Pushed",
     "Restraint",
@@ -68,9 +72,9 @@ __all__ = [
     "attack_text",
     "attention",
     "bounds",
-    "capture",
     "catalogue",
     "certify",
+    "certify_decision",
     "directions",
     "linearise",
     "load_model",
@@ -85,6 +89,7 @@ __all__ = [
     "sweep",
     "to_dense",
     "top_singular",
+    "variants",
 ]
 # Variants by being registered, as in `lipscope.attention`.
-globals().update({one.__name__: one for one in variants()})
+globals().update(VARIANTS)

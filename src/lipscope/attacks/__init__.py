@@ -5,6 +5,7 @@ where the tokens go; what is measured is the layer with its biases, heads and pr
 """
 
 from lipscope.attacks.ascent import Ascent, ascend, confirm
+from lipscope.attacks.ball_attack import BallAttack, attack_in_ball
 from lipscope.attacks.constructions.clusters import (
     gamma_star,
     two_cluster,
@@ -14,10 +15,9 @@ from lipscope.attacks.constructions.clusters import (
 from lipscope.attacks.constructions.construction import Construction
 from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
+from lipscope.attacks.decision_attack import Flip, attack_decision
 from lipscope.attacks.edits import RECIPES, EditSearch
-from lipscope.attacks.in_ball import BallAttack, attack_in_ball
 from lipscope.attacks.moves import Map, ascent_move, of_size, random_move, sign_move
-from lipscope.attacks.on_decision import Flip, attack_decision
 from lipscope.attacks.worst_known import PER_HEAD, PER_LAYER, WorstInput, worst
 from lipscope.measures.atoms import Repeated
 

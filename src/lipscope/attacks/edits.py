@@ -85,7 +85,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Edited:
-    """What a recipe found.
+    """The result of a recipe.
 
     Attributes:
         draft: The best text; without edits if no edit survives.

@@ -36,7 +36,7 @@ PER_LAYER: dict[str, Callable[..., Construction]] = {"constant": constant}
 KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class WorstInput(Shown):
     """One input and sigma of the whole layer there, or why it is not available.
 

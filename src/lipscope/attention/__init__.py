@@ -6,7 +6,7 @@ Called, ``lipscope.attention(q, k, v)`` is the function `lipscope.attention.func
 import sys
 from types import ModuleType
 
-from lipscope.attention.core import Attention, variant, variants
+from lipscope.attention.core import VARIANTS, Attention, variant, variants
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
@@ -43,7 +43,7 @@ __all__ = [
     "variants",
 ]
 # Every variant stands here by being registered; names above are for type checkers too.
-globals().update({one.__name__: one for one in variants()})
+globals().update(VARIANTS)
 
 
 class _Room(ModuleType):

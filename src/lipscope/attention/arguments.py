@@ -1,4 +1,4 @@
-"""What the constructor of a layer takes, and which numbers and words it may be."""
+"""Constructor arguments of a layer: the numbers and words that are allowed."""
 
 from __future__ import annotations
 

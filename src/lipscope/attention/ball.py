@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention.layer import Layer
+from lipscope.attention.precision import wide
 from lipscope.attention.spectral import product_norm, spectral_norm
-from lipscope.errors import InputError
+from lipscope.errors import InputError, check_positive
 
 BallBound = Literal["theorem-3.3", "G2", "mean-field"]
 
@@ -33,23 +34,25 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
         radius: ``R``.
 
     Raises:
-        InputError: If a value exceeds the largest number of the precision.
+        InputError: If the radius is not positive, or a value exceeds the largest number of the
+            precision.
     """
-    exact = torch.promote_types(layer.query.dtype, torch.float32)  # no norms in half precision
+    check_positive("radius", radius)
+    scale = abs(layer.scale)
     query, key, value = (
-        w.to(exact).unflatten(0, (heads, -1)).repeat_interleave(layer.num_heads // heads, 0)
+        wide(w).unflatten(0, (heads, -1)).repeat_interleave(layer.num_heads // heads, 0)
         for w, heads in zip(
             (layer.query, layer.key, layer.value),
             (layer.num_heads, layer.num_groups, layer.num_groups),
             strict=True,
         )
     )
-    alpha = layer.scale * product_norm(key, query) * radius**2
+    alpha = scale * product_norm(key, query) * radius**2
     beta = alpha
     if layer.query_bias is not None:
-        bias = layer.query_bias.to(exact).unflatten(0, (layer.num_heads, -1, 1))
+        bias = wide(layer.query_bias).unflatten(0, (layer.num_heads, -1, 1))
         # vector_norm has a derivative at zero, where biases begin.
-        beta = alpha + layer.scale * radius * torch.linalg.vector_norm(key.mT @ bias, dim=(1, 2))
+        beta = alpha + scale * radius * torch.linalg.vector_norm(key.mT @ bias, dim=(1, 2))
     if by == "theorem-3.3":
         n = num_tokens
         factor = (3 * (alpha.square() + 4 * n * beta.square() + n)).sqrt()

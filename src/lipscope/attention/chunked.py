@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lipscope.attention.blocks import Block, parted
 from lipscope.attention.layer import Layer, of_heads
+from lipscope.attention.precision import uncast
 from lipscope.attention.weighting import At
 
 # One chunk of scores stays near the last-level cache; larger ones are bound by memory.
@@ -43,23 +44,28 @@ class ChunkedCore:
     ) -> None:
         self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
         self.q, self.k, self.v = (t.contiguous() for t in layer.project(x, context))
-        heads, n, _ = self.q.shape
+        with uncast(x.device):
+            self._attend(memory)
+
+    def _attend(self, memory: int) -> None:
+        """Outputs, and what the derivatives ask for."""
+        layer, (heads, n, _) = self.layer, self.q.shape
         self.blocks = parted(
             heads,
             n,
             self.k.shape[1],
-            int(min(CHUNK_BYTES, memory // 8)) // x.element_size(),
+            int(min(CHUNK_BYTES, memory // 8)) // self.q.element_size(),
             causal=layer.causal,
             window=layer.window,
             all_rows=self.weighting.all_rows,
         )
         # A soft cap needs its slope besides.
         kept = self.weighting.kept + (layer.softcap is not None)
-        total = sum(b.size for b in self.blocks) * x.element_size()
+        total = sum(b.size for b in self.blocks) * self.q.element_size()
         fits = kept * total <= _SHARE * memory
         # Every pass over scores goes through this memory: fresh pages cost as much as flops.
         largest = max(b.size for b in self.blocks)
-        self.scratch = x.new_empty(1 if fits else 2, largest)
+        self.scratch = self.q.new_empty(1 if fits else 2, largest)
         self.o = self.v.new_empty(heads, n, self.v.shape[-1])
         # Derivatives of weights that add up to 1 see differences of values only: what values have
         # in common is taken away, and cannot round.

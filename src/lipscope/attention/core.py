@@ -8,7 +8,7 @@ are here, once.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,12 +17,14 @@ from torch.autograd import forward_ad
 
 from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
 from lipscope.attention.layer import Layer, Map, MovingSide
+from lipscope.attention.precision import returned, uncast, wide
 from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, around
 from lipscope.attention.shapes import check_log_weights
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, over_leading
 from lipscope.linalg.starts import start_named
+from lipscope.plugins import check_name, load_plugins
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."
 _AGREED = 1e-3  # with float64, where a layer is checked against it
@@ -97,10 +99,11 @@ class Attention(Layer):
         check_log_weights(log_weights, x if context is None else context)
         if x.ndim == 2 and not (torch.is_grad_enabled() or transformed()):
             core = ChunkedCore(self, x, 8 * CHUNK_BYTES, context, log_weights)
-            return core.o.transpose(0, 1).flatten(1)
+            return core.o.transpose(0, 1).flatten(1).to(returned(x))
         q, k, v = self.project(x, context)
-        p = self.weights(q, k, log_weights=log_weights)
-        return (p @ v).transpose(-3, -2).flatten(-2)
+        with uncast(x.device):
+            o = self.weights(q, k, log_weights=log_weights) @ v
+        return o.transpose(-3, -2).flatten(-2).to(returned(x))
 
     def linearise(
         self,
@@ -114,6 +117,8 @@ class Attention(Layer):
         log_weights: Float[Tensor, " m"] | None = None,
     ) -> Operator:
         """The Jacobian at ``x`` in closed form: 8 n d^2 + 8 n^2 d flops a product (MHA).
+
+        Half precision is computed in float32; autocast is left out of it.
 
         Queries, keys, values, statistics of the rows and, where they fit, weights are
         computed once; a product costs matrix multiplications and one elementwise pass. Blocks
@@ -144,8 +149,22 @@ class Attention(Layer):
         Source: Lemma C.2 of [castin2024], in matrix form (``docs/theory``).
         """
         check_log_weights(log_weights, x if context is None else context)
+        options: dict[str, Any] = {"map": map, "per_head": per_head, "side": side}
+        if wide(x).dtype != x.dtype:
+            others = {"context": context, "log_weights": log_weights}
+            options |= {name: None if t is None else wide(t) for name, t in others.items()}
+            single = self.in_double().to(x.device, torch.float32)
+            op = single.linearise(wide(x), memory=memory, **options)
+            return Operator(
+                lambda e: op.matvec(wide(e)).to(x.dtype),
+                lambda g: op.rmatvec(wide(g)).to(x.dtype),
+                op.in_shape,
+                op.out_shape,
+                x.dtype,
+                x.device,
+            )
         moved = x if context is None or side == "query" else context
-        with torch.no_grad():
+        with torch.no_grad(), uncast(x.device):
             core = ChunkedCore(self, x, memory, context, log_weights)
             frame: Frame = (PerHead if per_head else AllHeads)(self, map, moved)
             if context is not None:
@@ -154,11 +173,11 @@ class Attention(Layer):
             doubt = core.doubt()
 
         def matvec(e: Tensor) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), uncast(x.device):
                 return frame.leave(core.jvp(*frame.enter(e)))
 
         def rmatvec(g: Tensor) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), uncast(x.device):
                 return frame.enter_t(*core.vjp(frame.leave_t(g)))
 
         op = Operator(
@@ -179,11 +198,9 @@ class Attention(Layer):
             exact = self.in_double().linearise(
                 x.detach().to(**double),
                 memory=memory // 2,
-                map=map,
-                per_head=per_head,
                 context=None if context is None else context.to(**double),
-                side=side,
                 log_weights=None if log_weights is None else log_weights.to(**double),
+                **options,
             )
             _agree(op, exact, self.num_heads if per_head else None)
         return op
@@ -251,16 +268,19 @@ def transformed() -> bool:
     )
 
 
-_VARIANTS: list[type[Attention]] = []
+VARIANTS: dict[str, type[Attention]] = {}
+"""Those whose files were imported."""
 _Variant = TypeVar("_Variant", bound=type[Attention])
 
 
 def variant(layer: _Variant) -> _Variant:
     """Enter a kind of attention into `variants`: one class, one file of ``kinds``."""
-    _VARIANTS.append(layer)
+    check_name("variant", layer.__name__, layer, VARIANTS.get(layer.__name__))
+    VARIANTS[layer.__name__] = layer
     return layer
 
 
 def variants() -> list[type[Attention]]:
-    """Every variant, by name."""
-    return sorted(_VARIANTS, key=lambda one: one.__name__)
+    """Every variant, by name; those of plug-ins too."""
+    load_plugins("lipscope.variants")
+    return [VARIANTS[name] for name in sorted(VARIANTS)]

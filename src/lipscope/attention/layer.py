@@ -1,4 +1,4 @@
-"""What a layer is made of: weights, heads, score, weighting, mask. What it does is in `core`."""
+"""The parts of a layer: weights, heads, score, weighting, mask; its calculus is in `core`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention.arguments import arguments, check_frame
 from lipscope.attention.norms import Clip, TokenNorm
+from lipscope.attention.precision import exact, wide
 from lipscope.attention.rotary import Rotary
 from lipscope.attention.shapes import check_shapes
 from lipscope.attention.weighting import Softmax, Weighting
@@ -227,6 +228,7 @@ class Layer(nn.Module, ABC):
     # --- from tokens to weights
 
     @final  # the closed form goes by score and weighting: override these
+    @exact
     def weights(
         self,
         q: Tensor,
@@ -269,7 +271,7 @@ class Layer(nn.Module, ABC):
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
     def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled and divided queries, keys, values, each ``(..., num_heads, n or m, width)``."""
+        """Scaled and divided queries, keys, values, ``(..., num_heads, n or m, width)``, `wide`."""
         q, k, v = self.undivided(x, context)
         divisor = self.divisor(q, k, v)
         return q if divisor is None else q / divisor, k, v
@@ -277,11 +279,10 @@ class Layer(nn.Module, ABC):
     def undivided(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, before queries are divided by what all tokens decide on."""
         groups = (self.num_heads, self.num_groups, self.num_groups)
+        parts = map(wide, self.project_in(x, context))
         q, k, v = (
             (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
-            for z, norm, heads in zip(
-                self.project_in(x, context), self.norms(), groups, strict=True
-            )
+            for z, norm, heads in zip(parts, self.norms(), groups, strict=True)
         )
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)

@@ -14,6 +14,7 @@ from lipscope.attention.arguments import arguments
 from lipscope.attention.core import Attention, variants
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.dot_product import DotProduct
+from lipscope.attention.precision import returned, uncast
 from lipscope.attention.weighting import Softmax
 from lipscope.errors import InputError, check_count
 from lipscope.linalg.operator import Operator
@@ -146,14 +147,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if value is not key:
             v = layer.project(x, w)[2]
         live = self.dropout if self.training else 0.0
-        p = None
+        p, dtype = None, returned(x)
         if need_weights or live or not self._in_blocks(q, k):
             p = layer.weights(q, k, added=mask)
             p = nn.functional.dropout(p, live) if live else p
-            o = p @ v
+            with uncast(x.device):
+                o, p = p @ v, p.to(dtype)
         else:
             o = attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
-        y = layer.project_out(o.transpose(-3, -2).flatten(-2)).movedim(0, axis)
+        y = layer.project_out(o.transpose(-3, -2).flatten(-2).to(dtype)).movedim(0, axis)
         y = y.squeeze(1) if single else y
         if not need_weights or p is None:
             return y, None

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipscope.attention.precision import wide
+
 
 class TokenNorm(nn.Module):
     """RMSNorm of consecutive parts of a token, each as wide as the weight.
@@ -37,11 +39,11 @@ class TokenNorm(nn.Module):
     def forward(self, z: Float[Tensor, "*b n w"]) -> Float[Tensor, "*b n w"]:
         """The normalised tokens."""
         at = self.at(z)
-        return (at.unit * self.weight * len(self.weight) ** 0.5).flatten(-2)
+        return (at.unit * self.weight * len(self.weight) ** 0.5).flatten(-2).to(z.dtype)
 
     def at(self, z: Float[Tensor, "*b n w"]) -> NormAt:
         """The norm linearised at ``z``."""
-        parts = z.unflatten(-1, (-1, len(self.weight)))
+        parts = wide(z).unflatten(-1, (-1, len(self.weight)))
         length = (parts.square().mean(-1, keepdim=True) + self.eps).sqrt()
         return NormAt(parts / length / len(self.weight) ** 0.5, self.weight / length)
 
@@ -64,12 +66,13 @@ class Clip(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
         """The tokens in the ball."""
-        squares = x.square().sum(-1, keepdim=True)  # whose root has no derivative at zero
-        return x * (self.radius * squares.clamp_min(self.radius**2).rsqrt())
+        z = wide(x)
+        squares = z.square().sum(-1, keepdim=True)  # whose root has no derivative at zero
+        return (z * (self.radius * squares.clamp_min(self.radius**2).rsqrt())).to(x.dtype)
 
     def at(self, x: Float[Tensor, "*b n d"]) -> NormAt:
         """Its derivative: that of ``R x / |x|`` outside the ball, the identity in it."""
-        x = x[..., None, :]
+        x = wide(x)[..., None, :]
         length = x.square().sum(-1, keepdim=True).sqrt()
         outside = length > self.radius
         unit = torch.where(outside, x / length.clamp_min(self.radius), 0.0)

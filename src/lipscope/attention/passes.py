@@ -8,19 +8,17 @@ of the first three are among the four: those of ``J e`` are ``J^T g`` and ``h(e,
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from lipscope.attention.blocks import Block, parted
+from lipscope.attention.precision import exact
 from lipscope.errors import InputError
-
-_Pass = TypeVar("_Pass", bound=Callable[..., Any])
 
 BLOCK_BYTES = 2**22  # of scores: four or five such tensors stay in the cache of a core
 
@@ -88,17 +86,6 @@ def _change(
     return ds if dmask is None else ds.add_(rules.part(dmask, block))
 
 
-def _exact(forward: _Pass) -> _Pass:
-    """A pass in the dtype of its inputs, under autocast too."""
-
-    @functools.wraps(forward)
-    def run(rules: Rules, q: Tensor, *others: Any) -> Any:
-        with torch.autocast(q.device.type, enabled=False):
-            return forward(rules, q, *others)
-
-    return cast("_Pass", run)
-
-
 class _Blockwise(torch.autograd.Function):
     """A pass over blocks; ``rules, q, k, v, masks`` come first, heads in front."""
 
@@ -138,7 +125,7 @@ class _Attend(_Blockwise):
     """``o = P v``."""
 
     @staticmethod
-    @_exact
+    @exact
     def forward(rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         o = v.new_empty(*q.shape[:2], v.shape[-1])
         for block, p, _ in _weights(rules, q, k, mask):
@@ -163,7 +150,7 @@ class _Push(_Blockwise):
     masks = (4, 8)
 
     @staticmethod
-    @_exact
+    @exact
     def forward(rules: Rules, *inputs: Any) -> Tensor:
         q, k, v, mask, dq, dk, dv, dmask = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
@@ -197,7 +184,7 @@ class _Pull(_Blockwise):
     """
 
     @staticmethod
-    @_exact
+    @exact
     def forward(
         rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, g: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -245,7 +232,7 @@ class _Bend(_Blockwise):
     masks = (4, 8)
 
     @staticmethod
-    @_exact
+    @exact
     def forward(rules: Rules, *inputs: Any) -> tuple[Tensor | None, ...]:
         q, k, v, mask, dq, dk, dv, dmask, g = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)

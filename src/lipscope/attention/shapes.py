@@ -1,4 +1,4 @@
-"""Which weights fit together."""
+"""Shapes of weights that fit together."""
 
 from __future__ import annotations
 

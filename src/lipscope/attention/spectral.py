@@ -6,16 +6,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lipscope.attention.precision import wide
+
 
 def spectral_norm(matrix: Float[Tensor, "*b r c"]) -> Float[Tensor, "*b"]:
-    """``‖M‖``, with ``u v^T`` of its top singular vectors as derivative.
+    """``‖M‖``, with ``u v^T`` of its top singular vectors as derivative; in float32 at least.
 
     >>> spectral_norm(torch.tensor([[0.0, 3.0], [4.0, 0.0]])).item()
     4.0
     """
-    with torch.no_grad():  # there is none in half precision
-        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-        u, _, vh = (t.to(matrix) for t in torch.linalg.svd(wide, full_matrices=False))
+    matrix = wide(matrix)
+    with torch.no_grad():
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     return (u[..., 0] * (matrix @ vh[..., 0, :, None])[..., 0]).sum(-1)
 
 

@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lipscope.attention.blocks import reach
 from lipscope.attention.layer import Layer
+from lipscope.attention.precision import exact
 
 _COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
 
 
+@exact
 def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
     """As `Attention.stretch`."""
     (q, k, v), (dq, dk, dv) = cast(Any, jvp(layer.project, (x,), (e,)))

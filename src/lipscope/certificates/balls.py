@@ -22,8 +22,8 @@ from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.derived.row_gram import Weighted, row_gram_joint, weighted_head
 from lipscope.theorems.head import check_scores
 from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.layer_bounds import AskedLayer
 from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.several import AskedLayer
 
 
 @dataclass(frozen=True)

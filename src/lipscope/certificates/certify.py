@@ -42,9 +42,9 @@ class HeadCertificate(Shown):
     form: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BallCertificate(Shown):
-    """How far a layer's output can move while its input stays in a ball.
+    """A bound on how far a layer's output moves while its input stays in a ball.
 
     Attributes:
         value: ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.

@@ -26,7 +26,7 @@ _FAR = 0.1  # of the nearest distance, below which a radius says so
 _DENSE = 1024  # entries of X up to which the Hessian of a margin is formed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CertifiedRadius(Shown):
     """The radius within which a decision cannot change.
 

@@ -1,4 +1,4 @@
-"""What is left of ``f(X + E)`` after ``f(X) + J(X) E``, over a ball, all heads in one matrix.
+"""The remainder of ``f(X + E)`` after ``f(X) + J(X) E``, over a ball, all heads in one matrix.
 
 ``‖f(X + E) - f(X)‖ / ‖E‖ <= ‖J(X)‖ + sup ‖rest(E)‖ / ‖E‖``: unlike a bound of every Jacobian in
 the ball, this one needs the spread of attention weights only in a term of second order. Derived

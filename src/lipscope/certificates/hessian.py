@@ -1,4 +1,4 @@
-"""How fast a score can fall to second order at X: its own Hessian, all heads and rows together.
+"""The Hessian of a score at X, all heads and rows together: how fast it falls to second order.
 
 Derived here; statement and proof: ``docs/theory/ball-certificate.md``, "The third order".
 """
@@ -49,20 +49,24 @@ def largest_form(h: Float[Tensor, "nd nd"], tokens: int, ball: BallName) -> floa
     """
     if not bool(h.isfinite().all()):
         return math.inf
+    size = float(h.abs().max())
+    if size == 0.0:
+        return 0.0
+    h = h / size  # no square of it leaves the float range
     if ball == "frobenius":
-        return _top(torch.linalg.eigvalsh(h))
+        return size * _top(torch.linalg.eigvalsh(h))
     weights, best = _multipliers(h, tokens), math.inf
     for _ in range(_ROUNDS):
         root = weights.rsqrt().repeat_interleave(len(h) // tokens)
         values, vectors = torch.linalg.eigh(root[:, None] * h * root)
         best = min(best, _top(values) * float(weights.sum()))
-        if best == 0.0:
+        if not values[-1] > 0.0:  # it rises nowhere, and no weights are better
             break
         near = (values / values[-1]).clamp_min(0.0) ** _NEAR
         carried = (vectors.square() @ (near / near.sum())).view(tokens, -1).sum(1)
         step = (carried * weights.sum() / weights).clamp(1 / _STEP, _STEP) ** 0.4
         weights = (weights * step).clamp_min(_LEAST * float(weights.max()))
-    return best
+    return size * best
 
 
 def _multipliers(h: Tensor, tokens: int) -> Tensor:
@@ -70,10 +74,10 @@ def _multipliers(h: Tensor, tokens: int) -> Tensor:
     generator = start_named("multipliers")
     size = _STARTS, tokens, len(h) // tokens
     e = torch.randn(size, generator=generator, dtype=h.dtype)
-    low = float(torch.linalg.eigvalsh(h)[0])
+    rate = 1 / max(-float(torch.linalg.eigvalsh(h)[0]), _FIRST)
     for _ in range(_STEPS):
         e = e / e.norm(dim=2, keepdim=True).clamp_min(1.0)
-        e = e + (e.flatten(1) @ h).view(size) / max(-low, 1e-300)
+        e = e + (e.flatten(1) @ h).view(size) * rate
     e = e / e.norm(dim=2, keepdim=True).clamp_min(1.0)
     found = (e * (e.flatten(1) @ h).view(size)).sum(2)
     best = found[int(found.sum(1).argmax())]

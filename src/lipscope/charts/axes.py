@@ -1,4 +1,4 @@
-"""What the charts of a report share: data that may come later, axes, guides and colours.
+"""Axes, guides and colours that the charts of a report share; their data may come later.
 
 A chart is made once. In a file its data and its axes are part of it; in a page they are
 put in when a reader chooses, by the names `points`, `means`, `axes` and so on.
@@ -113,7 +113,7 @@ def by_layer(layers: Sequence[str], *, legend: bool, symbol: str = "stroke") -> 
 
 
 def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
-    """A line between what the model was trained on and what is longer, with its name.
+    """A line at the longest inputs that the model was trained on, with its name.
 
     Args:
         means: A chart of the means, which know the trained length.
@@ -124,11 +124,9 @@ def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
     """
     base = (
         means.transform_filter("isValid(datum.trained) && datum.n > datum.trained")
-        .transform_aggregate(trained="min(trained)", next="min(n)")
-        .transform_filter("datum.next > 0")
-        .transform_calculate(
-            at="sqrt(datum.trained * datum.next)", said="'← trained to ' + datum.trained"
-        )
+        .transform_aggregate(at="min(trained)")
+        .transform_filter("datum.at > 0")
+        .transform_calculate(said="'← trained to ' + datum.at")
     )
     return _named_line(base, x)
 
@@ -143,11 +141,11 @@ def _named_line(base: alt.Chart, x: alt.X) -> list[alt.Chart]:
     ]
 
 
-def end_of_training(end: tuple[int, float] | None, x: alt.X) -> list[alt.Chart]:
+def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
     """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
     if end is None:
         return []
-    base = alt.Chart(alt.InlineData([{"at": end[1], "said": f"← trained to {end[0]}"}]))
+    base = alt.Chart(alt.InlineData([{"at": end, "said": f"← trained to {end}"}]))
     return _named_line(base, x)
 
 
@@ -169,8 +167,14 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[a
         .transform_calculate(log=f"log(datum.{field})")
         .transform_joinaggregate(first="min(n)", last="max(n)")
         .transform_filter("datum.n === datum.first && datum.last > datum.first")
-        .transform_aggregate(level="mean(log)", first="min(n)")
-        .transform_calculate(law=laws, end="[0, 1]")
+        .transform_aggregate(middle="mean(log)", first="min(n)")
+        # Lower where the steeper one would leave the chart otherwise.
+        .transform_calculate(
+            level="max(log(axes.y[0]), min(datum.middle, log(axes.y[1])"
+            " - log(axes.x[1] / datum.first) / 2))",
+            law=laws,
+            end="[0, 1]",
+        )
         .transform_flatten(["law"])
         .transform_flatten(["end"])
         .transform_calculate(
@@ -184,7 +188,14 @@ def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[a
     place = {"x": x.copy(), "y": y.copy()}
     place["x"].shorthand, place["y"].shorthand = "at:Q", "value:Q"
     lines = base.mark_line(color=QUIET, strokeDash=[5, 4], strokeWidth=1.1, opacity=0.8)
-    words = base.transform_filter("datum.end").mark_text(
-        align="left", dx=4, color=QUIET, fontSize=11
-    )
-    return [lines.encode(**place, detail="name:N"), words.encode(**place, text="name:N")]
+    # One above the other, however near the ends are.
+    words = [
+        base.transform_filter(f"datum.end && datum.law.p === {p}").mark_text(
+            align="left", dx=4, dy=dy, color=QUIET, fontSize=11
+        )
+        for p, dy in ((0.25, 7), (0.5, -6))
+    ]
+    return [
+        lines.encode(**place, detail="name:N"),
+        *(w.encode(**place, text="name:N") for w in words),
+    ]

@@ -10,10 +10,12 @@ from lipscope.charts.axes import BLUE, ORANGE, Data, Frame, across, data, up
 from lipscope.charts.look import INK, QUIET
 
 SIDES = ("a", "b")
+QUANTITY = "quantity"
+"""Title of an axis that a page names by a signal of this name."""
 
 
 def sides_chart(
-    means: Data | None, frame: Frame, *, names: Sequence[str] = ("", ""), title: str = "mean"
+    means: Data | None, frame: Frame, *, names: Sequence[str] = ("", ""), title: str = QUANTITY
 ) -> alt.LayerChart:
     """Geometric means of both runs against the number of tokens, with their 95 % intervals.
 
@@ -53,7 +55,7 @@ def sides_chart(
 
 
 def ratios_chart(
-    ratios: Data | None, layers: Sequence[str], frame: Frame, *, title: str = "second / first"
+    ratios: Data | None, layers: Sequence[str], frame: Frame, *, title: str = QUANTITY
 ) -> alt.LayerChart:
     """The second run divided by the first, layer by layer at one length, with 95 % intervals.
 
@@ -73,7 +75,7 @@ def ratios_chart(
 
 
 def shifts_chart(
-    shifts: Data | None, layers: Sequence[str], frame: Frame, *, title: str = "second − first"
+    shifts: Data | None, layers: Sequence[str], frame: Frame, *, title: str = QUANTITY
 ) -> alt.LayerChart:
     """Exponents of the second run less those of the first, layer by layer, with 95 % intervals.
 

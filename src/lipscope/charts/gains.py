@@ -1,4 +1,4 @@
-"""What taking each token apart gains, beside moving it."""
+"""The gain of splitting each token, beside moving it."""
 
 from __future__ import annotations
 

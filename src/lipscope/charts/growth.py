@@ -139,7 +139,7 @@ def _panel(
     *,
     title: str,
     legend: bool,
-    end: tuple[int, float] | None,
+    end: int | None,
     independent: bool,
     height: int,
 ) -> alt.LayerChart:
@@ -201,7 +201,7 @@ def _panel(
         lines = lines.encode(color=colour.legend(key)).add_params(focus)
     layers = [lines]
     if grows:
-        laws = _references(means, lengths, room)
+        laws = _references(means, lengths, room, domain)
         names = _exponents(means, labels, lengths[-1] * room**0.95)
         gap = (domain[1] / domain[0]) ** (_LINE / height)
         layers = [*_dashed(laws, x, y), *end_of_training(end, x), lines]
@@ -224,16 +224,20 @@ def _panel(
 
 
 def _references(
-    means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float
+    means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float, domain: Sequence[float]
 ) -> list[dict[str, Any]]:
-    """Lines of slope 1/4 and 1/2 from the middle of the curves at the first length."""
+    """Lines of slope 1/4 and 1/2 from the middle of the curves at the first length.
+
+    They start lower where they would leave the frame otherwise, and end where they leave it.
+    """
     start = [math.log(p["value"]) for p in means if p["n"] == lengths[0]]
     level = math.exp(math.fsum(start) / len(start))
     first, last = lengths[0], lengths[-1] * room**0.95
+    level = max(domain[0], min(level, domain[1] / (last / first) ** 0.5))
     return [
-        {"said": said, "from": first, "level": level, "at": last, "value": level * rise}
+        {"said": said, "from": first, "level": level, "at": at, "value": level * (at / first) ** p}
         for said, p in (("~ n^(1/4)", 0.25), ("~ n^(1/2)", 0.5))
-        for rise in [(last / first) ** p]
+        for at in [min(last, first * (domain[1] / level) ** (1 / p))]
     ]
 
 
@@ -272,14 +276,18 @@ def _dashed(laws: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Char
 def _named(
     names: Sequence[dict[str, Any]], labels: Sequence[str], gap: float, x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
-    """Names at the right ends of lines, moved apart where they would hide each other."""
-    places = marks.spread([name["value"] for name in names], gap)
+    """Names at the ends of lines, moved apart where they would hide each other."""
+    last = max(name["at"] for name in names)
+    places = marks.spread([name["value"] for name in names if name["at"] == last], gap)
+    # What left the frame above has its name there, under the edge.
+    ends = [places.pop(0) if name["at"] == last else name["value"] for name in names]
     hues = dict(zip(labels, marks.palette(len(labels)), strict=True))
     charts = []
-    for name, place in zip(names, places, strict=True):
-        one = [{"said": name["said"], "at": name["at"], "value": place}]
+    for name, end in zip(names, ends, strict=True):
+        one = [{"said": name["said"], "at": name["at"], "value": end}]
+        hue, down = hues.get(name.get("layer", ""), QUIET), 0 if name["at"] == last else 7
         word = alt.Chart(alt.InlineData(values=one)).mark_text(
-            align="left", dx=5, color=hues.get(name.get("layer", ""), QUIET), fontSize=11, clip=True
+            align="left", dx=5, dy=down, color=hue, fontSize=11, clip=True
         )
         charts.append(word.encode(x=x, y=y, text="said:N"))
     return charts

@@ -9,6 +9,7 @@ from typing import Any
 import vl_convert
 
 from lipscope.charts import axes, look
+from lipscope.charts.contrast import QUANTITY
 from lipscope.charts.marks import palette
 
 _NAMED = 24  # pixels beside names of lines, whose width is an estimate
@@ -50,6 +51,10 @@ def in_the_page(
 def _compiled(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
     spec = vl_convert.vegalite_to_vega(chart.to_dict(validate=False))  # our own: tests check it
     spec.pop("$schema", None)  # only a name, but a page that fetches nothing holds no address
+    for axis in spec.get("axes", ()):
+        if axis.get("title") == QUANTITY:  # Vega-Lite knows no signal there, Vega does
+            axis["title"] = {"signal": QUANTITY}
+            spec.setdefault("signals", []).append({"name": QUANTITY, "value": ""})
     spec["background"] = None
     spec["padding"] = 2
     text = json.dumps(spec)

@@ -1,4 +1,4 @@
-"""What all charts share: their look, their tooltips, and the files that they are saved as."""
+"""The look of all charts, their tooltips, and the files that they are saved as."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import altair as alt
 import vl_convert
 
 from lipscope.charts import marks
-from lipscope.charts.pieces import printable
 from lipscope.charts.standalone import chart_page
+from lipscope.display import picture, printable
 from lipscope.errors import InputError
 from lipscope.records.files import replaced
 
@@ -111,10 +111,24 @@ def tooltip(*names: str) -> list[alt.Tooltip]:
     ]
 
 
+class _Drawn:
+    """What a notebook shows of a chart: altair's own HTML asks the network for its scripts."""
+
+    def _repr_mimebundle_(self, *_: Any, **__: Any) -> dict[str, str]:
+        svg = as_svg(self)  # pyright: ignore[reportArgumentType]
+        return {"text/plain": repr(self), "text/html": picture(svg, "Chart")}
+
+
+_KINDS = {
+    kind: type(kind.__name__, (_Drawn, kind), {})
+    for kind in (alt.LayerChart, alt.HConcatChart, alt.VConcatChart, alt.ConcatChart)
+}
+
+
 def dressed(chart: Any) -> Any:
     """The one look of all charts; on white, so that it also prints."""
     quiet = {"labelColor": QUIET, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12}
-    return chart.configure(
+    made = chart.configure(
         font=FONT,
         background="#ffffff",
         padding={"left": 12, "top": 12, "bottom": 12, "right": _ROOM},
@@ -137,3 +151,6 @@ def dressed(chart: Any) -> Any:
             offset=12,
         ),
     )
+    # Altair's own `__setattr__` would write into the chart.
+    object.__setattr__(made, "__class__", _KINDS.get(type(made), type(made)))
+    return made

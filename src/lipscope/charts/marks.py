@@ -126,8 +126,8 @@ def curve_means(
     return means
 
 
-def training_end(rows: Iterable[Measurement]) -> tuple[int, float] | None:
-    """The length to which the model was trained, and where to draw it before the next one.
+def training_end(rows: Iterable[Measurement]) -> int | None:
+    """The length to which the model was trained.
 
     None where no row tells it, none is longer, or the weights are random.
     """
@@ -135,8 +135,7 @@ def training_end(rows: Iterable[Measurement]) -> tuple[int, float] | None:
     trained = {row.trained_length for row in rows if row.input in GIVEN}
     if len(trained) != 1 or (most := trained.pop()) is None:
         return None
-    past = [row.num_tokens for row in rows if row.num_tokens > most]
-    return (most, math.sqrt(most * min(past))) if past else None
+    return most if any(row.num_tokens > most for row in rows) else None
 
 
 def apart(rows: Iterable[Measurement]) -> bool:

@@ -37,7 +37,7 @@ class Panel:
         y: Title of the vertical axis.
         log_x: Whether the horizontal axis is logarithmic.
         log_y: Whether the vertical axis is.
-        end: Where inputs become longer than what the model was trained on
+        end: The longest inputs that the model was trained on
             (`lipscope.charts.marks.training_end`); None for no line.
     """
 
@@ -47,7 +47,7 @@ class Panel:
     y: str = "sigma"
     log_x: bool = True
     log_y: bool = True
-    end: tuple[int, float] | None = None
+    end: int | None = None
 
     def visible(self, one: Series) -> list[Point]:
         """The points of a series that its axes can show."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len
 
+from lipscope.display import printable
 from lipscope.records.rows import TokenShare
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
@@ -51,29 +52,6 @@ def readable(text: str) -> str:
         except UnicodeDecodeError:
             return text.replace("Ġ", " ")
     return text.replace("▁", " ")
-
-
-def printable(value: Any) -> Any:
-    r"""Text without what XML, a terminal or UTF-8 does not take; through lists and dictionaries.
-
-    Control characters become their pictures; line ends and tabs stay.
-
-    >>> printable({"a": ["\x1b[31m", "\ud800", "a\n"]})
-    {'a': ['␛[31m', '�', 'a\n']}
-    """
-    if isinstance(value, str):
-        return _UNPRINTABLE.sub(_picture, value)
-    if isinstance(value, dict):
-        return {printable(key): printable(one) for key, one in value.items()}
-    return [printable(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-
-
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "�"
 
 
 def _byte_letters() -> dict[str, int]:

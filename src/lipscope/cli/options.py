@@ -11,19 +11,16 @@ import typer
 
 from lipscope.cli.completion import COMPLETED, models
 from lipscope.cli.terminal import read_text
+from lipscope.engine.checks import items
 from lipscope.engine.ranges import parse_integers
+from lipscope.engine.spec import AXES, OPTIONS, options_of
 from lipscope.errors import InputError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_SWITCHES = ("special_tokens", "sharp")  # with a --no-… of their own
 # What determines which input is read, how a question is answered, and what is asked besides.
-INPUT = ("text", "windows", "special_tokens", "position_offset", "images")
-SOLVER = ("tol", "delta", "dtype", "device", "seed", "memory", "modules", "allow_pickle")
-QUESTION = ("map", "per_head", "metric", "move", "read", "side", "rest", "average")
-THEOREMS = ("inputs", "ascent_steps", "theorems", "sharp", "radius")
-_RARE = ("modules",)  # in no help, for want of room: documented
+INPUT, SOLVER = ("text", *options_of("input")), options_of("solver")
+QUESTION, THEOREMS = options_of("question"), options_of("theorems")
 
-# Type, default, and one line of help.
 Model = Annotated[
     str,
     typer.Argument(
@@ -32,34 +29,7 @@ Model = Annotated[
         autocompletion=models,
     ),
 ]
-OPTIONS: dict[str, tuple[Any, Any, str]] = {
-    "text": (str | None, None, "File, folder, -.  [default: Python's manual]"),
-    "windows": (str, "spread", "the same passages at every length; or disjoint."),
-    "special_tokens": (bool, True, "Put [CLS] and the like around each window."),
-    "position_offset": (int, 0, "First position id."),
-    "images": (str | None, None, "DIR or random, then @224,448."),
-    "map": (str, "attention", "heads, normed, residual, block, stack, model"),
-    "per_head": (bool, False, "One row per head."),
-    "metric": (str | None, None, "or token-relative, max-token, infinity."),
-    "move": (str, "all", "first, last, not-first, a:b, a%:b%, copies."),
-    "read": (str, "all", "Outputs that are read."),
-    "side": (str, "self", "Across: query, key."),
-    "rest": (bool, False, "Also with the top token held fixed."),
-    "average": (bool, False, "Also Frobenius norm and stable rank."),
-    "inputs": (str, "real", "or adversarial, ascent, a construction; several by commas."),
-    "ascent_steps": (int | None, None, "Steps of gradient ascent."),
-    "theorems": (str | None, None, "Names, or all that are quick."),
-    "sharp": (bool | None, None, "Bounds that may take long; unset: up to seconds."),
-    "radius": (str | None, None, "Largest token norm of bounds: a number, norm, inputs, row."),
-    "tol": (float, 1e-3, "How wide intervals may be."),
-    "delta": (float, 0.01, "Their failure probability."),
-    "dtype": (str | None, None, "float32 or float64."),
-    "device": (str, "auto", "auto, cpu, cuda, …"),
-    "seed": (int, 0, "Seed of the random starts."),
-    "memory": (str, "1GiB", "Budget such as 1GiB."),
-    "modules": (str | None, None, "Regular expression for attention modules."),
-    "allow_pickle": (bool, False, "Load pickled weights, weights only."),
-}
+_TEXT = "File, folder, -.  [default: Python's manual]"
 
 
 def with_options(
@@ -81,7 +51,7 @@ def with_options(
         kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         last = [p for p in kept if p.name in ("out", "jsonl")]
         kept = [p for p in kept if p not in last]
-        given = [_parameter(name, words.get(name), name in (*hidden, *_RARE)) for name in names]
+        given = [_parameter(name, words.get(name), name in hidden) for name in names]
         found = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *given, *last)]
         command.__signature__ = own.replace(parameters=found)  # pyright: ignore
         command.__annotations__ = {p.name: p.annotation for p in found}
@@ -91,24 +61,29 @@ def with_options(
 
 
 def _parameter(name: str, words: str | None, hidden: bool) -> inspect.Parameter:
-    kind, default, usual = OPTIONS[name]
+    kind, default, told = str, None, {"help": _TEXT, "left": False, "rare": False}
+    if name != "text":
+        entry = OPTIONS[AXES.get(name, name)]
+        (default, *_), told = items(entry.default) or [None], entry.metadata
+        kind = str if default is None else type(default)
     flag = "--" + name.replace("_", "-")
-    names = [flag] if kind in (bool, bool | None) and name not in _SWITCHES else []
-    if name in _SWITCHES:
+    names = [flag] if kind is bool else []
+    if default is True:
         names = [f"{flag}/--no-{flag[2:]}"]
-    shown = default not in (None, "all", "self", True, "attention")
+    if told["left"]:
+        default = None
     option = typer.Option(
         *names,
-        help=words or usual,
-        hidden=hidden,
-        show_default=shown,
+        help=words or told["help"],
+        hidden=hidden or told["rare"],
+        show_default=default not in (None, "all", "self", True, "attention"),
         autocompletion=COMPLETED.get(name),
     )
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, option],
+        annotation=Annotated[kind | None if default is None else kind, option],
     )
 
 
@@ -132,6 +107,8 @@ def asked(options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
             found[name] = found[name].split(",")
     if found.get("theorems") in (["all"], ["none"]):
         (found["theorems"],) = found["theorems"]
+    if "causal" in found:
+        found["causal"] = _yes_or_no(found["causal"])
     if "radius" in found:
         found["radius"] = _radius(found["radius"])
     return content, found
@@ -152,6 +129,12 @@ def _images(text: str) -> tuple[str, list[int] | None]:
         return text, None
     where, _, sides = text.rpartition("@")
     return where, parse_integers(sides, "images")
+
+
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise InputError(f"`--causal` should be yes or no. Found `{text}`.")
+    return text == "yes"
 
 
 def _radius(text: str) -> float | str:

@@ -8,21 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
+from lipscope.cli.terminal import Force, bar, errors, resumable, show
 from lipscope.errors import InputError
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 if TYPE_CHECKING:
     from lipscope.pages.pushed import Push
 
 EXAMPLE = "Example: lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push"
-_WIDTH = 100
-_COLUMNS = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
-_COLUMNS += ("model",)
 
 
 @with_options(
@@ -92,8 +87,7 @@ def push(
             line = vars(step) | {"reads": json.loads(step.reads)}
             sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     else:
-        for one in pushes:
-            _show(one)
+        show(found)
     if place is not None:
         _draw(pushes, place.path, anew=told.anew)
         errors.print(f"Rows, sizes and figure: {place.path}", markup=False, soft_wrap=True)
@@ -104,36 +98,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         raise InputError(f"`--eps` should be numbers by commas. Found `{text}`.") from None
-
-
-def _show(push: Push) -> None:
-    """Every size, then what it means in words."""
-    from lipscope.pages.bounds_table import empty_table
-    from lipscope.pages.table import number
-
-    console = Screen(width=max(_WIDTH, Console().width))
-    reading = push.place.reading
-    title = f"{push.name}: sigma {number(push.row.sigma)}"
-    table = empty_table(title, (), _COLUMNS)
-    if reading:
-        table.add_column("says, +v")
-    other = {one.eps: one.layer for one in push.along("-v")}
-    drawn = push.random
-    for one in push.along("+v"):
-        chance = drawn.get(one.eps)
-        ends = "–" if not chance else f"{number(min(chance), 2)}–{number(max(chance), 2)}"
-        cells = [
-            *(number(v, 3) for v in (one.eps, one.relative, one.promise)),
-            "–" if one.certificate is None else number(one.certificate * (1 + 1e-3), 3),
-            *(number(v, 3) for v in (one.layer, other.get(one.eps))),
-            ends,
-            *(number(v, 3) for v in (one.block, one.model)),
-        ]
-        said = [text for text, _ in json.loads(one.reads)[:1]]
-        table.add_row(*cells, *([Text(said[0])] if said else []))
-    console.print(table)
-    for line in push.said:
-        console.print(line, markup=False, soft_wrap=True)
 
 
 def _draw(pushes: list[Push], folder: Path, *, anew: bool) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.completion import experiments
+from lipscope.cli.completion import EXPERIMENTS, experiments
 from lipscope.cli.terminal import Force, Screen, errors, resumable
 from lipscope.errors import InputError
-from lipscope.records.place import Place
-
-if TYPE_CHECKING:
-    from lipscope.experiments.findings import Findings
+from lipscope.plugins import load_plugins
+from lipscope.records.run_location import Place
 
 EXAMPLE = "Example: lipscope reproduce castin2024/figure1 --quick --out runs/figure1"
 
@@ -61,11 +60,10 @@ def reproduce(
         return
     if name is None:
         raise InputError("`NAME` should name an experiment. Found none; `--list` shows them.")
-    from lipscope.experiments import reproduce as run
-
+    package = _package_of(name)
     place = Place(out, name + "-quick" * quick, force=force)
     with resumable(), _Parts() as parts:
-        findings = run(
+        findings = package.reproduce(
             name,
             models=None if models is None else _names(models),
             texts=text or (),
@@ -89,18 +87,35 @@ def _names(text: str) -> list[str]:
     return found
 
 
-def _list() -> None:
-    from lipscope.experiments import experiments
+def _packages() -> Sequence[Any]:
+    """The installed packages of experiments."""
+    found = load_plugins(EXPERIMENTS)
+    if not found:
+        raise InputError(
+            "`lipscope reproduce` needs the package `lipscope-experiments`; run "
+            "`pip install ./experiments` in the folder of lipscope."
+        )
+    return found
 
+
+def _package_of(name: str) -> Any:
+    """The package that has an experiment."""
+    packages = {entry.name: package for package in _packages() for entry in package.experiments()}
+    if name not in packages:
+        raise InputError(f"`NAME` should be one of {', '.join(packages)}. Found `{name}`.")
+    return packages[name]
+
+
+def _list() -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("name", "what", "models"):
         table.add_column(column, no_wrap=column == "name")
-    for entry in experiments():
+    for entry in (entry for package in _packages() for entry in package.experiments()):
         table.add_row(entry.name, entry.title, ", ".join(entry.models) or "–")
     Screen().print(table)
 
 
-def _show(findings: Findings) -> None:
+def _show(findings: Any) -> None:
     table = Table(show_lines=True)
     for column in ("what", "the paper, or theory", "here"):
         table.add_column(column)

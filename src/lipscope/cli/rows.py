@@ -14,11 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import printable
 from lipscope.cli.terminal import Screen
+from lipscope.display import printable
+from lipscope.engine.source import nearest
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import polars
 
     from lipscope.records.run import Run
@@ -30,6 +33,10 @@ _WHERE_VARIED = (
 )  # fmt: skip
 _TEXT = re.compile(r"'(?:[^']|'')*'")  # text in SQL, which may say anything
 _READS = re.compile(r"\b(?:read|scan)_\w+", re.IGNORECASE)
+# How polars says what is wrong with a condition, and where it begins to say how it read it.
+_PLAN = re.compile(r" (?:Resolved plan until failure|This error occurred)")
+_NO_COLUMN = re.compile(r"(?:unable to find column|no column named) [\"'](\w+)[\"']")
+_NO_OPERATOR = re.compile(r"operator (?:PG)?(\w+) is not currently supported")
 _FORMULA = r"^[=+\-@\t\r]"
 Form = Literal["csv", "parquet", "json", "latex"]
 
@@ -44,7 +51,7 @@ def rows(
     ] = None,
     part: Annotated[
         str | None,
-        typer.Option(help="Beside the rows: directions; edits, tokens of split, push."),
+        typer.Option(help="Beside the rows: tokens, bounds, directions; edits, push…"),
     ] = None,
     to: Annotated[
         str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
@@ -107,19 +114,39 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
     try:
         return pl.SQLContext(tables, eager=True).execute(f"SELECT rows.* FROM rows WHERE {where}")
     except pl.exceptions.PolarsError as problem:
-        why = " ".join(str(problem).split())[:200]
-        raise InputError(f"`--where` should be an SQL condition. Found `{where}`: {why}.") from None
+        raise InputError(
+            f"`--where` should be an SQL condition. Found `{where}`: {_why(problem, tables)}"
+        ) from None
+
+
+def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
+    """What is wrong with a condition, without the plan that polars made of it."""
+    words = _PLAN.split(" ".join(str(problem).split()))[0]
+    if column := _NO_COLUMN.search(words):
+        known = [name for table in tables.values() for name in table.columns]
+        return f"there is no column `{column[1]}`.{nearest(column[1], known)}"
+    if operator := _NO_OPERATOR.search(words):
+        return f"the operator {operator[1]} is not known here; compare with =, <, >, in or like."
+    return f"{words[:200]}."
 
 
 def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
-    """Values of a part, or the directions, a line each."""
+    """Values of a part, or tokens, bounds and directions of the rows, a line each."""
+    from lipscope.records.stored import BESIDE
+
     if where is not None or to == "latex":
         raise InputError(
             "`--part` goes with csv, parquet and json of all lines. Found `--where` or latex."
         )
-    found = run.directions if part == "directions" else run.values(part)
+    found = run.values(part)
+    if not len(found) and part in BESIDE:
+        found = getattr(run, part)
     if not len(found):
-        raise InputError(f"`--part` should name values of this run. Found none of `{part}`.")
+        held = [*(name for name in BESIDE if len(getattr(run, name))), *run.parts()]
+        raise InputError(
+            f"`--part` should name what this run holds beside its rows: {', '.join(held) or 'none'}"
+            f". Found `{part}`."
+        )
     return found
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from lipscope.cli.options import Model, indices
-from lipscope.cli.terminal import Force, Screen, errors, read_text
-
-if TYPE_CHECKING:
-    from lipscope.engine.smooth import Smoothed
+from lipscope.cli.terminal import Force, errors, read_text, show
 
 EXAMPLE = "Example: lipscope smooth minilm --layers 3 --target 2 --out smooth-minilm"
 
@@ -58,32 +54,5 @@ def smooth(
         allow_pickle=allow_pickle,
         progress=lambda what: errors.print(f"{what} …", markup=False),
     )
-    _show(found)
+    show(found)
     errors.print(f"Model: {found.path}", markup=False, soft_wrap=True)
-
-
-def _show(found: Smoothed) -> None:
-    from lipscope.engine.smooth import MOVE
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("layer", "sigma before", "after", "at most"):
-        table.add_column(column, justify="right")
-    for layer in dict.fromkeys(row.layer for row in found.after):
-        before, after = (
-            [row for row in rows if row.layer == layer] for rows in (found.before, found.after)
-        )
-        cells = (
-            max(row.sigma or 0.0 for row in before),
-            max(row.sigma or 0.0 for row in after),
-            max(row.upper or 0.0 for row in after),
-        )
-        table.add_row(str(layer), *(f"{value:.4g}" for value in cells))
-    console = Screen()
-    console.print(table)
-    name = "Agreement of embeddings" if found.quality == "agreement" else "Perplexity"
-    console.print(f"{name}: {found.quality_before:.4g} before, {found.quality_after:.4g} after.")
-    console.print(
-        f"Largest change found of the last hidden states, embeddings moved by {MOVE:.0%}: "
-        f"{found.change_before:.3%} before, {found.change_after:.3%} after.",
-        soft_wrap=True,
-    )

@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
-from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.records.place import Place
+from lipscope.cli.terminal import Force, bar, errors, resumable, show
+from lipscope.records.run_location import Place
 
 if TYPE_CHECKING:
     from lipscope.engine.split import Splitting
 
 EXAMPLE = "Example: lipscope split minilm --layers 0,3 --length 32 --out runs/split"
-_SHOWN = 8  # tokens of a layer in the table
-_WIDTH = 100
 _STEM = "split"
 
 
@@ -70,59 +66,11 @@ def split(
             line = vars(one) | {"better_split": one.better_split}
             sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     else:
-        _show(found)
+        show(found)
     if place is not None:
         if told.anew or not (place.path / f"{_STEM}.svg").exists():
             _draw(found, place.path)
         errors.print(f"Rows and figure: {place.path}", markup=False, soft_wrap=True)
-
-
-def _show(found: Splitting) -> None:
-    """Layers and heads, then the tokens that gain most by being split."""
-    from lipscope.pages.bounds_table import empty_table
-    from lipscope.pages.table import number
-
-    console = Screen(width=max(_WIDTH, Console().width))
-    first = found.moved[0]
-    title = f"{first.model}, map {first.map}, {first.num_tokens} tokens"
-    table = empty_table(
-        title, ("layer", "head", "token"), ("sigma, moved", "split", "split / moved")
-    )
-    names = {(one.id, one.index): one.text for one in found.split.tokens}
-    for i, (whole, apart) in enumerate(zip(found.moved, found.split, strict=True)):
-        ratio = found.ratio(i)
-        token = names.get((apart.id, apart.top_token or 0), "")
-        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head), token)
-        table.add_row(
-            *(Text(cell) for cell in cells),
-            *(number(value) for value in (whole.sigma, apart.sigma, ratio)),
-        )
-    console.print(table)
-    tokens = empty_table(
-        "single tokens", ("layer", "token", ""), ("moved alone", "split", "split / moved")
-    )
-    for layer in dict.fromkeys(one.layer for one in found.tokens):
-        mine = sorted((one for one in found.tokens if one.layer == layer), key=lambda t: -t.split)
-        for one in mine[:_SHOWN]:
-            tokens.add_row(
-                *(Text(cell) for cell in (str(layer), str(one.index), one.text)),
-                *(number(value) for value in (one.moved, one.split, one.split / one.moved)),
-            )
-    console.print(tokens)
-    console.print(_sentence(found), markup=False, soft_wrap=True)
-    for note in sorted({row.note for row in found.split if row.note}):
-        console.print(f"Note: {note}.", markup=False, soft_wrap=True)
-
-
-def _sentence(found: Splitting) -> str:
-    """What splits, in one line."""
-    above = sum((found.ratio(i) or 0) > 1 for i in range(len(found.moved)))
-    better = sum(one.better_split for one in found.tokens)
-    return (
-        f"Splitting beats every move of whole tokens in {above} of {len(found.moved)} layers and "
-        f"heads; {better} of {len(found.tokens)} tokens gain more by being split than by being "
-        "moved alone."
-    )
 
 
 def _draw(found: Splitting, folder: Path) -> None:

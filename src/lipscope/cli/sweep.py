@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 if TYPE_CHECKING:
     from lipscope.engine.sweep import Estimate

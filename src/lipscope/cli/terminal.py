@@ -1,4 +1,4 @@
-"""What commands share: where they write, how they read text, when they tell how far, errors."""
+"""The terminal: output, text, progress and errors of all commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lipscope import interrupts
-from lipscope.charts.pieces import printable
+from lipscope.display import printable
 from lipscope.engine.progress import Bar
 
 
@@ -27,6 +27,21 @@ class Screen(Console):
 
 
 errors = Screen(stderr=True)
+
+
+def show(result: Any) -> None:
+    """What a verb found: its tables, at least as wide as they need, and its sentences."""
+    from rich.table import Table
+
+    from lipscope.display import width_of
+    from lipscope.engine.results import pieces
+
+    for piece in pieces(result):
+        # A pipe counts as 80 columns.
+        if isinstance(piece, Table):
+            Screen(width=max(width_of(piece), Console().width)).print(piece)
+        elif isinstance(piece, str):
+            Screen().print(piece, markup=False, soft_wrap=True)
 
 
 def read_text(path: str | None) -> str | None:
@@ -59,5 +74,5 @@ def resumable() -> Iterator[None]:
 
 
 def bar() -> Bar:
-    """How far a run is, silent where standard error is no terminal."""
+    """Progress reporting, silent where standard error is no terminal."""
     return Bar(shown=sys.stderr.isatty())

@@ -105,6 +105,8 @@ def page(chosen: list[Theorem]) -> str:
     Returns:
         The page.
     """
+    from lipscope.theorems import RECALLED
+
     lines = [
         "# Theorems",
         "",
@@ -124,7 +126,11 @@ def page(chosen: list[Theorem]) -> str:
         "*Asks for* is what it must be told. `x`: it is about this input; `eps`: of every input",
         "in the ball of this radius around it; `num_tokens`, `radius`: of all inputs of that",
         "length with tokens of at most that norm. *As found; fails*: kept as it was found in its",
-        "source, although it is false; comparisons leave it out.",
+        f"source, although it is false; comparisons leave it out. *{RECALLED.capitalize()}*: its",
+        "printed formula was not seen, so a difference from it says nothing about its source.",
+        "",
+        "Lemmas 3.1 and C.1 of [castin2024] bound no layer: they stand among the",
+        "[lemmas of the paper](theory/global-bounds.md#lemmas-of-the-paper).",
     ]
     for source in dict.fromkeys(one.cite for one in chosen):
         lines += ["", f"## {source[0].upper()}{source[1:]}", ""]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, ScaledCosineAttention
 from lipscope.control.restraint import Batch, Restraint, restraint
 from lipscope.control.signals import largest_logits
 from lipscope.errors import InputError
@@ -64,113 +66,147 @@ def cap_singular_values(weight: Tensor, cap: float) -> float:
     return float(cap / size.max())
 
 
-@restraint("query-key-clip")
-class QueryKeyClip(Restraint):
-    """Queries and keys of every head whose largest logit at the batch is above the cap.
+class _Scaling(Restraint):
+    """Weights of layers above a cap are multiplied, and the layers are looked at again.
 
-    Both are multiplied by ``√(cap / largest)``; where heads share keys, the queries alone by
-    ``cap / largest``. The largest logit at the batch is then the cap.
-
-    Holds for dot-product scores without norms of queries and keys, soft cap or shared memory.
+    Earlier layers move the inputs of later ones: each pass settles one layer more.
     """
 
     cap_is = "needed"
+    what: ClassVar[str]  # is capped, and whatever is multiplied, in words
 
     @torch.no_grad()
     def step(self, data: Batch = None) -> dict[int, float]:
-        """As `Restraint.step`; inputs of later layers move with the earlier ones."""
+        """As `Restraint.step`; afterwards every layer is below the cap, at this batch.
+
+        Raises:
+            InputError: If what is capped is not finite, the weights are not the model's own, or
+                the cap is out of reach; the weights are then as they were.
+        """
+        done: dict[int, Tensor] = {}
+        before: list[tuple[Tensor, Tensor]] = []
+        try:
+            for _ in range(len(self.probe.indices) + 1):
+                over = self._above(data)
+                if not over:
+                    return {i: float(factor.min()) for i, factor in done.items()}
+                for i, (layer, factor, _) in over.items():
+                    done[i] = done.get(i, 1.0) * factor
+                    for tensor, by in self._scaled(i, layer, factor):
+                        if not self.probe.owns(tensor):
+                            raise _not_own(self.name, i)
+                        before.append((tensor.detach(), tensor.detach().clone()))
+                        tensor.detach().mul_(by)
+            if over := self._above(data):
+                i, found = min(over), over[min(over)][2]
+                raise InputError(
+                    f"`{self.name}` should bring layer {i} to {self.cap:g}. "
+                    f"Found {self.what.format(found)}."
+                )
+        except InputError:
+            for tensor, old in reversed(before):
+                tensor.copy_(old)
+            raise
+        return {i: float(factor.min()) for i, factor in done.items()}
+
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
+        """Layers above the cap: what would bring each there, and what was found."""
+        raise NotImplementedError
+
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The weights that are multiplied, each with what it is multiplied by."""
+        raise NotImplementedError
+
+
+@restraint("query-key-clip")
+class QueryKeyClip(_Scaling):
+    """Queries and keys of every head whose largest logit at the batch is above the cap.
+
+    Both are multiplied by ``√(cap / largest)``; where heads share keys, the queries alone by
+    ``cap / largest``; of scaled cosine attention, its one temperature, if trained, by the least of
+    these. The largest logit at the batch is then the cap.
+
+    Holds for scores that are products of queries and keys: no other norms of them, no soft cap,
+    no divisor and no shared memory.
+    """
+
+    what = "a largest logit of {:.4g} whatever its queries and keys are scaled by"
+
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
         assert self.cap is not None
         largest: dict[int, Tensor] = {}
         layers: dict[int, Attention] = {}
         for seen in self.probe.seen(data):
-            layers[seen.index] = seen.attention
             found = largest_logits(seen.attention, seen.x)
+            if not bool(found.isfinite().all()):
+                raise InputError(
+                    f"Logits of layer {seen.index} should be finite. Found {float(found.max())}."
+                )
+            layers[seen.index] = seen.attention
             largest[seen.index] = torch.maximum(found, largest.get(seen.index, found))
-        done = {}
-        for i, most in largest.items():
-            factor = (self.cap / most).where(most > self.cap * (1 + _ROUNDING), 1.0)
-            if bool((factor < 1).any()):
-                self._scale(i, layers[i], factor)
-                done[i] = float(factor.min())
-        return done
+        return {
+            i: (layers[i], (self.cap / most).where(most > self.cap, 1.0), float(most.max()))
+            for i, most in largest.items()
+            if bool((most > self.cap * (1 + _ROUNDING)).any())
+        }
 
-    def _scale(self, index: int, layer: Attention, factor: Tensor) -> None:
-        if layer.query_norm is not None or layer.softcap is not None:
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if isinstance(layer, ScaledCosineAttention) and self.probe.owns(layer.temperature):
+            return [(layer.temperature, factor.min())]
+        normed = any(norm is not None for norm in layer.norms()[:2])
+        if normed or layer.softcap is not None or not layer.by_token:
             raise InputError(
-                f"`{self.name}` needs logits that follow the weights. Found a norm or a soft cap "
-                f"in layer {index}."
+                f"`{self.name}` needs logits that follow the weights. Found a norm, a divisor or a "
+                f"soft cap of them in layer {index} (`{type(layer).__name__}`)."
             )
         shared = layer.num_groups != layer.num_heads
-        sides = [(layer.query, layer.query_bias)]
-        if not shared:
-            sides.append((layer.key, layer.key_bias))
-        each = factor if shared else factor.sqrt()
-        tensors = [t for side in sides for t in side if t is not None]
-        if layer.key is layer.query or not all(map(self.probe.owns, tensors)):
+        if layer.key is layer.query:
             raise _not_own(self.name, index)
-        for tensor in tensors:
-            rows = each.repeat_interleave(len(tensor) // layer.num_heads)
-            tensor.detach().mul_(rows.view(-1, *[1] * (tensor.ndim - 1)).to(tensor))
+        each = factor if shared else factor.sqrt()
+        sides = [layer.query, layer.query_bias] + [layer.key, layer.key_bias] * (not shared)
+        rows = [each.repeat_interleave(layer.head_width) for _ in sides]
+        return [
+            (tensor, by.view(-1, *[1] * (tensor.ndim - 1)).to(tensor))
+            for tensor, by in zip(sides, rows, strict=True)
+            if tensor is not None
+        ]
 
 
 @restraint("sigma-cap")
-class SigmaCap(Restraint):
+class SigmaCap(_Scaling):
     """Output projections (values where there is none) of layers whose sigma is above the cap.
 
     Each is multiplied by ``cap / upper``, ``upper`` the upper end of the interval of its largest
     sigma over the batch (tolerance 1 %, failure probability 1 %): sigma is at most the cap, at
-    this batch. Earlier layers move the inputs of later ones, which are looked at again.
+    this batch. Of scaled cosine attention without an output projection, its gain is.
     """
 
-    cap_is = "needed"
+    what = "sigma up to {:.4g} whatever its values are scaled by (they are normalised)"
 
-    @torch.no_grad()
-    def step(self, data: Batch = None) -> dict[int, float]:
-        """As `Restraint.step`.
-
-        Raises:
-            InputError: If a sigma is not finite, or the weights are not the model's own.
-        """
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
         assert self.cap is not None
-        done: dict[int, float] = {}
-        for _ in range(len(self.probe.indices) + 1):
-            over = self._above(data)
-            if not over:
-                return done
-            for i, (layer, upper) in over.items():
-                factor = self.cap / upper
-                done[i] = done.get(i, 1.0) * factor
-                weights = [layer.output] if layer.output is not None else [layer.value]
-                if layer.output is None:
-                    weights += [layer.value_bias]
-                for weight in weights:
-                    if weight is not None and not self.probe.owns(weight):
-                        raise _not_own(self.name, i)
-                    if weight is not None:
-                        weight.detach().mul_(factor)
-        if over := self._above(data):
-            raise InputError(
-                f"`sigma-cap` should bring layer {min(over)} to {self.cap:g}. Found sigma up to "
-                f"{over[min(over)][1]:.4g} whatever its values are scaled by (they are normalised)."
-            )
-        return done
-
-    def _above(self, data: Batch) -> dict[int, tuple[Attention, float]]:
-        """Layers above the cap, with the largest upper end over the batch."""
-        assert self.cap is not None
-        found: dict[int, tuple[Attention, float]] = {}
+        found: dict[int, tuple[Attention, Tensor, float]] = {}
         for seen in self.probe.seen(data):
             start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
             top = top_singular(seen.attention.linearise(seen.x), tol=_TOL, generator=start)
             if top.status == "non_finite":
                 raise InputError(f"Sigma of layer {seen.index} should be finite. Found {top.note}.")
-            if top.upper > max(self.cap * (1 + _ROUNDING), found.get(seen.index, (None, 0.0))[1]):
-                found[seen.index] = seen.attention, top.upper
+            least = found[seen.index][2] if seen.index in found else self.cap * (1 + _ROUNDING)
+            if top.upper > least:
+                factor = torch.tensor(self.cap / top.upper, dtype=torch.float64)
+                found[seen.index] = seen.attention, factor, top.upper
         return found
+
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if layer.output is not None:
+            return [(layer.output, factor)]
+        if isinstance(layer, ScaledCosineAttention):
+            return [(layer.gain, factor)]
+        return [(t, factor) for t in (layer.value, layer.value_bias) if t is not None]
 
 
 def _not_own(name: str, index: int) -> InputError:
     return InputError(
         f"`{name}` should change the model's own weights. Found that those of layer {index} are "
-        "computed from others (a parametrisation, tied or interleaved weights)."
+        "computed from others (a parametrisation, tied or interleaved weights), or not trained."
     )

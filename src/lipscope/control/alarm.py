@@ -1,123 +1,218 @@
-"""When a signal of training is unusual: beside its own past, by layer."""
+"""Alarms: a signal of training beyond the range of its own last readings, by layer."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
 
-PAST = 10  # readings that say what is usual
+from lipscope.control.signals import Reading
+
+PAST = 15  # readings that say what is usual
 FEWEST = 3  # of them, before anything can be unusual
+WARM = 10  # of them, before what is merely unusual counts: signals move fast when training begins
+EARLY = 10.0  # how far beyond everything before a signal must be until then
+CALM = 30  # readings within the limits, after which a signal that was told may be told again
+MOST = 5  # alerts of a run
 LOSSES = 100  # steps that say how the loss usually varies
 FEWEST_LOSSES = 10
-# Signals and how they go wrong: up or down. A largest logit below 1 is no larger than 1.
+LOSS, MEASURED = "loss", "measured"
+# Signals and how they go wrong: up or down.
 RISING = ("sigma", "relative", "radius", "largest_logit", "weight_norm", "update_norm")
 FALLING = ("entropy",)
-_LEAST = {"largest_logit": 1.0}
+# What is below is no smaller: a largest logit below 1, an entropy of a hundredth of a nat.
+_LEAST = {"largest_logit": 1.0, "entropy": 0.01}
+# Of the threshold: sigma drifts least in healthy runs, and updates go with the learning rate.
+_POWERS = {"sigma": 1, "update_norm": 10}
+_OTHERS = 5
+_LOOK = {
+    "sigma": "the learning rate, then this layer's `largest_logit` and `weight_norm`",
+    "relative": "this layer's output, which shrinks or points elsewhere, and its `sigma`",
+    "radius": "the norm before this layer, and what earlier layers add to the residual stream",
+    "largest_logit": "query and key weights; a norm of queries and keys, or a cap, holds logits",
+    "entropy": "this layer's `largest_logit`: its heads come to read single tokens",
+    "weight_norm": "the learning rate and weight decay",
+    "update_norm": "the learning rate and the clipping of gradients",
+    LOSS: "the batch of this step, and the learning rate",
+    MEASURED: "this layer's `largest_logit`, and the learning rate: training is in float32 too",
+}
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A signal that is far from what it was.
+    """A signal that is far from what it was, or a layer that cannot be measured.
 
     Attributes:
         step: Step of training.
-        layer: Index; None for the loss.
+        layer: Index of the layer where it is furthest; None for the loss.
         module: Path of the layer's module; "" for the loss.
-        signal: Name of the signal.
+        signal: Name of the signal; ``measured`` for a layer that float32, or nothing, can measure.
         value: What it is.
-        usual: The median of its last readings; the mean for the loss.
-        excess: How many times more (for the entropy: less) that is; for the loss, in standard
-            deviations.
+        low: The smallest of its last readings, or losses.
+        high: The largest.
+        excess: How many times above ``high`` (the entropy: below ``low``) it is; for the loss, in
+            standard deviations above its mean.
+        how: The same, or what could not be measured, in words.
+        also: Other layers where it is unusual at this step.
     """
 
     step: int
     layer: int | None
     module: str
     signal: str
-    value: float
-    usual: float
-    excess: float
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    excess: float = math.inf
+    how: str = ""
+    also: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """One line, which names layer and signal."""
-        value, usual = f"{self.value:.4g}", f"{self.usual:.4g}"
-        if self.layer is None:
-            return (
-                f"Step {self.step}: the loss is {value}, {self.excess:.1f} standard deviations "
-                f"above its mean {usual}."
+        """One line: layer and signal, the value, its usual range, what to look at."""
+        where = f"layer {self.layer} ({self.module})"
+        if self.also:
+            where += f" (and of {', '.join(map(str, self.also))})"
+        what = "the loss" if self.layer is None else f"`{self.signal}` of {where}"
+        said = f"{where} {self.how}"
+        if self.value is not None:
+            said = (
+                f"{what} is {self.value:.4g}, {self.how}; usually {self.low:.4g} to {self.high:.4g}"
             )
-        side = "below" if self.signal in FALLING else "above"
-        return (
-            f"Step {self.step}: `{self.signal}` of layer {self.layer} ({self.module}) is {value}, "
-            f"{self.excess:.1f} times {side} its usual {usual}."
-        )
+        return f"Step {self.step}: {said}. Look at {_LOOK[self.signal]}."
 
 
 class Alarm:
     """What was usual for every layer and signal, and for the loss.
 
+    A signal is unusual where it is ``times`` above the largest of its last 15 readings (the
+    entropy: below the smallest). For sigma that is what is said; other signals move more by
+    themselves, and are told at the fifth power of it, norms of updates at the tenth. Before
+    there are ten readings, ten times is what counts.
+
+    Told is the layer where it is most, once until 30 readings of all layers were within the
+    limits; another layer before that only where it goes twice as far. A run has five alerts at
+    most, and `summary` counts the others.
+
     Args:
-        times: How many times the median of the last ten readings is unusual.
+        times: How many times the largest of the last readings sigma must be.
         deviations: How many standard deviations above the mean of the last 100 losses.
+
+    Attributes:
+        told: The alerts so far.
     """
 
-    def __init__(self, times: float = 2.0, deviations: float = 4.0) -> None:
+    def __init__(self, times: float = 1.15, deviations: float = 4.0) -> None:
         self.times, self.deviations = times, deviations
+        self.told: list[Alert] = []
+        self._more: Counter[str] = Counter()
         self._past: dict[tuple[int, str], deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
         self._losses: deque[float] = deque(maxlen=LOSSES)
-        self._z: tuple[float, float, float] | None = None
-
-    def loss(self, value: float) -> None:
-        """Take the loss of a step in."""
-        if len(self._losses) >= FEWEST_LOSSES:
-            mean, spread = fmean(self._losses), pstdev(self._losses)
-            if spread > 0:
-                self._z = value, mean, (value - mean) / spread
-        self._losses.append(value)
-
-    @property
-    def z_score(self) -> float | None:
+        self._episodes: dict[str, list[Alert]] = {}
+        self._calm: Counter[str] = Counter()
+        self.z_score: float | None = None
         """Of the last loss among the hundred before; None before there are ten."""
-        return None if self._z is None else self._z[2]
 
-    def loss_alert(self, step: int) -> Alert | None:
-        """Whether the last loss is unusual."""
-        if self._z is None or self._z[2] < self.deviations:
-            return None
-        return Alert(step, None, "", "loss", *self._z)
+    def threshold(self, signal: str) -> float:
+        """How many times the largest of its last readings a signal must be."""
+        return self.times ** _POWERS.get(signal, _OTHERS)
 
-    def signals(
-        self, step: int, layer: int, module: str, values: Mapping[str, float | None]
-    ) -> list[Alert]:
-        """Take the signals of a layer in, and say which of them are unusual."""
-        found = []
+    def loss(self, step: int, value: float) -> list[Alert]:
+        """Take the loss of a step in, and say whether it is unusual."""
+        past, far = self._losses, []
+        if past:
+            mean, spread, high = fmean(past), pstdev(past), max(past)
+            said = Alert(step, None, "", LOSS, value, min(past), high)
+            if len(past) >= FEWEST_LOSSES and spread > 0:
+                self.z_score = z = (value - mean) / spread
+                how = f"{z:.4g} standard deviations above the mean of the last {len(past)}"
+                far = [replace(said, excess=z, how=how)] if z >= self.deviations else []
+            elif value > EARLY * high > 0 and math.isfinite(self.times):
+                how = f"{value / high:.4g} times the largest before"
+                far = [replace(said, excess=value / high, how=how)]
+        past.append(value)
+        return self._new(LOSS, far)
+
+    def signals(self, readings: Sequence[Reading]) -> list[Alert]:
+        """Take the readings of a step in, and say what of them is unusual and not told yet."""
+        off = [
+            Alert(one.step, one.layer, one.module, MEASURED, how=one.problem)
+            for one in readings
+            if one.problem and math.isfinite(self.times)
+        ]
+        found = self._new(MEASURED, off)
         for name in (*RISING, *FALLING):
-            value = values.get(name)
-            if value is None or not math.isfinite(value):
-                continue
-            past = self._past[layer, name]
-            excess = excess_of(name, value, past)
-            if excess is not None and excess >= self.times:
-                found.append(Alert(step, layer, module, name, value, median(past), excess))
-            past.append(value)
+            far = [alert for one in readings if (alert := self._unusual(name, one)) is not None]
+            found += self._new(name, far)
         return found
 
+    def summary(self) -> str:
+        """The alerts of a run, counted by signal, in words."""
+        if not self.told:
+            return "no alerts"
+        counts = Counter(f"`{one.signal}`" for one in self.told)
+        first = self.told[0]
+        where = "" if first.layer is None else f" of layer {first.layer}"
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        words = f"{len(self.told)} alerts ({said})" if len(self.told) > 1 else "1 alert"
+        words += f", the first at step {first.step}: `{first.signal}`{where}"
+        more = ", ".join(f"`{name}` {count}" for name, count in self._more.items())
+        return words + (f"; {sum(self._more.values())} more were not told ({more})" if more else "")
 
-def excess_of(name: str, value: float, past: deque[float]) -> float | None:
-    """How many times above its median a signal is, or below it for one that falls.
+    def _unusual(self, name: str, one: Reading) -> Alert | None:
+        value = getattr(one, name)
+        if value is None or not math.isfinite(value):
+            return None
+        past = self._past[one.layer, name]
+        excess = excess_of(name, value, past)
+        least = self.threshold(name)
+        least = max(least, EARLY) if len(past) < WARM else least
+        found = None
+        if excess is not None and excess >= least:
+            end = "below the bottom" if name in FALLING else "the top"
+            how = f"{excess:.4g} times {end} of its usual range"
+            low, high = min(past), max(past)
+            found = Alert(one.step, one.layer, one.module, name, value, low, high, excess, how)
+        past.append(value)
+        return found
 
-    None before there are three readings, and where there is no ratio.
+    def _new(self, signal: str, far: Sequence[Alert]) -> list[Alert]:
+        """What is told of the layers where a signal is unusual now; nothing until it was calm."""
+        before = self._episodes.get(signal, [])
+        if not far:
+            self._calm[signal] += 1
+            if self._calm[signal] >= CALM:
+                self._episodes.pop(signal, None)
+            return []
+        self._calm[signal] = 0
+        worst = max(far, key=lambda one: one.excess)
+        known = {layer for one in before for layer in (one.layer, *one.also)}
+        if before and (worst.layer in known or worst.excess < 2 * before[-1].excess):
+            return []
+        also = tuple(one.layer for one in far if one is not worst and one.layer is not None)
+        alert = replace(worst, also=also)
+        self._episodes[signal] = [*before, alert]
+        if len(self.told) >= MOST:
+            self._more[signal] += 1
+            return []
+        self.told.append(alert)
+        return [alert]
 
-    >>> excess_of("sigma", 6.0, deque([1.0, 2.0, 3.0])), excess_of("sigma", 6.0, deque([1.0]))
-    (3.0, None)
+
+def excess_of(name: str, value: float, past: Sequence[float]) -> float | None:
+    """How many times above the largest of its last readings a signal is.
+
+    For one that falls, how many times below the smallest. None before there are three readings,
+    and where there is no ratio.
+
+    >>> excess_of("sigma", 6.0, [1.0, 2.0, 3.0]), excess_of("sigma", 6.0, [1.0])
+    (2.0, None)
     """
     if len(past) < FEWEST:
         return None
     least = _LEAST.get(name, 0.0)
-    now, usual = max(value, least), max(median(past), least)
     if name in FALLING:
-        now, usual = usual, now
-    return now / usual if usual > 0 else None
+        return max(min(past), least) / max(value, least)
+    usual = max(*past, least)
+    return max(value, least) / usual if usual > 0 else None

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
+from lipscope.attention.core import transformed
 from lipscope.attention.spectral import spectral_norm
 from lipscope.errors import InputError, shown
 
@@ -71,7 +72,8 @@ class ContractiveAttention(Contraction):
         c: The constant, above 0 and below 1.
 
     Raises:
-        InputError: For another ``c``, a layer of which no constant is known, or another width.
+        InputError: For another ``c``, a layer of which no constant is known, or another width;
+            in a pass, for a constant that is no bound (NaN, negative).
 
     Source: Contractive-L2-MHA of [kim2021], for every variant with a constant.
 
@@ -113,7 +115,7 @@ class ContractiveAttention(Contraction):
 
     def _share(self, num_tokens: int) -> Tensor:
         with torch.autocast(self.first.device.type, enabled=False):
-            return _share(self.c, self.layer.constant(num_tokens))
+            return _share(self.c, self.layer.constant(num_tokens), self.first.dtype)
 
 
 class ContractiveMLP(Contraction):
@@ -161,10 +163,20 @@ class ContractiveMLP(Contraction):
             x = x if layer == last else x.tanh()
         with torch.autocast(self.first.device.type, enabled=False):
             sizes = torch.stack([spectral_norm(weight) for weight in self.weights])
-            return x * _share(self.c, sizes.prod())
+            return x * _share(self.c, sizes.prod(), x.dtype)
 
 
-def _share(c: float, constant: Tensor) -> Tensor:
-    """``c / L``, rounded down; 0 weights contract as they are."""
-    bound = constant * (1 + _ROUNDING * torch.finfo(constant.dtype).eps)
-    return c / torch.where(bound > 0, bound, 1.0)
+def _share(c: float, constant: Tensor, dtype: torch.dtype) -> Tensor:
+    """``c / L`` in a dtype, rounded down; where ``L`` is 0, so is every change of the output.
+
+    Raises:
+        InputError: If ``L`` is negative or no number, and so no bound.
+    """
+    if not transformed() and not bool(constant >= 0):
+        raise InputError(
+            "The constant of a contraction should be 0 or larger, to be divided by. Found "
+            f"{constant.item():g}: a weight is no number, or `constant` no bound of its layer."
+        )
+    bound = constant * (1 + _ROUNDING * torch.finfo(dtype).eps)
+    none = torch.full_like(bound, torch.nan)  # where torch follows what is computed: no exception
+    return (c / torch.where(bound > 0, bound, torch.where(bound == 0, 1.0, none))).to(dtype)

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.control.contraction import Contraction
+from lipscope.display import Shown
 from lipscope.errors import InputError, check_positive
 
 _DENSE = 64  # entries of a sample up to which its Jacobian is formed
@@ -22,8 +23,8 @@ _GOES_ON = 0.5  # its chance of one more term, at least
 _Method = Literal["exact", "series", "roulette"]
 
 
-@dataclass(frozen=True)
-class LogDeterminant:
+@dataclass(frozen=True, repr=False)
+class LogDeterminant(Shown):
     """``log det(I + J_g(X))`` of every sample.
 
     Attributes:

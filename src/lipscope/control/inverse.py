@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lipscope.attention.core import transformed
 from lipscope.control.contraction import Contraction
 from lipscope.control.determinant import LogDeterminant, log_determinant
+from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive
 
 _KEPT = 5  # differences that Anderson's step is made of
@@ -21,8 +22,8 @@ _BACKWARD = (
 )
 
 
-@dataclass(frozen=True)
-class Inverse:
+@dataclass(frozen=True, repr=False)
+class Inverse(Shown):
     """A solution ``X`` of ``X + g(X) = Y``, and how good it is.
 
     Attributes:

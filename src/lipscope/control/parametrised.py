@@ -90,7 +90,8 @@ class QueryKeyNorm(Restraint):
     """RMSNorm on the queries and keys of every head, with learnt gains.
 
     A gain begins as the root mean square of what it replaces, so that logits keep their usual
-    size. Logits are then at most ``√k`` times the product of the largest gains times the scale.
+    size. Logits are then at most ``k max|g_Q| max|g_K|`` times the scale, whatever the gains'
+    signs.
     The layers stay known in closed form. `remove` leaves the norms where they are.
 
     Holds for families with linear maps of their own for queries and keys.

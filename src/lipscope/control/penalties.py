@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct
+from lipscope.attention import Attention, DotProduct, Softmax
+from lipscope.attention.precision import uncast
 from lipscope.control.probe import Seen
 from lipscope.control.restraint import Batch, Restraint, restraint
 from lipscope.errors import InputError
@@ -32,7 +33,8 @@ class Penalty(Restraint, ABC):
 
     def penalty(self, data: Batch = None) -> Tensor:
         """As `Restraint.penalty`."""
-        values = torch.stack([self.of(seen) for seen in self.probe.seen(data)])
+        with uncast(self.probe.device):
+            values = torch.stack([self.of(seen) for seen in self.probe.seen(data)])
         return _above(values, self.cap)
 
 
@@ -57,7 +59,7 @@ class SigmaEstimate(Penalty):
 
     Never above sigma, and nearer to it with each call at the same inputs while the weights move
     slowly. Another batch starts from the ``v`` of the same place where its length is the same.
-    How far below it stays: ``docs/benchmarks.md``.
+    How far below it stays: ``docs/benchmarks-tables.md``.
     """
 
     def __init__(self, *args: object, **options: object) -> None:
@@ -142,7 +144,8 @@ def _pulled_rows(layer: Attention, x: Tensor, z: Tensor, share: Tensor) -> Tenso
 class SoftmaxSpread(Penalty):
     """``log max_i g_1(P_i)``, ``g_1(p) = p_(1) (1 - p_(1) + p_(2))``: mean over heads.
 
-    ``g_1`` bounds the norm of the softmax's Jacobian.
+    ``g_1`` bounds the norm of the softmax's Jacobian. Refused for sigmoid and Sinkhorn weights,
+    whose derivatives are others, whether or not rows are divided by their sums.
 
     Source: the penalty of [yudin2025], as quoted by others.
     """
@@ -151,7 +154,16 @@ class SoftmaxSpread(Penalty):
     over: int | None = None
 
     def of(self, seen: Seen) -> Tensor:
-        """The mean over heads."""
+        """The mean over heads.
+
+        Raises:
+            InputError: For weights that are no softmax: nothing is known of them from their rows.
+        """
+        if not isinstance(seen.attention.weighting, Softmax):
+            raise InputError(
+                f"`{self.name}` bounds the derivative of the softmax. Found "
+                f"`{type(seen.attention).__name__}` in layer {seen.index}, which has none."
+            )
         q, k, _ = seen.attention.project(seen.x)
         p = seen.attention.weights(q, k)
         most = 3 if self.over is None else self.over + 1
@@ -188,10 +200,11 @@ class WeightNorms(Restraint):
     def penalty(self, data: Batch = None) -> Tensor:
         """As `Restraint.penalty`; the same for every batch."""
         del data
-        values = [
-            torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
-            for held in map(self.probe.weights, self.probe.indices)
-        ]
+        with uncast(self.probe.device):
+            values = [
+                torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
+                for held in map(self.probe.weights, self.probe.indices)
+            ]
         return _above(torch.stack(values), self.cap)
 
 

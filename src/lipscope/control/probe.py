@@ -139,7 +139,17 @@ class Probe:
             names = [n for n, p in holder.named_parameters(recurse=False) if p.ndim == 2]
             for name in [*names, *(n for n in kept if getattr(holder, n).ndim == 2)]:
                 found[id(holder), name] = (holder, name)
+        if not found:
+            raise InputError(
+                f"Layer {index} should have weight matrices to act on. Found none; give them as "
+                "`nn.Parameter`."
+            )
         return list(found.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(t.device for t in [*self.model.parameters(), *self.model.buffers()])
 
     def module(self, index: int) -> nn.Module:
         """The module of a layer."""

@@ -1,4 +1,4 @@
-"""What keeps layers smooth, under one face; each kind is entered into a register by name."""
+"""Restraints that keep layers smooth, under one face; each kind is registered by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Restraint:
         self.probe, self.cap, self.seed = probe, _checked(type(self), cap), seed
 
     def penalty(self, data: Batch = None) -> Tensor:
-        """What is to be added to the loss, times a weight of your own.
+        """The term to add to the loss, times a weight of your own.
 
         Args:
             data: Batch at whose layer inputs it is taken; that of the call of `restrain` if None.
@@ -50,10 +50,10 @@ class Restraint:
             A scalar with gradients for the weights of the layers; 0 for a constraint.
         """
         del data
-        return torch.zeros((), device=next(self.probe.model.parameters()).device)
+        return torch.zeros((), device=self.probe.device)
 
     def step(self, data: Batch = None) -> dict[int, float]:
-        """What is to be done after each step of the optimiser, or every so often.
+        """The action after each step of the optimiser, or every so often.
 
         Args:
             data: As for `penalty`.

@@ -1,4 +1,4 @@
-"""What a monitor reads off a layer at an input: sigma, and logits, entropy, sinks beside it."""
+"""Signals of a layer at an input: sigma, and logits, entropy and sinks beside it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
+from lipscope.attention.precision import exact
 
 
 @dataclass(frozen=True)
 class Reading:
     """The signals of one layer after a step; None where there is none.
 
+    One rule for every number: it is that of the worst entry of the probe and of the worst head
+    there, the largest one; of the entropy, the smallest.
+
     Attributes:
         step: Step of training.
         layer: Index from 0.
         module: Path of its module.
-        sigma: The largest over the entries of the probe; likewise the two that follow.
+        sigma: The local Lipschitz constant; None where it cannot be measured, likewise the two that
+            follow.
         relative: ``sigma ‖X‖ / ‖f(X)‖``.
         top_share: Share of the most sensitive token.
         radius: Largest token norm of the map's input.
-        largest_logit: Over heads, pairs of tokens and entries.
-        entropy: Mean over rows, of the head where it is least, in nats.
-        sink_mass: Mean over rows of the attention that one token gets, of the head where it is
-            most.
+        largest_logit: Over the pairs of tokens that see each other.
+        entropy: Mean over rows, in nats.
+        sink_mass: Mean over rows of the attention that one token gets.
         weight_norm: Frobenius norm of all its parameters.
         update_norm: Frobenius norm of what the step changed in them.
         logits: Largest logit of every head.
         entropies: Entropy of every head.
         sinks: Sink mass of every head.
+        problem: Why float32, or nothing, can measure sigma; None where all is well.
     """
 
     step: int
@@ -51,13 +56,14 @@ class Reading:
     logits: tuple[float, ...] = ()
     entropies: tuple[float, ...] = ()
     sinks: tuple[float, ...] = ()
+    problem: str | None = None
 
     def signals(self) -> dict[str, float | None]:
         """The numbers, one for each signal."""
         return {k: v for k, v in asdict(self).items() if k not in _NO_SIGNALS}
 
 
-_NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks")
+_NO_SIGNALS = ("step", "layer", "module", "logits", "entropies", "sinks", "problem")
 
 
 def furthest(readings: Sequence[Reading]) -> str:
@@ -76,6 +82,7 @@ def furthest(readings: Sequence[Reading]) -> str:
 
 
 @torch.no_grad()
+@exact
 def largest_logits(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, " h"]:
     """The largest score of every head over the pairs that its mask lets see each other.
 
@@ -96,10 +103,11 @@ def largest_logits(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "
 
 
 @torch.no_grad()
+@exact
 def entropy_and_sink(
     layer: Attention, x: Float[Tensor, "n d"]
 ) -> tuple[Float[Tensor, " h"], Float[Tensor, " h"]]:
-    """How far the attention of every head is spread, and how much of it one token gets.
+    """The spread of every head's attention, and the share that one token gets.
 
     Mean over rows of ``-Σ_j P_ij log P_ij`` in nats, and the largest over tokens ``j`` of the mean
     over rows of ``P_ij``: between ``1/n`` and 1, at 1 all rows read one token.
@@ -118,6 +126,7 @@ def entropy_and_sink(
 
 
 @torch.no_grad()
+@exact
 def attention_received(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tensor, "h n"]:
     """The attention that every token gets: the mean over rows of ``P_ij``, from every head.
 

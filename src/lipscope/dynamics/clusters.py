@@ -11,12 +11,13 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from lipscope.display import Shown
 from lipscope.dynamics.integrate import Event
 from lipscope.errors import InputError
 
 
-@dataclass(frozen=True, eq=False)
-class Clusters:
+@dataclass(frozen=True, eq=False, repr=False)
+class Clusters(Shown):
     """Groups of points within reach of each other.
 
     Attributes:
@@ -62,6 +63,7 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
         found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
         raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
+    points = points.double()
     near = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") <= radius
     count, found = connected_components(csr_matrix(near.numpy()), directed=False)
     labels = torch.as_tensor(found).long()
@@ -99,7 +101,7 @@ def consensus(radius: float, *, terminal: bool = True) -> Event:
 
 def diameter(points: Float[Tensor, "n d"]) -> float:
     """The largest distance between two points."""
-    return float(torch.pdist(points).max()) if len(points) > 1 else 0.0
+    return float(torch.pdist(points.double()).max()) if len(points) > 1 else 0.0
 
 
 def outgrows(radius: float, *, terminal: bool = True) -> Event:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
+from lipscope.display import Shown
 from lipscope.dynamics.fields import Field, Function
 from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import residual
@@ -23,8 +24,8 @@ _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not 
 _SMALL = 256  # numbers up to which Jacobians of layers are formed
 
 
-@dataclass(frozen=True, eq=False)
-class Depth:
+@dataclass(frozen=True, eq=False, repr=False)
+class Depth(Shown):
     """Local constants of the map from the start to several depths.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What moves tokens: a layer's output, along ``e^(-tV)``, on spheres, or as it is."""
+"""Vector fields that move tokens: a layer's output, along ``e^(-tV)``, on spheres, or as it is."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
 from lipscope.measures import TokenMeasure, token_map
 
 Function = Callable[[Tensor], Tensor]
 Norm = Literal["rms", "layer"]
 
-# The logarithm of how much queries and keys may grow: weights are those of the limit long
-# before, and products of two of them stay far from the end of the float range.
+# The logarithm of how large tokens, and a row of scores, may grow: weights are those of the limit
+# long before, and products of two tokens stay far from the end of the float range.
 _SHARPEST = 230.0
+_STEEPEST = 700.0  # the same of a query: the end of the float range
+_SHAKEN = 4 * torch.finfo(torch.float64).eps  # what rounding does to a token in some steps
+_LOST = 1e-3  # part of the largest velocity by which rounding may change one
 _AT_ONCE = 2**22  # scores up to which weights are formed at once: faster than in blocks
 _COMMUTES = 1e-12
 
@@ -57,6 +61,7 @@ class Field:
             self.rate = self._rate()
             self.fastest = float(torch.linalg.eigvals(self.rate).real.max())
             self.relative = self.rate - self.fastest * torch.eye(len(self.rate)).to(self.rate)
+            self._prepare()
         self._check_fits()
 
     def __call__(self, t: float, x: Tensor) -> Tensor:
@@ -97,23 +102,90 @@ class Field:
         """
         if not isinstance(self.f, Attention) or self.measure is not None:
             raise InputError("not available: attention weights are those of a layer on tokens.")
-        q, k, _ = self.f.project(self.stretched(t, x))
-        return self.f.weights(q, k)
+        return self.f.weights(*self._queries_and_keys(t, x))
 
-    def stretched(self, t: float, y: Tensor) -> Tensor:
-        """``x = e^(tV) y``, divided by what would leave the float range; else the state itself."""
+    def certain(self, t: float, y: Tensor) -> float:
+        """What rounding leaves of the digits of a renormalised velocity: none below 0.
+
+        The velocity of tokens that are moved as rounding moves them, with other limits for what
+        leaves the float range, may differ by a thousandth of what ``V`` makes of the state, or made
+        of the start.
+        """
+        if (size := max(self.size, self._size(y))) == 0:  # one point, which stays
+            return math.inf
+        apart = y.abs().amax(0) if self.sums else y.abs()  # differences are taken, or none are
+        try:
+            off = self._renormalised(t, y + self.shake * apart, 0.9) - self._renormalised(t, y)
+        except InputError:  # the next step says why
+            return math.inf
+        return _LOST * size - float(off.abs().max())
+
+    def _prepare(self) -> None:
+        """What a renormalised velocity is made of at all times."""
+        f, x = self.f, self.start
+        assert isinstance(f, Attention) and self.rate is not None
+        empty = f.empty_rows(f.project(x)[1])
+        # Rows of weights add up to 1: what all tokens have in common moves none of them.
+        self.sums = f.weighting.normalised and (empty is None or not bool(empty.any()))
+        self.plain: DotProduct | None = None
+        held = (f.softcap, f.rotary, f.query_norm, f.key_norm)
+        if type(f) is DotProduct and self.sums and all(one is None for one in held):
+            self.plain = f.replace(query_bias=None, key_bias=None)
+            self.query_bias = f.project(torch.zeros_like(x[:1]))[0]
+        self.size = self._size(x)
+        signs = torch.randint(2, x.shape, generator=start_named("rounding")) * 2 - 1
+        # What all tokens have in common from the start on is never rounded apart.
+        self.shake = _SHAKEN * signs * (x != x[:1]).any(0)
+
+    def _size(self, y: Tensor) -> float:
+        """The largest entry of what ``V`` makes of tokens, or of their differences."""
+        assert self.rate is not None
+        return float(((y - y[:1] if self.sums else y) @ self.rate.T).abs().max())
+
+    def _queries_and_keys(self, t: float, y: Tensor, part: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Of ``x = e^(tV) y``, such that all weights are theirs, within the float range.
+
+        For dot products from logarithms of sizes, row by row, and from differences of keys, which
+        a softmax does not tell from keys; elsewhere all tokens are made smaller alike.
+
+        Args:
+            t: The time.
+            y: The state.
+            part: Part of the limits.
+        """
+        assert isinstance(self.f, Attention)
         if self.rate is None:
-            return y
-        size = math.exp(min(t * self.fastest, _SHARPEST))
-        return size * y @ torch.linalg.matrix_exp(t * self.relative).T
+            return self.f.project(y)[:2]
+        growth, log_size = torch.linalg.matrix_exp(t * self.relative), t * self.fastest
+        if self.plain is None:
+            x = y @ growth.T
+            reach = float(x.abs().max())
+            if reach > 0:
+                x = x * math.exp(min(log_size, part * _SHARPEST - math.log(reach)))
+            return self.f.project(x)[:2]
+        up = max(log_size, 0.0)
+        q, of_q = _of_size_one(
+            self.plain.project(math.exp(log_size - up) * y @ growth.T)[0]
+            + math.exp(-up) * self.query_bias
+        )
+        k, of_k = _of_size_one(self.plain.project((y - y[:1]) @ growth.T)[1], -2)
+        row = self.plain.score(q, k).abs().amax(-1, keepdim=True).log()  # -inf where all are 0
+        most = (part * _SHARPEST - row).clamp_max(part * _STEEPEST)
+        return q * torch.minimum(of_q + of_k + up + log_size, most).exp(), k
 
-    def _renormalised(self, t: float, y: Tensor) -> Tensor:
+    def _renormalised(self, t: float, y: Tensor, part: float = 1.0) -> Tensor:
         """``P V y - V y`` with the weights of ``e^(tV) y``."""
         assert self.rate is not None and isinstance(self.f, Attention)
-        q, k, _ = self.f.project(self.stretched(t, y))
-        _, _, v = self.f.project(y)
-        heads = (self.f.weights(q, k) @ v).transpose(-3, -2).flatten(-2)
-        return self.f.project_out(heads) - y @ self.rate.T
+        p = self.f.weights(*self._queries_and_keys(t, y, part))
+        if not self.sums:
+            heads = p @ self.f.project(y)[2]
+            return self._out(heads) - y @ self.rate.T
+        v = self.f.project(y - y[:1])[2]
+        return self._out(p @ v - v)
+
+    def _out(self, heads: Tensor) -> Tensor:
+        assert isinstance(self.f, Attention)
+        return self.f.project_out(heads.transpose(-3, -2).flatten(-2))
 
     def _rate(self) -> Tensor:
         """``V = Σ_h W_h V_h``, if it commutes with every head."""
@@ -149,6 +221,13 @@ class Field:
                 "A flow needs a layer that keeps the width of its tokens. Found tokens "
                 f"{tuple(self.start.shape)} and outputs {tuple(out.shape)}."
             )
+
+
+def _of_size_one(z: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
+    """Rows, or matrices, whose largest entry is 1, and the logarithms of what it was."""
+    size = z.abs().amax((-1, *axes), keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    return z / size, size.log()
 
 
 def value_maps(layer: Attention) -> Tensor:

@@ -20,7 +20,7 @@ _LIMIT = 1e50  # of the factor: closures take the fourth power of it
 _LEFT = 1e-9  # share of the elapsed time that is left until a blow-up when it is told
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GaussianTrajectory(Solution):
     """A normal law at several times.
 

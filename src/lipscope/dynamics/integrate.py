@@ -14,6 +14,7 @@ from scipy.integrate import DOP853
 from scipy.optimize import root_scalar
 from torch import Tensor
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, shown
 
 Velocity = Callable[[float, Tensor], Tensor]
@@ -51,8 +52,8 @@ class Happened:
     time: float
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution(Shown):
     """States of a flow at the times that were asked for, and why it ended.
 
     Attributes:

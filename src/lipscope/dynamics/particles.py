@@ -24,7 +24,7 @@ from lipscope.errors import InputError, check_count, check_positive
 from lipscope.measures import TokenMeasure
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trajectory(Solution):
     """Tokens at several times.
 
@@ -61,9 +61,12 @@ def evolve(
 
     ``renormalise``: ``y = e^(-tV) x``, ``V = Σ_h W_h V_h``, which follows
     ``y_i' = Σ_h W_h V_h Σ_j P_ij^h(e^(tV) y) y_j - V y_i``. ``e^(tV)`` enters through scores alone,
-    in the log domain: no time is too long for it. ``norm``: ``x_i' = Π_i f(X)_i``, ``Π_i`` the
-    projection along ``x_i``, so that every token keeps its norm: the limit of residual layers with
-    RMSNorm after each; with ``layer`` tokens and outputs are centred too, as by LayerNorm.
+    in the log domain: where differences of tokens decide it, no time is too long for it. Where
+    digits decide that float64 does not hold, such as those in which two tokens differ that are
+    equal along the fastest direction, the flow ends with the event ``rounding``.
+    ``norm``: ``x_i' = Π_i f(X)_i``, ``Π_i`` the projection along ``x_i``, so that every token keeps
+    its norm: the limit of residual layers with RMSNorm after each; with ``layer`` tokens and
+    outputs are centred too, as by LayerNorm.
 
     Holds for every layer of this package, heads, masks and biases included, and any function of
     tokens that keeps its shape; renormalised for layers whose values are linear and commute.
@@ -99,6 +102,8 @@ def evolve(
         replace(e, margin=lambda t, s, e=e: e.margin(t, field.onto(s))) for e in events_of(events)
     ]
     options = {"events": seen, "rtol": rtol, "max_evaluations": max_evaluations}
+    if renormalise:
+        seen.append(Event("rounding", field.certain))
     found = integrate(field, field.start, times, **options)
     states = torch.stack([field.onto(state) for state in found.states])
     held: dict[str, Any] = {**vars(found), "states": states}
@@ -128,7 +133,7 @@ def residual(
         norm: Norm after every layer.
 
     Returns:
-        `Trajectory` with every state; it ends early with the event ``overflow``.
+        `Trajectory` with every state; it ends early with the event ``overflow`` or ``rounding``.
 
     Raises:
         InputError: As `evolve`, or for a step or number of layers that is none.
@@ -151,6 +156,9 @@ def residual(
     status: Status = "done"
     for layer in range(layers):
         field, state = of[layer % len(of)], states[-1]
+        if renormalise and not field.certain(times[-1], state) > 0:
+            happened, status, why = (Happened("rounding", times[-1]),), "event", "rounding"
+            break
         new = field.onto(state + step * field(times[-1], state))
         if not float(new.abs().max()) <= LIMIT:
             happened, status, why = (Happened("overflow", (layer + 1) * step),), "event", "overflow"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lipscope.engine.plan import Job
-from lipscope.engine.question import Answer, Found, explained, finite
 from lipscope.engine.ranges import COPIES, parse_tokens
+from lipscope.engine.ready_model import ReferenceModel
+from lipscope.engine.result import Answer, Found, explained, finite
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.difference import difference
@@ -34,7 +34,7 @@ def answer(
     job: Job,
     memory: int,
     key: str,
-    itself: Itself | None = None,
+    itself: ReferenceModel | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads.
 
@@ -71,19 +71,6 @@ def answer(
             return found
         said = f"out of memory: done again with `memory = {halved / 2**20:.3g}MiB`"
         return [replace(one, notes=(*one.notes, said)) for one in found]
-
-
-@dataclass(frozen=True)
-class Itself:
-    """A model between the two ends of a map, run as it is.
-
-    Attributes:
-        function: What it gives there for the map's input.
-        dtype: Floating type of its own computation.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    dtype: torch.dtype
 
 
 class _Solve:
@@ -132,7 +119,7 @@ class _Solve:
         chosen = parse_tokens(text, n, option)
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
-    def answers(self, began: float, itself: Itself | None) -> list[Answer]:
+    def answers(self, began: float, itself: ReferenceModel | None) -> list[Answer]:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         error, remark = self._beside(itself, tops) if itself is not None else (None, None)
@@ -180,7 +167,9 @@ class _Solve:
         scale = 1.0 if self.scale is None else self.scale[:, None]
         return tuple(Found(one, one.v * scale) for one in whole)
 
-    def _beside(self, itself: Itself, tops: list[TopSingular]) -> tuple[float | None, str | None]:
+    def _beside(
+        self, itself: ReferenceModel, tops: list[TopSingular]
+    ) -> tuple[float | None, str | None]:
         """How far ``J v`` is from the finite difference of the model; a remark."""
         e = self._direction(tops)
         product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
@@ -192,13 +181,21 @@ class _Solve:
             return None, None  # reported as non-finite by the solver
         product = self.layer.onward(product)
         found = difference(itself.function, self.layer.x.to(itself.dtype), e, product)
+        if found.sides is not None:
+            raise InputError(
+                f"The map `{self.layer.map}` should have a derivative at its input. Found that it "
+                f"changes by {found.sides[0]:.4g} per unit one way and by {found.sides[1]:.4g} "
+                "the other, however small the step: a maximum of equal values, as of a max-pooling "
+                "after a ReLU, or a ReLU at zero. Measure other `layers` or another input."
+            )
         if found.status == "disagrees":
             raise InputError(
                 f"The Jacobian of the map `{self.layer.map}` should be the derivative of the model "
                 f"itself. Found |J v| = {found.product:.4g} where a finite difference gives "
                 f"{found.quotient:.4g} ({found.error:.2g} apart): gradients are cut here, not "
-                "everything that depends on the input moved, or the model has another attention "
-                "than the eager one that is differentiated; so nothing is measured."
+                "everything that depends on the input moved, scores are so large that their "
+                "rounding shows, or the model has another attention than the eager one that is "
+                "differentiated; so nothing is measured."
             )
         if found.status == "unsettled":
             return finite(found.error), (

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attacks import WorstInput
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, is_number, whole
+from lipscope.engine.plan import check_one_input
 from lipscope.engine.progress import Progress, told
-from lipscope.engine.runs import LocalRun, of_one_window
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, LocalRun, of_one_input
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
-from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.place import Place
+from lipscope.records.run_location import Place
 
 _WORST = "worst.npz"
 WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attacked(Shown):
-    """What an attack on a layer found.
+    """The result of an attack on a layer.
 
     Attributes:
         rows: Sigma at the input that was given, and at the worst one, measured anew.
@@ -44,8 +45,8 @@ class Attacked(Shown):
 
 
 def attack(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layer: int = 0,
     length: int | None = None,
@@ -68,7 +69,7 @@ def attack(
 
     Args:
         model: As for `measure`.
-        data: Text or a batch, as for `measure`; the default text if None.
+        data: Text or a batch of one, as for `measure`; the default text if None.
         layer: Index of the layer from 0.
         length: Number of tokens of the text window; 64 if None.
         radius: Largest token norm; ``norm`` for the largest one after the norm that feeds the
@@ -88,7 +89,7 @@ def attack(
             available for this layer.
     """
     steps = argument(whole(0, 100_000), "steps", steps)
-    asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
+    asked = {**options, **of_one_input(data, options, length), "layers": [layer]}
     more = {"inputs": (REAL, ADVERSARIAL), "radius": _radius(radius), "ascent_steps": steps}
     with LocalRun(
         model,
@@ -101,18 +102,18 @@ def attack(
         out=out,
         asked={"verb": "attack"},
     ) as run:
+        check_one_input(run.jobs)
         tried: list[WorstInput] = []
 
         def find() -> dict[str, Any]:
-            session, (real, worse) = run.session, run.jobs
-            built, _, _ = session.place(real)
-            given = float(torch.linalg.vector_norm(built.x, dim=-1).max())
-            tried.extend(session.input_for(worse).tried)
+            real, worse = run.jobs
+            at, given = run.at(real), run.at(real).radius
+            tried.extend(run.at(worse).built_input.tried)
             first = tried[0]
             assert first.x is not None
             v = first.v if first.v is not None else torch.zeros_like(first.x)
             run.save(_WORST, {"x": first.x, "v": v})
-            radius = session.allowed(real, built)[0] or given
+            radius = at.allowed[0] or given
             plain = [{k: v for k, v in vars(one).items() if k not in ("x", "v")} for one in tried]
             return {"found": plain, "radius": radius, "given_radius": given}
 

@@ -1,26 +1,23 @@
-"""Between which values the Lipschitz constant of a model's layers lies, and why."""
+"""Lower and upper bounds of the Lipschitz constants of a model's layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, Unpack
-
-from torch import Tensor, nn
 
 from lipscope.engine.checks import argument, flag
 from lipscope.engine.progress import Progress
-from lipscope.engine.runs import AnyFolder, LocalRun, is_text
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.theorems import bounds_at, catalogue
 
 
 def bounds(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = 0,
     lengths: Sequence[int] | int | str | None = None,
@@ -99,11 +96,9 @@ def bounds(
 
 def _check(run: LocalRun) -> None:
     """Refuse a layer that has no bounds, and a radius that leaves its input out."""
-    job = run.jobs[0]
-    layer, _ = run.session.layer(job)
-    built = run.session.place(job)[0]
-    radius, floor = run.session.allowed(job, built)
-    bounds_at(layer, built.x, radius=radius, floor=floor, names=[])
+    at = run.at(run.jobs[0])
+    radius, floor = at.allowed
+    bounds_at(at.for_theorems, at.x, radius=radius, floor=floor, names=[])
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from lipscope.attacks.ball_attack import BallAttack, attack_in_ball
 from lipscope.attention import Attention, Map
 from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
-from lipscope.engine.progress import Progress, Tell
-from lipscope.engine.runs import AnyData, AnyFolder, AnyModel, LocalRun, of_one_window
+from lipscope.engine.plan import check_one_input
+from lipscope.engine.progress import Progress
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_input
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
-from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
-from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.place import Place
-from lipscope.records.rows import Bound, Measurement, TokenShare, stable_id
+from lipscope.records.folder import Finished
+from lipscope.records.rows import Bound, Measurement, stable_id
 from lipscope.theorems import (
     DERIVED,
     PATIENCE,
@@ -33,14 +33,55 @@ from lipscope.theorems import (
 )
 from lipscope.theorems.derived.intervals import BallName
 
-_SHARP = [one for one in catalogue() if one.name in ("row_gram", "row_gram_joint")]
+_SHARP = ("row_gram", "row_gram_joint")
 _WITHOUT = ("metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")
 
 
+_MOST_POINTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CertifiedBall(BallCertificate):
+    """A certificate of a model's layer in a ball, and an attack on it.
+
+    Attributes:
+        model: Name of the model.
+        layer: Index of the layer.
+        head: The query head, or None for all.
+        map: ``attention`` or ``heads``.
+        num_tokens: Number of tokens of the input.
+        largest_ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` that the attack found in the ball;
+            None if there was none.
+        largest_sigma: Largest sigma that it found there, or None.
+        attempts: Random points and ascents that it tried.
+        file: Name of the file with the worst input in the run folder, or None.
+    """
+
+    model: str
+    layer: int
+    head: int | None
+    map: Map
+    num_tokens: int
+    largest_ratio: float | None = None
+    largest_sigma: float | None = None
+    attempts: int = 0
+    file: str | None = None
+
+    @property
+    def over_attack(self) -> float | None:
+        """``value / largest_ratio``: how much larger it is than what was found."""
+        return self.value / self.largest_ratio if self.largest_ratio else None
+
+    @property
+    def violated(self) -> bool:
+        """Whether the attack found more than is certified, by more than its own rounding."""
+        return self.largest_ratio is not None and self.largest_ratio > self.value * (1 + 1e-9)
+
+
 def certify(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     eps: float | Tensor = 0.01,
     layer: int = 0,
@@ -49,10 +90,12 @@ def certify(
     head: int | None = None,
     steps: int = 4,
     sharp: bool | None = None,
+    random: int | None = None,
+    ascents: int | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
-) -> BallCertificate:
+) -> CertifiedBall:
     """``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in a ball around the input.
 
     Holds for dot-product attention with any mask, biases, grouped heads and rotary
@@ -62,7 +105,7 @@ def certify(
 
     Args:
         model: As for `measure`; an `Attention` layer with its input as ``data``.
-        data: Text or a batch, as for `measure`; the default text if None.
+        data: Text or a batch of one, as for `measure`; the default text if None.
         eps: Radius of the ball, positive; one per token if wanted (ball ``token``), where tokens
             with 0 stay.
         layer: Index of the layer from 0.
@@ -72,8 +115,11 @@ def certify(
         steps: Radii of the mean that the certificate takes; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; if None, where that is expected to take up
             to 5 seconds, else the note says how long.
-        out: Run folder for the row of sigma at X and for the certificate; several of one input may
-            stand in it.
+        random: Random points of an attack on the certificate in its ball; if both are None, there
+            is no attack.
+        ascents: Its ascents of each kind.
+        out: Run folder for the row of sigma at X, the certificate and the worst input; several of
+            one input may stand in it.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``,
             at the start, and when sigma at X is known.
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
@@ -93,15 +139,7 @@ def certify(
     >>> round(certify(layer, torch.zeros(3, 2, dtype=torch.float64), eps=1e-9).value, 6)
     1.0
     """
-    if isinstance(eps, Tensor):
-        fits = not (eps.is_complex() or eps.is_meta) and bool((eps > 0).any())
-    else:
-        fits = is_number(eps) and eps > 0
-    if not fits:
-        raise InputError(
-            "`eps` should be positive: a ball of radius 0 holds one input. Found "
-            f"`eps = {shown(eps)}`."
-        )
+    _check_radius(eps)
     steps = argument(whole(1, 1000), "steps", steps)
     sharp = None if sharp is None else argument(flag, "sharp", sharp)
     ball = argument(one_of("token", "frobenius"), "ball", ball)
@@ -113,12 +151,19 @@ def certify(
             "`map` should be attention or heads, the maps that certificates are for. Found "
             f"`{shown(map)}`."
         )
-    with _run(model, data, layer, length, asked, out) as run:
+    random, ascents = random or 0, ascents or 0
+    check_attempts(random, ascents)
+    how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
+    size = eps.tolist() if isinstance(eps, Tensor) else eps
+    attempts = {"random": random, "ascents": ascents}
+    wanted = how | {"eps": size} | attempts
+    file = f"worst-{stable_id(wanted)[:8]}.npz" if random or ascents else None
+    with one_layer(model, data, asked, verb="certify", layer=layer, length=length, out=out) as run:
+        check_one_input(run.jobs)
 
         def find() -> dict[str, Any]:
-            own, _ = run.session.layer(run.jobs[0])
-            built, _, _ = run.session.place(run.jobs[0])
-            assert isinstance(own, Attention)  # the map is not `normed`
+            at = run.at(run.jobs[0])
+            own, x = at.attention, at.x
             if head is not None and not 0 <= head < own.num_heads:
                 raise InputError(
                     f"`head` should be between 0 and {own.num_heads - 1}. Found `head = {head}`."
@@ -128,122 +173,87 @@ def certify(
             if row.sigma is None or row.upper is None:
                 raise InputError(f"No certificate: {row.error or row.note}.")
             sigma = row.sigma, row.upper
-            seconds = sharp_seconds(own, built.x, map, head)
-            wanted = how | {"sharp": seconds <= PATIENCE if sharp is None else sharp}
-            found = certify_ball(own, built.x, eps=eps, map=map, sigma=sigma, **wanted)
-            if sharp is None and not wanted["sharp"]:
+            seconds = sharp_seconds(own, x, map, head)
+            sharply = seconds <= PATIENCE if sharp is None else sharp
+            ball_at = {"eps": eps, "map": map}
+            found = certify_ball(own, x, sigma=sigma, **ball_at, **how | {"sharp": sharply})
+            if sharp is None and not sharply:
                 left = f"the row-Gram certificate is left out: {how_long(seconds)}"
                 found = replace(found, note="; ".join(filter(None, [left, found.note])))
             if run.folder is not None:
-                run.keep([Finished(row, _tokens(rows, row), tuple(as_bounds(found, row)))])
-            return asdict(found)
+                run.keep([beside(rows, row, as_bounds(found, row))])
+            said = asdict(found) | {"model": run.model.name, "layer": layer, "map": map}
+            said |= {"head": head, "num_tokens": len(x)}
+            if file is None:
+                return said
+            kind: Any = {**ball_at, "ball": ball, "head": head, "seed": row.seed, **attempts}
+            tried = attack_in_ball(own, x, **kind)
+            run.save(file, {"x": x, "worst": tried.worst})
+            return said | _said_of(tried)
 
-        how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
-        size = eps.tolist() if isinstance(eps, Tensor) else eps
-        held = run.once("certificate", how | {"eps": size}, find)
+        held = run.once("certificate", wanted, find, file)
+    held.pop("sha256", None)
     heads = tuple(HeadCertificate(**one) for one in held.pop("heads"))
-    return BallCertificate(heads=heads, **held)
+    return CertifiedBall(heads=heads, file=file, **held)
+
+
+def beside(rows: Rows, row: Measurement, bounds: Sequence[Bound]) -> Finished:
+    """What a run folder takes: a row with its tokens, and what is certified beside it."""
+    return Finished(row, tuple(one for one in rows.tokens if one.id == row.id), tuple(bounds))
+
+
+def _said_of(tried: BallAttack) -> dict[str, Any]:
+    found = {"largest_ratio": tried.ratio, "largest_sigma": tried.sigma}
+    return found | {"attempts": tried.attempts}
+
+
+def check_attempts(random: int, ascents: int) -> None:
+    """Refuse numbers of attempts that cannot be."""
+    for name, count in (("random", random), ("ascents", ascents)):
+        argument(whole(0, _MOST_POINTS), name, count)
+
+
+def _check_radius(eps: float | Tensor) -> None:
+    if isinstance(eps, Tensor):
+        fits = not (eps.is_complex() or eps.is_meta) and bool((eps > 0).any())
+    else:
+        fits = is_number(eps) and eps > 0
+    if not fits:
+        raise InputError(
+            "`eps` should be positive: a ball of radius 0 holds one input. Found "
+            f"`eps = {shown(eps)}`."
+        )
 
 
 def sharp_seconds(layer: Attention, x: Tensor, map: Map, head: int | None = None) -> float:
     """How long the row-Gram certificates are expected to take, by shapes alone."""
     whole = AskedLayer(layer, map, head, x)
     with contextlib.suppress(NotApplicableError):  # the certificate will say why
-        return sum(expected_seconds(one, whole) for one in _SHARP)
+        return sum(expected_seconds(one, whole) for one in catalogue() if one.name in _SHARP)
     return 0.0
 
 
-def answered(
-    model: str,
-    data: AnyData,
-    find: Callable[[LoadedModel, RunFolder | None], tuple[list[dict[str, Any]], dict[str, Tensor]]],
-    *,
-    asked: Mapping[str, Any],
-    layer: int,
-    length: int | None,
-    out: Place | None,
-    progress: Tell,
-    **options: Any,
-) -> tuple[list[dict[str, Any]], str]:
-    """What is said of certificates and attacks on them, from the folder if it was said before.
-
-    Args:
-        model: A name.
-        data: As for `certify`.
-        find: Given the model and the folder, what is said as plain values, and inputs by their
-            names.
-        asked: What determines it, besides the input.
-        layer: Index of the layer from 0.
-        length: Number of tokens of the text window.
-        out: The folder; None for none.
-        progress: As for `certify`.
-        **options: As for `certify`.
-
-    Returns:
-        What is said, and the name of the file with the inputs; one for each ``asked``.
-    """
-    file = f"worst-{stable_id(dict(asked))[:8]}.npz"
-    with _run(model, data, layer, length, options, out) as run:
-
-        def make() -> dict[str, Any]:
-            said, points = find(run.loaded, run.folder)
-            run.save(file, points)
-            return {"said": said}
-
-        progress(0, 1, None)
-        return run.once("certify", asked, make, file)["said"], file
-
-
-def keep(
+def one_layer(
     model: AnyModel,
     data: AnyData,
-    found: Sequence[Bound],
-    *,
-    layer: int,
-    length: int | None,
-    out: AnyFolder,
-    **options: Any,
-) -> None:
-    """Write what was certified at an input into a run folder, beside the row of sigma there.
-
-    Args:
-        model: As for `certify`.
-        data: Likewise.
-        found: The certificates.
-        layer: Index of the layer from 0.
-        length: Number of tokens of the text window.
-        out: The folder.
-        **options: As for `certify`.
-    """
-    with _run(model, data, layer, length, options, out) as run:
-        rows = run.rows(keep=False)
-        bounds = tuple(replace(one, id=rows[0].id) for one in found)
-        run.keep([Finished(rows[0], _tokens(rows, rows[0]), bounds)])
-
-
-def _run(
-    model: AnyModel,
-    data: AnyData,
-    layer: int,
-    length: int | None,
     options: Mapping[str, Any],
+    *,
+    verb: str,
+    layer: int,
+    length: int | None,
     out: AnyFolder,
 ) -> LocalRun:
-    """The run that measures sigma of one layer at one input."""
+    """The run that measures sigma of one layer at one input, in float64."""
     return LocalRun(
         model,
         data,
-        dict(options) | of_one_window(data, options, length) | {"layers": [layer]},
-        verb="certify",
+        dict(options) | of_one_input(data, options, length) | {"layers": [layer]},
+        verb=verb,
         without=_WITHOUT,
         dtype="float64",
         out=out,
         asked={"verb": "certify"},  # several certificates may stand beside one row
     )
-
-
-def _tokens(rows: Rows, row: Measurement) -> tuple[TokenShare, ...]:
-    return tuple(one for one in rows.tokens if one.id == row.id)
 
 
 def as_bounds(found: BallCertificate, row: Measurement) -> list[Bound]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -44,23 +44,23 @@ def words(choices: Sequence[str]) -> Check:
     return check
 
 
-def theorems(names: Sequence[str], quick: Sequence[str]) -> Check:
+def theorems(source: Source, key: str, value: Any) -> tuple[str, ...]:
     """Names of the catalogue; ``all`` for those that do not take seconds a head; or ``none``."""
+    from lipscope.theorems import catalogue  # not above: it brings torch
 
-    def check(source: Source, key: str, value: Any) -> tuple[str, ...]:
-        found: list[str] = []
-        for i, word in enumerate([] if _says(value, NONE) else items(value)):
-            if not isinstance(word, str) or word not in (ALL, *names):
-                hint = nearest(shown(word), names) or " `lipscope theorems` lists them."
-                source.fail(
-                    f"`{key}` should be names of theorems, or all. Found `{shown(word)}`.{hint}",
-                    key,
-                    i,
-                )
-            found += quick if word == ALL else [word]
-        return tuple(dict.fromkeys(found))
-
-    return check
+    wanted = [] if _says(value, NONE) else items(value)
+    known = {one.name: one for one in catalogue() if "eps" not in one.needs} if wanted else {}
+    found: list[str] = []
+    for i, word in enumerate(wanted):
+        if not isinstance(word, str) or word not in (ALL, *known):
+            hint = nearest(shown(word), list(known)) or " `lipscope theorems` lists them."
+            source.fail(
+                f"`{key}` should be names of theorems, or all. Found `{shown(word)}`.{hint}",
+                key,
+                i,
+            )
+        found += [n for n, one in known.items() if not one.slow] if word == ALL else [word]
+    return tuple(dict.fromkeys(found))
 
 
 def layers(source: Source, key: str, value: Any) -> tuple[int, ...] | None:
@@ -173,6 +173,18 @@ def window_length(length: Any) -> Any:
     if length is None:
         return 64
     return argument(whole(1, 10**6), "length", length) if is_whole(length) else length
+
+
+def no_several(options: Mapping[str, Any]) -> None:
+    """Refuse, in a verb that looks at one layer or window, the options of those that take several.
+
+    >>> no_several({"layers": [3]})
+    Traceback (most recent call last):
+    lipscope.errors.InputError: This verb has no option `layers`; write `layer=`.
+    """
+    for name in ("layers", "lengths"):
+        if name in options:
+            raise InputError(f"This verb has no option `{name}`; write `{name[:-1]}=`.")
 
 
 def word(source: Source, key: str, value: Any) -> str:

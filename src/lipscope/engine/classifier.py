@@ -11,17 +11,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lipscope.certificates.read_out import Pool
-from lipscope.engine.among import check_texts, mean_outputs, short
-from lipscope.engine.capture import captures
+from lipscope.display import Shown
+from lipscope.engine.ready_model import AnyModel, ReadyModel, ready_model
+from lipscope.engine.runs import maps_at
+from lipscope.engine.text_anchors import check_texts, mean_outputs, short
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, load_model, whole_text
+from lipscope.models import LoadedModel, whole_text
 from lipscope.models.data.windows import digest
 
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 
-@dataclass(frozen=True)
-class Classifier:
+@dataclass(frozen=True, repr=False)
+class Classifier(Shown):
     """``argmax(W pool(f(X)) + b)``.
 
     Attributes:
@@ -65,7 +67,7 @@ def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) ->
 
 
 def classifier_of_texts(
-    model: str | LoadedModel,
+    model: AnyModel,
     texts: Sequence[str],
     *,
     layer: int,
@@ -91,8 +93,8 @@ def classifier_of_texts(
         InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
     check_texts(texts)
-    loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    points = torch.stack([_point(loaded, text, layer, pool, special_tokens) for text in texts])
+    ready = ready_model(model)
+    points = torch.stack([_point(ready, text, layer, pool, special_tokens) for text in texts])
     if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
         raise InputError(
             "`between` should name texts that this layer can tell apart. Found two with the same "
@@ -108,7 +110,7 @@ def nearest_by_angle(
     special_tokens: bool,
     output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
 ) -> Classifier:
-    """Which of some texts has a mean output at the smallest angle with another mean output.
+    """The text whose mean output is at the smallest angle with another mean output.
 
     Args:
         texts: The texts; one that is longer than the model's positions is cut.
@@ -124,18 +126,37 @@ def nearest_by_angle(
 
 
 def _point(
-    loaded: LoadedModel, text: str, layer: int, pool: Pool, special_tokens: bool
+    model: ReadyModel, text: str, layer: int, pool: Pool, special_tokens: bool
 ) -> Float[Tensor, " d"]:
     ids = whole_text(
         text,
-        loaded.reader_of_text(),
+        model.loaded.reader_of_text(),
         special_tokens=special_tokens,
-        longest=loaded.max_tokens,
+        longest=model.loaded.max_tokens,
     )
-    (found,) = captures(loaded, {"input_ids": ids}, layers=[layer], lengths=None, samples=None)
+    (found,) = maps_at(model, {"input_ids": ids}, layers=[layer], dtype="float64", device="cpu")
     with torch.no_grad():
         y = found.attention(found.x)
     return y.mean(0) if pool == "mean" else y[0]
+
+
+def read_out_of(
+    between: Sequence[str] | None, read_out: str | Path | Classifier | None
+) -> Classifier | None:
+    """The read-out that was given; None where texts, which are checked, stand for classes.
+
+    Raises:
+        InputError: If both or neither were given, or one cannot be read.
+    """
+    if between is not None and read_out is not None:
+        raise InputError("`between` and `read_out` exclude each other. Found both.")
+    if not isinstance(read_out, str | Path | Classifier | None):
+        raise InputError(
+            f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
+        )
+    if read_out is None:
+        check_texts(between or [])
+    return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
 
 
 def classifier_of_file(path: str | Path) -> Classifier:

@@ -1,20 +1,18 @@
-"""What the worst directions of a layer mean: their tokens and heads, in the model's own words."""
+"""The worst directions of a layer in the model's own words: their tokens and heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
-from torch import Tensor, nn
-
-from lipscope.engine.among import texts_of
 from lipscope.engine.checks import argument, one_of, whole
 from lipscope.engine.ranges import COPIES
-from lipscope.engine.runs import AnyFolder, LocalRun, Progress, of_one_window
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, of_one_window
 from lipscope.engine.spec import MeasureOptions
+from lipscope.engine.text_anchors import texts_of
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 
 _WITHOUT = ("per_head", "side", "inputs", "ascent_steps", "theorems", "sharp", "radius")
@@ -23,8 +21,8 @@ _MOST = 100
 
 
 def directions(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layer: Sequence[int] | int | str | Literal["all"] = 0,
     k: int = 5,

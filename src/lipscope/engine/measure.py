@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.engine.progress import Progress
-from lipscope.engine.runs import AnyFolder, LocalRun
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun
 from lipscope.engine.spec import MeasureOptions
 from lipscope.models import LoadedModel, Sample
 from lipscope.models.data.windows import digest
@@ -20,8 +20,8 @@ from lipscope.records.rows import Measurement
 
 
 def measure(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = "all",
     lengths: Sequence[int] | int | str | None = None,
@@ -55,7 +55,9 @@ def measure(
         **options: Shared by all verbs, each with its default:
 
             * ``map="attention"``: ``heads``, ``attention``, ``normed``, ``residual``, ``block``,
-              ``stack`` (the blocks up to this one) or ``model``.
+              ``stack`` (the blocks up to this one) or ``model``; of a model with a head also
+              ``logits``, its scores (a row for each token whose next one is scored, or one row of
+              classes), and ``margin``, the answer's score less the next one's, of the last row.
             * ``per_head=False``: one row per query head.
             * ``metric="frobenius"``; ``token-relative``: each token's move in proportion to its
               norm; ``max-token``: largest token norm; ``infinity``: largest entry. The last two
@@ -72,6 +74,8 @@ def measure(
               ids start this much later, to tell length from position.
             * ``images``: pictures instead of a text, a folder or ``random`` pixels;
               ``resolutions``: their sides in pixels, the model's own if None.
+            * ``causal=None``: the model's own mask; True puts a causal one on every layer of an
+              encoder, False takes it off a decoder with learnt positions.
             * ``inputs="real"``, or inputs built for the layer: a construction, ``adversarial``
               (the worst of all) or ``ascent`` with ``ascent_steps=40``.
             * ``theorems="none"``: names in the catalogue that are asked about every row, or

@@ -1,8 +1,9 @@
-"""Sigma and its company while a model is trained: rows with their step, a log, alerts."""
+"""A monitor of sigma and other signals during training: rows with their step, a log, alerts."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -12,28 +13,24 @@ from typing import Any, Literal, Unpack
 import torch
 from torch import Tensor, nn
 
+from lipscope.attention import Attention
 from lipscope.control.alarm import Alarm, Alert
-from lipscope.control.signals import (
-    Reading,
-    entropy_and_sink,
-    furthest,
-    joint_norm,
-    largest_logits,
-)
+from lipscope.control.signals import Reading, furthest, joint_norm
 from lipscope.engine.checks import argument, whole
+from lipscope.engine.heads import Heads, heads_of, in_full
+from lipscope.engine.ready_model import ReadyModel
+from lipscope.engine.result import explained
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
 from lipscope.errors import InputError, remark, shown
-from lipscope.models import LoadedModel
+from lipscope.models import LoadedModel, copied
 from lipscope.models.data.windows import digest
 from lipscope.models.loading import check_finite, fingerprint
-from lipscope.models.tracing.sites import closed_form
-from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.rows import Measurement, provenance, stable_id
 
-PART = "monitor"
-"""The part of the values of a run folder that holds the signals."""
+PART, ALERTS = "monitor", "alerts"
+"""The parts of the values of a run folder that hold the signals, and the alerts."""
 _TOL = 1e-2  # of the intervals: a curve over training needs no more
 
 
@@ -43,31 +40,30 @@ class Monitor:
     A reading is what `measure` says of the model as it is then at the probe, a few inputs that
     stay the same: sigma with its interval, relative sigma, top share, radius; beside it the largest
     logit, the entropy and the sink mass of attention, the norms of weights and of the step's
-    update, and how unusual the loss is. The model is put back as it was; torch's random numbers are
-    left alone. A reading costs a few forward passes of the probe for each layer: see the
-    benchmarks.
+    update, and how unusual the loss is. The model and torch's random numbers are left as they were.
+    A reading costs a few forward passes of the probe for each layer.
 
     Holds for one process, or for one of several that hold all weights. Layers whose weights are not
     read in closed form have no logit, entropy and sink mass, nor has a padded probe.
 
     Args:
-        model: The model in training; a `LoadedModel` says what its rows call it.
+        model: The model in training; an open model says what its rows call it.
         data: The probe: input ids, embeddings, pixels or a mapping of arguments.
         every: Steps between readings; one more is taken before the first step.
         layers: Indices from 0, or "all".
-        out: Run folder, open or not, which `lipscope report` shows at any time; None for none.
+        out: Run folder, open or not, which `lipscope report` shows at any time.
         log: Called with a dictionary of numbers at every reading.
-        alert: How many times its usual value (the median of the last ten readings) a signal must
-            have to be told; None for no alerts.
+        alert: How many times the largest of its last 15 readings sigma must be to be told; other
+            signals, which move more by themselves, its fifth power (norms of updates: its
+            tenth). None for no alerts.
         **options: Those of `measure` that make sense here, such as ``map``, ``tol``, ``modules``.
 
     Attributes:
         readings: All readings, in order.
-        alerts: What was unusual.
 
     Raises:
-        InputError: If the layers cannot be measured as asked; while training, if the loss or a
-            weight is not finite: the layer whose sigma rose most is named.
+        InputError: If the layers cannot be measured as asked; in training, if loss or weights are
+            not finite.
 
     >>> import torch, lipscope as ls
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -84,25 +80,25 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module | LoadedModel,
+        model: nn.Module | LoadedModel | ReadyModel,
         data: Tensor | Mapping[str, Any],
         *,
         every: int = 100,
         layers: Sequence[int] | int | str | Literal["all"] = "all",
         out: AnyFolder = None,
         log: Callable[[dict[str, float]], Any] | None = None,
-        alert: float | None = 2.0,
+        alert: float | None = 1.15,
         **options: Unpack[Options],
     ) -> None:
-        named = model.name if isinstance(model, LoadedModel) else None
-        model = model.model if isinstance(model, LoadedModel) else model
+        named = model.name if isinstance(model, LoadedModel | ReadyModel) else None
+        model = model.model if isinstance(model, LoadedModel | ReadyModel) else model
         if not isinstance(model, nn.Module):
             raise InputError(f"`model` should be a torch module. Found `{type(model).__name__}`.")
+        if isinstance(model, Attention):
+            raise InputError("`model` should hold attention. Found a layer by itself.")
         if not isinstance(data, Tensor | Mapping):
-            raise InputError(
-                "`data` should be a batch: a tensor or a mapping of tensors. Found "
-                f"`{type(data).__name__}`."
-            )
+            found = type(data).__name__
+            raise InputError(f"`data` should be a batch: a tensor or a mapping. Found `{found}`.")
         if log is not None and not callable(log):
             raise InputError(f"`log` should be a function. Found `{type(log).__name__}`.")
         if alert is not None and not (isinstance(alert, int | float) and alert > 1):
@@ -118,24 +114,31 @@ class Monitor:
         usual = {"tol": _TOL, "device": str(first.device), "dtype": dtype}
         given = {name: value for name, value in options.items() if value is not None}
         self._asked: dict[str, Any] = {**usual, **given, "layers": layers}
-        self._last = 0
+        self._last, self._closed, self._run, self._loss = 0, False, self._name, math.nan
         self.readings: list[Reading] = []
-        self.alerts: list[Alert] = []
         self._alarm = Alarm(math.inf, math.inf) if alert is None else Alarm(alert)
+        self._names: dict[int, str] = {}
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
         self._folder: RunFolder | None = None
-        with _in_full(self.model), self._request(self._name, ""):
-            pass  # options are checked, and the layers are looked for
+        with in_full(self.model), self._request(self._name, "") as run:
+            self._layers = sorted({job.layer or 0 for job in run.jobs})
         self._lent = out if isinstance(out, RunFolder) else None
         self._folder = self._lent or (None if out is None else self._opened(out))
-        self._written = set() if self._folder is None else {*self._folder.values(PART)}
+        self._written: set[str] = set()
+        if self._folder is not None:
+            self._written = {*self._folder.values(PART), *self._folder.values(ALERTS)}
+
+    @property
+    def alerts(self) -> list[Alert]:
+        """Alerts of what was unusual, at most five a run."""
+        return self._alarm.told
 
     # --- around a step of the optimiser
 
     @contextlib.contextmanager
     def step(self, loss: Tensor | float | None = None) -> Iterator[None]:
-        """What the step of the optimiser is taken in: ``with monitor.step(loss): …``.
+        """The context of one step of the optimiser: ``with monitor.step(loss): …``.
 
         Args:
             loss: That of the step, for its z-score.
@@ -149,9 +152,8 @@ class Monitor:
         if not self.readings:
             self.read()
         if (self._last + 1) % self.every == 0:
-            self._before = {
-                i: [p.detach().clone() for p in own] for i, own in self._weights.items()
-            }
+            kept = self._weights.items()
+            self._before = {i: [p.detach().clone() for p in own] for i, own in kept}
 
     def after(self, loss: Tensor | float | None = None) -> None:
         """After a step: count it, and read where it is time.
@@ -177,7 +179,8 @@ class Monitor:
                 f"Training should have a finite loss. Found {value} at step {self._last}"
                 f"{self.rose()}."
             )
-        self._alarm.loss(value)
+        self._loss = value
+        self._tell(self._alarm.loss(self._last, value))
 
     def start(self, step: int) -> None:
         """Say that training begins at another step than 0, as from a checkpoint."""
@@ -188,12 +191,14 @@ class Monitor:
     def read(self) -> list[Reading]:
         """Read all layers now.
 
+        A layer that float32 cannot measure is measured in float64. One that cannot be measured at
+        all has the signals that need no Jacobian, and an alert says why.
+
         Returns:
-            One reading for each layer, also in `readings`; none, and a remark, where the layers
-            cannot be measured any more, as with scores that float32 cannot hold.
+            One reading for each layer, also in `readings`.
 
         Raises:
-            InputError: If a weight is not finite; at the first reading, for whatever the layers
+            InputError: If a weight is not finite; at the first reading, for whatever a layer
                 cannot be measured.
         """
         try:
@@ -202,22 +207,25 @@ class Monitor:
             text = str(problem).rstrip(".")
             raise InputError(f"Step {self._last}: {text}{self.rose()}.") from None
         revision = f"sha256:{fingerprint(self.model)}"
-        request = self._request(self._named(revision), revision)
-        try:
-            with _in_full(self.model), request as run:
-                new = self._found(run, run.rows())
-        except InputError as problem:
-            if not self.readings:
-                raise
-            remark(f"Step {self._last}: no reading. {problem}")  # training goes on
-            new = []
+        name = self._named(revision)
+        self._run = name.rpartition("@")[0]
+        with in_full(self.model):
+            heads = self._heads(self._request(name, revision))
+            rows, problems = self._measured(name, revision)
+        new = [
+            self._reading(layer, heads.get(layer), rows.get(layer, ()), problems.get(layer))
+            for layer in self._layers
+        ]
         self._before = {}
         self.readings += new
-        self._tell(new)
+        self._note(new)
         return new
 
     def close(self) -> None:
-        """Bring the run folder to its end, and give it free; one that was open stays so."""
+        """Say what the run was; bring the run folder to its end, unless it was open before."""
+        if self.readings and not self._closed:
+            remark(self.summary())
+            self._closed = True
         if self._folder is not self._lent and self._folder is not None:
             self._folder.__exit__()
             self._folder = None
@@ -229,119 +237,142 @@ class Monitor:
         self.close()
 
     def attach(self, trainer: Any) -> Any:
-        """Let a ``transformers.Trainer`` call this monitor, and log into what it logs to.
+        """Let a Trainer of transformers or of Lightning call this monitor.
 
-        The monitor reads before the first step and after every ``every`` steps of the optimiser.
-        Losses are those that the Trainer logs; a gradient norm that it logs and that is not finite
-        stops training as a loss does.
+        It logs into what the Trainer logs to, unless it has a ``log`` of its own. Losses are those
+        of every step; a gradient norm that is logged and not finite stops training, too.
 
         Args:
-            trainer: The Trainer, before ``train()``.
+            trainer: The Trainer, before ``train()`` or ``fit()``.
 
         Returns:
-            The callback, a ``TrainerCallback``.
+            The callback that the Trainer was given.
         """
-        from lipscope.engine.trainer import callback_of
+        from lipscope.engine.trainer import attached
 
-        callback = callback_of(self, trainer)
-        trainer.add_callback(callback)
-        return callback
+        return attached(self, trainer)
 
-    def _request(self, name: str, revision: str) -> LocalRun:
+    def summary(self) -> str:
+        """The run in one line, after a first reading: how often it was read, and its alerts."""
+        steps = [*dict.fromkeys(one.step for one in self.readings)]
+        end = f"steps {steps[0]} to {self._last}; {self._alarm.summary()}"
+        return f"Monitor: {len(steps)} readings, {end}."
+
+    def _request(self, name: str, revision: str, **more: Any) -> LocalRun:
         """What is asked of the model as it is now; its options are checked."""
+        model = self.model
+        if more.get("dtype", self._asked["dtype"]) != self._asked["dtype"]:
+            # Not the model as it is: its own differences would be those of float32.
+            model = copied(model).to(torch.float64)
         kind = str(next(self.model.parameters()).dtype)[6:]
-        loaded = LoadedModel(name, self.model, None, revision, kind)
-        more = {"models": (Model(name, self._last),), "tokens": False}
-        asked = {"verb": "Monitor", "more": more, "out": self._folder}
-        return LocalRun(loaded, self.data, self._asked, **asked)
+        loaded = LoadedModel(name, model, None, revision, kind)
+        set_ = {"models": (Model(name, self._last),), "tokens": False}
+        asked = self._asked | more
+        return LocalRun(loaded, self.data, asked, verb="Monitor", more=set_, out=self._folder)
 
-    def _found(self, run: LocalRun, rows: Rows) -> list[Reading]:
-        by_layer: dict[int, list[Measurement]] = {}
-        for row in rows:
-            if row.error is not None:
-                raise InputError(f"Layer {row.layer} should be measured. Found: {row.error}")
-            by_layer.setdefault(row.layer or 0, []).append(row)
-        tokens = {(row.layer, row.sample): row.num_tokens for row in rows}
-        heads = self._heads(run, tokens)
-        found = []
-        for layer, some in by_layer.items():
-            own = self._weights[layer]
-            logits, entropies, sinks = heads.get(layer, ((), (), ()))
-            moved = self._before.get(layer)
-            found.append(
-                Reading(
-                    step=self._last,
-                    layer=layer,
-                    module=some[0].module or "",
-                    sigma=_largest(row.sigma for row in some),
-                    relative=_largest(row.relative for row in some),
-                    top_share=_largest(row.top_share for row in some),
-                    radius=_largest(row.radius_max for row in some),
-                    largest_logit=_largest(logits),
-                    entropy=min(entropies, default=None),
-                    sink_mass=_largest(sinks),
-                    weight_norm=joint_norm(own),
-                    update_norm=None if moved is None else joint_norm(own, moved),
-                    logits=logits,
-                    entropies=entropies,
-                    sinks=sinks,
-                )
-            )
+    def _measured(
+        self, name: str, revision: str
+    ) -> tuple[dict[int, list[Measurement]], dict[int, str]]:
+        """Rows by layer, and why float32, or nothing, can measure a layer."""
+        found, problems = {}, {}
+        with contextlib.suppress(Exception):  # then layer by layer
+            return self._rows(name, revision), problems
+        for layer in self._layers:
+            first = self._tried(found, name, revision, layer, self._asked["dtype"])
+            last = first and self._tried(found, name, revision, layer, "float64")
+            if last:
+                problems[layer] = f"cannot be measured ({last})"
+            elif first:
+                problems[layer] = f"cannot be measured in float32, and was in float64 ({first})"
+        return found, problems
+
+    def _tried(
+        self, found: dict[int, list[Measurement]], name: str, revision: str, layer: int, dtype: str
+    ) -> str:
+        """Add the rows of a layer; why there are none, if so."""
+        try:
+            found |= self._rows(name, revision, layers=[layer], dtype=dtype)
+        except Exception as problem:  # whatever it is, training goes on
+            if not self.readings and dtype == "float64":
+                raise
+            return explained(problem).rstrip(".").removesuffix("; use float64")
+        return ""
+
+    def _rows(self, name: str, revision: str, **more: Any) -> dict[int, list[Measurement]]:
+        found: dict[int, list[Measurement]] = {}
+        with self._request(name, revision, **more) as run:
+            for row in run.rows():
+                if row.error is not None or row.sigma is None:
+                    raise InputError(row.error or row.note or "Sigma is not finite.")
+                found.setdefault(row.layer or 0, []).append(row)
         return found
 
-    def _heads(
-        self, run: LocalRun, tokens: Mapping[tuple[int | None, int], int]
-    ) -> dict[int, tuple[tuple[float, ...], ...]]:
-        """Largest logit, entropy and sink mass by layer and head; nothing where not known."""
-        several: dict[int, list[list[Tensor]]] = {}
-        for job in run.jobs:
-            record = run.session.places.trace(job)
-            layer = job.layer or 0
-            call = record.calls[layer]
-            names = {module: name for name, module in record.model.named_modules()}
-            parts = [call.module] if call.projection is None else [call.module, call.projection]
-            # What torch's face of our own attention shows as a projection is no module of it.
-            own = [self.model.get_submodule(names[part]) for part in parts if part in names]
-            params = {id(p): p for part in own for p in part.parameters()}
-            self._weights[layer] = list(params.values())
-            attention = closed_form(call)
-            padded = tokens[job.layer, job.sample] != len(call.x)
-            if attention is None or call.refusal or padded:
-                continue
-            logits = largest_logits(attention, call.x)
-            several.setdefault(layer, []).append([logits, *entropy_and_sink(attention, call.x)])
-        found = {}
-        for layer, entries in several.items():
-            logits, entropies, sinks = (torch.stack(one) for one in zip(*entries, strict=True))
-            heads = logits.amax(0), entropies.mean(0), sinks.amax(0)
-            found[layer] = tuple(tuple(map(float, one)) for one in heads)
+    def _reading(
+        self, layer: int, heads: Heads | None, rows: Sequence[Measurement], problem: str | None
+    ) -> Reading:
+        own, moved = self._weights[layer], self._before.get(layer)
+        logits, entropies, sinks = heads.worst() if heads else ((), (), ())
+        return Reading(
+            step=self._last,
+            layer=layer,
+            module=self._names[layer],
+            sigma=_largest(row.sigma for row in rows),
+            relative=_largest(row.relative for row in rows),
+            top_share=_largest(row.top_share for row in rows),
+            radius=_largest([row.radius_max for row in rows] or (heads.radii if heads else [])),
+            largest_logit=_largest(logits),
+            entropy=min(filter(math.isfinite, entropies), default=None),
+            sink_mass=_largest(sinks),
+            weight_norm=joint_norm(own),
+            update_norm=None if moved is None else joint_norm(own, moved),
+            logits=logits,
+            entropies=entropies,
+            sinks=sinks,
+            problem=problem,
+        )
+
+    def _heads(self, asked: LocalRun) -> dict[int, Heads]:
+        try:
+            found = heads_of(asked, self._layers)
+        except Exception:  # sigma cannot be measured either, and an alert says why
+            if not self.readings:
+                raise
+            return {}
+        for layer, one in found.items():
+            self._names[layer] = one.module
+            own = [self.model.get_submodule(name) for name in one.holders]
+            self._weights[layer] = [*{id(p): p for m in own for p in m.parameters()}.values()]
         return found
 
-    def _tell(self, new: Sequence[Reading]) -> None:
+    def _note(self, new: Sequence[Reading]) -> None:
         """Into the folder, the log and the alerts."""
         flat: dict[str, float] = {"lipscope/step": float(self._last)}
         if self._alarm.z_score is not None:
             flat["lipscope/loss_z"] = self._alarm.z_score
-        unusual = [self._alarm.loss_alert(self._last)]
         for one in new:
-            signals = one.signals()
             flat |= {
                 f"lipscope/layer{one.layer}/{name}": value
-                for name, value in signals.items()
+                for name, value in one.signals().items()
                 if value is not None
             }
-            unusual += self._alarm.signals(one.step, one.layer, one.module, signals)
-            if self._folder is not None:
-                content = asdict(one) | {"loss_z": self._alarm.z_score}
-                key = stable_id({"part": PART, **content})
-                if key not in self._written:
-                    self._folder.add_value(PART, key, _plain(content))
-                    self._written.add(key)
+            self._keep(PART, asdict(one) | {"loss": self._loss, "loss_z": self._alarm.z_score})
         if self.log is not None:
             self.log(flat)
-        for alert in filter(None, unusual):
-            self.alerts.append(alert)
+        self._tell(self._alarm.signals(new))
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self._keep(ALERTS, asdict(alert) | {"text": str(alert)})
             remark(str(alert))
+
+    def _keep(self, part: str, content: dict[str, Any]) -> None:
+        if self._folder is not None:
+            content |= {"run": self._run}
+            key = stable_id({"part": part, **content})
+            if key not in self._written:
+                plain = json.loads(json.dumps(content), parse_constant=lambda _: None)
+                self._folder.add_value(part, key, plain)  # what is not finite is null
+                self._written.add(key)
 
     def _opened(self, out: Any) -> RunFolder:
         data = self.data if isinstance(self.data, Mapping) else {"": self.data}
@@ -365,35 +396,5 @@ class Monitor:
         return furthest(self.readings)
 
 
-@contextlib.contextmanager
-def _in_full(model: nn.Module) -> Iterator[None]:
-    """A model that computes in the precision of its weights, whatever a trainer put around it.
-
-    ``accelerate`` gives a model a forward of its own that computes under autocast.
-    """
-    wrapped = vars(model).get("forward") if hasattr(model, "_original_forward") else None
-    device = next(model.parameters()).device.type
-    try:
-        if wrapped is not None:
-            model.forward = model._original_forward  # pyright: ignore
-        with torch.autocast(device, enabled=False):
-            yield
-    finally:
-        if wrapped is not None:
-            model.forward = wrapped
-
-
 def _largest(values: Any) -> float | None:
-    found = [value for value in values if value is not None]
-    return max(found, default=None)
-
-
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that JSON can hold: what is not finite is null."""
-
-    def one(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return [one(part) for part in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: one(value) for name, value in content.items()}
+    return max((v for v in values if v is not None and math.isfinite(v)), default=None)

@@ -7,13 +7,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
-from lipscope.engine.spec import ADVERSARIAL, ASCENT, REAL, SOLVER, Spec
+from lipscope.engine.spec import ADVERSARIAL, ASCENT, OPTIONS, REAL, Spec
+from lipscope.errors import InputError
+from lipscope.models import WHOLE
 from lipscope.records.rows import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
 # What every question of a specification has in common.
-_SHARED = ("modules", "move", "read", "side", "position_offset", *SOLVER)
+_SHARED = tuple(name for name, one in OPTIONS.items() if one.metadata["named"])
 
 
 class InputKey(NamedTuple):
@@ -32,6 +34,25 @@ class InputKey(NamedTuple):
     sha256: str
 
 
+class WindowKey(NamedTuple):
+    """What jobs that share a forward pass of the model have in common; as in `Job`."""
+
+    model: int
+    weights: int | None
+    dtype: str
+    fused: bool
+    text: str
+    item: int
+
+
+class MapKey(NamedTuple):
+    """Which map at which input that was given; as in `Job`."""
+
+    window: WindowKey
+    map: str
+    layer: int | None
+
+
 class Job(NamedTuple):
     """One measurement, or one for each head.
 
@@ -46,7 +67,7 @@ class Job(NamedTuple):
         num_tokens: Number of tokens; None where only the model knows.
         sample: Index among the windows of one length.
         map: Name of the map.
-        layer: Index of the layer; None for the map ``model``.
+        layer: Index of the layer; None for the maps of the whole model.
         input: ``real``, or what builds the input.
         radius: Largest token norm of a built input; None for that of the text.
         metric: Name of the metric.
@@ -70,18 +91,18 @@ class Job(NamedTuple):
     seed: int
 
     @property
-    def window(self) -> tuple[Any, ...]:
+    def window(self) -> WindowKey:
         """What jobs that share a forward pass of the model have in common."""
-        return self[1:7]
+        return WindowKey(self.model, self.weights, self.dtype, self.fused, self.text, self.item)
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def place(self) -> MapKey:
         """Which map at which input that was given."""
-        return *self.window, self.map, self.layer
+        return MapKey(self.window, self.map, self.layer)
 
 
 class Shape(NamedTuple):
-    """What a model was found to have.
+    """The layers and heads that a model was found to have.
 
     Attributes:
         layers: Number of attention layers.
@@ -93,7 +114,7 @@ class Shape(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What has to be known of a model before its jobs can be listed.
+    """The facts about a model that its jobs are listed from.
 
     Attributes:
         shape: Its layers and heads.
@@ -124,6 +145,17 @@ def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
     ]
 
 
+def check_one_input(jobs: Sequence[Job]) -> None:
+    """Refuse several inputs where the answer is of one.
+
+    Raises:
+        InputError: For a batch of several, or pictures of several sizes.
+    """
+    found = len({job.window for job in jobs if job.input == REAL})
+    if found > 1:
+        raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
+
+
 def identity(
     spec: Spec,
     *,
@@ -149,6 +181,8 @@ def identity(
         The id, for all heads together.
     """
     parts = {name: getattr(spec, name) for name in _SHARED}
+    if spec.causal is not None:
+        parts["causal"] = spec.causal
     parts |= asked | {"model": model, "layer": layer, "dtype": dtype, "seed": seed}
     if asked.get("input") in (ADVERSARIAL, ASCENT):
         parts["ascent_steps"] = spec.ascent_steps
@@ -163,7 +197,7 @@ def _windows(
     for first in product([model], spec.seeds if random else (None,), spec.dtypes, fused):
         for name, some in held.items():
             for index, item in enumerate(some):
-                if REAL in spec.inputs or item.sample == 0:
+                if REAL in spec.inputs or item.sample == _first(some, item.num_tokens):
                     yield (*first, name, index, *item[:2])
 
 
@@ -177,7 +211,8 @@ def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[
     item, name = survey.items[text][index], (spec.models[model].name, survey.revision)
     layers = range(survey.shape.layers) if spec.layers is None else spec.layers
     for map in _maps(spec, fused=fused):
-        asked = product([None] if map == "model" else layers, _inputs(spec, sample))
+        first = sample == _first(survey.items[text], item.num_tokens)
+        asked = product([None] if map in WHOLE else layers, _inputs(spec, first))
         for (layer, (kind, radius)), metric, seed in product(asked, spec.metrics, seeds):
             question = {"map": map, "metric": metric, "input": kind, "radius": radius}
             if kind != REAL and radius is None:
@@ -195,12 +230,17 @@ def _radius(spec: Spec, items: Sequence[InputKey]) -> Any:
     return None if spec.radius == "row" else spec.radius
 
 
-def _inputs(spec: Spec, sample: int) -> Iterator[tuple[str, float | None]]:
+def _first(items: Sequence[InputKey], num_tokens: int | None) -> int:
+    """Index of the first window of a length."""
+    return min(one.sample for one in items if one.num_tokens == num_tokens)
+
+
+def _inputs(spec: Spec, first: bool) -> Iterator[tuple[str, float | None]]:
     """Inputs of one window: those that are built do not depend on it, and come once."""
     for kind in spec.inputs:
         if kind == REAL:
             yield kind, None
-        elif sample == 0:
+        elif first:
             yield from ((kind, None if r == OF_TEXT else float(r)) for r in spec.radii)
 
 

@@ -1,4 +1,4 @@
-"""How far a run is: told to a function, or shown as a line in a terminal or a notebook."""
+"""Progress reporting: to a function, or as a line in a terminal or a notebook."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Bar:
 
 
 def told(progress: Progress | None) -> Tell:
-    """What is told how far a run is: a function, a line for True, nobody for None and False.
+    """The receiver of progress: a function, a line for True, nobody for None and False.
 
     A verb asks once, so that all of its parts move one line.
     """

@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from torch import Tensor, nn
-
 from lipscope.certificates.read_out import Pool
-from lipscope.engine.along import Along
-from lipscope.engine.among import check_texts, texts_of
+from lipscope.display import Shown
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole
-from lipscope.engine.classifier import Classifier, classifier_of_file, classifier_of_texts
+from lipscope.engine.classifier import Classifier, classifier_of_texts, read_out_of
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, Tell, told
-from lipscope.engine.runs import AnyFolder, LocalRun, of_one_window
+from lipscope.engine.push_curve import Along
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
+from lipscope.engine.text_anchors import texts_of
 from lipscope.errors import InputError, shown
-from lipscope.models import MAPS, LoadedModel
+from lipscope.models import MAPS
 from lipscope.pages.rows import Rows
 from lipscope.records.pushed import (
     DIRECTIONS,
@@ -38,9 +38,9 @@ _MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the mode
 _MOST_SIZES, _MOST_DRAWS = 1000, 100
 
 
-@dataclass(frozen=True)
-class Pushed:
-    """What pushes of a layer's input did.
+@dataclass(frozen=True, repr=False)
+class Pushed(Shown):
+    """The effect of pushes of a layer's input.
 
     Attributes:
         rows: Sigma of the map, one row for each input.
@@ -56,8 +56,8 @@ class Pushed:
 
 
 def push(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layer: int = 0,
     length: int | None = None,
@@ -215,7 +215,7 @@ class _Pushes:
             return self._given
         spec = self._run.spec
         return classifier_of_texts(
-            self._run.loaded,
+            self._run.model,
             self._between,
             layer=self._run.jobs[0].layer or 0,
             pool=self._wanted["pool"],
@@ -245,18 +245,10 @@ def _decision(
     between: Sequence[str] | None, read_out: Any, options: Mapping[str, Any]
 ) -> Classifier | None:
     """The read-out that was given, checked with what goes with it."""
-    if between is not None:
-        check_texts(between)
-    if between is not None and read_out is not None:
-        raise InputError("`between` and `read_out` exclude each other. Found both.")
-    if not isinstance(read_out, str | Path | Classifier | None):
-        raise InputError(
-            f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
-        )
     decides = between is not None or read_out is not None
     if decides and options.get("map", "attention") != "attention":
         raise InputError(
             "A decision reads the layer's attention. Found `between` or `read_out` with `map = "
             f"{shown(options['map'])}`; leave one of them out."
         )
-    return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
+    return read_out_of(between, read_out) if decides else None

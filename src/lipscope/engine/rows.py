@@ -9,7 +9,7 @@ from typing import Any
 
 from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.plan import Job, Shape, heads_of, row_id
-from lipscope.engine.question import Answer, no_answer
+from lipscope.engine.result import Answer, no_answer
 from lipscope.engine.spec import REAL, Spec
 from lipscope.models import LayerMap, Sample, default_text
 from lipscope.records.rows import AGAIN, Measurement, version

@@ -7,33 +7,34 @@ import copy
 import functools
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
-from lipscope.attention import Attention, MultiheadAttention
-from lipscope.engine.checks import argument, path, window_length
-from lipscope.engine.known import survey_key, surveyed, surveys_in, tell_fewer
+from lipscope.attention import Attention
+from lipscope.engine.checks import argument, no_several, path, window_length
+from lipscope.engine.layer import MapAtInput
 from lipscope.engine.plan import Job, Shape, plan, row_ids
 from lipscope.engine.progress import Progress, told
-from lipscope.engine.question import explained
+from lipscope.engine.ready_model import AnyModel, ReadyModel, masked, ready_model
+from lipscope.engine.result import explained
 from lipscope.engine.rows import failed_rows, source_of
-from lipscope.engine.session import Session
-from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, single_spec
+from lipscope.engine.session import ModelKey, Session
+from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, options_of, single_spec
+from lipscope.engine.survey_cache import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, Sample, adopt_model, device_of, given, load_model, parted
+from lipscope.models import Sample, device_of, given, parted
 from lipscope.models.data.windows import digest
 from lipscope.pages.rows import Rows
 from lipscope.records.files import replaced, sha256_of
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.place import Place
 from lipscope.records.rows import Bound, Measurement, provenance, stable_id
+from lipscope.records.run_location import Place
 
-AnyModel = str | Path | nn.Module | LoadedModel
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
 
@@ -77,7 +78,7 @@ class LocalRun:
         if isinstance(model, str):
             name, _ = parted(model)
         else:
-            model = loaded_model(model, **loading)
+            model = ready_model(model, **loading)
             name = model.name
             if isinstance(model.model, Attention):
                 dtype = str(model.model.query.dtype)[6:]
@@ -93,8 +94,11 @@ class LocalRun:
         # A name, which is loaded when a job needs it.
         self._named = isinstance(model, str) and loading["tokenizer"] is None
         self._load = functools.cache(
-            lambda: loaded_model(
-                model, seed=self.spec.seeds[0], allow_pickle=self.spec.allow_pickle, **loading
+            lambda: masked(
+                ready_model(
+                    model, seed=self.spec.seeds[0], allow_pickle=self.spec.allow_pickle, **loading
+                ),
+                self.spec.causal,
             )
         )
         self._more = {"norms": norms, "revision": _revision(model, loading["revision"])}
@@ -158,9 +162,25 @@ class LocalRun:
         self.folder.add_model(self.spec.models[0].name, self.session.about(0))
 
     @property
-    def loaded(self) -> LoadedModel:
+    def model(self) -> ReadyModel:
         """The model."""
         return self._load()
+
+    def at(self, job: Job) -> MapAtInput:
+        """The map of a job, at its input."""
+        return self.session.at(job)
+
+    def samples(self, chosen: Sequence[int]) -> list[Sample]:
+        """Some of the inputs that are read, without a look at the layers."""
+        with Session(self.spec, {"": self.data}, {self.spec.models[0].name: self._load}) as session:
+            some = session.items(ModelKey(0, None), "")
+        count = 1 + max(one.sample for one in some)
+        for index in chosen:
+            if not 0 <= index < count:
+                raise InputError(
+                    f"`sample` should be between 0 and {count - 1}. Found `sample = {index}`."
+                )
+        return [one for one in some if one.sample in chosen]
 
     @property
     def shape(self) -> Shape:
@@ -241,7 +261,7 @@ class LocalRun:
         """Inputs into a file of the folder, in one move; nowhere if there is no folder.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         if self.folder is None:
             return
@@ -288,11 +308,13 @@ class LocalRun:
     def _answered(self, job: Job) -> list[Finished]:
         """The rows of a job; an input that cannot be built for a layer is a row that says so."""
         try:
-            return self.session.rows(job)
+            return self.at(job).finished
         except InputError as problem:
             if job.input == REAL:
                 raise
-            rows = failed_rows(self.spec, job, self.shape, explained(problem), self.loaded.about)
+            rows = failed_rows(
+                self.spec, job, self.shape, explained(problem), self.model.loaded.about
+            )
             return [Finished(row) for row in rows]
 
     def _as_written(self) -> dict[str, Any]:
@@ -321,7 +343,8 @@ def folder_of(out: str | Path | Place) -> Place:
 
 
 def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
-    """Lengths and samples of a verb that looks at one input: a window of 64 tokens, of a text."""
+    """Lengths and samples of a verb that looks at one window: of 64 tokens, of a text."""
+    no_several(options)
     if is_text(data, options):
         return {"lengths": window_length(length), "samples": 1}
     if length is not None:
@@ -329,43 +352,15 @@ def of_one_window(data: AnyData, options: Mapping[str, Any], length: int | None)
     return {}
 
 
+def of_one_input(data: AnyData, options: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+    """The same of a verb whose answer is of one input, and one picture."""
+    one = {"samples": options.get("samples") or 1} if options.get("images") is not None else {}
+    return one | of_one_window(data, options, length)
+
+
 def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
     """Whether a text is read, and not a batch or pictures."""
     return (data is None or isinstance(data, str | Path)) and options.get("images") is None
-
-
-def loaded_model(
-    model: AnyModel,
-    *,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    seed: int = 0,
-    allow_pickle: bool = False,
-) -> LoadedModel:
-    """The model that is meant: by its name, loaded already, a module, or one attention layer."""
-    if isinstance(model, MultiheadAttention):
-        model = model.attention.replace()
-    if isinstance(model, LoadedModel):
-        loaded = model
-    elif isinstance(model, Attention):
-        loaded = replace(adopt_model(model), name="layer")
-    elif isinstance(model, nn.Module):
-        loaded = adopt_model(model)
-    elif not isinstance(model, str):
-        raise InputError(
-            "`model` should be a name, a `Path`, a torch module or a loaded model. Found "
-            f"`{type(model).__name__}`."
-        )
-    else:
-        loaded = load_model(model, revision=revision, seed=seed, allow_pickle=allow_pickle)
-    if tokenizer is None:
-        return loaded
-    if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
-        raise InputError(
-            "`tokenizer` should be a tokenizer of transformers, or behave like one. Found "
-            f"`{type(tokenizer).__name__}`."
-        )
-    return replace(loaded, tokenizer=tokenizer)
 
 
 def _revision(model: AnyModel, revision: str | None) -> str | None:
@@ -383,3 +378,47 @@ def _digest(data: Any) -> str:
     elif not isinstance(data, str | int | float | None):
         data = type(data).__name__
     return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()
+
+
+# What only a measurement needs, and a map at its input does not.
+OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
+
+
+def maps_at(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    dtype: str = "float32",
+    chosen: Sequence[int] | None = None,
+    **options: Any,
+) -> Iterator[MapAtInput]:
+    """Maps of a model's layers at its inputs: for every length and sample, layer by layer.
+
+    Args:
+        model: As for `measure`.
+        data: Likewise.
+        dtype: Floating type if none is asked for.
+        chosen: Only these samples; all if None.
+        **options: As for `measure`; a text is cut into one window if nothing else is said.
+
+    Yields:
+        Each map; the model is ready while the iteration lasts.
+
+    Raises:
+        InputError: If a layer, a map or a sample does not exist.
+    """
+    usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
+    asked = usual | {name: value for name, value in options.items() if value is not None}
+    how: dict[str, Any] = {
+        "verb": "at",
+        "without": options_of("theorems"),
+        "dtype": dtype,
+        "norms": True,
+    }
+    if chosen is not None:
+        run = LocalRun(model, data, asked, **how)
+        model, data = run.model, run.samples(chosen)
+        asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
+    with LocalRun(model, data, asked, **how) as run:
+        for job in run.jobs:
+            yield run.at(job)

@@ -1,53 +1,30 @@
-"""Where questions are answered: one model at a time, one forward pass for all of a window."""
+"""A session of jobs: one model at a time, one forward pass for all questions at a window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
-from lipscope.attention import Attention
-from lipscope.engine.answer import answer
-from lipscope.engine.built import (
-    BuiltInput,
-    asked,
-    built_input,
-    front_of,
-    moved_to,
-    on_all_inputs,
-)
-from lipscope.engine.layer import radius_of_the_norm
-from lipscope.engine.places import Places
-from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey
-from lipscope.engine.question import Answer, explained
-from lipscope.engine.ranges import COPIES, parse_tokens
-from lipscope.engine.rows import failed_rows, row_of
+from lipscope.engine.bare_layer import layer_inputs
+from lipscope.engine.layer import MapAtInput
+from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey, WindowKey
+from lipscope.engine.ranges import parse_bytes, parse_tokens
+from lipscope.engine.ready_model import Last, ReadyModel, Setting, Window, masked, ready_model
+from lipscope.engine.result import explained
+from lipscope.engine.rows import failed_rows
 from lipscope.engine.spec import REAL, Spec
-from lipscope.engine.turned import texts_for, turned
-from lipscope.engine.worded import worded
-from lipscope.errors import InputError, memory_for
-from lipscope.models import (
-    LayerMap,
-    LoadedModel,
-    Sample,
-    check_request,
-    remarks_on,
-    why_run,
-)
-from lipscope.models.tracing.prepare import ExactNorm
-from lipscope.models.tracing.residual import Norms, norm_before
+from lipscope.engine.synthetic_inputs import front_of
+from lipscope.engine.text_gradients import Texts
+from lipscope.errors import InputError
+from lipscope.models import WHOLE, Sample, check_request, device_of, inputs_of
+from lipscope.models.next_token import with_own_head
 from lipscope.records.folder import Finished
-from lipscope.records.rows import Direction, Measurement
-from lipscope.theorems import Normed, Residual
-
-_DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 
 
 class Result(NamedTuple):
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         job: Its id.
@@ -62,6 +39,13 @@ class Result(NamedTuple):
     finished: list[Finished]
 
 
+class ModelKey(NamedTuple):
+    """A model of a specification, with the seed of its weights if they are random."""
+
+    model: int
+    weights: int | None
+
+
 class Session:
     """Answers the jobs of a specification; what consecutive jobs share is computed once.
 
@@ -72,19 +56,33 @@ class Session:
         sources: What models read, by name.
         models: What gives models that are had already, by name.
         norms: Whether the norms that feed layers are asked for, whatever the map.
+
+    Attributes:
+        memory: Budget in bytes.
+        texts: Towards which directions turn, as a model sees them.
     """
 
     def __init__(
         self,
         spec: Spec,
         sources: Mapping[str, Any],
-        models: Mapping[str, Callable[[], LoadedModel]] | None = None,
+        models: Mapping[str, Callable[[], ReadyModel]] | None = None,
         *,
         norms: bool = False,
     ) -> None:
-        self.spec, self.sources = spec, sources
-        needed = norms or spec.radius == "norm"
-        self.places = Places(spec, sources, models or {}, norms=needed)
+        self.spec, self.sources, self.models = spec, sources, models or {}
+        self.memory = parse_bytes(spec.memory)
+        device_of(spec.device)
+        self._norms = norms or spec.radius == "norm"
+        self._stack = ExitStack()
+        self._model: Last[ModelKey, ReadyModel] = Last()
+        self._failed: dict[ModelKey, Exception] = {}
+        self._items: Last[tuple[ModelKey, str], list[Sample]] = Last()
+        self._ready: Last[tuple[ModelKey, Setting], None] = Last()
+        self._window: Last[WindowKey, Window] = Last()
+        self._at: Last[Job, MapAtInput] = Last()
+        self._sizes: Last[Any, dict[int | None, list[float]]] = Last()
+        self.texts: Last[Setting, Texts] = Last()
 
     def __enter__(self) -> Session:
         return self
@@ -94,14 +92,62 @@ class Session:
 
     def close(self) -> None:
         """Put the model back as it was, and let go of it."""
-        self.places.close()
+        self._stack.close()
+        for held in (self._model, self._items, self._ready, self._window, self._at, self.texts):
+            held.forget()
 
     # --- what a model has
 
+    def model(self, key: ModelKey) -> ReadyModel:
+        """A model; one that could not be loaded is not loaded again for every job."""
+        if key in self._failed:
+            raise self._failed[key]
+
+        def load() -> ReadyModel:
+            self.close()
+            name = self.spec.models[key.model].name
+            if name in self.models:
+                found = self.models[name]()
+            else:
+                how = {"seed": key.weights or 0, "allow_pickle": self.spec.allow_pickle}
+                found = masked(ready_model(name, **how), self.spec.causal)
+            if not {"logits", "margin"}.intersection(self.spec.maps):
+                return found
+            return ReadyModel(replace(found.loaded, model=with_own_head(found.loaded)))
+
+        try:
+            return self._model.get(key, load)
+        except Exception as problem:
+            self._failed[key] = problem
+            raise
+
     def about(self, model: int, weights: int | None = None) -> dict[str, Any]:
         """What rows say of a model; of a random one, whose seeds differ, that it is one."""
-        about = self.places.loaded(model, weights).about
+        about = self.model(ModelKey(model, weights)).loaded.about
         return about if weights is None else about | {"weights": "random"}
+
+    def items(self, key: ModelKey, name: str) -> list[Sample]:
+        """Every input that a source gives a model."""
+        model, spec = self.model(key), self.spec
+
+        def cut() -> list[Sample]:
+            if isinstance(self.sources[name], list):  # they were cut before
+                return self.sources[name]
+            if model.is_layer:
+                return layer_inputs(self.sources[name])
+            return inputs_of(
+                model.loaded,
+                self.sources[name] if spec.images is None else None,
+                lengths=spec.lengths,
+                samples=spec.samples,
+                windows=spec.windows,
+                special_tokens=spec.special_tokens,
+                images=spec.images,
+                resolutions=spec.resolutions,
+                position_offset=spec.position_offset,
+            )
+
+        return self._items.get((key, name), cut)
 
     def survey(self, model: int) -> Survey:
         """Layers, heads and inputs of a model; every map is built once at the first input.
@@ -111,52 +157,49 @@ class Session:
         """
         spec = self.spec
         weights = spec.seeds[0] if spec.models[model].name.startswith("random:") else None
-        items = {name: self.places.items(model, weights, name) for name in self.sources}
+        key = ModelKey(model, weights)
+        items = {name: self.items(key, name) for name in self.sources}
         for item in (one for some in items.values() for one in some):
             self._check_tokens(item.num_tokens)
         shape = Shape(0, None)
         for fused in (True, False):
             maps = [name for name in spec.maps if (name in FUSED) == fused]
             for name in items if maps else ():
-                place = (model, weights, spec.dtypes[0], fused, name, 0, *_item(items[name][0])[:2])
-                shape = self._looked_at(place, maps, [one.num_tokens for one in items[name]])
+                window = WindowKey(model, weights, spec.dtypes[0], fused, name, 0)
+                shape = self._looked_at(window, maps, [one.num_tokens for one in items[name]])
         listed = {name: [*map(_item, some)] for name, some in items.items()}
-        return Survey(shape, listed, self.places.loaded(model, weights).revision)
+        return Survey(shape, listed, self.model(key).loaded.revision)
 
     def _looked_at(
-        self, place: tuple[Any, ...], maps: Sequence[str], lengths: Sequence[int | None]
+        self, key: WindowKey, maps: Sequence[str], lengths: Sequence[int | None]
     ) -> Shape:
-        def job(name: str, layer: int | None) -> Job:
-            metric, seed = self.spec.metrics[0], self.spec.seeds[0]
-            return Job._make(("", *place, name, layer, REAL, None, metric, seed))
-
-        if self.places.is_layer(job(maps[0], 0)):
-            heads = [self.places.built(job(name, 0)).num_heads or 1 for name in maps]
+        window, per_head = self.window(key), self.spec.per_head
+        if window.model.is_layer:
+            built = [window.map(0, n, memory=self.memory, per_head=per_head) for n in maps]
             count = 1 + max(self.spec.layers or (0,))
-            return Shape(count, (heads[0],) * count if self.spec.per_head else None)
-        record = self.places.trace(job(maps[0], 0))
+            return Shape(count, (built[0].num_heads or 1,) * count if per_head else None)
+        record = window.trace
         count = len(record.calls)
         layers = range(count) if self.spec.layers is None else self.spec.layers
         for layer in layers:
             if layer >= count:
                 raise InputError(
                     f"`layers` should be between 0 and {count - 1} for "
-                    f"`{self.spec.models[place[0]].name}`. Found {layer}."
+                    f"`{self.spec.models[key.model].name}`. Found {layer}."
                 )
         longest = max(n or record.calls[0].num_tokens for n in lengths)
-        heads: list[int] = [1] * count
+        heads = [1] * count
         for name in maps:
-            places = [None] if name == "model" else layers
+            places = [None] if name in WHOLE else layers
             for layer in places:
-                check_request(record, layer, name, longest, self.places.memory)
+                check_request(record, layer, name, longest, self.memory)
             for layer in places:
-                # Kept for the first window, whose maps they are.
-                self.places.probed[job(name, layer).place] = built = self.places.built(
-                    job(name, layer)
-                )
+                # The first window's own, which its jobs find there.
+                built = window.map(layer, name, memory=self.memory, per_head=per_head)
+                window.maps[layer, name] = built
                 self._check_tokens(len(built.x), len(built.output))
                 heads[layer or 0] = built.num_heads or 1
-        return Shape(count, tuple(heads) if self.spec.per_head else None)
+        return Shape(count, tuple(heads) if per_head else None)
 
     def _check_tokens(self, moving: int | None, reading: int | None = None) -> None:
         """Whether the tokens that may move, and those that are read, are there."""
@@ -164,10 +207,68 @@ class Session:
             if count is not None:
                 parse_tokens(getattr(self.spec, option), count, option)
 
+    # --- a map at an input
+
+    def window(self, key: WindowKey) -> Window:
+        """The model at an input, which stays ready until another one is asked for."""
+        model_key, spec = ModelKey(key.model, key.weights), self.spec
+        model, item = self.model(model_key), self.items(model_key, key.text)[key.item]
+        maps = {name for name in spec.maps if (name in FUSED) == key.fused}
+        norms = bool({"normed", "residual"} & maps) or self._norms
+        setting = Setting(
+            key.dtype, key.fused, spec.device, spec.side, spec.modules, spec.position_offset
+        )
+
+        def enter() -> None:
+            self._stack.close()
+            self._stack.enter_context(model.ready(setting))
+
+        def make() -> Window:
+            self._at.forget()
+            self._ready.get((model_key, setting), enter)
+            return model.window(setting, item, norms=norms)
+
+        return self._window.get(key, make)
+
+    def at(self, job: Job) -> MapAtInput:
+        """The map that a job asks about, at its input."""
+        window, before = self.window(job.window), self._at.held
+        same = before is not None and before.job.place == job.place
+        given = before.given if before is not None and same else None
+        return self._at.get(job, lambda: MapAtInput(self, job, window, given))
+
+    def first(self, job: Job) -> bool:
+        """Whether its input is the first one of its length."""
+        some = self.items(ModelKey(job.model, job.weights), job.text)
+        alike = [one.sample for one in some if one.num_tokens == job.num_tokens]
+        return job.sample == min(alike)
+
+    def of_inputs(self, job: Job) -> tuple[float | None, float | None]:
+        """Largest token norm over all inputs of a layer; the smallest with a norm in front."""
+        key = ModelKey(job.model, job.weights)
+        held = self._sizes.get((key, job.dtype, job.text, job.map), dict)
+        at = self.at(job)
+        if job.layer not in held:
+            layers = self._layers(job, at)
+            held |= {layer: [] for layer in layers}
+            # Window by window, so that one forward pass serves all layers.
+            for index in range(len(self.items(key, job.text))):
+                for layer in layers:
+                    other = job._replace(item=index, input=REAL, layer=layer)
+                    with suppress(InputError):  # a layer without weights says so in its own rows
+                        held[layer].append(self.at(other).size)
+        some = held[job.layer] or [at.size]  # which says why there is none
+        return (max(some), None) if front_of(at.for_theorems) is None else (None, min(some))
+
+    def _layers(self, job: Job, at: MapAtInput) -> Sequence[int | None]:
+        if self.spec.layers is not None or at.model.is_layer:
+            return self.spec.layers or [job.layer]
+        return range(len(at.window.trace.calls))
+
     # --- answers
 
     def result(self, job: Job, shape: Shape) -> Result:
-        """What becomes of a job; one that fails has rows that say so.
+        """The result of a job; one that fails has rows that say so.
 
         Args:
             job: The job.
@@ -177,107 +278,12 @@ class Session:
             Its rows with their side tables, and what the model is.
         """
         try:
-            finished = self.rows(job)
+            finished = self.at(job).finished
         except Exception as problem:  # whatever it is, the other jobs go on
             about = self._about_if_loaded(job)
             rows = failed_rows(self.spec, job, shape, explained(problem), about)
             finished = [Finished(row) for row in rows]
         return Result(job.id, job.model, self._about_if_loaded(job), finished)
-
-    def rows(self, job: Job) -> list[Finished]:
-        """The rows of a job, with their side tables.
-
-        Raises:
-            InputError: If it cannot be answered as asked.
-        """
-        loaded = self.places.loaded(job.model, job.weights)
-        built, item, remarks = self.place(job)
-        remarks += self._reach(job, built)
-        found, about = [], loaded.about
-        for reply in self.replies(job, built):
-            device = self.places.device.type
-            row = row_of(
-                self.spec, job, reply, about, of=built, item=item, device=device, notes=remarks
-            )
-            tokens = reply.token_shares(row.id, item.tokens) if self.spec.tokens else []
-            bounds = self._bounds(job, row, built) if self.spec.theorems else ()
-            found.append(Finished(row, tuple(tokens), bounds, self._worded(job, row, reply, built)))
-        return found
-
-    def replies(self, job: Job, built: LayerMap) -> list[Answer]:
-        """What a map answers to a job, singular vectors included; that of the last job is kept."""
-        key = f"{self.spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
-        if job.input != REAL:
-            key += f"|{job.input}|{job.radius or ''}"
-        whole = self.spec.move != COPIES  # the model itself has no copies
-
-        def make() -> list[Answer]:
-            itself = self.places.itself(job, built) if job.sample == 0 and whole else None
-            return answer(built, self.spec, job, self.places.memory, key, itself)
-
-        return self.places.once("replies", job, make)
-
-    def place(self, job: Job) -> tuple[LayerMap, Sample, list[str]]:
-        """The map of a job at its input, the input, and remarks for the row."""
-        item, loaded = self.places.item(job), self.places.loaded(job.model, job.weights)
-        notes = [*self.places.prepared(job)[1], *remarks_on(loaded, item)]
-        built = self.places.built(job)
-        if not self.places.is_layer(job) and self.places.trace(job).draws:
-            notes.append(_DRAWS)
-        if job.input == REAL:
-            return built, item, notes
-        made = self.input_for(job)
-        return *moved_to(built, item, job, made.x), [*notes, made.remark]
-
-    def input_for(self, job: Job) -> BuiltInput:
-        """The input that a job builds, within the radius of which bounds on all inputs speak."""
-        built = self.places.built(job)
-
-        def make() -> BuiltInput:
-            radius = self.allowed(job, built)[0] if job.radius is None else job.radius
-            largest = float(torch.linalg.vector_norm(built.x, dim=-1).max())
-            return built_input(built, job, self.spec, radius or largest)
-
-        return self.places.once("input", (*job[1:13], job.seed), make)
-
-    def layer(self, job: Job) -> tuple[Attention | Normed | Residual, nn.Module | None]:
-        """The layer of a job as theorems see it, and the norm that feeds it, if any.
-
-        Raises:
-            InputError: If its weights are not read in closed form.
-        """
-        built = self.places.built(job)
-        call = None if self.places.is_layer(job) else self.places.trace(job).calls[job.layer or 0]
-        if built.attention is None:
-            why = why_run(call.module) if call is not None else "it is not known"
-            raise InputError(
-                f"Weight-based bounds are not available for this layer, because {why}. "
-                "`lipscope measure` measures it."
-            )
-        norm = None if call is None else norm_before(self.places.trace(job), call)
-        module = None if norm is None else norm.module
-        if built.norms is not None:
-            return _residual(built.attention, built.norms), module
-        if job.map != "normed":
-            return built.attention, module
-        assert module is not None  # else the map does not exist
-        return Normed(built.attention, ExactNorm(module)), module
-
-    def allowed(self, job: Job, built: LayerMap) -> tuple[float | None, float | None]:
-        """Of which tokens bounds on all inputs speak: up to a radius, or from a norm on."""
-        layer, norm = self.layer(job)
-        if self.spec.radius == "inputs":
-            return self._of_inputs(job)
-        if front_of(layer) is not None:
-            if self.spec.radius != "row":
-                raise InputError(
-                    "`radius` should be left out for a layer with a norm in front, whose bounds "
-                    f"hold for tokens of every norm. Found `radius = {self.spec.radius}`."
-                )
-            return None, None
-        if self.spec.radius == "norm":
-            return radius_of_the_norm(norm, built.x.shape[1], job.layer), None
-        return (None if self.spec.radius == "row" else float(self.spec.radius)), None
 
     def seconds(self, job: Job, shape: Shape, clock: Callable[[], float]) -> tuple[float, float]:
         """Time of the forward pass of a job's window, and of the job once that is done.
@@ -287,107 +293,23 @@ class Session:
             shape: That of its model.
             clock: What tells the time, in seconds.
         """
+        self._window.forget()
+        self._at.forget()
         with suppress(Exception):  # a job that fails takes its time too
-            self.places.prepared(job)
-            self.places.item(job)
-        self.places.let_go("trace")
+            self.window(job.window)
         began = clock()
         with suppress(Exception):
-            self.places.trace(job)
+            self.window(job.window).trace  # noqa: B018
         between = clock()
         self.result(job, shape)
         return between - began, clock() - between
 
-    def _bounds(self, job: Job, row: Any, built: LayerMap) -> tuple[Any, ...]:
-        return asked(row, built, self.spec, lambda: (self.layer(job)[0], self.allowed(job, built)))
-
-    @memory_for("The readings of a whole vocabulary")
-    def _worded(
-        self, job: Job, row: Measurement, reply: Answer, built: LayerMap
-    ) -> tuple[Direction, ...]:
-        places = self.places
-        record = None if places.is_layer(job) else places.trace(job)
-        loaded = places.loaded(job.model, job.weights)
-        if not reply.leading:
-            return ()
-        whole = None if record is None else places.with_head(job)
-        about = (built, row.id, loaded, places.item(job), record, places.memory, whole)
-        found = (*worded(reply.leading, *about),)
-        if not self.spec.among:
-            return found
-        asked_for = (self.spec.among, loaded, record, self.spec.special_tokens)
-        texts = places.once("among", job[1:5], lambda: texts_for(*asked_for))
-        assert record is not None  # or there are no texts for it
-        return (*found, *turned(reply.leading, built, row.id, record, texts))
-
-    def _reach(self, job: Job, built: LayerMap) -> list[str]:
-        """Of which tokens bounds through a norm in front speak, if any are asked for."""
-        if not self.spec.theorems or built.attention is None:
-            return []
-        layer = self.layer(job)[0] if job.map in ("normed", "residual") else built.attention
-        if front_of(layer) is None:
-            return []
-        return [on_all_inputs(layer, built.x, self.allowed(job, built)[1])]
-
-    def _of_inputs(self, job: Job) -> tuple[float | None, float | None]:
-        """Largest token norm over all inputs of a layer; the smallest with a norm in front."""
-        model, weights, text = job.model, job.weights, job.text
-        found: dict[int | None, list[float]] = {layer: [] for layer in self._layers(job)}
-
-        def sizes() -> dict[int | None, list[float]]:
-            # Window by window, so that one forward pass serves all layers.
-            for index in range(len(self.places.items(model, weights, text))):
-                for layer, some in found.items():
-                    other = job._replace(item=index, input=REAL, layer=layer)
-                    with suppress(InputError):  # a layer without weights says so in its own rows
-                        some.append(self._size(other))
-            return found
-
-        key = (model, weights, job.dtype, text, job.map)
-        held: dict[Any, Any] = self.places.once("sizes", key, dict)
-        if job.layer not in held:
-            held |= sizes()
-        some = held[job.layer] or [self._size(job)]  # which says why there is none
-        return (max(some), None) if front_of(self.layer(job)[0]) is None else (None, min(some))
-
-    def _layers(self, job: Job) -> Sequence[int | None]:
-        if self.spec.layers is not None or self.places.is_layer(job):
-            return self.spec.layers or [job.layer]
-        return range(len(self.places.trace(job).calls))
-
-    def _size(self, job: Job) -> float:
-        """Largest token norm of an input; the smallest with a norm in front."""
-        front, x = front_of(self.layer(job)[0]), self.places.built(job).x
-        return float(x.norm(dim=-1).max() if front is None else front.constants.size(x).min())
-
     def _about_if_loaded(self, job: Job) -> dict[str, Any]:
-        if not self.places.holds(job.model, job.weights):
+        if ModelKey(job.model, job.weights) in self._failed:
             return {}
-        return self.about(job.model, job.weights)
-
-
-def _residual(layer: Attention, norms: Norms) -> Residual:
-    """Attention with its norms, each in the precision of what it takes, added to its input.
-
-    A scale is taken into the output projection, or into the norm that takes the attention's output.
-    """
-    before, outer = (None if one is None else ExactNorm(one) for one in (norms.before, norms.outer))
-    second = None if norms.second is None else ExactNorm(norms.second, norms.scale)
-    if norms.scale is not None and second is None:
-        layer = _scaled(layer, norms.scale.double().cpu())
-    return Residual(layer if before is None else Normed(layer, before), second, outer)
-
-
-def _scaled(layer: Attention, scale: Tensor) -> Attention:
-    """The layer in float64, its output times one number or one for every channel."""
-    layer = layer.in_double()
-    fields = layer.fields()
-    concat, bias = layer.num_heads * layer.value_width, fields.get("output_bias")
-    output = torch.eye(concat, dtype=torch.float64) if layer.output is None else layer.output
-    changes: dict[str, Tensor] = {"output": scale.reshape(-1, 1) * output}
-    if bias is not None:
-        changes["output_bias"] = scale * bias
-    return layer.replace(**changes)
+        with suppress(Exception):
+            return self.about(job.model, job.weights)
+        return {}
 
 
 def _item(sample: Sample) -> InputKey:

@@ -19,7 +19,7 @@ from lipscope.control import Restraint, restrain
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, flag, path, whole
 from lipscope.engine.measure import measure
-from lipscope.engine.runs import loaded_model
+from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import LoadedModel, given, inputs_of
 from lipscope.models.loading import fingerprint
@@ -34,9 +34,9 @@ _ASCENTS = 10  # its gradients
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Smoothed(Shown):
-    """What became of a model.
+    """The result of smoothing a model.
 
     Attributes:
         before: Rows of the layers on the text, as the model was.
@@ -63,7 +63,7 @@ class Smoothed(Shown):
 
 
 def smooth(
-    model: str | Path | LoadedModel = "minilm",
+    model: str | Path | LoadedModel | ReadyModel = "minilm",
     data: str | Path | None = None,
     *,
     target: float,
@@ -182,7 +182,7 @@ def _loaded(model: Any, seed: int, allow_pickle: bool) -> LoadedModel:
             "`model` should be one of transformers, which can be saved in its format. Found "
             f"`{type(loaded.model).__name__}`."
         )
-    own = copy.deepcopy(loaded.model) if isinstance(model, LoadedModel) else loaded.model
+    own = loaded.model if isinstance(model, str | Path) else copy.deepcopy(loaded.model)
     narrow = any(p.dtype.itemsize < 4 for p in own.parameters() if p.is_floating_point())
     return replace(loaded, model=(own.float() if narrow else own).eval())
 

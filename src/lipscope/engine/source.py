@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lipscope.errors import InputError
-from lipscope.models import read_text
 
 # The scalars of YAML 1.2. PyYAML knows those of 1.1, where `2:50:4` is a number in base 60,
 # `1e-3` is a word and `no` is false.
@@ -89,6 +88,8 @@ def read_source(spec: str | Path | Mapping[str, Any]) -> Source:
             f"`{type(spec).__name__}`."
         )
     import yaml
+
+    from lipscope.models import read_text
 
     path = Path(spec)
     text = read_text(path, "The specification", "a readable YAML file")

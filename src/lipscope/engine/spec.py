@@ -1,40 +1,34 @@
-"""What a run asks for: every option of every verb, checked once, in one frozen record."""
+"""The specification of a run: every option of every verb, checked once, in one frozen record."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
-import torch
-
-from lipscope.attacks import PER_HEAD, PER_LAYER
 from lipscope.engine import checks
 from lipscope.engine.checks import OF_TEXT, Check
 from lipscope.engine.ranges import COPIES, parse_tokens
 from lipscope.engine.source import Source
 from lipscope.errors import InputError
-from lipscope.linalg.norms import Metric
-from lipscope.linalg.singular import SMALLEST_TOL
-from lipscope.models import MAPS, SIDES, Side
-from lipscope.models.data.windows import WindowKind
-from lipscope.models.tracing.maps import MapName
-from lipscope.theorems import catalogue
 
-METRICS: tuple[str, ...] = get_args(Metric)
+if TYPE_CHECKING:  # not at run time: the command line completes options without torch
+    from lipscope.linalg.norms import Metric
+    from lipscope.models import Side
+    from lipscope.models.data.windows import WindowKind
+    from lipscope.models.tracing.maps import MapName
+
+Default = TypeVar("Default")
 DType = Literal["float32", "float64"]
 Radius = float | Literal["row", "inputs", "norm"]
 
 REAL, ADVERSARIAL, ASCENT = "real", "adversarial", "ascent"
-CONSTRUCTIONS = (*PER_LAYER, *PER_HEAD)
-INPUTS = (REAL, ADVERSARIAL, ASCENT, *CONSTRUCTIONS)
 # Maps of which theorems speak, and those for which inputs are built.
 WITH_THEOREMS = ("attention", "heads", "normed", "residual")
 WITH_INPUTS = ("attention", "heads")
-_AT_INPUTS = [one for one in catalogue() if "eps" not in one.needs]
-THEOREMS = tuple(one.name for one in _AT_INPUTS)
 LENGTHS, SAMPLES = (16, 64, 256), 10
 
 
@@ -45,7 +39,7 @@ class SolverOptions(TypedDict, total=False):
     delta: float
 
 
-SOLVER = tuple(get_type_hints(SolverOptions))
+SOLVER = tuple(SolverOptions.__annotations__)
 
 
 class Options(SolverOptions, total=False):
@@ -55,6 +49,7 @@ class Options(SolverOptions, total=False):
     position_offset: int
     windows: WindowKind
     special_tokens: bool
+    causal: bool | None
     images: str | Path | None
     resolutions: Sequence[int] | None
     dtype: DType | None
@@ -98,38 +93,58 @@ class Model(NamedTuple):
     entry: int = 0
 
 
+def _option(group: str, default: Default, check: Check, words: str = "", **how: bool) -> Default:
+    """An entry of `Spec`: its default, its check, and its group and help on the command line.
+
+    ``left``: a command leaves the default to its verb. ``rare``: in no help, for want of room.
+    ``named``: part of every id.
+    """
+    how = {"left": False, "rare": False, "named": False} | how
+    return field(default=default, metadata={"check": check, "group": group, "help": words} | how)
+
+
+_entry, _input, _question = (partial(_option, group) for group in ("", "input", "question"))
+_theorem, _solver = (partial(_option, group) for group in ("theorems", "solver"))
+
+
+def _named(entry: str) -> Check:
+    """The check of an entry whose words stand in rooms that bring torch: asked when it is used."""
+
+    def check(source: Source, key: str, value: Any) -> Any:
+        from lipscope.attacks import PER_HEAD, PER_LAYER
+        from lipscope.linalg.norms import Metric
+        from lipscope.models import MAPS, SIDES
+
+        known = {
+            "maps": checks.words(MAPS),
+            "metrics": checks.words(get_args(Metric)),
+            "side": checks.one_of(*SIDES),
+            "inputs": checks.words((REAL, ADVERSARIAL, ASCENT, *PER_LAYER, *PER_HEAD)),
+        }
+        return known[entry](source, key, value)
+
+    return check
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spec:
     """Everything that a run asks for: every combination of its lists is a job.
 
-    What is not named here is an option of `measure`.
+    An option is declared here, once, and its type for callers in `MeasureOptions`; what is not
+    named below is said in `measure`.
 
     Attributes:
         models: Models and checkpoints.
         texts: Names of texts, batches or pictures, and digests of their content.
         layers: Indices from 0, or None for all.
-        maps: ``heads``, ``attention``, ``normed``, ``residual``, ``block``, ``model``.
+        maps: Names of maps: those of `MAPS`.
         metrics: ``frobenius``, ``token-relative``, ``max-token``, ``infinity``.
-        lengths: Numbers of tokens of windows of text; 16, 64, 256 if None.
-        samples: Windows per length, or pictures; 10 if None.
         inputs: ``real`` (what was given), a construction, ``adversarial`` (the worst of
             them and of an ascent) or ``ascent``; those that are built are built once per length.
         radii: Largest token norm of inputs that are built; ``text`` for that of the text.
         dtypes: ``float32``, ``float64``.
         seeds: Of random starts, and of the weights of random models.
-        theorems: Names in the catalogue (``all`` stands for those that do not take seconds a
-            head); asked about rows of the maps ``attention``, ``heads``, ``normed`` and
-            ``residual``.
-        sharp: Whether theorems that may take long are computed where they are named; None
-            for those that are expected to take a few seconds.
-        radius: Of which tokens bounds on all inputs speak: those up to the norm of the row's own
-            input (``row``), of the layer's largest input (``inputs``), of the largest that
-            the norm before the layer lets through (``norm``), or a number.
-        ascent_steps: Steps of gradient ascent.
-        windows: ``spread``: the same passages at every length; ``disjoint``: no window shares text.
-        special_tokens: Whether the model's own special tokens stand around each window.
-        images: Pictures instead of texts: a folder, or ``random``.
-        resolutions: Sides of the pictures in pixels; the model's own if None.
+        theorems: Names in the catalogue; asked about rows of the maps `WITH_THEOREMS`.
         tokens: Whether the tokens of every row are kept.
         directions: How many of the leading singular directions are put in words.
         among: Texts; towards which of them directions turn the model's mean output.
@@ -137,37 +152,65 @@ class Spec:
 
     models: tuple[Model, ...]
     texts: Mapping[str, str]
-    layers: tuple[int, ...] | None = None
-    maps: tuple[str, ...] = ("attention",)
-    metrics: tuple[str, ...] = ("frobenius",)
-    lengths: tuple[int, ...] | None = None
-    samples: int | None = None
-    inputs: tuple[str, ...] = (REAL,)
-    radii: tuple[float | str, ...] = (OF_TEXT,)
-    dtypes: tuple[str, ...] = ("float32",)
-    seeds: tuple[int, ...] = (0,)
-    theorems: tuple[str, ...] = ()
-    sharp: bool | None = True
-    radius: Radius = "row"
-    ascent_steps: int = 40
-    windows: str = "spread"
-    special_tokens: bool = True
-    images: str | None = None
-    resolutions: tuple[int, ...] | None = None
-    per_head: bool = False
-    move: str = "all"
-    read: str = "all"
-    side: Side = "self"
-    position_offset: int = 0
-    rest: bool = False
-    average: bool = False
-    tol: float = 1e-3
-    delta: float = 0.01
-    memory: str = "1GiB"
-    device: str = "auto"
-    modules: str | None = None
-    allow_pickle: bool = False
-    tokens: bool = True
+    layers: tuple[int, ...] | None = _entry(None, checks.layers)
+    lengths: tuple[int, ...] | None = _entry(None, checks.lengths)
+    samples: int | None = _entry(None, checks.whole(1, 100_000))
+    windows: str = _input("spread", checks.one_of("spread", "disjoint"), "or disjoint, no overlap.")
+    special_tokens: bool = _input(True, checks.flag, "Put [CLS] and the like around each window.")
+    causal: bool | None = _input(
+        None, checks.flag, "yes or no: with a causal mask in every layer, or without.", rare=True
+    )
+    position_offset: int = _input(0, checks.whole(0, 2**31), "First position id.", named=True)
+    images: str | None = _input(None, checks.path, "DIR or random, then @224,448.")
+    resolutions: tuple[int, ...] | None = _entry(None, checks.sides)
+    maps: tuple[str, ...] = _question(
+        ("attention",),
+        _named("maps"),
+        "heads, normed, residual, block, stack, model, logits, margin",
+    )
+    per_head: bool = _question(False, checks.flag, "One row per head.")
+    metrics: tuple[str, ...] = _question(
+        ("frobenius",), _named("metrics"), "or token-relative, max-token, infinity.", left=True
+    )
+    move: str = _question(
+        "all", checks.word, "first, last, not-first, a:b, a%:b%, copies.", named=True
+    )
+    read: str = _question("all", checks.word, "Outputs that are read.", named=True)
+    side: Side = _question("self", _named("side"), "Across: query, key.", named=True)
+    rest: bool = _question(False, checks.flag, "Also with the top token held fixed.")
+    average: bool = _question(False, checks.flag, "Also Frobenius norm and stable rank.")
+    inputs: tuple[str, ...] = _theorem(
+        (REAL,), _named("inputs"), "or adversarial, ascent, a construction; several by commas."
+    )
+    radii: tuple[float | str, ...] = _entry((OF_TEXT,), checks.radii)
+    ascent_steps: int = _theorem(
+        40, checks.whole(0, 100_000), "Steps of gradient ascent.", left=True
+    )
+    theorems: tuple[str, ...] = _theorem(
+        (), checks.theorems, "Names, or all that are quick.", left=True
+    )
+    sharp: bool | None = _theorem(
+        True, checks.flag, "Bounds that may take long; unset: up to seconds.", left=True
+    )
+    radius: Radius = _theorem(
+        "row",
+        checks.radius,
+        "Largest token norm of bounds: a number, norm, inputs, row.",
+        left=True,
+    )
+    tol: float = _solver(1e-3, checks.number, "How wide intervals may be.", named=True)
+    delta: float = _solver(0.01, checks.number, "Their failure probability.", named=True)
+    dtypes: tuple[str, ...] = _solver(
+        ("float32",), checks.words(get_args(DType)), "float32 or float64.", left=True
+    )
+    device: str = _solver("auto", checks.word, "auto, cpu, cuda, …")
+    seeds: tuple[int, ...] = _solver((0,), checks.seeds, "Seed of the random starts.")
+    memory: str = _solver("1GiB", checks.memory, "Budget such as 1GiB.")
+    modules: str | None = _solver(
+        None, checks.word, "Regular expression for attention modules.", rare=True, named=True
+    )
+    allow_pickle: bool = _solver(False, checks.flag, "Load pickled weights, weights only.")
+    tokens: bool = _entry(True, checks.flag)
     directions: int = 0
     among: tuple[str, ...] = ()
 
@@ -180,41 +223,22 @@ class Spec:
         return {name: getattr(self, name) for name in SOLVER}
 
 
-CHECKS: dict[str, Check] = {
-    "layers": checks.layers,
-    "maps": checks.words(MAPS),
-    "metrics": checks.words(METRICS),
-    "lengths": checks.lengths,
-    "samples": checks.whole(1, 100_000),
-    "inputs": checks.words(INPUTS),
-    "radii": checks.radii,
-    "dtypes": checks.words(("float32", "float64")),
-    "seeds": checks.seeds,
-    "theorems": checks.theorems(THEOREMS, [one.name for one in _AT_INPUTS if not one.slow]),
-    "sharp": checks.flag,
-    "radius": checks.radius,
-    "ascent_steps": checks.whole(0, 100_000),
-    "windows": checks.one_of("spread", "disjoint"),
-    "special_tokens": checks.flag,
-    "images": checks.path,
-    "resolutions": checks.sides,
-    "per_head": checks.flag,
-    "move": checks.word,
-    "read": checks.word,
-    "side": checks.one_of(*SIDES),
-    "position_offset": checks.whole(0, 2**31),
-    "rest": checks.flag,
-    "average": checks.flag,
-    "tol": checks.number,
-    "delta": checks.number,
-    "memory": checks.memory,
-    "device": checks.word,
-    "modules": checks.word,
-    "allow_pickle": checks.flag,
-    "tokens": checks.flag,
-}
+OPTIONS = {one.name: one for one in fields(Spec) if one.metadata}
+CHECKS: dict[str, Check] = {name: one.metadata["check"] for name, one in OPTIONS.items()}
 # What a single run calls by one word, a sweep calls by its plural.
 AXES = {"map": "maps", "metric": "metrics", "dtype": "dtypes", "seed": "seeds"}
+_SINGLE = {plural: single for single, plural in AXES.items()}
+_KNOWN = (*MeasureOptions.__annotations__, "layers", "lengths", "samples", "radii")
+
+
+def options_of(group: str) -> tuple[str, ...]:
+    """The options of a group, as a single run calls them.
+
+    >>> options_of("theorems")
+    ('inputs', 'ascent_steps', 'theorems', 'sharp', 'radius')
+    """
+    found = (name for name, one in OPTIONS.items() if one.metadata["group"] == group)
+    return tuple(_SINGLE.get(name, name) for name in found)
 
 
 def single_spec(
@@ -243,11 +267,14 @@ def single_spec(
         InputError: For an option that the verb does not have, or a value that cannot be.
     """
     source = Source("", {name: value for name, value in options.items() if value is not None})
-    known = [name for name in _OPTIONS if name not in without]
+    known = [name for name in _KNOWN if name not in without]
     for name in source.values:
         if name in without:
             source.fail(f"`{verb}` has no option `{name}`; leave it out.")
         if name not in known:
+            twin = next((one for one in known if one in (f"{name}s", name.removesuffix("s"))), None)
+            if twin is not None:
+                source.fail(f"`{verb}` has no option `{name}`; write `{twin}=`.")
             raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
     values: dict[str, Any] = {}
     for name, value in source.values.items():
@@ -257,16 +284,6 @@ def single_spec(
     made = Spec(models=(Model(model),), texts=sources, **values)
     check_together(source, made)
     return made
-
-
-_OPTIONS = (
-    *get_type_hints(MeasureOptions),
-    "layers",
-    "lengths",
-    "samples",
-    "radii",
-    "allow_pickle",
-)
 
 
 def spec_of(values: Mapping[str, Any]) -> Spec:
@@ -300,7 +317,11 @@ def digests(sources: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_together(source: Source, spec: Spec) -> None:
-    """What each entry allows and all together do not."""
+    """Reject incompatible options."""
+    import torch  # not above: see the imports
+
+    from lipscope.linalg.singular import SMALLEST_TOL
+
     _check_inputs(source, spec)
     _check_theorems(source, spec)
     pictures = spec.images is not None

@@ -1,29 +1,27 @@
-"""Which tokens of an input are better taken apart than moved: mass splitting on real layers."""
+"""Mass splitting on real layers: tokens of an input that are better taken apart than moved."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
-from torch import Tensor, nn
 
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, one_of
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, told
 from lipscope.engine.ranges import COPIES
-from lipscope.engine.runs import AnyFolder, LocalRun, of_one_window
+from lipscope.engine.ready_model import AnyModel
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, restrict
 from lipscope.linalg.singular import TopSingular, top_singular_batch
 from lipscope.linalg.starts import start_named
 from lipscope.measures.splitting import own_operator
-from lipscope.models import LoadedModel
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
 from lipscope.records.gains import GAINS, TokenGain
@@ -34,9 +32,9 @@ _WITHOUT += ("sharp", "radius", "rest", "average")
 _TOL = 0.05  # of the gains of single tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Splitting(Shown):
-    """What splitting tokens can do in the layers of a model, beside moving them.
+    """The effect of splitting tokens in the layers of a model, beside moving them.
 
     Attributes:
         moved: Sigma of every layer, and of every head.
@@ -61,8 +59,8 @@ class Splitting(Shown):
 
 
 def split(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
-    data: str | Path | Tensor | Mapping[str, Any] | None = None,
+    model: AnyModel = "minilm",
+    data: AnyData = None,
     *,
     layers: Sequence[int] | int | str | Literal["all"] = 0,
     length: int | None = None,
@@ -164,7 +162,8 @@ def _tokens(run: LocalRun, rows: Rows, folder: RunFolder | None) -> list[TokenGa
 
 
 def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
-    built, item, _ = run.session.place(job)
+    at = run.at(job)
+    built, item = at.map, at.item
     assert built.attention is not None  # else the row has no sigma
     own = own_operator(built.attention, built.x, map=built.map)
     index = torch.arange(row.num_tokens, device=built.x.device)[:, None]

@@ -1,4 +1,4 @@
-"""Few tokens of a text edited so that what a model makes of it changes most."""
+"""Attacks on a text: a few tokens edited so that the model's output changes most."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
 from lipscope.engine.attack import WITHOUT
-from lipscope.engine.checks import argument, one_of, whole, words
+from lipscope.engine.checks import argument, no_several, one_of, whole, words
 from lipscope.engine.classifier import (
     BY_ANGLE,
     Classifier,
-    check_texts,
-    classifier_of_file,
     nearest_by_angle,
+    read_out_of,
 )
-from lipscope.engine.edited import TextAttack
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, told
+from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import Options
+from lipscope.engine.text_edits import TextAttack
 from lipscope.errors import InputError
-from lipscope.models import Embedded, LoadedModel, Written, moved
+from lipscope.models import Embedded, Written
 from lipscope.records.edits import EDITS, FAILED, SKIPPED, SUCCEEDED, TextEdit
 from lipscope.records.rows import Measurement, stable_id
 
@@ -36,7 +36,7 @@ _LARGEST = 10**9  # budgets and queries
 
 
 def attack_text(
-    model: str | Path | nn.Module | LoadedModel = "minilm",
+    model: AnyModel = "minilm",
     data: str | Path | None = None,
     *,
     budget: int = 1,
@@ -96,6 +96,7 @@ def attack_text(
     Raises:
         InputError: For every request that cannot be answered as asked.
     """
+    no_several(options)
     budget = argument(whole(1, _LARGEST), "budget", budget)
     queries = argument(whole(1, _LARGEST), "queries", queries)
     if queries < budget:
@@ -105,21 +106,14 @@ def attack_text(
         )
     recipes = argument(words(RECIPES), "recipes", recipes)
     target = argument(one_of("model", "layer"), "target", target)
-    between = () if between is None else between
-    if between != ():
-        check_texts(between)
-    if between and read_out is not None:
-        raise InputError("`between` and `read_out` exclude each other. Found both.")
-    if not isinstance(read_out, str | Path | Classifier | None):
-        raise InputError(
-            f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
-        )
     if not is_text(data, options):
         raise InputError(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
             "text."
         )
-    given = classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
+    decides = between is not None or read_out is not None
+    given = read_out_of(between, read_out) if decides else None
+    between = between or ()
     wanted = {"budget": budget, "queries": queries, "target": target}
     wanted |= {"decision": _decision_key(between, given)}
     asked = dict(options) | {"layers": [layer], "lengths": _LENGTH if length is None else length}
@@ -207,13 +201,10 @@ class _Windows:
     def _search(self, job: Job, row: Measurement) -> EditSearch:
         if self._at is not None and self._at[0] == row.id:
             return self._at[1]
-        session = self._run.session
-        built, item, _ = session.place(job)
-        trace, model = session.places.trace(job), session.places.prepared(job)[0]
-        embedded = Embedded(
-            model, moved(item.arguments, built.x.device, built.x.dtype), trace, job.layer or 0
-        )
-        loaded = self._run.loaded
+        at = self._run.at(job)
+        built, trace = at.map, at.window.trace
+        embedded = Embedded(trace.model, at.window.arguments, trace, job.layer or 0)
+        loaded = self._run.model.loaded
         written = Written(loaded.reader_of_text(), special_tokens=self._run.spec.special_tokens)
         layer = None if built.attention is None else (built.attention, built.x)
         name = f"{row.seed}|{row.id}"
@@ -250,11 +241,11 @@ class _Windows:
         def output(ids: Tensor) -> Tensor:
             return embedded.read(ids.to(embedded.ids.device)).model[0]
 
-        loaded, special = self._run.loaded, self._run.spec.special_tokens
+        loaded, special = self._run.model.loaded, self._run.spec.special_tokens
         return nearest_by_angle(self._between, loaded, special, output)
 
     def _check(self, written: Written, ids: Sequence[int], recipe: str, budget: int) -> None:
-        own, most = len(written.editable(ids)), self._run.loaded.max_tokens
+        own, most = len(written.editable(ids)), self._run.model.loaded.max_tokens
         if budget > own:
             raise InputError(
                 f"`budget` should be at most {own}, the tokens of a window's text. Found {budget}."
@@ -262,7 +253,7 @@ class _Windows:
         if recipe == "duplicate" and most is not None and len(ids) + budget > most:
             raise InputError(
                 f"`length` should leave room for copies: at most {most - budget}, the positions "
-                f"of `{self._run.loaded.name}` less the budget. Found {len(ids)}."
+                f"of `{self._run.model.name}` less the budget. Found {len(ids)}."
             )
 
 

@@ -1,4 +1,4 @@
-"""Is a Jacobian the derivative of a function? Central differences say, where they settle."""
+"""The check of a Jacobian against central differences of its function, where they settle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 _SIZES = (1 / 8, 1 / 64, 2.0, 1 / 512)
 # Largest difference that rounding and curvature explain at a bad size; a wrong map is further off.
 _LIMITS = {torch.float32: 1e-2, torch.float64: 1e-4}
+_ROUNDING = 8  # units of the output, in norm, by which rounding moves a difference of two
 _GOOD = 0.1  # part of the limit below which no other size is tried
 
 
@@ -26,13 +27,17 @@ class Difference:
         product: ``‖J e‖``.
         quotient: ``‖D‖`` at that size.
         status: ``agrees``; ``disagrees``, if differences of two sizes agree with each other and
-            not with the product; ``unsettled``, if they agree with nothing.
+            not with the product; ``unsettled``, if they agree with nothing, or if rounding of the
+            output explains that they do not agree with the product.
+        sides: ``‖D+‖`` and ``‖D-‖``, the quotients ahead and behind, where it disagrees and they
+            differ alike at both sizes: the function has no derivative there.
     """
 
     error: float
     product: float
     quotient: float
     status: str
+    sides: tuple[float, float] | None = None
 
 
 def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Tensor) -> Difference:
@@ -55,6 +60,8 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> difference(lambda x: x**2, x, x, 2 * x).status, difference(lambda x: x**2, x, x, x).status
     ('agrees', 'disagrees')
+    >>> difference(torch.abs, 0 * x, x, x).sides is None  # slope 1 ahead, -1 behind
+    False
     """
     product, e = product.double(), e.to(x)
     norms = torch.linalg.vector_norm(x, dim=-1)
@@ -76,21 +83,55 @@ def _within(
     limit = _LIMITS[x.dtype]
     base = torch.finfo(x.dtype).eps ** (1 / 3) * whole
     best: Difference | None = None
-    quotients: list[Tensor] = []
+    tried: list[_Tried] = []
     for size in _SIZES:
         step = e * (base * size)
-        ends = (f(x + sign * step).detach().double() for sign in (1, -1))
-        quotient = torch.sub(*ends) / (2 * base * size)
-        error = _apart(quotient, product)
+        ahead, behind = (f(x + sign * step).detach().double() for sign in (1, -1))
+        now = _Tried(ahead, behind, base * size)
+        error = _apart(now.quotient, product)
         if best is None or error < best.error:
-            best = Difference(error, float(product.norm()), float(quotient.norm()), "unsettled")
+            best = Difference(error, float(product.norm()), float(now.quotient.norm()), "unsettled")
         if error <= _GOOD * limit:
             break
-        if best.error > limit and any(_apart(quotient, other) <= limit for other in quotients):
-            return Difference(best.error, best.product, float(quotient.norm()), "disagrees")
-        quotients.append(quotient)
+        if float((now.quotient - product).norm()) <= now.rounding(torch.finfo(x.dtype).eps):
+            break  # smaller steps say less
+        alike = (one for one in tried if _apart(now.quotient, one.quotient) <= limit)
+        if best.error > limit and (other := next(alike, None)):
+            sides = _sides(f(x).detach().double(), now, other, limit)
+            quotient = float(now.quotient.norm())
+            return Difference(best.error, best.product, quotient, "disagrees", sides)
+        tried.append(now)
     assert best is not None
     return replace(best, status="agrees") if best.error <= limit else best
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A function one step ahead and one behind."""
+
+    ahead: Tensor
+    behind: Tensor
+    step: float
+
+    @property
+    def quotient(self) -> Tensor:
+        return (self.ahead - self.behind) / (2 * self.step)
+
+    def rounding(self, unit: float) -> float:
+        """What rounding of the output, in the function's own type, may add to the quotient."""
+        size = max(float(self.ahead.norm()), float(self.behind.norm()))
+        return _ROUNDING * unit * size / (2 * self.step)
+
+
+def _sides(here: Tensor, now: _Tried, other: _Tried, limit: float) -> tuple[float, float] | None:
+    """Quotients ahead and behind at a kink, where what parts them is the same at two sizes.
+
+    Curvature parts them as well, by as much less as the step is smaller.
+    """
+    jumps = [(one.ahead + one.behind - 2 * here) / one.step for one in (now, other)]
+    sides = [float((end - here).norm()) / now.step for end in (now.ahead, now.behind)]
+    kinked = float(jumps[0].norm()) > limit * max(sides) and _apart(*jumps) < 0.5
+    return (sides[0], sides[1]) if kinked else None
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipscope.display import Shown
 from lipscope.linalg.operator import Operator
 from lipscope.linalg.singular import SLACK, TopSingular, top_singular_batch
 
 
-@dataclass(frozen=True)
-class Leading:
+@dataclass(frozen=True, repr=False)
+class Leading(Shown):
     """One of the leading singular directions.
 
     Attributes:

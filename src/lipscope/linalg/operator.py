@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.starts import start_named
 
 Product = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Operator:
+@dataclass(frozen=True, repr=False)
+class Operator(Shown):
     """A linear operator ``J: R^in_shape -> R^out_shape`` given by its two products.
 
     Args:
@@ -284,7 +285,8 @@ def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
         raise InputError(
             "The forward and backward products of this map should be transposes of each "
             f"other. Found <Je, g> = {left:.6g} and <e, J^T g> = {right:.6g}: what "
-            "torch or a custom autograd function inside it gives as a derivative is not one."
+            "torch or a custom autograd function inside it gives as a derivative is not one, or "
+            "scores are so large that its rounding shows."
         )
 
 

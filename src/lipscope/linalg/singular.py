@@ -35,7 +35,7 @@ _SMALLEST_BASIS = 8  # steps between restarts, whatever the memory
 _USUAL_STEPS = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TopSingular(Shown):
     """The top singular triplet of an operator and what is known about it.
 

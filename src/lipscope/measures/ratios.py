@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
+from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, shown
 from lipscope.linalg.starts import start_named
 from lipscope.measures.mean_field import push_forward, token_map
@@ -56,8 +57,8 @@ def _distance(layer: Attention, mu: TokenMeasure, nu: TokenMeasure, p: float) ->
     return float((conditional_distance if layer.causal else wasserstein)(mu, nu, p=p))
 
 
-@dataclass(frozen=True, eq=False)
-class Worst:
+@dataclass(frozen=True, eq=False, repr=False)
+class Worst(Shown):
     """The largest ratio that a search found.
 
     Attributes:

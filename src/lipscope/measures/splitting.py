@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
+from lipscope.display import Shown
 from lipscope.errors import InputError, shown
 from lipscope.linalg.operator import Operator, linearise
 from lipscope.linalg.singular import top_singular_batch
@@ -29,9 +30,9 @@ _SYMMETRY = 1e-6  # by how much copies may differ, relative to the largest entry
 _TOL = 1e-6
 
 
-@dataclass(frozen=True, eq=False)
-class Split:
-    """What splitting the tokens of an input can do, beside what moving them can.
+@dataclass(frozen=True, eq=False, repr=False)
+class Split(Shown):
+    """The effect of splitting the tokens of an input, beside that of moving them.
 
     Attributes:
         moving: Largest gain of moves that keep copies together.
@@ -102,6 +103,8 @@ def split_at(
             f"`x` should be finite numbers, (n, d). Found {found}"
             f"{', NaN or Inf among them' if held else ''}."
         )
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputError(f"`x` should be in float32 or float64. Found {str(x.dtype)[6:]}.")
     if log_weights is not None and not bool(torch.as_tensor(log_weights).isfinite().all()):
         raise InputError("`log_weights` should be finite. Found NaN or Inf.")
     if in_closed_form(f):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, check_positive, install
 from lipscope.measures.tokens import TokenMeasure
 
@@ -28,8 +29,8 @@ _STEPS = 10**8  # of the network simplex
 _NOT_EXACT = "is not known: the network simplex ended with"
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan(Shown):
     """An optimal plan: where mass goes.
 
     Attributes:

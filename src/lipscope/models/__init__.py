@@ -1,20 +1,10 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-import lipscope.models.families  # noqa: F401  (its files enter what they read)
-from lipscope.models.asked import parted
-from lipscope.models.changed import (
-    as_decoder,
-    quantised,
-    reinitialised,
-    rounded,
-    rounding,
-    rounding_error,
-    scrambled,
-)
 from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
 from lipscope.models.data.inputs import inputs_of, remarks_on
 from lipscope.models.data.positions import later_positions
 from lipscope.models.data.samples import Sample, given, moved, samples_of
+from lipscope.models.data.window_decoder import Written
 from lipscope.models.data.windows import (
     Window,
     decoded,
@@ -24,25 +14,56 @@ from lipscope.models.data.windows import (
     whole_text,
     windows_of_text,
 )
-from lipscope.models.data.written import Written
+from lipscope.models.families.affine import projected
 from lipscope.models.loading import LoadedModel, adopt_model, load_model
+from lipscope.models.model_name import parted
+from lipscope.models.modified_models import (
+    as_decoder,
+    quantised,
+    reinitialised,
+    rounded,
+    rounding,
+    rounding_error,
+    scrambled,
+)
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.embedded import Embedded
-from lipscope.models.tracing.maps import MAPS, OF_BLOCKS, LayerMap, build_map, check_request
+from lipscope.models.tracing.maps import (
+    MAPS,
+    OF_BLOCKS,
+    WHOLE,
+    LayerMap,
+    build_map,
+    check_request,
+    margin_of,
+)
 from lipscope.models.tracing.overflow import overflows
 from lipscope.models.tracing.padding import without_padding
-from lipscope.models.tracing.prepare import device_of, implementation_for, prepared
+from lipscope.models.tracing.prepare import copied, device_of, implementation_for, prepared
 from lipscope.models.tracing.readings import Reader, Readings
-from lipscope.models.tracing.sites import SIDES, Side, attention_sites, families, reader_of, why_run
+from lipscope.models.tracing.sites import (
+    SIDES,
+    AttentionCall,
+    NotCoveredError,
+    Side,
+    attention_sites,
+    families,
+    family,
+    reader_of,
+    why_run,
+)
 from lipscope.models.tracing.trace import trace
 
 __all__ = [
     "MAPS",
     "OF_BLOCKS",
     "SIDES",
+    "WHOLE",
+    "AttentionCall",
     "Embedded",
     "LayerMap",
     "LoadedModel",
+    "NotCoveredError",
     "Reader",
     "Readings",
     "Sample",
@@ -55,19 +76,23 @@ __all__ = [
     "attention_sites",
     "build_map",
     "check_request",
+    "copied",
     "decoded",
     "default_text",
     "device_of",
     "families",
+    "family",
     "given",
     "implementation_for",
     "inputs_of",
     "later_positions",
     "load_model",
+    "margin_of",
     "moved",
     "overflows",
     "parted",
     "prepared",
+    "projected",
     "quantised",
     "random_tokens",
     "read_text",

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
-from lipscope.models.asked import check_counts, check_files, entries_in, entries_of, parted
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.gguf import read_once
+from lipscope.models.model_name import check_counts, check_files, entries_in, entries_of, parted
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
 from lipscope.models.quiet import quiet
 from lipscope.models.tokens import Bytes, tokenizer_at
-from lipscope.models.trained import trained_length
+from lipscope.models.trained_length import trained_length
 
 
-@dataclass(frozen=True)
-class LoadedModel:
+@dataclass(frozen=True, repr=False)
+class LoadedModel(Shown):
     """A model with what a row says about it.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""A decoder with the read-out that its own class puts on it: scores of the next token."""
+"""A model with the head that its own class puts on it: a decoder with scores of the next token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,29 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
+from lipscope.models.loading import LoadedModel
+from lipscope.models.model_name import parted
+from lipscope.models.pretrained import with_head
 from lipscope.models.quiet import quiet
+
+
+def with_own_head(loaded: LoadedModel) -> nn.Module:
+    """A model with its own scores, where it was loaded without: of its checkpoint, or tied.
+
+    Args:
+        loaded: The model.
+
+    Returns:
+        The model that gives scores; the model itself where no head is to be had.
+    """
+    name, _ = parted(loaded.name)
+    found = with_head(name, loaded.model)
+    if found is not None:
+        return found
+    try:
+        return with_scores(loaded.model)[0]
+    except InputError:
+        return loaded.model
 
 
 def with_scores(model: nn.Module) -> tuple[nn.Module, str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lipscope.models.tracing.calls import Inputs
 from lipscope.models.tracing.flow import each_tensor
-from lipscope.models.tracing.itself import Ends
+from lipscope.models.tracing.map_endpoints import Ends
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.trace import run
 

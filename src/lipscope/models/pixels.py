@@ -1,4 +1,4 @@
-"""How pictures become pixels, and the models of timm, each of which says it itself."""
+"""From pictures to pixels; each model of timm says itself how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a folder or hub id of transformers to a model whose every weight is from there."""
+"""Pretrained models from a folder or hub id of transformers, every weight from there."""
 
 from __future__ import annotations
 
@@ -82,10 +82,30 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
     """
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
+    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(getattr(model, "config", None)), None)
+    return None if kind is None else with_head(source, model, kind)
+
+
+def with_head(source: str, model: nn.Module, kind: Any = None) -> nn.Module | None:
+    """A model with the head that its checkpoint holds: of the class of which it was saved.
+
+    Args:
+        source: Folder or hub id.
+        model: What `from_pretrained` made of it, in any dtype and on any device.
+        kind: The class that is wanted; any if None.
+
+    Returns:
+        The model with its head around it; None where the checkpoint is of another class, or holds
+        the head as a pickle or not at all.
+    """
+    import transformers
+
     config: Any = getattr(model, "config", None)
-    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    named = getattr(kind, "__name__", "") in (getattr(config, "architectures", None) or ())
-    if kind is None or not named or model.name_or_path != source or isinstance(model, kind):
+    saved = getattr(config, "architectures", None) or ()
+    kind = kind or getattr(transformers, saved[0] if saved else "", None)
+    if getattr(kind, "__name__", "") not in saved or getattr(model, "name_or_path", "") != source:
+        return None
+    if isinstance(model, kind):
         return None
     options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
     try:
@@ -96,7 +116,9 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
     except Exception:  # each loader has errors of its own: the head is not to be had
         return None
     body = whole.base_model_prefix
-    if found["missing_keys"] or found["mismatched_keys"] or not hasattr(whole, body):
+    if found["missing_keys"] or found["mismatched_keys"]:
+        return None
+    if type(getattr(whole, body, None)) is not type(model):
         return None
     setattr(whole, body, model)
     whole.tie_weights()

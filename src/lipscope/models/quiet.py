@@ -1,4 +1,4 @@
-"""What transformers would say on its own while it loads or sets up a model."""
+"""Silence for what transformers prints while it loads or sets up a model."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a reader sees: tables, sentences, and the page."""
+"""Tables, sentences, and the page: all that a reader sees."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.display import Sheet
 from lipscope.pages.table import interval, number
 from lipscope.records.comparison import (
     ADVERSARIAL,
@@ -31,7 +31,7 @@ _READING = (
 _BALLS = "Bounds of a ball hold for all inputs up to eps away from this one."
 
 
-def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
+def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
     """Everything that theorems say about rows, input by input.
 
     Args:
@@ -47,7 +47,7 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
     for row in rows:
         key = (row.model, row.map, row.layer, row.num_tokens, row.sample)
         inputs.setdefault(key, []).append(row)
-    shown: list[Table | Text] = []
+    shown: list[Table | str] = []
     told: list[Measurement] = []
     for some in inputs.values():
         mine = [(row, bound) for row in some for bound in of.get(row.id, [])]
@@ -60,10 +60,10 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Group:
             told += some
     if told:  # once, however many tables there are
         pairs = [(row, bound) for row in told for bound in of.get(row.id, [])]
-        shown += map(Text, dict.fromkeys(_remarks(told, pairs)))
+        shown += dict.fromkeys(_remarks(told, pairs))
     if any(row.head is not None for some in inputs.values() for row in some):
-        shown.append(Text("Every theorem for every head: the same command with --jsonl."))
-    return Group(*shown)
+        shown.append("Every theorem for every head: the same command with --jsonl.")
+    return Sheet(*shown)
 
 
 def empty_table(title: str, left: Iterable[str], right: Iterable[str]) -> Table:

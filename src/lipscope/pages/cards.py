@@ -1,4 +1,4 @@
-"""What a page says of one curve: its key figures and its sentence, from the same line."""
+"""Key figures and the sentence of one curve on a page, from the same line."""
 
 from __future__ import annotations
 

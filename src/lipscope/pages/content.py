@@ -17,6 +17,7 @@ from lipscope.pages.edits import edits_of
 from lipscope.pages.gains import gains_of
 from lipscope.pages.items import Item, by_setting, items_of
 from lipscope.pages.kinds import kinds_of
+from lipscope.pages.monitored import monitored_of
 from lipscope.pages.points import Points, as_columns, label, points_of
 from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.runs import folder_names
@@ -31,7 +32,7 @@ _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
 @dataclass(frozen=True)
 class Content:
-    """What a report is about.
+    """The subject of a report.
 
     Args:
         runs: The folders.
@@ -156,6 +157,11 @@ class Content:
         return training_of(self.items, self.points.settings)
 
     @cached_property
+    def monitored(self) -> list[dict[str, Any]]:
+        """What monitors read."""
+        return monitored_of(self.runs)
+
+    @cached_property
     def layers(self) -> list[str]:
         """All layers of all models, in their order."""
         labels = {label for setting in self.points.settings for label in setting["layers"]}
@@ -166,6 +172,8 @@ class Content:
     def title(self) -> str:
         """The models, as far as a title has room."""
         models = list(dict.fromkeys(item.row.model for item in self.items))
+        if self.monitored:
+            models = [f"{one['name']} during training" for one in self.monitored]
         shown = ", ".join(models[:3])
         return f"{shown} and {len(models) - 3} more" if len(models) > 3 else shown
 
@@ -197,5 +205,6 @@ class Content:
             "depths": self.depths,
             "edits": edits_of(self.runs, self._places),
             "gains": self.gains,
+            "monitored": self.monitored,
             "remarks": remarks,
         }

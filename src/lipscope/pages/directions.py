@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import printable, readable
+from lipscope.charts.pieces import readable
+from lipscope.display import Sheet, printable
 from lipscope.pages.table import number, percent, rounded_up
 from lipscope.records.rows import Direction, Measurement
 
@@ -55,7 +55,7 @@ def _up(value: float) -> str:
     return number(rounded_up(value, 4))
 
 
-def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Group:
+def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Sheet:
     """Every direction of every row: a line for each token that was read, then the heads.
 
     Args:
@@ -71,14 +71,33 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
         place = f"{row.model}, " + ("" if row.layer is None else f"layer {row.layer}, ")
         place += f"map {row.map}, {row.num_tokens} tokens, "
         for some in found.get(row.id, {}).values():
-            shown += [Text(printable(place + heading(some[0]))), _table(some)]
+            shown += [place + heading(some[0]), _table(some)]
             said = [_heads([one for one in some if one.side == "head"]), turning(some)]
-            shown.append(Text(printable("".join(f"  {one}\n" for one in said if one))))
+            shown.append("".join(f"  {one}\n" for one in said if one))
     if not shown:
-        return Group(Text("No directions: sigma is zero here, or not finite."))
+        return Sheet("No directions: sigma is zero here, or not finite.")
     read = {one.space for one in parts if one.space}
     spaces = [f"{name}: {about}." for name, about in SPACES.items() if name in read]
-    return Group(*shown, Text(" ".join([READING, "Read in", *spaces])))
+    return Sheet(*shown, " ".join([READING, "Read in", *spaces]))
+
+
+def leading(rows: Iterable[Measurement], parts: Sequence[Direction]) -> tuple[Table | str, ...]:
+    """The top direction of the row of largest sigma, and where the others are.
+
+    Args:
+        rows: The rows.
+        parts: Their directions.
+    """
+    found = by_rank(parts)
+    held = [row for row in rows if row.id in found]
+    if not held:
+        return ()
+    row = max(held, key=lambda row: row.sigma or 0.0)
+    top = min(found[row.id])
+    shown = directions_shown([row], found[row.id][top]).parts[:-1]
+    count = sum(map(len, found.values()))
+    more = f"`.directions_table()` shows all {count} directions and how to read them."
+    return (*shown, more)
 
 
 def _table(parts: Sequence[Direction]) -> Table:

@@ -18,9 +18,9 @@ from lipscope.charts.push import push_chart
 from lipscope.charts.sandwich import bounds_chart
 from lipscope.charts.text import shaded_text
 from lipscope.charts.training import training_chart
+from lipscope.pages.chart_register import SHOWN, View, built_chart
 from lipscope.pages.content import Content
 from lipscope.pages.pushed import Push
-from lipscope.pages.shown import SHOWN, View, built_chart
 from lipscope.pages.windows import SCALE
 from lipscope.records.rows import TokenShare
 

@@ -1,4 +1,4 @@
-"""What taking tokens apart gains, as a page shows it: window by window, token by token."""
+"""Gains of splitting as a page shows them: window by window, token by token."""
 
 from __future__ import annotations
 

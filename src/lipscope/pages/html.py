@@ -13,11 +13,10 @@ import vl_convert
 
 from lipscope.charts.inpage import in_the_page
 from lipscope.charts.marks import palette
-from lipscope.charts.pieces import printable
+from lipscope.display import printable
 from lipscope.pages.cards import headlines
+from lipscope.pages.chart_register import SHOWN, Blank
 from lipscope.pages.content import Content
-from lipscope.pages.shown import SHOWN, Blank
-from lipscope.pages.table import rounded_up, without
 from lipscope.pages.words import failures, methods, provenance, references
 from lipscope.records.rows import version
 
@@ -31,7 +30,7 @@ _PARTS = {
 }
 _SECTIONS = ("compare", "depth", "edits", "gains", "push")
 """Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
-_SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "start")
+_SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "signals", "start")
 
 
 def page(content: Content) -> str:
@@ -122,15 +121,8 @@ def _provenance(content: Content) -> str:
     found = failures(content.items, parts)
     status = ", ".join(f"{count:,} {name}" for name, count in found["status"].items())
     more = ", with those of all directions and the bounds of their angles," if parts else ""
-    said = [
-        f"<p>{found['rows']:,} rows: {html.escape(status)}. All {found['total']:,} intervals{more} "
-        f"hold at once with probability at least {without(rounded_up(found['delta'], 2))}: their "
-        "failure probabilities, added up.</p>"
-        if found["delta"] < 1
-        else f"<p>{found['rows']:,} rows: {html.escape(status)}. The failure probabilities of all "
-        f"{found['total']:,} intervals{more} add up to {found['delta']:.2g}: that all of them hold "
-        "at once is not said.</p>"
-    ]
+    hold = f"{found['intervals'].sentence(more)} Their failure probabilities are added up."
+    said = [f"<p>{found['rows']:,} rows: {html.escape(status)}. {hold}</p>"]
     said += [
         f'<p class="notice">{count:,} row{"s" * (count > 1)} failed: {html.escape(error)}</p>'
         for error, count in found["errors"]

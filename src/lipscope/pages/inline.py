@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from lipscope.display import table
 from lipscope.errors import InputError
 from lipscope.pages.content import Content
 from lipscope.pages.html import page
@@ -119,18 +116,3 @@ def page_of(
     manifest = empty({"windows": windows}, provenance())
     content = Content([_Held(Path("rows in memory"), manifest, (rows, tokens, bounds, directions))])
     return Page(page(content), content.title)
-
-
-def small(made: Table, remark: str = "") -> str:
-    """A table of a terminal as a small one of HTML.
-
-    Args:
-        made: The table.
-        remark: What stands under it.
-
-    Returns:
-        HTML with its title, its columns and its first lines.
-    """
-    columns = [list(column.cells) for column in made.columns]
-    lines = [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
-    return table(str(made.title), [str(c.header) for c in made.columns], lines, remark)

@@ -1,4 +1,4 @@
-"""What the token is that carries the sigma of a layer or head: the kind that most windows have."""
+"""The kind of token that carries the sigma of a layer or head in most windows."""
 
 from __future__ import annotations
 

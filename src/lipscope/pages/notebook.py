@@ -1,41 +1,44 @@
-"""What a notebook shows besides rows: single answers with their figures, and run folders."""
+"""Notebook display of single answers with their figures, and of run folders."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lipscope.certificates.certify import BallCertificate
 from lipscope.charts.panels import Panel, Series
-from lipscope.display import as_html, card, picture
+from lipscope.display import Drawing, Piece, card, pieces
 from lipscope.errors import InputError
 from lipscope.linalg.singular import TopSingular
 from lipscope.pages.rows import Rows
 from lipscope.records.run import Run
 
 
-@as_html.register
-def _run(run: Run) -> str:
+@pieces.register
+def _run(run: Run) -> Iterator[Piece]:
     windows = run.manifest["spec"].get("windows", "spread")
     shares, bounds = run.token_shares(), run.bound_values()
-    return as_html(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
+    yield from pieces(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
 
 
-@as_html.register
-def _top_singular(top: TopSingular) -> str:
+@pieces.register
+def _top_singular(top: TopSingular) -> Iterator[Piece]:
     """Which rows of the input the worst direction moves, and which of the output."""
-    series = []
-    for name, vector in (("moves (v)", top.v), ("is moved (u)", top.u)):
-        if vector.dim() != 2:
-            return card(top)
-        shares = vector.double().square().sum(-1).tolist()
-        series.append(Series(name, tuple(enumerate(shares))))
+    yield from card(top)
+    if top.v.dim() != 2 or top.u.dim() != 2:
+        return
+    shares = [vector.double().square().sum(-1).tolist() for vector in (top.v, top.u)]
+    names = ("moves (v)", "is moved (u)")
+    series = (Series(name, tuple(enumerate(s))) for name, s in zip(names, shares, strict=True))
     panel = Panel("", tuple(series), "row", "squared share", log_x=False, log_y=False)
-    return _with(top, f"The worst direction, sigma {top.sigma:.4g}", panel)
+    yield _figure(f"The worst direction, sigma {top.sigma:.4g}", panel)
 
 
-@as_html.register
-def _ball(found: BallCertificate) -> str:
+@pieces.register
+def _ball(found: BallCertificate) -> Iterator[Piece]:
     """The certificate of every head."""
+    yield from card(found)
     if len(found.heads) < 2:
-        return card(found)
+        return
     values = tuple((one.head, one.value) for one in found.heads)
     ends = (found.heads[0].head, found.heads[-1].head)
     together = tuple((x, found.value) for x in ends), tuple((x, found.sigma) for x in ends)
@@ -45,16 +48,17 @@ def _ball(found: BallCertificate) -> str:
         Series("sigma at X", together[1], "dashes"),
     )
     title = f"How far the output can move, eps {found.eps:.3g}"
-    return _with(found, title, Panel("", series, "head", "certificate", log_x=False))
+    yield _figure(title, Panel("", series, "head", "certificate", log_x=False))
 
 
-def _with(result: TopSingular | BallCertificate, title: str, panel: Panel) -> str:
-    """The card with a figure."""
-    from lipscope.charts.curves import curves_chart
-    from lipscope.charts.look import as_svg
+def _figure(title: str, panel: Panel) -> Drawing:
+    def drawn() -> str:
+        from lipscope.charts.curves import curves_chart
+        from lipscope.charts.look import as_svg
 
-    try:
-        chart = curves_chart(title, [panel], width=420)
-    except InputError:  # nothing finite to draw
-        return card(result)
-    return card(result) + picture(as_svg(chart), title)
+        try:
+            return as_svg(curves_chart(title, [panel], width=420))
+        except InputError:  # nothing finite to draw
+            return ""
+
+    return Drawing(drawn, title)

@@ -11,14 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 
-from lipscope.charts.pieces import printable
-from lipscope.display import Shown, as_html, paragraphs, picture
+from lipscope.display import Drawing, Piece, Sheet, Shown, pieces, printable
 from lipscope.errors import InputError
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
-from lipscope.pages.table import Line, blocks, draw, number, rounded_up, without
+from lipscope.pages.table import Line, blocks, draw, number
 from lipscope.records.exponent import Growth
 from lipscope.records.growth import Group, groups, growth, usable
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
@@ -79,10 +78,6 @@ class Rows(Sequence[Measurement], Shown):
     def __iter__(self) -> Iterator[Measurement]:
         return iter(self._rows)
 
-    def __repr__(self) -> str:
-        models = ", ".join(dict.fromkeys(row.model for row in self._rows))
-        return f"<Rows: {len(self)} measurements{' of ' * bool(models)}{models}>"
-
     def to_polars(self) -> polars.DataFrame:
         """One line for each measurement; types do not depend on the values."""
         return typed_frame(Measurement, (vars(row) for row in self._rows))
@@ -134,13 +129,13 @@ class Rows(Sequence[Measurement], Shown):
 
         return sandwich_chart(self._rows, self.bounds)
 
-    def bounds_table(self) -> RenderableType:
+    def bounds_table(self) -> Sheet:
         """Every theorem with its value and looseness; for single heads, the best ones of each."""
         from lipscope.pages.bounds_table import bounds_shown
 
         return bounds_shown(self._rows, self.bounds)
 
-    def directions_table(self) -> RenderableType:
+    def directions_table(self) -> Sheet:
         """The leading directions of every row: tokens, what they read as, and heads."""
         from lipscope.pages.directions import directions_shown
 
@@ -170,17 +165,20 @@ class Rows(Sequence[Measurement], Shown):
         return shaded_text([t for t in self.tokens if t.id == row.id], title=title)
 
     def growth(self) -> dict[Group, Growth | None]:
-        """How sigma grows with the number of tokens, see `lipscope.records.growth.growth`."""
+        """Growth of sigma with the number of tokens; see `lipscope.records.growth.growth`."""
         paired = self.windows == "spread"
         return {key: growth(part, paired=paired) for key, part in groups(self._rows).items()}
 
-    def table(self) -> Table:
+    def table(self) -> Sheet:
         """One line for each layer (and head), at the largest length.
 
         Of several samples the middle row by sigma is shown, all of its line from that row.
         The table is at most 100 columns wide and never breaks a number; a narrower console
         should print it with ``crop=False``.
         """
+        return Sheet(self._drawn())
+
+    def _drawn(self) -> Table:
         return draw(self._rows, [line for block in self._blocks() for line in block])
 
     def text(self) -> str:
@@ -206,14 +204,7 @@ class Rows(Sequence[Measurement], Shown):
 
     def confidence(self) -> str:
         """How often intervals fail, as a sentence; "" if there are none."""
-        count = intervals_of(self._rows, self.directions).total
-        if not count:
-            return ""
-        total = rounded_up(self.failure_probability(), 2)
-        if total >= 1:
-            return f"Of {count} intervals, at most {total:.2g} are expected to miss."
-        kind = "The interval holds" if count == 1 else f"All {count} intervals hold at once"
-        return f"{kind} with probability at least {without(total)}."
+        return intervals_of(self._rows, self.directions).sentence()
 
     def show(self) -> Page:
         """The page on these rows, which a notebook opens inline as the last line of a cell.
@@ -259,33 +250,37 @@ class Rows(Sequence[Measurement], Shown):
         return blocks(self._rows, self.tokens, self.growth())
 
 
-@as_html.register
-def _rows(rows: Rows) -> str:
-    """The table, the sentences and the figure that says most."""
-    if not rows:
-        return paragraphs([rows.summary()])
-    from lipscope.charts.look import as_svg
+@pieces.register
+def _rows(rows: Rows) -> Iterator[Piece]:
+    """The table and the sentences, or what the directions read as; the figure that says most."""
     from lipscope.pages.bounds_table import best_table
-    from lipscope.pages.inline import small
+    from lipscope.pages.directions import leading
 
-    made = best_table(rows, rows.bounds) if rows.bounds else rows.table()
+    if rows.directions:
+        yield from leading(rows, rows.directions)
+    else:
+        if rows:
+            yield best_table(rows, rows.bounds) if rows.bounds else rows._drawn()
+        yield rows.summary()
+    if rows:
+        models = ", ".join(dict.fromkeys(row.model for row in rows))
+        yield Drawing(lambda: _figure(rows), f"Figure of {len(rows)} measurements of {models}")
+
+
+def _figure(rows: Rows) -> str:
+    """The bounds, or the growth, or the tokens of the one length; "" where there is none."""
+    from lipscope.charts.look import as_svg
+
     try:
-        chart = _telling(rows)
+        if rows.bounds:
+            return as_svg(rows.plot_bounds())
+        if len({row.num_tokens for row in rows}) > 1:
+            return as_svg(rows.plot())
+        return as_svg(rows.shade()) if rows.tokens else ""
     except InputError:  # no sigma to draw
-        chart = None
-    drawn = "" if chart is None else picture(as_svg(chart), f"Figure of {rows!r}")
-    return small(made) + paragraphs(rows.summary().splitlines()) + drawn
+        return ""
 
 
-def _telling(rows: Rows) -> Chart | None:
-    """The bounds, or the growth, or the tokens of the one length."""
-    if rows.bounds:
-        return rows.plot_bounds()
-    if len({row.num_tokens for row in rows}) > 1:
-        return rows.plot()
-    return rows.shade() if rows.tokens else None
-
-
-@as_html.register
-def _measurement(row: Measurement) -> str:
-    return as_html(Rows([row]))
+@pieces.register
+def _measurement(row: Measurement) -> Iterator[Piece]:
+    yield from pieces(Rows([row]))

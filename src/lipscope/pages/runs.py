@@ -1,4 +1,4 @@
-"""What a page asks of run folders besides their rows: tokens on demand, and words on the text."""
+"""Data of run folders besides their rows: tokens on demand, and words on the text."""
 
 from __future__ import annotations
 

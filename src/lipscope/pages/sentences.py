@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lipscope.charts.pieces import readable
-from lipscope.pages.table import Line, interval, number, percent
+from lipscope.pages.table import Line, interval, number, percent, rounded_up, without
+from lipscope.records.exponent import Growth, format_p, percent_off
 from lipscope.records.growth import Group
 from lipscope.records.rows import Direction, Measurement
+from lipscope.records.sampling import CONFIDENCE
 
 # map: what moves, what answers
 ENDS = {
@@ -20,6 +22,8 @@ ENDS = {
     "block": ("the block's input", "its output"),
     "stack": ("the first block's input", "this block's output"),
     "model": ("the model's embedded input", "its last hidden state"),
+    "logits": ("the model's embedded input", "its scores"),
+    "margin": ("the model's embedded input", "the margin of its answer"),
 }
 
 # metric: how large the change is, and what moves by up to so much
@@ -53,6 +57,25 @@ class Intervals(NamedTuple):
 
     total: int
     delta: float
+
+    def sentence(self, more: str = "") -> str:
+        """How often they fail; "" if there are none.
+
+        That all hold at once is said where it is as likely as `CONFIDENCE`; a smaller probability
+        of it says nothing, and what may miss is counted instead.
+
+        Args:
+            more: What else is among them.
+        """
+        if not self.total:
+            return ""
+        delta = rounded_up(self.delta, 2)
+        if delta > 1 - CONFIDENCE:
+            return f"Of {self.total:,} intervals{more}, at most {delta:.2g} are expected to miss."
+        if self.total == 1:
+            return f"The interval{more} holds with probability at least {without(delta)}."
+        kind = f"All {self.total:,} intervals{more} hold at once"
+        return f"{kind} with probability at least {without(delta)}."
 
 
 def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = ()) -> Intervals:
@@ -164,14 +187,25 @@ def _course(line: Line) -> str:
     verb = f"{'grows' if fit.slope > 0 else 'falls'} like n^{slope}"
     if float(slope) == 0:
         verb = "hardly changes"
-    near = " nearly, and not only by chance" if fit.nearly else ""
     if fit.low is None or fit.high is None:
-        return f"{span} it {verb}{near} ({fit.deviation}), with no interval: {fit.note}."
+        return f"{span} it {verb}; there is no interval: {fit.note}. {_off(fit)}"
     interval = f"{_exponent(fit.low)} to {_exponent(fit.high)}, {fit.interval}"
-    interval += f" for the sampling of text; means {fit.deviation}"
+    interval += " for the sampling of text"
     if fit.low <= 0 <= fit.high:
-        return f"{span} no growth can be told from none (exponent {slope}; {interval})."
-    return f"{span} it {verb}{near} ({interval})."
+        said = f"{span} no growth can be told from none (exponent {slope}: {interval})."
+    else:
+        said = f"{span} it {verb} ({interval})."
+    return f"{said} {_off(fit)}"
+
+
+def _off(fit: Growth) -> str:
+    """How far the means leave the power law, and whether that is more than chance."""
+    law = f"n^{_exponent(fit.slope)}"
+    said = f"The means leave {law} by up to {percent_off(fit.off)} %"
+    if fit.lack_of_fit_p is None:
+        return f"{said} (not tested)."
+    much = "more than chance explains" if fit.nearly else "no more than chance explains"
+    return f"{said}, {much} ({format_p(fit.lack_of_fit_p)})."
 
 
 def _exponent(value: float) -> str:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import printable, readable
+from lipscope.charts.pieces import readable
+from lipscope.display import printable
 from lipscope.records.exponent import LACK_OF_FIT, NEAR, Growth, format_p, percent_off
 from lipscope.records.growth import Group, groups
 from lipscope.records.rows import Measurement, TokenShare
@@ -310,7 +311,8 @@ def _on_intervals(rows: Sequence[Measurement]) -> str:
 
 
 def _on_columns(lines: Sequence[Line]) -> Iterator[str]:
-    """What the columns say that not every table has."""
+    """What the columns and the title say."""
+    yield "move: the tokens that may change; read: the tokens whose outputs are measured."
     yield (
         "relative = sigma x norm of the input / norm of the output; share: of the squared norm"
         " of the most sensitive direction."
@@ -334,14 +336,16 @@ def _on_growth(lines: Sequence[Line]) -> str:
         text += f", with the {' or '.join(named)} for the sampling of text (not the solver's error)"
     off = [percent_off(of(fit.off for fit in fits)) for of in (min, max)]
     tests = [fit.lack_of_fit_p for fit in fits if fit.lack_of_fit_p is not None]
-    text += f"; the means leave that law by {' to '.join(dict.fromkeys(off))} %"
-    text += f" (F test, {format_p(min(tests))} or more)" if tests else " (not tested)"
+    text += f". The means leave that law by {' to '.join(dict.fromkeys(off))} %"
+    smallest = f"smallest of {len(tests)}: " if len(tests) > 1 else ""
+    text += f" (F test, {smallest}{format_p(min(tests))})" if tests else " (not tested)"
+    parts = [text]
     if any(fit.fits is False or fit.nearly for fit in fits):
-        text += f"; off by: largest deviation of a mean from the line, not chance ({_TEST})"
+        parts.append(f"off by: the largest deviation, where it is more than chance ({_TEST})")
     if any(fit.fits is False for fit in fits):
-        text += f"; where it is above {NEAR:.0%}, slopes between lengths".replace("%", " %")
+        parts.append(f"Where that is above {NEAR:.0%}, slopes between lengths".replace("%", " %"))
     notes = dict.fromkeys(fit.note for fit in fits if fit.note)
-    return "; ".join([text, *notes]) + "."
+    return ". ".join([*parts, *(note[0].upper() + note[1:] for note in notes)]) + "."
 
 
 def _on_status(rows: Sequence[Measurement]) -> Iterator[str]:

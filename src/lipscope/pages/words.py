@@ -1,4 +1,4 @@
-"""What a page says in words: how it was measured, where it comes from."""
+"""Words of a page: how it was measured, where it comes from."""
 
 from __future__ import annotations
 
@@ -91,8 +91,7 @@ def failures(items: Sequence[Item], directions: Iterable[Direction]) -> dict[str
         directions: Their leading directions.
 
     Returns:
-        Counts by status, errors with their counts, and all intervals with their summed failure
-        probability.
+        Counts by status, errors with their counts, and all intervals together.
     """
     rows = [item.row for item in items]
     errors = Counter(row.error for row in rows if row.error)
@@ -100,7 +99,7 @@ def failures(items: Sequence[Item], directions: Iterable[Direction]) -> dict[str
         "rows": len(rows),
         "status": dict(Counter(row.status for row in rows).most_common()),
         "errors": errors.most_common(10),
-        **intervals_of(rows, directions)._asdict(),
+        "intervals": intervals_of(rows, directions),
     }
 
 

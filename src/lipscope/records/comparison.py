@@ -112,7 +112,7 @@ def comparisons(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[Co
     """Rows and their bounds, joined by `id`, for every layer and head that bounds speak of.
 
     Args:
-        rows: Rows; those without a sigma, and the map ``model``, are left out. At inputs that
+        rows: Rows; those without a sigma, and maps of the whole model, are left out. At inputs that
             were built, also rows without bounds.
         bounds: Their side table.
 

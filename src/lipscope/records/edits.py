@@ -1,4 +1,4 @@
-"""What edits of a text did, window by window, and what recipes did to all windows."""
+"""Effects of edits of a text, window by window, and of recipes on all windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUCCEEDED, FAILED, SKIPPED = "succeeded", "failed", "skipped"
 
 @dataclass(frozen=True)
 class TextEdit(Shown):
-    """What one recipe did to one window of a text.
+    """The effect of one recipe on one window of a text.
 
     Attributes:
         id: Row of the layer at the window.
@@ -69,7 +69,7 @@ class TextEdit(Shown):
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """What a recipe did to all windows; means are over those that were neither skipped nor failed.
+    """A recipe on all windows; means are over those that were neither skipped nor failed.
 
     Attributes:
         recipe: Which.
@@ -101,7 +101,7 @@ class RecipeSummary:
 
 
 def summed(recipe: str, edits: Sequence[TextEdit]) -> RecipeSummary:
-    """What one recipe did to all windows.
+    """The effect of one recipe on all windows.
 
     Args:
         recipe: Which.

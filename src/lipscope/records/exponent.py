@@ -14,7 +14,7 @@ NEAR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How sigma grows with the number of tokens in one group of rows.
+    """Growth of sigma with the number of tokens in one group of rows.
 
     Attributes:
         slope: Exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms.
@@ -84,8 +84,9 @@ class Growth:
             return "no interval"
         if self.level >= CONFIDENCE:
             return f"{CONFIDENCE:.0%} interval".replace("%", " %")
-        samples = f"range of {self.num_samples} samples"
-        return f"{samples}, a {100 * self.level:.0f} % interval of the median"
+        level = f"{100 * self.level:.0f} %"
+        article = "an" if level.startswith("8") else "a"
+        return f"range of {self.num_samples} samples, {article} {level} interval of the median"
 
     @property
     def verdict(self) -> str:

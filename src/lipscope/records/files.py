@@ -70,7 +70,7 @@ def replaced(path: Path, content: bytes | Iterable[bytes]) -> None:
         content: What it shall hold, in one piece or several.
 
     Raises:
-        OSError: If the disk takes no more; the old file stays.
+        OSError: If the disk is full; the old file stays.
     """
     beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}{PART}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lipscope.errors import InputError, remark
-from lipscope.records.claim import Claim
 from lipscope.records.manifest import (
     MANIFEST,
     empty,
@@ -19,7 +18,6 @@ from lipscope.records.manifest import (
     other_versions,
     write_manifest,
 )
-from lipscope.records.place import Place
 from lipscope.records.repair import repaired
 from lipscope.records.rows import (
     Bound,
@@ -30,7 +28,9 @@ from lipscope.records.rows import (
     records_of,
     to_line,
 )
+from lipscope.records.run_location import Place
 from lipscope.records.stored import BESIDE, Mark, Stored, marks_of, tables
+from lipscope.records.writable_folder import Claim
 
 if TYPE_CHECKING:
     import polars
@@ -155,7 +155,7 @@ class RunFolder:
             ids: Their ids.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         grown = self._manifest["spec"] != self.spec
         wanted, rows = set(ids), self._tables[0]
@@ -216,7 +216,7 @@ class RunFolder:
             bounds: Its bounds.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         self.extend([Finished(row, tuple(tokens), tuple(bounds))])
 
@@ -227,7 +227,7 @@ class RunFolder:
             finished: Rows with what belongs to them.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         rows, *sides, _ = self._tables
         lines = self._lines(finished)
@@ -271,7 +271,7 @@ class RunFolder:
             The content as it will be read back.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         text = json.dumps(content, ensure_ascii=False)
         self._add(self._tables[-1], [to_line(Value(part=part, key=key, content=text))])
@@ -289,7 +289,7 @@ class RunFolder:
             about: Revision, kind of weights, and the like.
 
         Raises:
-            InputError: If it is not what this run had before, or the disk takes no more.
+            InputError: If it is not what this run had before, or the disk is full.
         """
         held, found = self._manifest["models"].get(name), json.loads(json.dumps(about))
         if held == found:
@@ -329,7 +329,7 @@ class RunFolder:
         """Bring the Parquet copies of all tables up to their lines.
 
         Raises:
-            InputError: If the disk takes no more.
+            InputError: If the disk is full.
         """
         self._compact(own=True)
 

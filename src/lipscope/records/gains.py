@@ -1,4 +1,4 @@
-"""What taking tokens apart gains beside moving them, token by token."""
+"""Gains of splitting tokens beside moving them, token by token."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Of = Literal["sigma", "sigma_rest"]
 
 
 class Group(NamedTuple):
-    """What the rows of one growth curve have in common."""
+    """The fields that the rows of one growth curve have in common."""
 
     model: str
     layer: int | None

@@ -66,7 +66,7 @@ def append_lines(path: Path, lines: Sequence[bytes]) -> None:
 
     Raises:
         InputError: If it is a link, or no file.
-        OSError: If the disk takes no more; what was half written is taken back.
+        OSError: If the disk is full; what was half written is taken back.
     """
     if not lines:
         return

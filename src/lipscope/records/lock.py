@@ -1,4 +1,4 @@
-"""One process at a time in a run folder."""
+"""The lock of a run folder: one process at a time."""
 
 from __future__ import annotations
 

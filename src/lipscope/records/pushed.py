@@ -1,4 +1,4 @@
-"""What pushes of a layer's input did: at the input itself, along each direction, at each size."""
+"""Effects of pushes of a layer's input: at the input, along each direction, at each size."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ Record = TypeVar("Record")
 Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Measurement(Shown):
     """One measured local Lipschitz constant: what, where, how, and the answer.
 
@@ -46,7 +46,7 @@ class Measurement(Shown):
         model: Name of the model as the user gave it.
         revision: Commit, package version, or null.
         weights: What the weights were stored as, for example "float32".
-        layer: Index of the layer from 0; null for the map ``model``.
+        layer: Index of the layer from 0; null for maps of the whole model.
         head: Query head; null for all heads together.
         map: Function whose Jacobian was taken (see the vocabulary).
         metric: How a perturbation is measured.
@@ -297,7 +297,7 @@ class Direction:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """What an experiment computed besides rows, under a key of its own.
+    """A value that an experiment computed besides rows, under a key of its own.
 
     Attributes:
         part: Part of the experiment; its values have the same columns.
@@ -333,7 +333,7 @@ def version() -> str:
 
 
 def provenance(**more: str) -> dict[str, Any]:
-    """Where and with what a run was made: recorded in its manifest, never compared."""
+    """Provenance of a run: recorded in its manifest, never compared."""
     return {
         "lipscope": version(),
         "torch": importlib.metadata.version("torch"),

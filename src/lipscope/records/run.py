@@ -1,4 +1,4 @@
-"""What reads a run: the rows of a folder and what belongs to them, while it runs or after."""
+"""Reading a run: the rows of a folder and what belongs to them, while it runs or after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lipscope.display import Shown
 from lipscope.errors import InputError, shown
-from lipscope.records.folder import belonging, values_of
+from lipscope.records.folder import SURVEY, belonging, values_of
 from lipscope.records.manifest import read_manifest
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, records_of
 from lipscope.records.stored import marks_of, tables
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import polars
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run(Shown):
     """A run folder as it is read: its tables and the manifest.
 
@@ -54,11 +54,15 @@ class Run(Shown):
         return belonging(self._read(3), self.rows)
 
     def values(self, part: str) -> polars.DataFrame:
-        """What an experiment computed for one of its parts, a line each, with their keys."""
+        """Values that an experiment computed for one of its parts, a line each, with their keys."""
         import polars as pl
 
         lines = [{"key": key} | content for key, content in self.contents(part).items()]
         return pl.DataFrame(lines, infer_schema_length=None)
+
+    def parts(self) -> list[str]:
+        """The parts of which `values` has some."""
+        return sorted(set(self._read(-1)["part"]) - {SURVEY})
 
     def contents(self, part: str) -> dict[str, dict[str, Any]]:
         """The same by key."""

@@ -1,4 +1,4 @@
-"""What a few samples say about a mean, a share, a line, or the difference of two samples."""
+"""Statistics of a few samples: a mean, a share, a line, the difference of two samples."""
 
 from __future__ import annotations
 

@@ -19,17 +19,18 @@ from lipscope.linalg.segment import Segment, segment
 from lipscope.theorems.derived.intervals import BallName
 from lipscope.theorems.head import Head, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
+from lipscope.theorems.layer_bounds import AskedLayer, evaluate
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
 from lipscope.theorems.register import (
     DERIVED,
     PATIENCE,
+    RECALLED,
     NotApplicableError,
     Theorem,
     catalogue,
     theorem,
 )
 from lipscope.theorems.residual import Residual
-from lipscope.theorems.several import AskedLayer, evaluate
 from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
 # What enters theorems into the catalogue by being imported.
@@ -52,6 +53,7 @@ __all__ = [
     "DERIVED",
     "PAPERS",
     "PATIENCE",
+    "RECALLED",
     "AskedLayer",
     "BallName",
     "Bound",

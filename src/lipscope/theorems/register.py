@@ -7,7 +7,7 @@ inputs in a ball around ``x``), ``num_tokens`` and ``radius`` (for all inputs of
 tokens of at most that norm). One that may be told the
 ``slope`` of a norm in front, token by token, knows the map ``normed`` itself, one that may be told
 what is ``around`` attention the map ``residual``; all others reach them by the chain rule
-(`lipscope.theorems.several`). What a signature cannot
+(`lipscope.theorems.layer_bounds`). What a signature cannot
 say (no mask, no rotary embedding, …) a theorem checks first and raises `NotApplicableError`.
 """
 
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
 from lipscope.linalg.norms import Metric
+from lipscope.plugins import check_name, load_plugins
 from lipscope.records.rows import Bound
 
 BoundKind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]
 Cost = Callable[[int, int], float]
 DERIVED = "derived here"
+RECALLED = "as recalled"
+"""Said wherever such a theorem is printed: its formula was not seen in print."""
 PATIENCE = 5.0
 """Seconds that a theorem may take on one core without being asked for, as `Theorem.cost` says."""
 
@@ -33,14 +36,14 @@ class NotApplicableError(Exception):
     """A hypothesis of a theorem does not hold; the message says which one and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Theorem:
     """One entry of the catalogue.
 
     Attributes:
         name: Name of its function.
         function: The function; returns the value as a float.
-        statement: Where it is stated, such as "Theorem 3.3".
+        statement: Where it is stated, such as "Theorem 3.3", and whether that is `RECALLED`.
         cite: Key of the bibliography, or `DERIVED`.
         kind: ``upper`` or ``lower`` bound of sigma.
         scope: For which inputs.
@@ -72,6 +75,9 @@ class Theorem:
     cost: Cost | None
     note: str
 
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.statement} [{self.cite}], {self.scope} {self.kind} bound>"
+
     @property
     def slow(self) -> bool:
         """Whether it may take seconds."""
@@ -90,7 +96,7 @@ class Theorem:
         radius: float | None = None,
         floor: float | None = None,
     ) -> Bound:
-        """What it says of a layer, or why it says nothing."""
+        """Its value for a layer, or why it has none."""
         return Bound(
             theorem=self.name,
             statement=self.statement,
@@ -118,6 +124,7 @@ def theorem(
     metric: Metric = "frobenius",
     scope: Scope | None = None,
     sound: bool = True,
+    recalled: bool = False,
     cost: Cost | None = None,
     note: str = "",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
@@ -130,6 +137,7 @@ def theorem(
         metric: Metric of input and output.
         scope: For which inputs; read off the signature if None.
         sound: False for a statement shown as found although it fails.
+        recalled: Whether its printed formula was not seen, see `RECALLED`.
         cost: About how many seconds it takes, of tokens and width, if that may be many.
         note: What a reader must know, in one sentence.
 
@@ -145,10 +153,12 @@ def theorem(
             *getattr(hints[subject], "needs", ()),
             *(name for name in rest if parameters[name].default is inspect.Parameter.empty),
         ]
-        _CATALOGUE[function.__name__] = Theorem(
-            function.__name__,
+        name = function.__name__
+        check_name("theorem", name, function, getattr(_CATALOGUE.get(name), "function", None))
+        _CATALOGUE[name] = Theorem(
+            name,
             function,
-            statement,
+            f"{statement} ({RECALLED})" if recalled else statement,
             cite,
             kind,
             scope or _scope(needs),
@@ -167,7 +177,8 @@ def theorem(
 
 
 def catalogue() -> list[Theorem]:
-    """Every theorem, in the order in which the papers were registered."""
+    """Every theorem, in the order in which the papers were registered; plug-ins come last."""
+    load_plugins("lipscope.theorems")
     return list(_CATALOGUE.values())
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
-from lipscope.theorems.around import Around, Behind
 from lipscope.theorems.head import UNIT
+from lipscope.theorems.layer_bounds import AskedLayer
 from lipscope.theorems.normed import Norm, Normed, norm_of
 from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.several import AskedLayer
+from lipscope.theorems.residual_context import Around, Behind
 
 _KNOWN = 0.01  # largest rounding of a norm's input, beside it, that still says something
 

@@ -15,12 +15,12 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg.norms import Metric
 from lipscope.records.rows import Bound
-from lipscope.theorems.around import Around
 from lipscope.theorems.head_at import HeadAt, HeadsAt
+from lipscope.theorems.layer_bounds import AskedLayer, evaluate
 from lipscope.theorems.normed import Normed
 from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.residual import Residual
-from lipscope.theorems.several import AskedLayer, evaluate
+from lipscope.theorems.residual_context import Around
 
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
 _ROUNDING = 1e-5
@@ -131,7 +131,7 @@ def how_long(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """What theorems are asked about: a layer, an input, what all inputs have in common.
+    """The subject of theorems: a layer, an input, what all inputs have in common.
 
     For the map ``normed`` the layer has taken up the norm, its ``x`` is on the unit sphere, and the
     slopes are those at ``x`` and the largest one of all inputs.

@@ -1,4 +1,4 @@
-"""What every construction returns, and the checks that they share."""
+"""The result of a construction, and the checks that all of them share."""
 
 from __future__ import annotations
 

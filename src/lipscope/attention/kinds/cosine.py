@@ -9,8 +9,9 @@ from torch import Tensor
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import InnerProduct
 from lipscope.attention.norms import TokenNorm
+from lipscope.attention.precision import wide
 from lipscope.attention.spectral import of_heads, spectral_norm
-from lipscope.errors import check_positive
+from lipscope.errors import check_finite_number, check_positive
 
 
 @variant
@@ -27,7 +28,7 @@ class ScaledCosineAttention(InnerProduct):
         key: ``(heads * k, d)``.
         value: ``(heads * d_v, d)``.
         output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        temperature: ``τ``, positive; trained where it is a parameter, as ``gain``.
+        temperature: ``τ``, positive; trained where it is a parameter, to any sign, as ``gain``.
         gain: ``ν``, positive.
         eps: ``ε``, positive.
         heads: Number of heads.
@@ -35,7 +36,8 @@ class ScaledCosineAttention(InnerProduct):
         mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
-        InputError: If the shapes do not fit together or a number is not positive.
+        InputError: If the shapes do not fit together or a number is not positive; a tensor need
+            only be finite, as training leaves it.
 
     Source: scaled cosine similarity attention of [lipsformer2023].
 
@@ -62,8 +64,10 @@ class ScaledCosineAttention(InnerProduct):
         causal: bool = False,
         mask: Bool[Tensor, "*h n n"] | None = None,
     ) -> None:
-        for name, number in (("temperature", temperature), ("gain", gain), ("eps", eps)):
-            check_positive(name, number)
+        for name, number in (("temperature", temperature), ("gain", gain)):
+            check = check_finite_number if isinstance(number, Tensor) else check_positive
+            check(name, number)
+        check_positive("eps", eps)
         super().__init__(
             query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
         )
@@ -80,11 +84,13 @@ class ScaledCosineAttention(InnerProduct):
         )
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
-        """``ν ε^(-1/2) √(Σ_h (√c ‖W_V‖ + τ ‖W_Q‖ + τ √c ‖W_K‖)²) ‖W_O‖``.
+        """``|ν| ε^(-1/2) √(Σ_h (√c ‖W_V‖ + |τ| ‖W_Q‖ + |τ| √c ‖W_K‖)²) ‖W_O‖``.
 
-        ``c = min(N, e^(2τ))``, or ``N`` under a mask.
+        ``c = min(N, e^(2|τ|))``, or ``N`` under a mask.
         """
-        tau, c = self.temperature, self.gain.new_tensor(float(num_tokens))
+        check_positive("eps", self.eps)
+        tau, gain = wide(self.temperature).abs(), wide(self.gain).abs()
+        c = gain.new_tensor(float(num_tokens))
         if not self.causal and self.mask is None:
             c = torch.minimum(c, (2 * tau).exp())
         q, k, v = (
@@ -92,7 +98,7 @@ class ScaledCosineAttention(InnerProduct):
             for w in (self.query, self.key, self.value)
         )
         heads = c.sqrt() * v + tau * q + tau * c.sqrt() * k
-        return self.gain * self.eps**-0.5 * of_heads(heads, self.output)
+        return gain * self.eps**-0.5 * of_heads(heads, self.output)
 
     def _shortened(self, factor: Tensor, k: int) -> TokenNorm:
         return TokenNorm((factor * k**-0.5).expand(k), self.eps / k)

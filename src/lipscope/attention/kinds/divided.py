@@ -12,6 +12,7 @@ from lipscope.attention.arguments import Framed
 from lipscope.attention.ball import BallBound, on_ball
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import Biased
+from lipscope.attention.precision import uncast
 from lipscope.errors import InputError, check_count, check_positive
 
 
@@ -78,14 +79,14 @@ class DividedAttention(Biased):
     def bounds(self) -> Float[Tensor, " h"]:
         """``B_h`` of every head."""
         n = self.num_tokens if self.mask is None else self.mask.shape[-1]
-        with torch.autocast(self.query.device.type, enabled=False):
+        with uncast(self.query.device):
             return on_ball(self, self.by, num_tokens=n, radius=self.radius)
 
     def projections(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values are divided; a head without values has nothing to divide."""
         bounds = self.bounds()
         divisor = torch.where(bounds > 0, bounds, 1.0).repeat_interleave(self.value_width)
-        return self.query, self.key, self.value / divisor[:, None].to(self.value.dtype)
+        return self.query, self.key, (self.value / divisor[:, None]).to(self.value.dtype)
 
     def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """As in every layer.

@@ -37,13 +37,11 @@ class Sinkhorn(Weighting):
 
     def weights(self, s: Tensor) -> Tensor:
         """The weights; derivatives of first and second order are right."""
-        exact = s.to(torch.promote_types(s.dtype, torch.float32))  # no factors in half precision
-        with torch.autocast(s.device.type, enabled=False):
-            f, factor = _Balanced.apply(exact.detach())
-            for _ in range(_REFINED):  # f is right already, and each step adds an order
-                p = _weights(exact, f)
-                f = f - torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, factor)
-            return _weights(exact, f).to(s.dtype)
+        f, factor = _Balanced.apply(s.detach())
+        for _ in range(_REFINED):  # f is right already, and each step adds an order
+            p = _weights(s, f)
+            f = f - torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, factor)
+        return _weights(s, f)
 
     def at(self, s: Tensor) -> At:
         """The weights and the Cholesky factor of ``H``."""

@@ -14,7 +14,7 @@ _SHARES = 4  # portions for each worker, so that none is left alone with the las
 
 
 class Batches:
-    """What is still to be done, model by model.
+    """The jobs that are still to be done, model by model.
 
     Args:
         jobs: Jobs, those of one model and one window together.

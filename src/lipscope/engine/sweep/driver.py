@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.engine.checks import argument, whole
-from lipscope.engine.known import surveys_in
 from lipscope.engine.plan import Job, Shape, plan, row_ids
 from lipscope.engine.progress import Progress, told
 from lipscope.engine.runs import folder_of
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.survey_cache import surveys_in
 from lipscope.engine.sweep.local import cores, local_results
 from lipscope.engine.sweep.survey import surveys_of
 from lipscope.engine.sweep.written import read_spec
 from lipscope.errors import InputError, install
 from lipscope.pages.rows import Rows
 from lipscope.records.folder import RunFolder
-from lipscope.records.place import Place
 from lipscope.records.rows import provenance, stable_id
+from lipscope.records.run_location import Place
 
 
 def sweep(
@@ -55,7 +55,7 @@ def sweep(
 
     Raises:
         InputError: For every entry that cannot be, a folder that cannot be used, or a disk
-            that takes no more.
+            that is full.
     """
     request = read_spec(spec)
     count = number_of_workers(workers, cluster)

@@ -1,4 +1,4 @@
-"""How long a sweep should take, and on what that is based."""
+"""The expected time of a sweep, and what it is based on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lipscope.engine.known import Held
 from lipscope.engine.plan import Job, Shape, plan
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request, spec_of
+from lipscope.engine.survey_cache import Held
 from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
 from lipscope.engine.sweep.local import start_time, threads_of
 from lipscope.engine.sweep.survey import surveys_of
@@ -23,9 +23,9 @@ from lipscope.engine.sweep.written import read_spec
 from lipscope.models import device_of
 from lipscope.records.folder import SURVEY
 from lipscope.records.manifest import MANIFEST, check_same
-from lipscope.records.place import Place
 from lipscope.records.rows import Measurement
 from lipscope.records.run import read_run
+from lipscope.records.run_location import Place
 
 _BUDGET = 10.0  # seconds of calibration
 _LONG = 20.0  # seconds of a job that is not done at a second length when the budget is spent
@@ -38,7 +38,7 @@ Times = dict[JobKind, dict[int, float]]  # seconds of a job by number of tokens
 
 
 class Estimate(NamedTuple):
-    """What a sweep comes to.
+    """The size and the expected time of a sweep.
 
     Attributes:
         jobs: All jobs.
@@ -60,7 +60,7 @@ def estimate(
     workers: int | None = None,
     cluster: str | None = None,
 ) -> Estimate:
-    """How many jobs a sweep is and how long it should take; nothing is written.
+    """Estimate the number of jobs of a sweep and its time; nothing is written.
 
     Of every kind that is left (model, floating type, map, input, first of its length or not) some
     jobs are done now, with a worker's threads, at increasing lengths: for about ten seconds, or as

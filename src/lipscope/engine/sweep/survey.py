@@ -1,11 +1,11 @@
-"""What has to be known of models before jobs can be listed: layers, heads and inputs."""
+"""Surveys of models before jobs are listed: layers, heads and inputs."""
 
 from __future__ import annotations
 
-from lipscope.engine.known import Held, survey_key, surveyed, tell_fewer
 from lipscope.engine.plan import Survey
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request
+from lipscope.engine.survey_cache import Held, survey_key, surveyed, tell_fewer
 from lipscope.records.folder import RunFolder
 
 

@@ -1,4 +1,4 @@
-"""What a driver and its workers say to each other: one JSON object a line, no pickles."""
+"""The protocol between a driver and its workers: one JSON object a line, no pickles."""
 
 from __future__ import annotations
 

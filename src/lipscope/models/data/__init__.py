@@ -1,1 +1,1 @@
-"""What models read: windows of text, pictures, batches, controls."""
+"""Inputs of models: windows of text, pictures, batches, controls."""

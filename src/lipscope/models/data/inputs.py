@@ -1,4 +1,4 @@
-"""What is measured: windows of a text, a batch, or pictures, at the positions asked for."""
+"""Inputs to measure: windows of a text, a batch, or pictures, at the positions asked for."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Sample:
 
 
 def given(data: Any) -> Any:
-    """What was given to be read, checked as far as no model is needed; a path is read as text.
+    """The data that was given, checked as far as no model is needed; a path is read as text.
 
     Args:
         data: Text, the path of a text file or of a folder of them, a tensor, a mapping of
@@ -221,8 +221,24 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
         one = {k: _entry(k, v, axis, count, s) for k, v in arguments.items()}
         sha = _digest_of(one)
         call = (one[""],) if "" in one else one
-        inputs.append(Sample("batch", call, s, None, None, sha, None))
+        words = None if loaded.tokenizer is None else _words(loaded.tokenizer, one)
+        inputs.append(Sample("batch", call, s, None, None, sha, words))
     return inputs
+
+
+def _words(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What a tokenizer calls the ids of one entry; padding, which no map has, is left out."""
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or "decoder_input_ids" in arguments:
+        return None
+    real = ids[0] if mask is None or mask.shape != ids.shape else ids[0][mask[0] != 0]
+    numbers = real.tolist()
+    if not all(0 <= one < 2**31 for one in numbers):
+        return None  # the model will say what is wrong with them
+    names = tokenizer.convert_ids_to_tokens(numbers)
+    return tuple(
+        str(one if name is None else name) for one, name in zip(numbers, names, strict=True)
+    )
 
 
 def _count_packed(arguments: Mapping[str, Any]) -> int | None:

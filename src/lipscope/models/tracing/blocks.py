@@ -1,4 +1,4 @@
-"""The maps ``block``, ``stack`` and ``model``: whole Transformer blocks, run again.
+"""The maps ``block``, ``stack``, ``model`` and ``logits``: whole Transformer blocks, run again.
 
 Where the layers are those of cross-attention, what moves is the decoder's stream (query
 side), or the tokens of its keys and values as the blocks take them (key side); the other
@@ -18,7 +18,7 @@ from lipscope.errors import InputError
 from lipscope.models.tracing.arguments import as_called, by_name
 from lipscope.models.tracing.calls import BlockCall, Stream, Trace, as_tokens, first_tensor
 from lipscope.models.tracing.flow import depends, each_tensor, place
-from lipscope.models.tracing.itself import Ends, ends_of_block, ends_of_model
+from lipscope.models.tracing.map_endpoints import Ends, ends_of_block, ends_of_model
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.replay import Streams, replay_block
 from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
@@ -139,26 +139,35 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     return found
 
 
-def model_parts(record: Trace) -> Whole:
+def model_parts(record: Trace, *, scores: bool = False) -> Whole:
     """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
 
     What a model with a head returns is no hidden state: the map then ends at its last block, or
-    at the norm that takes what that hands on.
+    at the norm that takes what that hands on; with ``scores`` it ends at what the model returns.
 
     Args:
         record: A trace with blocks.
+        scores: Whether the map ends at the scores of the model's own head.
 
     Returns:
         The map.
 
     Raises:
         InputError: If the model has no list of blocks, ends in something else than a hidden
-            state, or, on the key side, its layers read different tokens.
+            state, has no head where its scores are asked for, or, on the key side, its layers read
+            different tokens.
     """
     name, first, start = _first_block(record)
     output, last = record.output, ""
     whole = start.x.numel(), start.x.shape[-1]  # one token of logits may be as wide
-    if output is None or not (record.hidden or (output.numel(), output.shape[-1]) == whole):
+    hidden = record.hidden or (output is not None and (output.numel(), output.shape[-1]) == whole)
+    if output is None or hidden == scores:
+        if scores:
+            raise InputError(
+                "The maps `logits` and `margin` need a model that ends in scores. Found "
+                f"`{type(record.model).__name__}`, which ends in a hidden state; pass it with its "
+                "head, as `AutoModelForSequenceClassification` loads it, or use the map `model`."
+            )
         last, output = _last_hidden(record, name, start)
     axis = record.calls[0].token_axis
     output = as_tokens(output, axis)

@@ -1,4 +1,4 @@
-"""What hooks keep of the calls of attention modules, norms and blocks in one forward pass."""
+"""Records that hooks keep of calls of attention modules, norms and blocks in one forward pass."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BlockCall:
 
 @dataclass
 class Trace:
-    """What one forward pass left behind.
+    """The record of one forward pass.
 
     Attributes:
         model: The model.
@@ -114,9 +114,9 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def first_tensor(output: Any, at: int = 0) -> Tensor:
-    """The output tensor of a module that may return a tuple or a record; another one by place."""
-    hidden = getattr(output, "last_hidden_state", None)
-    found = [hidden] if isinstance(hidden, Tensor) and not at else tensors_in(output)
+    """The output of a module that may return a tuple or a record, a loss first; or by place."""
+    named = [] if at else [getattr(output, name, None) for name in ("last_hidden_state", "logits")]
+    found = [one for one in named if isinstance(one, Tensor)] or tensors_in(output)
     if not found:
         raise InputError(f"A module should return a tensor. Found `{type(output).__name__}`.")
     return found[at]
@@ -162,7 +162,7 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
         found = tensors_in(out)[:1]
         if call is None or len(call.kept) < 2 or not args or not found:
             return
-        if isinstance(args[0], Tensor) and place(args[0]) == place(call.kept[1]):
+        if isinstance(args[0], Tensor) and _is_or_copies(args[0], call.kept[1]):
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(found[0])))
 
     stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
@@ -172,6 +172,16 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
     stack.callback(module.register_forward_hook(finish).remove)
     for leaf in _around(record.model, name, module):
         stack.callback(leaf.register_forward_hook(behind).remove)
+
+
+def _is_or_copies(taken: Tensor, result: Tensor) -> bool:
+    """Whether this is a call's output, or a copy: chunks of one are concatenated (CANINE)."""
+    if place(taken) == place(result):
+        return True
+    try:
+        return torch.equal(taken.detach().flatten(), result.flatten()) and bool(result.any())
+    except RuntimeError:  # of a `vmap` that has ended: the call is refused for what it was
+        return False
 
 
 def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipscope.errors import InputError
 from lipscope.models.tracing.arguments import bound_arguments
 from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor
-from lipscope.models.tracing.itself import ends_of_attention
+from lipscope.models.tracing.map_endpoints import ends_of_attention
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.trace import run
 

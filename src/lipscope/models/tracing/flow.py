@@ -1,4 +1,4 @@
-"""What depends on what in a forward pass: autograd carries the marks, and no value is kept for it.
+"""Data flow of a forward pass: autograd carries the marks, and no value is kept for it.
 
 Names of arguments tell little about what moves; the model's own computation tells it.
 """

@@ -14,7 +14,7 @@ from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg.operator import Operator, compose, linearise
 from lipscope.models.tracing.blocks import Whole, block_parts, model_parts, stack_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
-from lipscope.models.tracing.itself import Ends, ends_of_attention, from_norm
+from lipscope.models.tracing.map_endpoints import Ends, ends_of_attention, from_norm
 from lipscope.models.tracing.replay import (
     ClosedForm,
     Replayed,
@@ -26,9 +26,12 @@ from lipscope.models.tracing.residual import Norms, norm_before, residual
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
 from lipscope.models.tracing.sums import NormCall, close, distance
 
-MapName = Literal["heads", "attention", "normed", "residual", "block", "stack", "model"]
+MapName = Literal[
+    "heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin"
+]
 MAPS: tuple[str, ...] = get_args(MapName)
-OF_BLOCKS = ("block", "stack", "model")
+WHOLE = ("model", "logits", "margin")  # of no layer
+OF_BLOCKS = ("block", "stack", *WHOLE)
 PER_HEAD_MAPS = ("heads", "attention", "normed")
 
 # Largest difference between the rebuilt map and the model's own output, relative to the
@@ -44,7 +47,7 @@ class LayerMap:
     """A map of one layer at one input: callable, and linearised through `linearise`.
 
     Attributes:
-        layer: Index from 0; None for the map ``model``.
+        layer: Index from 0; None for the maps of the whole model.
         map: Name of the map.
         x: The map's input, ``(n, d)``.
         output: The model's own output of the map, ``(n, d_out)``.
@@ -103,7 +106,7 @@ def build_map(
 
     Args:
         record: The trace of one input.
-        layer: Index of the layer; None for ``model``.
+        layer: Index of the layer; None for the maps of the whole model.
         name: One of `MAPS`.
         memory: Bytes that the generic path may use.
         per_head: Whether single heads will be asked for.
@@ -121,10 +124,10 @@ def build_map(
         raise InputError(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
-    call = record.calls[0] if name == "model" else _call(record, layer)
+    call = record.calls[0] if name in WHOLE else _call(record, layer)
     check_request(record, layer, name, call.num_tokens, memory)
-    if name == "model":
-        built = _whole(None, name, None, model_parts(record))
+    if name in WHOLE:
+        built = _whole(None, name, None, model_parts(record, scores=name != "model"))
     else:
         built = _layer_map(record, call, layer, name, per_head)
     _check_agreement(built, record)
@@ -279,6 +282,37 @@ def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> Lay
     )
 
 
+def margin_of(built: LayerMap) -> LayerMap:
+    """From a model's scores to ``s_a - s_b``: the answer over the next one, of the last row.
+
+    Which two they are is held fixed, as it is at the map's input. Their order changes where the
+    margin is zero, so that ``margin / sigma`` is the distance to first order.
+
+    Args:
+        built: The map to the scores, padding left out.
+
+    Returns:
+        The map, whose output is one number.
+
+    Raises:
+        InputError: If the model has one score only.
+    """
+    if built.output.shape[-1] < 2:
+        raise InputError("The map `margin` needs two scores. Found one; use the map `logits`.")
+    best = built.output[-1].topk(2).indices
+
+    def margin(y: Tensor) -> Tensor:
+        first, second = y[..., -1:, best].split(1, dim=-1)
+        return first - second
+
+    def function(x: Tensor) -> Tensor:
+        return margin(built.function(x))
+
+    ends = None if built.ends is None else replace(built.ends, last=margin)
+    build = lambda x, memory, per_head: linearise(function, x)  # noqa: E731
+    return replace(built, output=margin(built.output), function=function, build=build, ends=ends)
+
+
 def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
@@ -297,7 +331,7 @@ def check_request(
     call = record.calls[layer or 0]
     if name not in OF_BLOCKS and closed_form(call) is not None:
         return
-    layers = {"stack": (layer or 0) + 1, "model": len(record.calls)}.get(name, 1)
+    layers = (layer or 0) + 1 if name == "stack" else len(record.calls) if name in WHOLE else 1
     others = num_tokens if call.context is None else call.context.shape[0]
     pairs = num_tokens * others
     if call.context is not None and name in OF_BLOCKS:  # it attends to itself, too

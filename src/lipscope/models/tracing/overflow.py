@@ -1,4 +1,4 @@
-"""Which layers of a model in half precision overflow at an input, as the model itself runs."""
+"""Layers of a model in half precision that overflow at an input, as the model itself runs."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from lipscope.attention import Attention
 from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, restrict
 from lipscope.models.tracing.calls import Trace
-from lipscope.models.tracing.ends import reaches_others
 from lipscope.models.tracing.maps import LayerMap
+from lipscope.models.tracing.output_projection import reaches_others
 from lipscope.models.tracing.sites import AttentionCall
 
 

@@ -100,9 +100,26 @@ class ExactNorm(nn.Module):
         return y if self.scale is None else y * self.scale
 
 
+def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The model itself where it is in this dtype and on this device, else a copy that is.
+
+    Raises:
+        InputError: If it cannot be copied, or has a part that takes no hooks.
+    """
+    _check_hooks(model)
+    if all(t.dtype == dtype and t.device.type == device.type for t in _floating(model)):
+        return model
+    return _converted(copied(model), dtype, device)
+
+
 @contextlib.contextmanager
 def prepared(
-    model: nn.Module, *, dtype: torch.dtype, device: torch.device, implementation: str
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    implementation: str,
+    own: nn.Module | None = None,
 ) -> Iterator[tuple[nn.Module, list[str]]]:
     """A model ready to be measured: eval mode, one dtype, a known attention implementation.
 
@@ -116,6 +133,7 @@ def prepared(
         implementation: Attention implementation of every Hugging Face model in it, set before
             any capture, because masks are built for one implementation and are wrong or
             missing under another.
+        own: What `converted` gave for it before, if it did.
 
     Yields:
         The model, and notes on what was changed.
@@ -124,19 +142,20 @@ def prepared(
         InputError: If the model cannot be copied, does not offer the implementation, or has a part
             that takes no hooks.
     """
-    _check_hooks(model)
     notes: list[str] = []
-    floating = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    if narrow := sorted({str(t.dtype)[6:] for t in floating if t.dtype.itemsize < 4}):
+    if narrow := sorted({str(t.dtype)[6:] for t in _floating(model) if t.dtype.itemsize < 4}):
         # In half precision, sums and scores of real layers overflow; here they cannot.
         kinds = " and ".join(narrow)
         notes.append(f"the weights are {kinds}: every layer was computed in {str(dtype)[6:]}")
-    if any(t.dtype != dtype or t.device.type != device.type for t in floating):
-        model = _converted(_copied(model), dtype, device)
+    model = converted(model, dtype, device) if own is None else own
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
     with at_rest(model), _implementations(model, implementation):
         yield model, notes
+
+
+def _floating(model: nn.Module) -> list[Tensor]:
+    return [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
 
 
 def _check_hooks(model: nn.Module) -> None:
@@ -186,17 +205,31 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device).tolist()  # `meta` computes nothing
     except (RuntimeError, AssertionError, ValueError) as problem:
-        why = str(problem).split("\n")[0][:100]
-        raise InputError(f"`device` should be one of this machine. Found `{name}`: {why}") from None
+        raise InputError(
+            f"`device` should be one of this machine. Found `{name}`{_lacking(name, problem)}"
+        ) from None
     return device
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A deep copy; tensors computed from weights (by weight norm) are copied as constants."""
+def _lacking(name: str, problem: Exception) -> str:
+    """What a device lacks, and what to do about it."""
+    if name.partition(":")[0] != "cuda" or torch.cuda.is_available():
+        return f": {str(problem).split(chr(10))[0][:100]}"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f", and PyTorch {torch.__version__}, which is built for the CPU alone. Install a build "
+            "for GPUs, as pytorch.org/get-started says, or leave `device` out."
+        )
+    return ", and no GPU that PyTorch can use. Install its driver, or leave `device` out."
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy; tensors computed from weights (weight norm, a cache) are copied as constants."""
     memo: dict[int, Any] = {
         id(value): value.detach().clone()
         for module in model.modules()
-        for value in vars(module).values()
+        for held in vars(module).values()
+        for value in (held.values() if isinstance(held, dict) else [held])
         if isinstance(value, Tensor) and not value.is_leaf
     }
     try:

@@ -1,4 +1,4 @@
-"""What a move of one token can be read as: another token in its place, logits, its neighbours."""
+"""Readings of a move of one token: another token in its place, logits, its neighbours."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.data.written import Written
+from lipscope.models.data.window_decoder import Written
 from lipscope.models.tracing.calls import Trace, as_tokens
 from lipscope.models.tracing.embedded import Embedded
-from lipscope.models.tracing.lens import Lens, Row, lens_of, near
+from lipscope.models.tracing.logit_lens import Lens, Row, lens_of, near
 from lipscope.models.tracing.maps import LayerMap, build_map
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.residual import norm_before
@@ -59,7 +59,8 @@ class Reader:
     - ``read-out``: gradients of ``(U g(N_f(h)))_w`` less its mean over all w at a stream h of a
       model that ends in logits: of a decoder, or of an encoder that fills in words, with the layers
       g of its head. For an input after the layer's norm, of the least move of h that this
-      norm turns into it; for an output that a norm takes with the stream, through that norm.
+      norm turns into it; for an output that a norm takes with the stream, through that norm;
+      for scores, a single score less the mean of all.
     - ``window``: ``x_j - x_i``, towards the other tokens (or patches) of this input.
 
     The first that is so for this model and map, by its own values, is taken. The mean of the steps
@@ -107,8 +108,8 @@ class Reader:
     def left(self, i: int) -> Readings:
         """Readings of a move of output token ``i``."""
         built, stream, lens = self.built, self._stream, self._lens
-        if stream is None or lens is None:
-            return self._window(built.output, i)
+        if built.map == "logits" or stream is None or lens is None:
+            return self._scores() if built.map == "logits" else self._window(built.output, i)
         if built.map == "model" and close(built.output, lens.output):
             return self._logits(built.output[i], inner=lens.head)
         if built.map in ("residual", "block", "stack"):
@@ -130,6 +131,25 @@ class Reader:
         names = [self.names[j] if j < len(self.names) else str(j) for j in others.tolist()]
         words = [*names, ANY] if names else []
         return Readings("window", words, lambda k: x[others[k]] - x[i], _rounding(x[i]))
+
+    def _scores(self) -> Readings:
+        """Single scores less the mean of all, by the names of their classes or tokens."""
+        count = self.built.output.shape[-1]
+        ids, names = torch.arange(count), [str(i) for i in range(count)]
+        labels = getattr(getattr(self.record and self.record.model, "config", None), "id2label", {})
+        if len(labels) == count:
+            names = [str(labels[i]) for i in range(count)]
+        elif self.tokenizer is not None and count > 1 and len(self.built.output) > 1:
+            written = Written(self.tokenizer)
+            ids = written.ordinary(min(count, _size(self.tokenizer, count))).nonzero()[:, 0]
+            names = written.names(ids.tolist())
+        like = self.built.output
+        ids = ids.to(like.device)
+
+        def vectors(k: Tensor) -> Tensor:
+            return torch.nn.functional.one_hot(ids[k], count).to(like) - 1 / count
+
+        return Readings("read-out", names, vectors, copies=3)
 
     def _logits(self, h: Tensor, back: Tensor | None = None, inner: Row | None = None) -> Readings:
         """Gradients at one token of the stream, or, through ``back``, at what follows from it."""
@@ -153,8 +173,7 @@ class Reader:
         else:
             assert self._lens is not None
             count = len(self._lens.weight)
-        if hasattr(self.tokenizer, "__len__"):  # tables are padded
-            count = min(count, len(self.tokenizer))
+        count = min(count, _size(self.tokenizer, count))
         ids = written.ordinary(count).nonzero()[:, 0]
         return ids.to(self.built.x.device), written.names(ids.tolist())
 
@@ -216,6 +235,11 @@ class _Entering(NamedTuple):
     stream: Tensor
     embedded: Embedded
     after: Row
+
+
+def _size(tokenizer: Any, count: int) -> int:
+    """Ids that a tokenizer knows: tables are padded."""
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else count
 
 
 def _rounding(x: Tensor) -> float:

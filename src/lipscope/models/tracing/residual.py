@@ -11,7 +11,7 @@ from lipscope.errors import InputError
 from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
 from lipscope.models.tracing.calls import Trace, as_tokens
 from lipscope.models.tracing.flow import place
-from lipscope.models.tracing.itself import (
+from lipscope.models.tracing.map_endpoints import (
     Ends,
     ends_of_attention,
     from_norm,

@@ -1,9 +1,9 @@
-"""Where a model's attention is, and which families are known in closed form."""
+"""The attention modules of a model, and the families that are known in closed form."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,11 +13,14 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
+from lipscope.plugins import check_name, load_plugins
 
 Side = Literal["self", "query", "key"]
 SIDES: tuple[str, ...] = get_args(Side)
 
 
+# What needs no model, only a function whose input is a tensor.
+OF_FUNCTION = "ls.top_singular(ls.linearise(f, x))"
 _SECONDS = 1.0  # that a search in one path may take
 # Class names of attention, with what variants of one layout (channels last, a stride) add to them.
 _NAMED = regex.compile(
@@ -117,7 +120,7 @@ class NotCoveredError(Exception):
 
 
 Reader = Callable[[AttentionCall], Attention]
-_FAMILIES: dict[str, tuple[tuple[str, ...], Reader]] = {}
+_READERS: dict[str, dict[str, Reader]] = {}  # of a class of a package
 Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 
@@ -146,10 +149,12 @@ _REGISTRY: list[Family] = []
 
 
 def families() -> list[Family]:
-    """Every family with a closed form."""
+    """Every family with a closed form; those of plug-ins too."""
+    load_plugins(_PLUGINS)
     return sorted(_REGISTRY, key=lambda one: one.reader.__name__)
 
 
+_PLUGINS = "lipscope.families"
 _PLAIN = ("torch.nn.", "transformers.pytorch_utils")
 _OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
@@ -161,9 +166,12 @@ def family(
     packages = (package,) if isinstance(package, str) else package
 
     def register(reader: Reader) -> Reader:
+        for name in class_names:
+            known = _READERS.setdefault(name, {})
+            for one in packages:
+                check_name("family's class", f"{one}: {name}", reader, known.get(one))
+                known[one] = reader
         _REGISTRY.append(Family(reader, class_names, scores))
-        starts = tuple(f"{one}." for one in packages)
-        _FAMILIES.update(dict.fromkeys(class_names, (starts, reader)))
         return reader
 
     return register
@@ -176,21 +184,23 @@ def reader_of(module: nn.Module) -> Reader | None:
     layer of another kind in it: an adapter or packed weights are run, not read.
     """
     kind = type_before_parametrizations(module)
-    starts, reader = _FAMILIES.get(kind.__name__, ((), None))
-    known = kind.__module__.startswith(starts)
+    load_plugins(_PLUGINS)
+    known = _READERS.get(kind.__name__, {}).items()
+    here = f"{kind.__module__}."
+    reader = next((read for package, read in known if here.startswith(f"{package}.")), None)
     plain = all(map(is_plain, linears(module)))
     plain = plain and all(
         is_linear(c) or type(c).__module__.startswith(_OWN)
         for c in module.children()
         if hasattr(c, "weight")
     )
-    return reader if known and plain else None
+    return reader if plain else None
 
 
 def why_run(module: nn.Module) -> str:
     """What stands between a module and the closed form, where it can be seen."""
     kind = type_before_parametrizations(module).__name__
-    if kind in _FAMILIES:
+    if kind in _READERS:
         return f"`{kind}` holds something that its family does not (an adapter, appended keys)"
     if getattr(module, "attn_logit_softcapping", None):
         return f"no closed form is known for `{kind}`, which soft-caps its scores"
@@ -278,10 +288,16 @@ def attention_sites(
     if not chosen:
         raise InputError(
             "The model should contain a module whose class name ends in `Attention` or `Attn`. "
-            f"Found none in `{type(model).__name__}`; name the modules with `modules=` (a regular "
-            f"expression over {_some(named)})."
+            f"Found none in `{type(model).__name__}`; {_naming(named)}measure any "
+            f"function by `{OF_FUNCTION}`."
         )
     return chosen
+
+
+def _naming(named: Collection[str]) -> str:
+    if not named:
+        return ""
+    return f"name the modules with `modules=` (a regular expression over {_some(named)}), or "
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -359,7 +375,7 @@ def _matrices(module: nn.Module) -> int:
     return sum(p.ndim > 1 for p in module.parameters())
 
 
-def _some(named: dict[str, nn.Module]) -> str:
+def _some(named: Collection[str]) -> str:
     names = list(named)
     shown = ", ".join(names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

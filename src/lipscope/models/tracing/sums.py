@@ -1,4 +1,4 @@
-"""Which sums and fixed multiples of token matrices a model forms, and what becomes of them."""
+"""Sums and fixed multiples of token matrices that a model forms, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from lipscope.models.tracing.calls import (
     hook_site,
     tensors_in,
 )
-from lipscope.models.tracing.ends import settle
 from lipscope.models.tracing.flow import each_tensor, followed, hook_embeddings, marked
+from lipscope.models.tracing.output_projection import settle
 from lipscope.models.tracing.prepare import exact_maths, undisturbed
 from lipscope.models.tracing.sites import Side, block_of, first_block_of, is_norm
 from lipscope.models.tracing.sums import Kept, SeenSums

@@ -49,12 +49,12 @@ CHARTS.sides = { spec: "sides", say: () => `Both folders against the number of t
   data: () => ({ means: comparedRows().filter((r) => r.layer === layerCompared() && r.head === headCompared())
     .flatMap((r) => ["a", "b"].map((side) => ({ side, c: r.c, n: r.n, value: r[side],
       low: r[`${side}_low`], high: r[`${side}_high`] }))) }),
-  signals: () => ({ axes: contrast().axes }), empty: "Nothing to compare." };
+  signals: () => ({ axes: contrast().axes, quantity: contrast().quantity }), empty: "Nothing to compare." };
 CHARTS.ratios = { spec: "ratios", say: () => `Ratio of the second folder to the first by layer, ${lengthCompared()} tokens`,
   data: () => ({ ratios: comparedRows().filter((r) => r.n === lengthCompared() && r.head === headCompared()) }),
-  signals: () => ({ axes: contrast().ratios }), empty: "Nothing to compare." };
+  signals: () => ({ axes: contrast().ratios, quantity: `${contrast().quantity}: second / first` }), empty: "Nothing to compare." };
 CHARTS.shifts = { spec: "shifts", say: () => "Exponents of the second folder less those of the first, by layer",
-  data: () => ({ shifts: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({}),
+  data: () => ({ shifts: shiftsShown().filter((r) => r.difference !== null) }), signals: () => ({ quantity: `exponent of ${contrast().quantity}: second − first` }),
   empty: "No exponents to compare." };
 COLUMNS.difference = column("difference", (r) => r.difference, (r) => number(r.difference, 2));
 COLUMNS.side = column("folder", (r) => r.side, (r) => D.contrast.names[r.side === "a" ? 0 : 1], "whole");

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
-from lipscope.theorems.around import Around
 from lipscope.theorems.derived.gram_rows import JacobianRows, diagonal
 from lipscope.theorems.head_at import HeadsAt
+from lipscope.theorems.residual_context import Around
 
 
 class _Parts(NamedTuple):

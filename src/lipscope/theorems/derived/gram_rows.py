@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
-from lipscope.theorems.around import Around
 from lipscope.theorems.head import UNIT
 from lipscope.theorems.head_at import HeadsAt
+from lipscope.theorems.residual_context import Around
 from lipscope.theorems.spectrum import eigenvalue
 
 PROBES = 8  # directions of a row's output space that one round follows

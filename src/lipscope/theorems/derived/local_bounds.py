@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.theorems.around import Around
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import DERIVED, theorem
+from lipscope.theorems.residual_context import Around
 from lipscope.theorems.spectrum import eigenvalue, of_both_parts, spectral_norm
 
 

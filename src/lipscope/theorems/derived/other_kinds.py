@@ -66,7 +66,7 @@ def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
     """
     own = layer.in_double()
     query, key, value = _by_head(own)
-    alpha = own.scale * product_norm(key, query) * radius**2
+    alpha = abs(own.scale) * product_norm(key, query) * radius**2
     return float(of_heads(spectral_norm(value) * (1 + 2 * alpha), own.output))
 
 
@@ -85,15 +85,16 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     """
     _mask_of(layer, num_tokens)
     own, n = layer.in_double(), num_tokens
+    scale = abs(own.scale)
     query, key, value = _by_head(own)
     query_bias, key_bias, value_bias = (
         w.new_zeros(w.shape[:2]) if bias is None else bias.unflatten(0, (own.num_heads, -1))
         for w, bias in ((query, own.query_bias), (key, own.key_bias), (value, own.value_bias))
     )
-    norm_v, a = spectral_norm(value), own.scale * product_norm(key, query)
-    of_query = own.scale * (key.mT @ query_bias[..., None]).norm(dim=(1, 2))
-    of_key = own.scale * (query.mT @ key_bias[..., None]).norm(dim=(1, 2))
-    fixed = own.scale * (query_bias * key_bias).sum(-1).abs()
+    norm_v, a = spectral_norm(value), scale * product_norm(key, query)
+    of_query = scale * (key.mT @ query_bias[..., None]).norm(dim=(1, 2))
+    of_key = scale * (query.mT @ key_bias[..., None]).norm(dim=(1, 2))
+    fixed = scale * (query_bias * key_bias).sum(-1).abs()
     scores = a * radius**2 + (of_query + of_key) * radius + fixed
     b = torch.as_tensor(own.shift(n), dtype=scores.dtype, device=scores.device).flatten()
     top = torch.sigmoid(scores + b)

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lipscope.theorems.around import Around
 from lipscope.theorems.derived.column_gram import JacobianColumns
 from lipscope.theorems.derived.gram_rows import PROBES, JacobianRows
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.register import DERIVED, theorem
+from lipscope.theorems.residual_context import Around
+from lipscope.theorems.spectrum import spectral_norm
 
 _ROUNDS = 6  # of the search for weights; more of them gain next to nothing
 _SLACK = 1e-10  # float64 rounding of sums of n terms, with room
@@ -62,6 +63,25 @@ def row_gram_joint(at: HeadsAt, slope: Tensor | None = None, around: Around | No
     Cost: ``n`` matrices of the width of the concatenated heads in each of seven rounds.
     """
     return weighted_heads(at, slope, around).value
+
+
+@theorem(cite="castin2024", statement="Lemma 3.8, over row-Gram certificates", cost=weighing)
+def castin_lemma_3_8(at: HeadsAt) -> float:
+    """Several heads by the sum over heads, as stated: what one head at a time can give.
+
+    ``Σ_h ‖W_h‖ c_h`` with ``c_h`` the row-Gram certificate of head ``h`` before the output
+    projection ``[W_1 … W_H]``; ``Σ_h c_h`` for concatenated heads.
+
+    Holds for any mask, bias and rotary embedding, at ``x``. Equal to sigma where every ``c_h`` is
+    exact and the heads move the output the same way; `row_gram_joint` sums heads before any norm.
+
+    Source: Lemma 3.8 of [castin2024], ``Lip(f) ≤ Σ_h ‖W_h‖ Lip(f_h)``, at one input.
+    """
+    parts = [None] * len(at.heads) if at.output is None else at.output.chunk(len(at.heads), 1)
+    return math.fsum(
+        (1.0 if part is None else spectral_norm(part)) * row_gram(HeadAt(head, at.x))
+        for head, part in zip(at.heads, parts, strict=True)
+    )
 
 
 @dataclass(frozen=True)

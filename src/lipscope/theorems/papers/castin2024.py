@@ -2,7 +2,7 @@
 
 Upper and lower bounds for dot-product attention on tokens of norm at most ``R``, and its
 limit for large tokens. With ``alpha = ‖A‖ R^2`` all of them hold for one head; several heads
-are put together in `lipscope.theorems.several` (Lemma 3.8). The printed formulas of Theorems
+are put together in `lipscope.theorems.layer_bounds` (Lemma 3.8). The printed formulas of Theorems
 C.3 and E.3 could not be had: what stands here was derived from their proofs.
 """
 
@@ -18,7 +18,10 @@ from lipscope.theorems.head import Head
 from lipscope.theorems.head_at import HeadAt
 from lipscope.theorems.register import NotApplicableError, theorem
 
-_SLIDES = "read on the authors' slides (January 2025) only; fails for every finite p"
+_SLIDES = (
+    "read: “same upper bound” on the slides (January 2025), without a distance or p, and the "
+    "paper's text without formulas; fails for the conditional distance of every finite p"
+)
 
 
 @theorem(cite="castin2024", statement="Theorems 3.3 and 4.3")
@@ -60,12 +63,14 @@ def castin_thm_4_4(head: Head, radius: float) -> float:
 
     ``‖V‖ (1 + 3 ‖A‖ R²) e^(2 ‖A‖ R²)``.
 
-    Stated for causal attention and the conditional Wasserstein distance of order ``p``. It fails
-    for every finite ``p``: with ``A = 0`` attention is the running mean, whose norm for many
-    tokens is ``p / (p-1)`` by Hardy's inequality (unbounded for ``p = 1``). Here ``p = 2``: 1.1441
-    for two tokens, 2 in the limit. `causal_mean_field` is the corrected constant.
+    The slides state it for causal attention, and give neither the distance nor ``p``. Taken with
+    the conditional Wasserstein distance of order ``p``, it fails for every finite ``p``: with
+    ``A = 0`` attention is the running mean, whose norm for many tokens is ``p / (p-1)`` by Hardy's
+    inequality (unbounded for ``p = 1``). Here ``p = 2``: 1.1441 for two tokens, 2 in the limit.
+    `causal_mean_field` is the corrected constant.
 
-    Source: Theorem 4.4 of [castin2024], whose statement in the paper was not legible to us.
+    Source: Theorem 4.4 of [castin2024]. The text of the paper, read without its formulas, has the
+    distance of Definition 4.1, which keeps positions; its ``p`` was not legible.
     """
     _causal(head)
     head.without_positions()

@@ -13,7 +13,8 @@ PUBLISHED = math.exp(math.sqrt(3)) + 2 * math.sqrt(6)
 @theorem(
     cite="dasoulas2021",
     statement="LipschitzNorm, quadratic form",
-    note="the constant was recalled, not read; it is above one that is proved here",
+    recalled=True,
+    note="the constant is above one that is proved here",
 )
 def dasoulas_lipschitz_norm(layer: LipschitzNormAttention) -> float:
     """Attention with normalised scores, for any number of tokens.
@@ -23,7 +24,7 @@ def dasoulas_lipschitz_norm(layer: LipschitzNormAttention) -> float:
 
     Holds for self-attention without mask, all inputs.
 
-    Source: [dasoulas2021], with as many keys as queries.
+    Source: [dasoulas2021], with as many keys as queries; the authors' code, the constant recalled.
     """
     return PUBLISHED / CONSTANT * lipschitz_norm_improved(layer)
 

@@ -56,7 +56,7 @@ def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
     return best
 
 
-@theorem(cite="kim2021", statement="Theorem 3.2, infinity norm", metric="infinity")
+@theorem(cite="kim2021", statement="Theorem 3.2, infinity norm", metric="infinity", recalled=True)
 def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
     """L2 attention: largest entry of the output's move per largest entry of the input's.
 
@@ -76,6 +76,7 @@ def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
 @theorem(
     cite="kim2021",
     statement="Theorem 3.2, Frobenius norm",
+    recalled=True,
     note="with the fourth power of the query weights; the second fails",
 )
 def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
@@ -86,7 +87,7 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
     Holds for all inputs of N tokens, without mask and for causal ones. The power of
     ``‖W_h‖`` is 4: attention is quadratic in ``W_h``.
 
-    Source: Theorem 3.2 of [kim2021]; printed power not confirmed.
+    Source: Theorem 3.2 of [kim2021].
     """
     _visible_self(layer)
     w, v, output = _weights(layer)

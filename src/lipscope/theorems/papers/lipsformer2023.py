@@ -9,21 +9,21 @@ from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import spectral_norm
 
 
-@theorem(cite="lipsformer2023", statement="Theorem 1")
+@theorem(cite="lipsformer2023", statement="Theorem 1", recalled=True)
 def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     """Scaled cosine attention, for all inputs of N tokens.
 
     ``ν ε^(-1/2) (2N(N-1) τ ‖W_K‖ + 2(N-1) τ ‖W_Q‖ + 2N ‖W_V‖)`` for one head; heads add up
-    as ``‖W_O‖ √(Σ_h …²)``.
+    as ``‖W_O‖ √(Σ_h …²)``. Of ``ν`` and ``τ`` that training turned negative, their sizes.
 
     Holds without mask: it is never below `lipsformer_cosine_improved` for ``N ≥ 2``, nor below
     sigma for ``N = 1``.
 
-    Source: [lipsformer2023]; the constants were recalled, not read.
+    Source: [lipsformer2023].
     """
     if layer.causal or layer.mask is not None:
         raise NotApplicableError("it is masked")
-    n, tau = num_tokens, float(layer.temperature.detach())
+    n, tau = num_tokens, abs(float(layer.temperature.detach()))
 
     parts = (layer.query, layer.key, layer.value)
     norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
@@ -34,7 +34,7 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
         ]
     )
     output = 1.0 if layer.output is None else spectral_norm(layer.output)
-    return float(layer.gain.detach()) * layer.eps**-0.5 * heads * output
+    return abs(float(layer.gain.detach())) * layer.eps**-0.5 * heads * output
 
 
 @theorem(cite=DERIVED, statement="LipsFormer's constant, improved")
@@ -42,7 +42,7 @@ def lipsformer_cosine_improved(layer: ScaledCosineAttention, num_tokens: int) ->
     """Scaled cosine attention with deviations in place of sizes.
 
     ``ν ε^(-1/2) (√c ‖W_V‖ + τ ‖W_Q‖ + τ √c ‖W_K‖)``, ``c = min(N, e^(2τ))``, or ``N`` under a
-    mask; heads add up as ``‖W_O‖ √(Σ_h …²)``.
+    mask; heads add up as ``‖W_O‖ √(Σ_h …²)``. Of ``ν`` and ``τ`` below zero, their sizes.
 
     Holds for any mask on all inputs of N tokens.
 

@@ -1,0 +1,288 @@
+"""Mass splitting: where it happens, which maps it happens to, and tiny masses that go far."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+from lipscope import Attention, split
+from lipscope.charts.panels import Panel, Series
+from lipscope.linalg.starts import start_named
+from lipscope.measures import TokenMeasure, finite_split, split_at, tiny_mass_gain, tiny_mass_ratio
+from lipscope.pages.table import number
+from lipscope.records.sampling import mean_interval, share_interval
+from lipscope_experiments.castin2024.maps import CLEAR, SIGNS, multiple, table_of_maps
+from lipscope_experiments.experiment import Study, ValueJob, experiment
+from lipscope_experiments.findings import Claim, Findings, Record, Table
+
+_WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
+_FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
+
+
+@experiment(
+    "castin2024/splitting",
+    title="Mass splitting: when tokens should be taken apart rather than moved",
+    cite="castin2024",
+    models=("minilm", "smollm2"),
+    quick_models=("minilm",),
+)
+def splitting(study: Study) -> Findings:
+    """Wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
+    areas = study.values("areas", _area_jobs(study))
+    finite = study.values("finite moves", [_finite_job(pair) for pair in _WEDGES])
+    far = study.values("tiny masses", [_far_job(sign, r) for sign in SIGNS for r in _FAR])
+    chance = study.values("tiny masses at random", [_chance_job(study, s) for s in SIGNS])
+    maps = table_of_maps(study)
+    texts = _texts(study)
+    _draw(study, far)
+    return Findings(
+        (
+            Claim(
+                "one dimension, two tokens in [-R, R]², A = -1",
+                "splitting wins in curved wedges, one token near 0 and one near ±R (derived here)",
+                _areas(areas, "A = -I", 2, 1),
+            ),
+            Claim("the same, A = +1", "none found (derived here)", _areas(areas, "A = +I", 2, 1)),
+            Claim(
+                "finite moves by exact transport at (-3, -0.3) and (-0.5, -5)",
+                "gains of 1.5535 and 1.7467, moves of 1.2187 and 1.1928 (derived here)",
+                "; ".join(
+                    f"split {number(r['split'], 5)}, together {number(r['together'], 5)}, "
+                    f"sigma {number(r['moving'], 5)}"
+                    for r in finite
+                ),
+            ),
+            Claim(
+                "two atoms at ±R, A = +1: a tiny mass carried across the middle",
+                "tends to 2, every small move to 1 (derived here)",
+                "; ".join(
+                    f"R = {r['radius']:g}: {number(r['far'])} against {number(r['small'])}"
+                    for r in far
+                    if r["sign"] == "A = +I"
+                ),
+            ),
+            Claim(
+                "inputs of three tokens in the plane where a tiny mass beats every small move",
+                "unknown",
+                "; ".join(_chances(r) for r in chance),
+            ),
+            Claim("tokens of texts that are better split than moved alone", "unknown", texts[0]),
+        ),
+        (
+            Table(
+                "Share of random or gridded inputs that split",
+                ("A", "tokens", "d", "R", "share", "largest split / moved"),
+                tuple(_area_line(r) for r in areas),
+            ),
+            maps,
+            texts[1],
+        ),
+        (
+            "Split / moved above 1: two copies of a token that move against each other change "
+            "the output more than any move of whole tokens does.",
+            "Intervals are 95 %: Clopper–Pearson over inputs that were drawn independently, "
+            "Student's over windows of text.",
+            "Not found is no proof. What is proved stands in docs/theory/splitting.md.",
+            "With a causal mask or positions, copies share those of their token; a text has no "
+            "such copies.",
+        ),
+    )
+
+
+# --- where: shares of squares and balls
+
+
+def ratios(layer: Attention, x: Tensor) -> Tensor:
+    """Split / moved at many inputs ``(b, n, d)`` of a layer in closed form."""
+    n = x.shape[1]
+    whole = vmap(jacrev(layer.forward))(x)
+    own = vmap(jacrev(layer))(x, x)
+    moving = torch.linalg.matrix_norm(whole.reshape(len(x), -1, n * x.shape[2]), 2)
+    blocks = torch.stack([own[:, i, :, i] for i in range(n)], 1)
+    return torch.linalg.matrix_norm(blocks, 2).amax(1) / moving
+
+
+def _area_jobs(study: Study) -> list[ValueJob]:
+    grid, many = study.pick((41, 400), (121, 4000))
+    lines = [(sign, 2, 1, r, grid) for sign in SIGNS for r in (1.0, 2.0, 3.0, 5.0)]
+    clouds = [(sign, 3, d, 3.0, many) for sign in SIGNS for d in (1, 2, 4)]
+    return [_area_job(*one) for one in (*lines, *clouds)]
+
+
+def _area_job(sign: str, n: int, d: int, radius: float, count: int) -> ValueJob:
+    def compute() -> Record:
+        if n == 2:
+            axis = torch.linspace(-radius, radius, count, dtype=torch.float64)
+            x = torch.cartesian_prod(axis, axis)[:, :, None]
+        else:
+            gen = start_named(f"splitting|{sign}|{d}")
+            x = torch.randn(count, n, d, generator=gen, dtype=torch.float64)
+            far = torch.rand(count, n, 1, generator=gen, dtype=torch.float64) ** (1 / d)
+            x = radius * far * x / x.norm(dim=-1, keepdim=True)
+        found = torch.cat([ratios(multiple(SIGNS[sign], d), part) for part in x.split(2000)])
+        hits = int((found > 1 + CLEAR).sum())
+        return {"hits": hits, "total": len(x), "largest": float(found.max())}
+
+    return {"sign": sign, "n": n, "d": d, "radius": radius, "count": count}, compute
+
+
+def _share(r: Record) -> str:
+    share = f"{r['hits'] / r['total']:.1%}"
+    if r["n"] == 2:  # a grid
+        return share
+    low, high = share_interval(r["hits"], r["total"])
+    return f"{share} [{low:.1%}, {high:.1%}]"
+
+
+def _areas(found: list[Record], sign: str, n: int, d: int) -> str:
+    mine = [r for r in found if (r["sign"], r["n"], r["d"]) == (sign, n, d)]
+    return "; ".join(
+        f"R = {r['radius']:g}: {_share(r)}, largest ratio {number(r['largest'], 3)}" for r in mine
+    )
+
+
+def _area_line(r: Record) -> tuple[str, ...]:
+    plain = (r["sign"], str(r["n"]), str(r["d"]), f"{r['radius']:g}")
+    return (*plain, _share(r), number(r["largest"]))
+
+
+# --- finite moves, and tiny masses
+
+
+def _finite_job(pair: tuple[float, float]) -> ValueJob:
+    def compute() -> Record:
+        layer, x = multiple(-1.0, 1), torch.tensor(pair, dtype=torch.float64)[:, None]
+        found = split_at(layer, x)
+        mu, size = TokenMeasure(x), 1e-4
+        return {
+            "moving": found.moving,
+            "split": finite_split(layer, mu, found, size=size),
+            "together": finite_split(layer, mu, found, size=size, whole=True),
+        }
+
+    return {"x": list(pair)}, compute
+
+
+def _far_job(sign: str, radius: float) -> ValueJob:
+    def compute() -> Record:
+        layer = multiple(SIGNS[sign], 1)
+        x = torch.tensor([[radius], [-radius]], dtype=torch.float64)
+        y = torch.linspace(-radius, radius, 801, dtype=torch.float64)[:, None]
+        mu, small = TokenMeasure(x), split_at(layer, x)
+        gains = tiny_mass_gain(layer, mu, y)
+        atom, target = divmod(int(gains.argmax()), len(y))
+        exact = tiny_mass_ratio(layer, mu, atom, y[target], mass=1e-6)
+        return {
+            "small": max(small.moving, small.splitting),
+            "far": float(gains.max()),
+            "exact": exact,
+            "to": float(y[target]) / float(x[atom]),
+        }
+
+    return {"sign": sign, "radius": radius}, compute
+
+
+def _chance_job(study: Study, sign: str) -> ValueJob:
+    (count, targets), radius = study.pick((60, 200), (500, 500)), 3.0
+
+    def compute() -> Record:
+        gen, layer, hits, best = start_named(f"far|{sign}"), multiple(SIGNS[sign], 2), 0, 0.0
+        for _ in range(count):
+            x = radius * _in_disc(3, gen)
+            found = split_at(layer, x)
+            small = max(found.moving, found.splitting)
+            gains = tiny_mass_gain(layer, TokenMeasure(x), radius * _in_disc(targets, gen))
+            ratio = float(gains.max()) / small
+            hits, best = hits + (ratio > 1 + CLEAR), max(best, ratio)
+        return {"hits": hits, "total": count, "largest": best}
+
+    return {"sign": sign, "count": count, "targets": targets, "radius": radius}, compute
+
+
+def _in_disc(n: int, gen: torch.Generator) -> Tensor:
+    angle, far = (torch.rand(n, generator=gen, dtype=torch.float64) for _ in range(2))
+    return (far.sqrt() * torch.stack([(math.tau * angle).cos(), (math.tau * angle).sin()])).T
+
+
+def _chances(r: Record) -> str:
+    low, high = share_interval(r["hits"], r["total"])
+    return (
+        f"{r['sign']}, R = {r['radius']:g}: {r['hits'] / r['total']:.1%} [{low:.1%}, {high:.1%}], "
+        f"at most {number(r['largest'], 3)} times"
+    )
+
+
+# --- real layers
+
+
+def _texts(study: Study) -> tuple[str, Table]:
+    """Tokens of windows of texts, layers and heads of models."""
+    length = study.pick(16, 32)
+    count = study.pick(1, 4)
+    lines, shares, better, total, above, rows = [], [], 0, 0, 0, 0
+    for model, text in study.places():
+        layers = study.pick([0], [0, 2, 5])
+        for window in range(count):
+            part = text.content[window * len(text.content) // count :]
+            found = split(model, part, layers=layers, length=length, out=study.folder)
+            ratios = [found.ratio(i) for i in range(len(found.moved))]
+            held = [one for one in ratios if one is not None]
+            alone = max(one.split / one.moved for one in found.tokens)
+            hits = sum(one.better_split for one in found.tokens)
+            better, shares = better + hits, [*shares, hits / len(found.tokens)]
+            total, rows = total + len(found.tokens), rows + len(held)
+            above += sum(one > 1 for one in held)
+            lines.append((model.name, text.name, str(window), number(max(held)), number(alone)))
+    columns = ("model", "text", "window", "largest split / moved", "of one token, moved alone")
+    table = Table(f"Layers, heads and tokens of texts, {length} tokens", columns, tuple(lines))
+    mean, low, high = mean_interval(shares)
+    ends = "" if math.isnan(low) else f" [{max(low, 0.0):.2%}, {high:.2%}]"
+    return (
+        f"{better} of {total:,} tokens in all layers, {mean:.2%}{ends} of a window; in {above} of "
+        f"{rows:,} layers and heads splitting beats every move",
+        table,
+    )
+
+
+# --- figures
+
+
+def _draw(study: Study, far: list[Record]) -> None:
+    side = study.pick(61, 121)
+    panels = []
+    for radius in (3.0, 5.0):
+        axis = torch.linspace(-radius, radius, side, dtype=torch.float64)
+        x = torch.cartesian_prod(axis, axis)
+        inside = ratios(multiple(-1.0, 1), x[:, :, None]) > 1 + CLEAR
+        panels.append(_places(f"d = 1, R = {radius:g}", x[inside], "x₁", "x₂"))
+    axis = torch.linspace(-5, 5, side, dtype=torch.float64)
+    moving = torch.cartesian_prod(axis, axis)
+    fixed = torch.tensor([[3.0, 0.0], [-1.0, 1.0]], dtype=torch.float64)
+    x = torch.cat([fixed.expand(len(moving), 2, 2), moving[:, None]], 1)
+    inside = ratios(multiple(-1.0, 2), x) > 1 + CLEAR
+    plane = _places(
+        "d = 2: where a third token makes it split",
+        moving[inside],
+        "x₃, first entry",
+        "x₃, second entry",
+    )
+    held = Series("the two other tokens", tuple((float(a), float(b)) for a, b in fixed), "points")
+    panels.append(Panel(plane.title, (*plane.series, held), plane.x, plane.y, False, False))
+    mine = [r for r in far if r["sign"] == "A = +I"]
+    curves = [("a tiny mass across", "far"), ("any small move", "small")]
+    series = [Series(n, tuple((r["radius"], r[key]) for r in mine)) for n, key in curves]
+    two = Series("gain 2", tuple((r["radius"], 2.0) for r in mine), "dashes")
+    panels.append(
+        Panel("A = +1, atoms at ±R", (*series, two), "radius R", "gain", log_x=False, log_y=False)
+    )
+    study.draw("splitting", "Where splitting beats moving (A = -I)", panels, columns=2)
+
+
+def _places(title: str, points: Tensor, x: str, y: str) -> Panel:
+    found = tuple((float(a), float(b)) for a, b in points)
+    return Panel(
+        title, (Series("splitting beats moving", found, "points"),), x, y, log_x=False, log_y=False
+    )

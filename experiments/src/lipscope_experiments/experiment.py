@@ -1,0 +1,379 @@
+"""The register of experiments, and what they share: the folder, resuming, files, findings."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+import lipscope
+from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, measure
+from lipscope.charts.panels import Panel
+from lipscope.engine.measure import measure_built
+from lipscope.engine.runs import Progress as RowProgress
+from lipscope.engine.runs import folder_of
+from lipscope.models import LoadedModel, load_model
+from lipscope.models.model_fingerprint import stamp, stamp_of_folder
+from lipscope.records.files import replaced
+from lipscope.records.folder import RunFolder
+from lipscope.records.rows import provenance, stable_id
+from lipscope.records.run_location import Place
+from lipscope_experiments.findings import Findings, Record, findings_of, page
+from lipscope_experiments.texts import Text, texts_of
+
+if TYPE_CHECKING:
+    from lipscope.charts.motion import Scene
+
+Progress = Callable[[int, int, str], None]
+ValueJob = tuple[Record, Callable[[], Record]]
+T = TypeVar("T")
+_PAGE, _FINDINGS = "findings.md", "findings"
+# What draws and writes from rows: all of the library and of this package.
+_CODE = (Path(lipscope.__file__).parent, Path(__file__).parent)
+Function = TypeVar("Function", bound=Callable[..., Findings])
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One entry of the register.
+
+    Attributes:
+        name: ``paper/figure``.
+        function: Does it.
+        title: What is reproduced, in a line.
+        cite: Key of ``docs/references.bib``.
+        models: Models by default; none where the experiment needs no model.
+        quick_models: Those of ``--quick``; the same if there are none.
+        reads_text: Whether it reads texts.
+        reads_images: Whether it reads pictures, where a model does.
+    """
+
+    name: str
+    function: Callable[[Study], Findings]
+    title: str
+    cite: str
+    models: tuple[str, ...] = ()
+    quick_models: tuple[str, ...] = ()
+    reads_text: bool = True
+    reads_images: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with what it reads: a text, or pictures.
+
+    Attributes:
+        model: The model.
+        name: Of the text; "random pixels" or "pictures".
+        asked: The options of a verb that name it: ``data``, or ``images``.
+    """
+
+    model: LoadedModel
+    name: str
+    asked: dict[str, Any]
+
+    @property
+    def sees(self) -> bool:
+        """Whether it reads pictures."""
+        return "images" in self.asked
+
+    @property
+    def where(self) -> str:
+        """Model and text, for tables."""
+        return f"{self.model.name}, {self.name}"
+
+
+_REGISTER: dict[str, Experiment] = {}
+
+
+def experiment(name: str, **fields: Any) -> Callable[[Function], Function]:
+    """Enter a function into the register under its name, with the fields of `Experiment`."""
+
+    def enter(function: Function) -> Function:
+        _REGISTER[name] = Experiment(name, function, **fields)
+        return function
+
+    return enter
+
+
+def experiments() -> list[Experiment]:
+    """Every experiment, in the order of registration."""
+    return list(_REGISTER.values())
+
+
+class Study:
+    """What an experiment is given: what to run on, and where its rows, values and figures go.
+
+    Args:
+        folder: Its run folder.
+        models: Names of models.
+        texts: Texts.
+        images: Folder of pictures, or ``random`` pixels.
+        quick: Whether a minute is enough.
+        progress: Called as ``progress(done, total, part)``.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        models: tuple[str, ...],
+        texts: tuple[Text, ...],
+        quick: bool,
+        progress: Progress | None,
+        images: str = "random",
+    ) -> None:
+        self.folder, self.quick, self.images = folder, quick, images
+        self.models, self.texts = models, texts
+        self.figures: list[tuple[str, str, str]] = []
+        self._progress = progress
+        self.load = functools.lru_cache(maxsize=2)(load_model)
+
+    def pick(self, quick: T, full: T) -> T:
+        """One of two settings."""
+        return quick if self.quick else full
+
+    def places(self) -> Iterator[tuple[LoadedModel, Text]]:
+        """Every model on every text."""
+        for name in self.models:
+            for text in self.texts:
+                yield self.load(name), text
+
+    def sources(self, missing: list[str]) -> Iterator[Source]:
+        """Every model on every text, or on pictures if it reads them.
+
+        Args:
+            missing: Takes a remark where the package of ``dinov2`` is not there, which is no
+                part of the set-up.
+        """
+        for name in self.models:
+            try:
+                loaded = self.load(name)
+            except InputError as why:
+                if name != "dinov2":
+                    raise
+                missing.append(f"Not run: {why}")
+                continue
+            if loaded.tokenizer is None and hasattr(loaded.config, "patch_size"):
+                what = "random pixels" if self.images == "random" else "pictures"
+                yield Source(loaded, what, {"images": self.images})
+                continue
+            for text in self.texts:
+                yield Source(loaded, text.name, {"data": text.content})
+
+    def not_run(self, *names: str) -> list[str]:
+        """A remark, if any, on models that the paper used and this run did not."""
+        missing = [name for name in names if name not in self.models]
+        return [f"Not run on {' or '.join(missing)}."] if missing else []
+
+    def measure(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
+        """Rows of `lipscope.engine.measure`, in the run folder."""
+        return measure(model, data, out=self.folder, progress=self._in(part), **options)
+
+    def bounds(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
+        """Rows of `lipscope.engine.bounds`, in the run folder."""
+        return bounds(model, data, out=self.folder, progress=self._in(part), **options)
+
+    def built(
+        self, part: str, inputs: Sequence[tuple[int, Callable[[], Tensor]]], **options: Any
+    ) -> Iterator[Measurement]:
+        """Rows of `measure_built` for samples and what builds their inputs, in the run folder."""
+        for done, (sample, build) in enumerate(inputs, 1):
+            yield measure_built(x=build(), sample=sample, out=self.folder, **options)
+            self._tell(done, len(inputs), part)
+
+    def values(self, part: str, jobs: Iterable[ValueJob]) -> list[Record]:
+        """Records of jobs by their keys, each computed once and kept in the run folder.
+
+        Args:
+            part: Name of the part.
+            jobs: Pairs of a key (plain values that determine the record) and a function that
+                computes the rest of it.
+
+        Returns:
+            Key and values together, in the order of the jobs.
+        """
+        jobs, held = list(jobs), self.folder.values(part)
+        found = []
+        for done, (key, compute) in enumerate(jobs):
+            name = stable_id({"part": part, **key})
+            if name not in held:
+                self._tell(done, len(jobs), part)
+                held[name] = self.folder.add_value(part, name, {**key, **compute()})
+            found.append(held[name])
+        self._tell(len(jobs), len(jobs), part)
+        return found
+
+    def draw(
+        self,
+        stem: str,
+        title: str,
+        panels: Sequence[Panel],
+        notes: Sequence[str] = (),
+        columns: int = 3,
+    ) -> None:
+        """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first.
+
+        In the names of the files everything but letters, digits, - and _ becomes -.
+
+        Nothing is saved where there is nothing to draw.
+        """
+        from lipscope.charts.curves import curves_chart
+        from lipscope.charts.look import save_each
+
+        if not panels:
+            return
+        chart = curves_chart(title, panels, notes=notes, columns=columns)
+        stem = _file_name(stem)
+        save_each(chart, [self.folder.path / f"{stem}.{kind}" for kind in ("svg", "png")])
+        self._drawn(f"{stem}.svg", title)
+
+    def animate(self, stem: str, title: str, scenes: Sequence[Scene]) -> list[str]:
+        """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
+        from lipscope.charts.motion import animate
+
+        name = f"{_file_name(stem)}.gif"
+        try:
+            animate(self.folder.path / name, scenes)
+        except InputError as missing:
+            return [f"{title}: not drawn. {missing}"]
+        self._drawn(name, title)
+        return []
+
+    def _drawn(self, name: str, title: str) -> None:
+        """Keep a figure for the page, with the digest by which it is known again."""
+        content = (self.folder.path / name).read_bytes()
+        self.figures.append((name, title, hashlib.sha256(content).hexdigest()[:16]))
+
+    def _in(self, part: str) -> RowProgress:
+        return lambda done, total, row: self._tell(done, total, part)
+
+    def _tell(self, done: int, total: int, part: str) -> None:
+        if self._progress is not None:
+            self._progress(done, total, part)
+
+
+def layers_of(model: LoadedModel, data: Any = None, **options: Any) -> Iterator[LayerAtInput]:
+    """Layers of a model at inputs, on the CPU, in float64 unless another type is asked for."""
+    asked: dict[str, Any] = {"dtype": "float64", "device": "cpu", **options}
+    return OpenModel(model).layers(data, **asked)
+
+
+def reproduce(
+    name: str,
+    *,
+    models: Sequence[str] | None = None,
+    texts: Sequence[str] = (),
+    images: str | None = None,
+    quick: bool = False,
+    out: str | Path | Place,
+    progress: Progress | None = None,
+) -> Findings:
+    """Run one experiment; the same call again goes on where it stopped.
+
+    A finished run is only read again. Where the code has changed since, figures and findings are
+    made anew from the rows and values that are there.
+
+    Args:
+        name: As in the register.
+        models: Names for `load_model`; those of the experiment if None.
+        texts: Files, or ``ag_news``, besides the default text.
+        images: Folder of pictures for models that read them; random pixels if None.
+        quick: About a minute instead of the paper's size.
+        out: Folder of the rows, figures and ``findings.md``.
+        progress: Called as ``progress(done, total, part)``.
+
+    Returns:
+        The findings, which also stand in ``findings.md``.
+
+    Raises:
+        InputError: If there is no such experiment, or it cannot be run as asked.
+    """
+    entry = _REGISTER.get(name)
+    if entry is None:
+        known = ", ".join(_REGISTER)
+        raise InputError(f"`NAME` should be one of {known}. Found `{name}`.")
+    models = [models] if isinstance(models, str) else models
+    if models is not None and not all([*models, models]):
+        raise InputError(f"`--models` should name models. Found `{','.join(models)}`.")
+    if models is not None and not entry.models:
+        raise InputError(f"`--models` goes with experiments on models. Found it with `{name}`.")
+    if texts and not entry.reads_text:
+        raise InputError(f"`--text` goes with experiments on text. Found it with `{name}`.")
+    if images is not None and not entry.reads_images:
+        raise InputError(f"`--images` goes with experiments on pictures. Found it with `{name}`.")
+    chosen = tuple(models or (quick and entry.quick_models) or entry.models)
+    held = texts_of(texts) if entry.reads_text else ()
+    spec = {"experiment": name, "quick": quick, "models": chosen}
+    spec |= {"texts": {text.name: text.sha256 for text in held}}
+    if images is not None:
+        spec["images"] = str(images)
+    origin = provenance()
+    with RunFolder(folder_of(out), spec, origin) as folder:
+        key = _key(folder.spec)
+        found = folder.values(_FINDINGS).get(key or "")
+        if found is not None and all((folder.path / one).exists() for one in found["files"]):
+            return findings_of(found["findings"])
+        study = Study(folder, chosen, held, quick, progress, images or "random")
+        findings = entry.function(study)
+        text = page(
+            findings,
+            title=entry.title,
+            cite=entry.cite,
+            command=_command(name, models, held[1:], images, quick),
+            figures=study.figures,
+            origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
+            f"{origin['transformers']}",
+        )
+        _write(folder.path / _PAGE, text)
+        if key is not None and not any(row.passing for row in folder.done.values()):
+            files = [_PAGE, *(name for name, *_ in study.figures)]
+            folder.add_value(_FINDINGS, key, {"findings": asdict(findings), "files": files})
+    return findings
+
+
+def _key(spec: Mapping[str, Any]) -> str | None:
+    """What the findings of a run depend on; None where that takes loading a model."""
+    stamps = [stamp(name) for name in spec["models"]]
+    if None in stamps:
+        return None
+    folder = Path(os.path.expanduser(spec.get("images", "random")))
+    seen = stamp_of_folder(folder) if folder.is_dir() else ""
+    code = [stamp_of_folder(folder, "**/*.py") for folder in _CODE]
+    return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "code": code})
+
+
+def _file_name(words: str) -> str:
+    """Words as a name for a file on any system."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in words).strip("-")
+
+
+def _command(
+    name: str,
+    models: Sequence[str] | None,
+    texts: Sequence[Text],
+    images: str | None,
+    quick: bool,
+) -> str:
+    words = ["lipscope reproduce", name]
+    if models:
+        words += ["--models", ",".join(models)]
+    for text in texts:
+        words += ["--text", text.name]
+    if images is not None:
+        words += ["--images", Path(images).name]
+    return " ".join([*words, "--quick"] if quick else words)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        replaced(path, text.encode())
+    except OSError as problem:
+        raise InputError(
+            f"`{path}` cannot be written ({problem.strerror}); choose another `--out`."
+        ) from problem

@@ -1,0 +1,178 @@
+"""Search inside a ball: lower values that a certificate must exceed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attention import Attention, DotProduct, Map
+from lipscope.certificates.balls import in_double, sigma_of, tokens_of
+from lipscope.certificates.read_out import check_ball
+from lipscope.display import Shown
+from lipscope.theorems.derived.ball import per_token
+from lipscope.theorems.derived.intervals import BallName
+
+
+@dataclass(frozen=True, repr=False)
+class BallAttack(Shown):
+    """The worst that was found inside a ball; what a certificate must exceed.
+
+    Attributes:
+        ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found.
+        sigma: Largest sigma found inside the ball.
+        worst: The X' of ``ratio``.
+        attempts: Random points and ascents tried.
+    """
+
+    ratio: float
+    sigma: float
+    worst: Tensor
+    attempts: int
+
+
+def attack_in_ball(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    eps: float | Tensor,
+    *,
+    ball: BallName = "token",
+    head: int | None = None,
+    map: Map = "attention",
+    random: int = 20,
+    ascents: int = 2,
+    steps: int = 30,
+    seed: int = 0,
+) -> BallAttack:
+    """Random and gradient-ascent attempts to exceed a certificate inside its ball.
+
+    Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
+    singular vectors at the current point; every iterate is put back into the ball.
+
+    Holds for any layer; its values are lower ones, found and not proved largest.
+
+    Args:
+        layer: The layer.
+        x: Centre.
+        eps: Radius, as for `certify`.
+        ball: ``token`` or ``frobenius``.
+        head: One head alone, or None.
+        map: ``attention`` or ``heads``.
+        random: Random points.
+        ascents: Ascents of each kind; the first start along the top singular vector,
+            towards both sides.
+        steps: Steps of each.
+        seed: Of the random points.
+
+    Returns:
+        The largest values found.
+
+    Raises:
+        InputError: As `certify` does.
+    """
+    check_ball(ball)
+    own = in_double(layer, head)
+    x = tokens_of(own, x)
+    radii = per_token(eps, len(x), ball)
+    search = _Search(own, x, radii, ball, map, seed)
+    top = sigma_of(own, x, map, seed)
+    search.sigma = top.sigma
+    if not bool((radii > 0).any()):
+        return BallAttack(top.sigma, top.sigma, x, 0)
+    search.see(search.inside(top.v * radii.max() * 1e-3))  # sigma itself, nearly
+    for start in (top.v, -top.v):
+        search.see(search.to_edge(start))
+    for _ in range(random):
+        search.see(search.to_edge(search.draw()))
+    for i in range(ascents):
+        search.climb_ratio([top.v, -top.v][i] if i < 2 else search.draw(), steps)
+        search.climb_sigma(top.v if i == 0 else search.draw(), steps)
+    return BallAttack(search.ratio, search.sigma, search.worst, random + 2 * ascents + 3)
+
+
+class _Search:
+    """The best values seen so far, and moves that stay inside the ball.
+
+    Args:
+        layer: The layer, in float64.
+        x: Centre.
+        radii: One per token, ``(n,)``.
+        ball: ``token`` or ``frobenius``.
+        map: ``attention`` or ``heads``.
+        seed: Of random directions and of the solver's starts.
+    """
+
+    def __init__(
+        self,
+        layer: DotProduct,
+        x: Tensor,
+        radii: Tensor,
+        ball: BallName,
+        map: Map,
+        seed: int,
+    ) -> None:
+        self.layer, self.x, self.radii = layer, x, radii[:, None]
+        self.ball: BallName = ball
+        self.map: Map = map
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self.here = self.f(x).detach()
+        self.ratio, self.sigma, self.worst = 0.0, 0.0, x
+
+    def f(self, x: Tensor) -> Tensor:
+        """The map."""
+        return self.layer(x) if self.map == "attention" else self.layer.heads(x)
+
+    def draw(self) -> Tensor:
+        """A random direction."""
+        return torch.randn(self.x.shape, generator=self.generator, dtype=self.x.dtype)
+
+    def to_edge(self, e: Tensor) -> Tensor:
+        """A direction scaled to the boundary."""
+        norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
+        return e * (self.radii / norm.clamp_min(1e-300))
+
+    def inside(self, e: Tensor) -> Tensor:
+        """A move put back into the ball."""
+        norm = e.norm() if self.ball == "frobenius" else e.norm(dim=-1, keepdim=True)
+        return e * (self.radii / norm.clamp_min(1e-300)).clamp_max(1.0)
+
+    def see(self, e: Tensor) -> None:
+        """Note the finite difference along a move."""
+        moved = self.x + e
+        size = float((moved - self.x).norm())
+        # below this, a difference of outputs is mostly rounding
+        if size <= 1e-9 * float(self.x.norm()):
+            return
+        with torch.no_grad():
+            ratio = float((self.f(moved) - self.here).norm()) / size
+        if ratio > self.ratio:
+            self.ratio, self.worst = ratio, moved
+
+    def climb_ratio(self, start: Tensor, steps: int) -> None:
+        """Ascent of the finite difference."""
+        e = self.to_edge(start)
+        for i in range(steps):
+            point = e.detach().requires_grad_(True)
+            change = (self.f(self.x + point) - self.here).norm() / point.norm()
+            (slope,) = torch.autograd.grad(change, point)
+            e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
+            self.see(e)
+
+    def climb_sigma(self, start: Tensor, steps: int) -> None:
+        """Ascent of sigma through its singular vectors; the end is measured afresh."""
+        e, best, at = self.to_edge(start), -1.0, None
+        for i in range(steps // 3):
+            top = sigma_of(self.layer, self.x + e, self.map, self.seed + i)
+            if top.sigma > best:
+                best, at = top.sigma, e
+            point = (self.x + e).detach().requires_grad_(True)
+            moved = torch.func.jvp(self.f, (point,), (top.v,))[1]
+            (slope,) = torch.autograd.grad((top.u * moved).sum(), point)
+            e = self.inside(e + self.to_edge(slope) * 0.5 * 0.9**i)
+        if at is not None:
+            again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
+            self.sigma = max(self.sigma, again.sigma)
+            self.see(at)

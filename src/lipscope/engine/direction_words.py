@@ -1,0 +1,240 @@
+"""Singular directions in words: what their tokens read as, against what chance reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.engine.result import Found
+from lipscope.errors import InputError
+from lipscope.linalg.leading import Leading
+from lipscope.linalg.starts import start_named
+from lipscope.models import LayerMap, LoadedModel, Reader, Readings, Sample, Trace, build_map
+from lipscope.models.tracing.maps import PER_HEAD_MAPS
+from lipscope.records.rows import Direction
+
+_TOKENS = 3  # of each vector that are read
+_LEAST = 0.05  # of a token's share, except the first
+_ROUNDING = 1e-5  # of the largest stretch of what is spanned
+_BEST = 10  # readings that span
+_SHOWN = 5  # words of each sign
+_DRAWS = 99  # random directions: one more exceeds all of them once in a hundred times
+
+
+def worded(
+    found: Sequence[Found],
+    built: LayerMap,
+    row_id: str,
+    loaded: LoadedModel,
+    item: Sample,
+    record: Trace | None,
+    memory: int,
+    whole: nn.Module | None,
+) -> Iterator[Direction]:
+    """Every part of some directions: their tokens with what they read as, and the heads.
+
+    Args:
+        found: The directions, largest first.
+        built: Their map.
+        row_id: Row that they belong to.
+        loaded: The model.
+        item: The input.
+        record: Its trace; None for a layer by itself.
+        memory: Budget in bytes.
+        whole: The model with the head that its checkpoint holds, where it was loaded without.
+
+    Yields:
+        The parts, by token or head.
+    """
+    names = names_of(loaded, item, len(built.x))
+    placed = [f"{name} ({i})" for i, name in enumerate(names)]
+    named = placed if item.tokens == tuple(names) else names
+    reader = Reader(built, record, loaded.tokenizer, named, whole)
+    for side, at in (("right", reader.right), ("left", reader.left)):
+        vectors = [one.of.v if side == "right" else one.of.u for one in found]
+        tops = [_tops(vector) for vector in vectors]
+        for i in dict.fromkeys(i for some in tops for i, _ in some):
+            text = names[i] if i < len(names) else str(i)
+            ranks = [rank for rank, some in enumerate(tops) if i in dict(some)]
+            own = torch.stack([vectors[rank][i] for rank in ranks])
+            said = read(at(i), own, f"{row_id}|{side}|{i}", memory // 2)
+            for rank, one in zip(ranks, said, strict=True):
+                place: Any = (row_id, rank + 1, side, i, text, dict(tops[rank])[i])
+                yield _part(place, found[rank].of, one)
+    shares = head_shares(found, built, record, memory)
+    for rank, (one, parts) in enumerate(zip(found, shares, strict=True), 1):
+        for head, share in enumerate(parts):
+            yield _part((row_id, rank, "head", head, f"head {head}", share), one.of)
+
+
+def _part(place: Any, of: Leading, read: Mapping[str, Any] | None = None) -> Direction:
+    names = ("id", "rank", "side", "index", "text", "share")
+    values = {name: getattr(of, name) for name in ("sigma", "upper", "residual", "sine")}
+    return Direction(**dict(zip(names, place, strict=True)), **values, **(read or {}))
+
+
+def _tops(vector: Tensor) -> list[tuple[int, float]]:
+    """The tokens with the largest shares, the first and what is worth reading beside it."""
+    shares = vector.double().square().sum(1)
+    best = shares.topk(min(_TOKENS, len(shares)))
+    first, *others = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [first, *((i, share) for i, share in others if share >= _LEAST)]
+
+
+def read(
+    readings: Readings, vectors: Float[Tensor, "m d"], name: str, memory: int
+) -> list[dict[str, Any]]:
+    """What some vectors read as, and what chance reads in the same readings.
+
+    Args:
+        readings: The readings, which are gone through in blocks.
+        vectors: The vectors.
+        name: Names the random directions.
+        memory: Budget of a block in bytes.
+
+    Returns:
+        For each vector the columns of a part of a direction that say it.
+    """
+    size = _DRAWS, vectors.shape[1]
+    drawn = torch.randn(size, generator=start_named(name), dtype=torch.float64)
+    seen = _Seen(readings, torch.cat([vectors, drawn.to(vectors)]), memory)
+    cosines, spanned = seen.nearest, seen.spanned
+    m = len(vectors)
+    chance = {"chance_cosine": max(cosines[m:]), "chance_spanned": max(spanned[m:])}
+    return [
+        {"space": readings.space, "cosine": cosines[j], "spanned": spanned[j]}
+        | {sign: seen.said(sign, j) for sign in ("plus", "minus")}
+        | chance
+        for j in range(m)
+    ]
+
+
+class _Seen:
+    """The best readings of some vectors, of each sign, and what they span.
+
+    Args:
+        readings: The readings.
+        e: The vectors, one a row.
+        memory: Budget of a block in bytes.
+    """
+
+    def __init__(self, readings: Readings, e: Float[Tensor, "m d"], memory: int) -> None:
+        self._readings, self._e = readings, e / e.norm(dim=1, keepdim=True)
+        m, d = e.shape
+        self._values, self._indices = e.new_zeros(2, 0, m), torch.zeros(2, 0, m, dtype=torch.long)
+        self._total = torch.zeros(d, dtype=torch.float64, device=e.device)
+        each = (readings.copies * d + 8 * m) * e.element_size()
+        count, block = readings.size, max(1, memory // each)
+        for first in range(0, count, block):
+            ids = torch.arange(first, min(first + block, count), device=e.device)
+            found = readings.vectors(ids)
+            self._total += found.sum(0, dtype=torch.float64)
+            self._take(ids, found)
+        if len(readings.words) > count:
+            self._take(torch.tensor([count], device=e.device), self._mean)
+        self.nearest, self.spanned = self._best()
+
+    @property
+    def _mean(self) -> Tensor:
+        return (self._total / self._readings.size)[None].to(self._e)
+
+    def _units(self, vectors: Tensor) -> Tensor:
+        lengths = vectors.norm(dim=1, keepdim=True)
+        # The token itself in its own place is no move but rounding.
+        return torch.where(lengths > self._readings.least, vectors / lengths, 0.0)
+
+    def _take(self, ids: Tensor, vectors: Tensor) -> None:
+        """Keep the ten best of each sign, of these and of those before."""
+        cosines = self._units(vectors) @ self._e.T
+        values = torch.cat([self._values, torch.stack([cosines, -cosines])], 1)
+        own = ids[None, :, None].expand(2, -1, values.shape[2])
+        indices = torch.cat([self._indices.to(ids), own], 1)
+        best = values.topk(min(_BEST, values.shape[1]), dim=1)
+        self._values, self._indices = best.values, indices.gather(1, best.indices)
+
+    def _best(self) -> tuple[list[float], list[float]]:
+        """The nearest reading of each, and how much of ``‖e‖^2`` the ten nearest span."""
+        m, k = len(self._e), self._values.shape[1]
+        if not k:
+            return [0.0] * m, [0.0] * m
+        best = self._values.flatten(0, 1).topk(k, dim=0)  # of a reading one sign only
+        ids = self._indices.flatten(0, 1).gather(0, best.indices).T  # (m, k)
+        nearest = torch.stack([self._at(one) for one in ids]).double()
+        _, values, basis = torch.linalg.svd(nearest, full_matrices=False)
+        inside = (basis @ self._e.double()[:, :, None])[:, :, 0].square()
+        spanned = (inside * (values > _ROUNDING * values[:, :1])).sum(1)
+        return best.values[0].tolist(), spanned.clamp_max(1.0).tolist()
+
+    def _at(self, ids: Tensor) -> Tensor:
+        """Readings as unit vectors."""
+        readings, some = self._readings, self._e.new_zeros(len(ids), self._e.shape[1])
+        mean = ids == readings.size
+        some[~mean] = readings.vectors(ids[~mean])
+        some[mean] = self._mean
+        return self._units(some)
+
+    def said(self, sign: str, j: int) -> str:
+        """The best readings of one sign of a vector, with their cosines."""
+        k = ("plus", "minus").index(sign)
+        pairs = zip(self._indices[k, :, j].tolist(), self._values[k, :, j].tolist(), strict=True)
+        said = [[self._readings.words[i], float(f"{c:.4g}")] for i, c in pairs if c > 0]
+        return json.dumps(said[:_SHOWN], ensure_ascii=False)
+
+
+def head_shares(
+    found: Sequence[Found], built: LayerMap, record: Trace | None, memory: int
+) -> list[list[float]]:
+    """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
+
+    Of the map ``heads``, ``J_h`` has the head's own slice of the output. They sum to 1, as
+    ``<u, J D v> = sigma``.
+
+    Args:
+        found: The directions.
+        built: Their map.
+        record: Its trace; None for a layer by itself.
+        memory: Budget in bytes.
+
+    Returns:
+        For each direction the shares; nothing where a map has no heads that are known.
+    """
+    count = built.num_heads
+    if count is None or built.map not in PER_HEAD_MAPS:
+        return [[] for _ in found]
+    if record is not None:
+        try:
+            build_map(record, built.layer, built.map, memory=memory, per_head=True)
+        except InputError:  # it has none
+            return [[] for _ in found]
+    jacobian = built.linearise(built.x, memory=memory, per_head=True)
+    shares = []
+    for one in found:
+        parts = jacobian.matvec(one.move.expand(count, *one.move.shape)).double()
+        u = one.of.u.double()
+        if built.map == "heads":
+            u = u.unflatten(1, (count, -1)).transpose(0, 1)
+        each = (parts * u).sum((-2, -1))
+        shares.append((each / each.sum()).tolist())
+    return shares
+
+
+def names_of(loaded: LoadedModel, item: Sample, count: int) -> list[str]:
+    """Names of the tokens of an input: texts, places of patches by row and column, or numbers."""
+    if item.tokens is not None and len(item.tokens) == count:
+        return list(item.tokens)
+    pixels = item.arguments.get("pixel_values") if isinstance(item.arguments, Mapping) else None
+    size = getattr(loaded.config, "patch_size", None)
+    if pixels is None or not isinstance(size, int):
+        return [str(i) for i in range(count)]
+    rows, columns = (side // size for side in pixels.shape[-2:])
+    before = count - rows * columns
+    if before < 0 or before > math.isqrt(count):
+        return [str(i) for i in range(count)]
+    patches = [f"patch {k // columns},{k % columns}" for k in range(rows * columns)]
+    return [f"[{i}]" for i in range(before)] + patches

@@ -1,0 +1,383 @@
+"""A model opened once, and its layers at their inputs, which can be asked anything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Unpack
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.certificates.certify import BallCertificate
+from lipscope.display import Card, Piece, Shown, pieces
+from lipscope.engine.attack import Attacked, attack
+from lipscope.engine.bounds import bounds
+from lipscope.engine.certify import certify
+from lipscope.engine.checks import argument, whole
+from lipscope.engine.directions import directions
+from lipscope.engine.layer import MapAtInput
+from lipscope.engine.push import Pushed, push
+from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
+from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
+from lipscope.engine.spec import MeasureOptions
+from lipscope.engine.split import Splitting, split
+from lipscope.errors import InputError
+from lipscope.linalg.operator import Operator
+from lipscope.models.tracing.prepare import ExactNorm
+from lipscope.pages.rows import Rows
+from lipscope.records.rows import Measurement
+from lipscope.theorems import Normed
+
+_WORDS = 8  # of the input that a display shows
+
+
+class OpenModel(Shown, ReadyModel):
+    """A model that is loaded once and asked often.
+
+    Nothing has to be closed: the module is made ready (eval mode, a known attention
+    implementation) while a question is answered, and is as it was found afterwards. A copy in
+    another dtype is kept as long as this object lives.
+
+    Attributes:
+        loaded: The model with what rows say about it.
+    """
+
+    def at(
+        self,
+        data: AnyData = None,
+        *,
+        layer: int | None = 0,
+        length: int | None = None,
+        sample: int = 0,
+        samples: int | None = None,
+        head: int | None = None,
+        **options: Unpack[MeasureOptions],
+    ) -> LayerAtInput:
+        """A layer at an input, which can be asked anything; the model runs once for it.
+
+        Args:
+            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
+            layer: Index from 0; of no account for the map ``model``.
+            length: Number of tokens of the text window; 64 if None.
+            sample: Index of the window, or of the entry of a batch.
+            samples: Number of windows that the text is cut into; if None 1, or 10 where another
+                than the first is meant.
+            head: A query head alone; all together if None.
+            **options: As for `measure`, without inputs that are built and theorems.
+
+        Returns:
+            The layer at its input.
+
+        Raises:
+            InputError: If it cannot be had as asked, or if capture and model disagree.
+
+        >>> import lipscope as ls
+        >>> at = ls.load_model("minilm").at("It was the best of times.", layer=3, length=7)
+        >>> at.sigma <= at.upper <= 1.001 * at.sigma, at.tokens[:3]
+        (True, ('[CLS]', 'it', 'was'))
+        """
+        sample = argument(whole(0, 100_000), "sample", sample)
+        asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
+        cut: dict[str, Any] = {}
+        if is_text(data, asked):
+            several = 1 if sample == 0 else max(10, sample + 1)
+            cut = {"lengths": length or 64, "samples": samples or several}
+        elif length is not None or samples is not None:
+            raise InputError(
+                "`length` and `samples` cut a text into windows. Found them with a batch; leave "
+                "them out."
+            )
+        if head is not None:
+            asked["per_head"] = True
+        layers = None if layer is None else [argument(whole(0, 100_000), "layer", layer)]
+        (one,) = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
+        return LayerAtInput(one, head, asked)
+
+    def layers(
+        self,
+        data: AnyData = None,
+        *,
+        layers: Sequence[int] | int | str = "all",
+        lengths: Sequence[int] | int | str | None = None,
+        samples: int | None = None,
+        **options: Unpack[MeasureOptions],
+    ) -> Iterator[LayerAtInput]:
+        """Layers at inputs: for every length and sample, layer by layer, one pass a window.
+
+        Args:
+            data: As for `at`.
+            layers: Indices from 0, or "all".
+            lengths: Numbers of tokens of the text windows; 64 if None.
+            samples: Windows per length; 1 if None.
+            **options: As for `at`.
+
+        Yields:
+            Each layer at each input; the model is ready while the iteration lasts.
+
+        Raises:
+            InputError: If a layer or a map does not exist.
+        """
+        asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
+        cut = {"layers": layers, "lengths": lengths, "samples": samples}
+        for one in maps_at(self, data, **cut, **asked):
+            yield LayerAtInput(one, None, asked)
+
+    def said(self) -> Iterator[tuple[str, str]]:
+        """The lines of its display."""
+        count = sum(p.numel() for p in self.model.parameters())
+        yield from (
+            ("name", self.name),
+            ("parameters", f"{count:,}"),
+            ("weights", self.loaded.weights),
+        )
+        if self.loaded.trained_length is not None:
+            yield "trained length", f"{self.loaded.trained_length} tokens"
+
+
+class LayerAtInput(Shown):
+    """A layer of a model at an input: its sigma, and every verb.
+
+    What is asked for is computed when it is first asked for, and kept. Verbs that compute in
+    float64 unless told otherwise do so here too.
+
+    Args:
+        map: The map at its input.
+        head: A query head alone, or None.
+        options: What was asked of it.
+    """
+
+    def __init__(self, map: MapAtInput, head: int | None, options: Mapping[str, Any]) -> None:
+        heads = map.map.num_heads
+        if head is not None and not 0 <= head < (heads or 1):
+            raise InputError(
+                f"`head` should be between 0 and {(heads or 1) - 1}. Found `head = {head}`."
+            )
+        self._map, self.head = map, head
+        self._options = {name: v for name, v in options.items() if name not in OF_INPUT}
+
+    @property
+    def model(self) -> ReadyModel:
+        """The model."""
+        return self._map.model
+
+    @property
+    def layer(self) -> int | None:
+        """Index from 0; None for the map ``model``."""
+        return self._map.layer
+
+    @cached_property
+    def x(self) -> Float[Tensor, "n d"]:
+        """Input of the map; a copy."""
+        return self._map.x.detach().clone()
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens in the model's own words; their indices where it has none."""
+        return self._map.tokens
+
+    @property
+    def output(self) -> Tensor:
+        """The model's own output of the map, ``(n, d_out)``."""
+        return self._map.map.output
+
+    @property
+    def module(self) -> str | None:
+        """Path of the module that the map is of; None for a layer by itself."""
+        return self._map.map.module
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
+        """The map at another input."""
+        return self._map(x)
+
+    def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
+        """The Jacobian of the map here, or at another input."""
+        return self._map.linearise(x)
+
+    @property
+    def sample(self) -> int:
+        """Index of the window, or of the entry of a batch."""
+        return self._map.job.sample
+
+    @cached_property
+    def attention(self) -> Attention:
+        """The attention layer in closed form, with weights of its own.
+
+        Raises:
+            InputError: If its weights are not read in closed form.
+        """
+        with self._map.window.ready():  # in which no weight has gradients
+            return copy.deepcopy(self._map.attention).requires_grad_(False)
+
+    @cached_property
+    def norm(self) -> nn.Module | None:
+        """The normalisation that feeds the layer, with weights of its own, or None."""
+        found = self._map.norm
+        return None if found is None else copy.deepcopy(found).requires_grad_(False)
+
+    @property
+    def normed(self) -> Normed:
+        """The layer with the norm that feeds it in front, as theorems take it.
+
+        Raises:
+            InputError: If there is no such norm.
+        """
+        if self.norm is None:
+            raise InputError(f"A norm should feed the layer. Found none before layer {self.layer}.")
+        return Normed(self.attention, ExactNorm(self.norm))
+
+    @property
+    def radius(self) -> float:
+        """Largest token norm of the input."""
+        return self._map.radius
+
+    def radius_of_norm(self) -> float:
+        """Largest norm that a token can have after the norm that feeds the layer.
+
+        Raises:
+            InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
+        """
+        return self._map.radius_of_norm()
+
+    # --- measured
+
+    @property
+    def row(self) -> Measurement:
+        """The row of `measure`."""
+        return self._map.finished[self.head or 0].row
+
+    @property
+    def id(self) -> str:
+        """Digest of the question, the same whichever verb asks it."""
+        return self.row.id
+
+    @property
+    def sigma(self) -> float:
+        """The local Lipschitz constant: top singular value of the Jacobian, from below.
+
+        Raises:
+            InputError: If there is none, with the reason.
+        """
+        return self._measured(self.row.sigma)
+
+    @property
+    def upper(self) -> float:
+        """Upper end of its interval, which holds with probability ``1 - delta``."""
+        return self._measured(self.row.upper)
+
+    def _measured(self, value: float | None) -> float:
+        if value is None:
+            raise InputError(f"No sigma: {self.row.error or self.row.note or self.row.status}.")
+        return value
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Remarks of the row on the model and the input."""
+        return tuple(self._map.remarks)
+
+    # --- the verbs
+
+    def bounds(self, **options: Any) -> Rows:
+        """Every theorem next to sigma here, as `bounds` gives them."""
+        return bounds(*self._here(), layers=self._layers(), **self._with(options))
+
+    def directions(self, **options: Any) -> Rows:
+        """The worst directions here in words, as `directions` gives them."""
+        return directions(*self._here(), layer=self._layers(), **self._with(options))
+
+    def push(self, **options: Any) -> Pushed:
+        """The input pushed along its worst direction, as `push` does."""
+        return push(*self._here(), layer=self.layer or 0, **self._with(options))
+
+    def attack(self, **options: Any) -> Attacked:
+        """Inputs of this length that make sigma large, as `attack` finds them."""
+        return attack(*self._here(), layer=self.layer or 0, **self._with(options))
+
+    def certify(self, eps: float | Tensor = 0.01, **options: Any) -> BallCertificate:
+        """A bound in a ball around this input, as `certify` gives it."""
+        if self.head is not None:
+            options.setdefault("head", self.head)
+        asked = self._with(options)
+        asked.pop("per_head", None)
+        return certify(*self._here(), eps=eps, layer=self.layer or 0, **asked)
+
+    def split(self, **options: Any) -> Splitting:
+        """Tokens that are better split than moved, as `split` finds them."""
+        return split(*self._here(), layers=self._layers(), **self._with(options))
+
+    def _here(self) -> tuple[ReadyModel, list[Any]]:
+        return self.model, [self._map.item]
+
+    def _layers(self) -> Any:
+        return "all" if self.layer is None else [self.layer]
+
+    def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        return self._options | dict(options)
+
+    # --- shown
+
+    def said(self) -> Iterator[tuple[str, str]]:
+        """The lines of its display: where it is, its sigma, and what carries it."""
+        row, tokens = self.row, self.tokens
+        yield "model", self.model.name
+        if self.layer is not None:
+            yield "layer", str(self.layer)
+        if self.head is not None:
+            yield "head", str(self.head)
+        yield "map", self._map.job.map
+        words = " ".join(tokens[:_WORDS]) + " …" * (len(tokens) > _WORDS)
+        yield "tokens", f"{len(tokens)}: {words}"
+        if row.sigma is None or row.upper is None:
+            yield "sigma", f"none: {row.error or row.note or row.status}"
+            return
+        yield "sigma", f"in [{row.sigma:.4g}, {row.upper:.4g}] with probability {1 - row.delta:g}"
+        if row.relative is not None:
+            yield "relative", f"{row.relative:.3g}"
+        if row.top_token is not None and row.top_share is not None:
+            top = tokens[row.top_token]
+            yield "top token", f"{top!r} ({row.top_token}), {100 * row.top_share:.0f} %"
+
+
+@pieces.register
+def _of_model(model: OpenModel) -> Iterator[Piece]:
+    yield Card("OpenModel", tuple(model.said()))
+
+
+@pieces.register
+def _of_layer(at: LayerAtInput) -> Iterator[Piece]:
+    yield Card("LayerAtInput", tuple(at.said()))
+
+
+def load_model(
+    model: AnyModel = "minilm",
+    *,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+) -> OpenModel:
+    """Open a model: load it once, and ask it often.
+
+    Args:
+        model: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder in
+            Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id;
+            ``timm:NAME`` for a model of timm, ``random:timm:NAME[,key=value,…]`` without its
+            weights. Or a torch module, or one `Attention` layer, which stay as they are.
+        tokenizer: Of a module of your own that reads text.
+        revision: Revision of a hub id, if not in the name.
+        seed: Seed of the weights of a random model.
+        allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
+            weights-only unpickling.
+
+    Returns:
+        The open model, in the dtype of its checkpoint.
+
+    Raises:
+        InputError: If there is no such model, or its weights cannot be used.
+    """
+    if isinstance(model, OpenModel) and tokenizer is None:
+        return model
+    how = {"tokenizer": tokenizer, "revision": revision, "seed": seed, "allow_pickle": allow_pickle}
+    return OpenModel(loaded_model(model, **how))

@@ -1,0 +1,397 @@
+"""One map of a model at one input, whose input moves while the model itself runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope.engine.classifier import Classifier, nearest_by_angle
+from lipscope.engine.plan import Job
+from lipscope.engine.runs import LocalRun
+from lipscope.engine.text_anchors import own_output
+from lipscope.engine.text_gradients import body_of
+from lipscope.errors import InputError
+from lipscope.linalg.starts import start_named
+from lipscope.models import OF_BLOCKS
+from lipscope.models.data.images import normalisation
+from lipscope.models.next_token import with_scores
+from lipscope.models.patches import Patches, coded, patches_of, picture_move
+from lipscope.models.tracing.sites import block_of
+from lipscope.records.pushed import MOVED, NEAREST, NEXT, PATCHES
+
+FINE = 1.01  # how close the two sizes are between which something changes
+_PATHS = ("enters", "leaves", "until")  # of the ends of a map
+_SHOWN = 5  # readings of each size
+_MOST_HALVES = 60
+_OF_PICTURES = (
+    "what moves are vectors of tokens; pixels are shown along directions that move patches alone, "
+    "at layer 0 and before any norm (map residual, block or model)"
+)
+_MOST_PIXELS = 512**2  # of a picture that is kept whole
+_STILL = 1e-6  # of what moves: rounding
+Reads = list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the model makes of one input of the map.
+
+    Attributes:
+        layer: Output of the map, ``(n, d_out)``.
+        block: What the block around it hands on, or None.
+        model: The model's output, or None.
+        scores: Scores of the next token, ``(vocabulary,)``, or None.
+    """
+
+    layer: Tensor
+    block: Tensor | None = None
+    model: Tensor | None = None
+    scores: Tensor | None = None
+
+
+class Pushing:
+    """A map at its input, in the model as it is.
+
+    Args:
+        run: The run.
+        job: The map and the input.
+        among: Texts whose nearest one is read; none for the next token of a decoder.
+        decides: A read-out of the layer's pooled output, with how it is pooled; or None.
+
+    Raises:
+        InputError: If the map does not move at all, or the texts cannot be read.
+    """
+
+    def __init__(
+        self,
+        run: LocalRun,
+        job: Job,
+        among: Sequence[str],
+        decides: tuple[Classifier, str] | None,
+    ) -> None:
+        self.run, self.job, self.decides = run, job, decides
+        self._at = run.at(job)
+        self._window = self._at.window
+        self.built = self._at.map
+        self.x = self.built.x
+        (reply,) = self._at.answers
+        top = reply.top
+        if top is None or not bool(top.v.isfinite().all()) or not top.sigma > 0:
+            raise InputError(
+                f"A push needs a map that moves. Found that sigma is "
+                f"{None if top is None else top.sigma} at window {job.sample}."
+            )
+        self.sigma = top.sigma
+        self._v = top.v.reshape(self.x.shape).to(self.x)
+        self._best = self._v.norm(dim=-1).argmax(keepdim=True)
+        self.note: str | None = None
+        self.reading = ""
+        self._texts: Classifier | None = None
+        self._watch(with_head=False)
+        if among:
+            self._texts, self.reading = self._nearest(among), NEAREST
+        elif self.patches is not None:
+            self.reading = MOVED
+            self.note = _OF_PICTURES
+        elif self.built.ends is not None:
+            self._look_for_words()
+
+    # --- the model
+
+    @cached_property
+    def here(self) -> Seen:
+        """What the model makes of X."""
+        return self.at(self.x)
+
+    def at(self, x: Tensor) -> Seen:
+        """What the model makes of another input of the map."""
+        found = dict(zip(self._names, self._function(x), strict=True))
+        scores = found.pop("scores", None)
+        real = None if self.built.ends is None else self.built.ends.read
+        for name in ("block", "model"):
+            # Padding is not read, where these have the map's own tokens.
+            if name in found and real is not None and len(found[name]) > int(real.max()):
+                found[name] = found[name][real]
+        if scores is not None:
+            scores = scores[-1 if real is None else int(real[-1])]
+        return Seen(**found, scores=scores)
+
+    def layer_at(self, x: Tensor) -> Tensor:
+        """The map's own output alone: the model runs no further."""
+        return self._layer(x)
+
+    def _watch(self, *, with_head: bool) -> None:
+        """What is read of each pass: the map, its block, the model, its scores."""
+        built = self.built
+        self._names = ["layer"]
+        if built.ends is None:
+            self._layer = built.function
+            self._function = lambda x: [built.function(x)]
+            return
+        prepared = model = self._window.trace.model
+        body, inside = body_of(model), ""
+        block = None
+        if built.map not in OF_BLOCKS and built.module is not None:
+            block = block_of(model, built.module)
+        if with_head:
+            model, inside = with_scores(model)
+            body = inside
+        prefix = f"{inside}." if with_head and model is not prepared else ""
+        ends = replace(
+            built.ends,
+            **{one: (prefix + getattr(built.ends, one)).rstrip(".") for one in _PATHS},
+        )
+        paths: dict[str, str] = {}
+        if block is not None:
+            paths["block"] = prefix + block
+        if built.map != "model":
+            paths["model"] = body
+        if with_head:
+            paths["scores"] = ""
+        self._names += paths
+        others = [ends.at(path) for path in paths.values()]
+        self._function = ends.beside(others, model, self._inputs)
+        self._layer = ends.function(model, self._inputs)
+
+    @cached_property
+    def patches(self) -> Patches | None:
+        """How the model cuts a picture, if it reads one."""
+        if self.built.ends is None:
+            return None
+        return patches_of(self._window.trace.model, self._inputs)
+
+    @property
+    def patches_alone(self) -> bool:
+        """Whether v moves other tokens too, and pixels what it moves of the patches."""
+        patches = self.patches
+        if patches is None or patches.first(len(self.x)) <= 0:
+            return False
+        return self.pixels(self.direction(f"+{PATCHES}")) is not None
+
+    @cached_property
+    def _inputs(self) -> Any:
+        return self._window.arguments
+
+    def pixels(self, e: Tensor) -> str | None:
+        """The picture before, and what moves it for each unit of size; None if no pixels do.
+
+        The patch of the largest share in full, the picture in bytes.
+        """
+        patches, ends = self.patches, self.built.ends
+        if patches is None or ends is None:
+            return None
+        model, token = self._window.trace.model, int(e.norm(dim=-1).argmax())
+        move = picture_move(patches, ends, model, self._inputs, e)
+        if move is None:
+            return None
+        mean, deviation = (one.to(move) for one in normalisation(self.run.model.loaded))
+        shown = {"before": patches.picture * deviation + mean, "move": move * deviation}
+        found: dict[str, Any] = {"name": patches.name(token, len(e))}
+        for name, picture in shown.items():
+            values = patches.pixels(token, len(e), picture)
+            found[name] = [[[round(v, 5) for v in row] for row in one] for one in values.tolist()]
+        if shown["move"][0, 0].numel() <= _MOST_PIXELS:
+            scale = float(shown["move"].abs().max())
+            found |= {"at": patches.corner(token, len(e)), "scale": scale}
+            found |= {"picture": coded(shown["before"].clamp(0, 1))}
+            found |= {"moves": coded(shown["move"] / scale, signed=True)}
+        return json.dumps(found)
+
+    # --- what is read
+
+    def _look_for_words(self) -> None:
+        """Scores of the next token, where the model is a decoder that has them."""
+        if not self._is_causal():
+            return
+        try:
+            self._watch(with_head=True)
+            scores = self.at(self.x).scores
+        except InputError as problem:
+            self.note = str(problem).rstrip(".")
+            self._watch(with_head=False)
+            return
+        assert scores is not None
+        self.reading = NEXT
+        self.__dict__.pop("here", None)
+        if self.run.model.tokenizer is None:
+            self.note = "the model has no tokenizer: next tokens are ids"
+
+    def _is_causal(self) -> bool:
+        """Whether moving the last token leaves the outputs of those before it as they are."""
+        y = self.here.model if self.here.model is not None else self.here.layer
+        if len(self.x) < 2 or len(y) != len(self.x):
+            return False
+        x = self.x.clone()
+        drawn = torch.randn(x.shape[1], generator=start_named("causal"), dtype=torch.float64)
+        x[-1] += x.norm(dim=-1).mean() * torch.nn.functional.normalize(drawn, dim=0).to(x)
+        there = self.at(x)
+        z = there.model if there.model is not None else there.layer
+        return apart(z[:-1], y[:-1]) <= _STILL * apart(z[-1], y[-1])
+
+    def reads(self, seen: Seen) -> Reads:
+        """The best readings, with their probabilities or cosines."""
+        if seen.scores is not None:
+            shares = torch.softmax(seen.scores.double(), -1)
+            best = shares.topk(min(_SHOWN, len(shares)))
+            return list(zip(self._names_of(best.indices), best.values.tolist(), strict=True))
+        if self.reading == MOVED:
+            return self._changed(seen)
+        if self._texts is None:
+            return []
+        cosines = self._cosines(seen)
+        best = cosines.topk(min(_SHOWN, len(cosines)))
+        names = [self._texts.names[i] for i in best.indices.tolist()]
+        return list(zip(names, best.values.tolist(), strict=True))
+
+    def _changed(self, seen: Seen) -> Reads:
+        """The tokens whose outputs of the model changed most, by their share of the square."""
+        there, here = (one.layer if one.model is None else one.model for one in (seen, self.here))
+        squares = (there.double() - here.double()).square().sum(-1)
+        total = float(squares.sum())
+        if self.patches is None or not total > 0:
+            return []
+        best = squares.topk(min(_SHOWN, len(squares)))
+        names = [self.patches.name(i, len(squares)) for i in best.indices.tolist()]
+        return [(n, v / total) for n, v in zip(names, best.values.tolist(), strict=True)]
+
+    def answer(self, seen: Seen) -> int | None:
+        """Which reading is the best one."""
+        if seen.scores is not None:
+            return int(seen.scores.argmax())
+        return None if self._texts is None else int(self._cosines(seen).argmax())
+
+    def name_of(self, answer: int) -> str:
+        """The name of a reading."""
+        if self._texts is not None:
+            return self._texts.names[answer]
+        return self._names_of(torch.tensor([answer]))[0]
+
+    def decision(self, seen: Seen) -> int | None:
+        """What the read-out of the layer decides."""
+        if self.decides is None:
+            return None
+        by, pool = self.decides
+        y = seen.layer.mean(0) if pool == "mean" else seen.layer[0]
+        scores = by.weight.to(y) @ y + (0.0 if by.bias is None else by.bias.to(y))
+        return int(scores.argmax())
+
+    def class_of(self, decision: int | None) -> str | None:
+        """The name of what was decided."""
+        if self.decides is None or decision is None:
+            return None
+        return self.decides[0].names[decision]
+
+    def _names_of(self, ids: Tensor) -> list[str]:
+        tokenizer = self.run.model.tokenizer
+        if tokenizer is None:
+            return [f"#{i}" for i in ids.tolist()]
+        said = []
+        for i in ids.tolist():
+            word = tokenizer.decode([i]) if callable(getattr(tokenizer, "decode", None)) else ""
+            # A piece of a letter has no text of its own: what the tokenizer calls it.
+            whole = word and "\ufffd" not in word
+            said.append(word if whole else str(tokenizer.convert_ids_to_tokens([i])[0]))
+        return said
+
+    def _cosines(self, seen: Seen) -> Tensor:
+        assert self._texts is not None and seen.model is not None
+        mean = torch.nn.functional.normalize(seen.model.mean(0), dim=0)
+        return self._texts.weight.to(mean) @ mean
+
+    def _nearest(self, among: Sequence[str]) -> Classifier:
+        """The texts, by the mean outputs that the model itself has for them."""
+        model = self._window.trace.model
+        seen = self.here.model
+        if seen is None or self.run.spec.images is not None:
+            raise InputError(
+                "`among` needs a model that reads texts and has an output for every token. Found "
+                f"`{self.run.model.name}`; leave `among` out."
+            )
+        special, output = self.run.spec.special_tokens, own_output(model, self.x)
+        found = nearest_by_angle(among, self.run.model.loaded, special, output)
+        if found.weight.shape[1] != seen.shape[-1]:
+            raise InputError(
+                f"`among` needs a model whose output is {seen.shape[-1]} wide for its texts too. "
+                f"Found {found.weight.shape[1]}."
+            )
+        return found
+
+    # --- where it goes
+
+    def direction(self, name: str) -> Tensor:
+        """A direction of unit Frobenius norm; the largest entry of v is positive.
+
+        Args:
+            name: ``+v``, ``-top``, ``+patches``, ``random 1`` and the like.
+        """
+        kind = name[1:]
+        if kind not in ("v", "top", PATCHES):
+            start = start_named(f"push|{self.job.seed}|{self.job.id}|{name}")
+            drawn = torch.randn(self.x.shape, generator=start, dtype=torch.float64)
+            return (drawn / drawn.norm()).to(self.x)
+        v = self._v * self._v.flatten()[self._v.abs().argmax()].sign()
+        if kind == "top":
+            v = torch.zeros_like(v).index_copy(0, self._best, v[self._best])
+        if kind == PATCHES and self.patches is not None:
+            v = v.index_fill(0, torch.arange(self.patches.first(len(v)), device=v.device), 0.0)
+        return v / v.norm() * (1 if name[0] == "+" else -1)
+
+    def gain(self, e: Tensor) -> float:
+        """``‖J e‖``."""
+        with torch.no_grad():
+            return float(self.built.linearise(self.x).matvec(e).norm())
+
+    def change(self, e: Tensor, eps: float) -> float:
+        """``‖f(X + eps e) - f(X)‖``."""
+        return apart(self.layer_at(self.x + eps * e), self.here.layer)
+
+
+def apart(there: Tensor, here: Tensor) -> float:
+    """The Frobenius norm of a difference."""
+    return float((there.double() - here.double()).norm())
+
+
+def first_from(
+    sizes: Sequence[float], holds: Sequence[bool], test: Callable[[float], bool]
+) -> float | None:
+    """The size from which a test holds: bisected between the first of the grid and the one before.
+
+    Args:
+        sizes: The grid, rising.
+        holds: Whether the test holds at each of its sizes.
+        test: The test.
+
+    Returns:
+        A size at which it holds, at most 1 % above one at which it does not; None if it holds at
+        none of the grid.
+    """
+    k = next((i for i, one in enumerate(holds) if one), None)
+    if k is None:
+        return None
+    low, high = sizes[k - 1] if k else 0.0, sizes[k]
+    for _ in range(_MOST_HALVES):
+        if high <= FINE * low:
+            break
+        middle = math.sqrt(low * high) if low else high / 2
+        low, high = (low, middle) if test(middle) else (middle, high)
+    return high
+
+
+def as_text(reads: Reads) -> str:
+    """Readings as the JSON of a line."""
+    return json.dumps(reads, ensure_ascii=False)
+
+
+def norms_of(seen: Seen) -> Mapping[str, float | None]:
+    """Frobenius norms of what was seen."""
+    return {
+        f"{name}_norm": None if y is None else float(y.double().norm())
+        for name, y in (("layer", seen.layer), ("block", seen.block), ("model", seen.model))
+    }

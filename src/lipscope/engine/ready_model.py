@@ -1,0 +1,414 @@
+"""A model made ready while it is asked, and left as it was found; its inputs, traced once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention import Attention, MultiheadAttention
+from lipscope.engine.bare_layer import map_of_layer
+from lipscope.errors import InputError, memory_for
+from lipscope.models import (
+    LayerMap,
+    LoadedModel,
+    Sample,
+    Side,
+    Trace,
+    adopt_model,
+    attention_sites,
+    build_map,
+    device_of,
+    implementation_for,
+    later_positions,
+    load_model,
+    margin_of,
+    moved,
+    overflows,
+    parted,
+    prepared,
+    reader_of,
+    remarks_on,
+    without_padding,
+)
+from lipscope.models import trace as run_traced
+from lipscope.models.modified_models import with_mask
+from lipscope.models.pretrained import with_words
+from lipscope.models.tracing.map_endpoints import Ends
+from lipscope.models.tracing.prepare import Choice, as_chosen, at_rest, choices, converted
+from lipscope.models.tracing.sites import OF_FUNCTION
+
+_DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Last(Generic[K, V]):
+    """The last thing that was made, with what it was made for; the one before is let go first."""
+
+    def __init__(self) -> None:
+        self._held: tuple[K, V] | None = None
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The value that was made for this key."""
+        if self._held is None or self._held[0] != key:
+            self._held = None
+            self._held = key, make()
+        return self._held[1]
+
+    @property
+    def held(self) -> V | None:
+        """The value that is held, whatever it was made for."""
+        return None if self._held is None else self._held[1]
+
+    def forget(self) -> None:
+        """Let go of it."""
+        self._held = None
+
+
+class Setting(NamedTuple):
+    """The setting in which a model is made ready: what all inputs of a run share.
+
+    Attributes:
+        dtype: Floating type.
+        fused: Whether fused attention may be used to capture inputs.
+        device: Name of the device.
+        side: Which attention modules are layers, and through which side.
+        modules: Regular expression for their paths, or None.
+        position_offset: Of the position ids.
+    """
+
+    dtype: str
+    fused: bool
+    device: str
+    side: Side
+    modules: str | None
+    position_offset: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A model that is ready to be measured.
+
+    Attributes:
+        model: The module, or a copy in the dtype and on the device of the run.
+        notes: What was changed.
+        own: The implementations of attention that it came with.
+    """
+
+    model: nn.Module
+    notes: tuple[str, ...] = ()
+    own: tuple[Choice, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReferenceModel:
+    """A model between the two ends of a map, run as it is.
+
+    Attributes:
+        function: What it gives there for the map's input.
+        dtype: Floating type of its own computation.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+
+class ReadyModel:
+    """A loaded model, made ready for one question after the other.
+
+    Nothing has to be closed: the module is made ready (eval mode, a known attention
+    implementation) while a question is answered, and is as it was found afterwards. A copy in
+    another dtype is kept as long as this object lives.
+
+    Args:
+        loaded: The model with what rows say about it.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+        self._ready: dict[Setting, Ready] = {}
+        self._copies: dict[tuple[torch.dtype, torch.device], nn.Module] = {}
+        self._windows: WeakValueDictionary[Any, Window] = WeakValueDictionary()
+        self._layers: dict[tuple[Side, str | None], list[str]] = {}
+        self._state = _state(loaded.model)
+
+    @property
+    def name(self) -> str:
+        """As the user gave it."""
+        return self.loaded.name
+
+    @property
+    def model(self) -> nn.Module:
+        """The module, as it was given."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """Its tokenizer, or None."""
+        return self.loaded.tokenizer
+
+    @property
+    def config(self) -> Any:
+        """The model's Hugging Face configuration, or None."""
+        return self.loaded.config
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is an attention layer by itself."""
+        return isinstance(self.model, Attention)
+
+    @contextlib.contextmanager
+    def ready(self, setting: Setting) -> Iterator[Ready]:
+        """The model made ready as a setting says; put back by the outermost block."""
+        if setting in self._ready:
+            yield self._ready[setting]
+            return
+        with contextlib.ExitStack() as stack:
+            self._ready[setting] = self._enter(stack, setting)
+            try:
+                yield self._ready[setting]
+            finally:
+                del self._ready[setting]
+
+    def _enter(self, stack: contextlib.ExitStack, setting: Setting) -> Ready:
+        model = self.model
+        if isinstance(model, Attention):
+            return Ready(model)
+        if not self._ready:
+            self._check_unchanged()
+        sites = self.sites(model, setting)
+        closed = setting.fused and all(reader_of(site) for site in sites.values())
+        own = choices(model)
+        dtype, device = getattr(torch, setting.dtype), device_of(setting.device)
+        if (dtype, device) not in self._copies:
+            self._copies[dtype, device] = converted(model, dtype, device)
+        done, notes = stack.enter_context(
+            prepared(
+                model,
+                dtype=dtype,
+                device=device,
+                implementation=implementation_for(model, closed=closed),
+                own=self._copies[dtype, device],
+            )
+        )
+        for one in {done, model}:
+            stack.enter_context(at_rest(one))
+            stack.enter_context(later_positions(one, setting.position_offset))
+        return Ready(done, tuple(notes), tuple(own))
+
+    def _check_unchanged(self) -> None:
+        """Refuse a module whose weights are others than when it was opened."""
+        if _state(self.model) != self._state:
+            raise InputError(
+                f"`{self.name}` should be as it was when it was opened. Found other weights: open "
+                "it again with `load_model`."
+            )
+
+    def sites(self, model: nn.Module, setting: Setting) -> dict[str, nn.Module]:
+        """The attention modules that are layers."""
+        return attention_sites(model, setting.modules, side=setting.side)
+
+    def window(self, setting: Setting, sample: Sample, *, norms: bool) -> Window:
+        """The model at an input; the same object while anybody holds it."""
+        key = (setting, sample.sha256, sample.kind, sample.sample, sample.start)
+        found = self._windows.get(key)
+        if found is None or (norms and not found.norms) or not _same(found.sample, sample):
+            self._windows[key] = found = Window(self, setting, sample, norms)
+        return found
+
+    def check_layers(self, setting: Setting, names: list[str]) -> None:
+        """Refuse an input on which the model calls other modules than on the one before."""
+        key = (setting.side, setting.modules)
+        if self._layers.setdefault(key, names) != names:
+            raise InputError(
+                "The model should call the same attention modules on every input. Found "
+                f"{len(names)} calls here and {len(self._layers[key])} on an earlier "
+                "input, or other modules."
+            )
+
+
+AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
+
+
+class Window:
+    """A model at one input: traced once, when that is first asked for.
+
+    Attributes:
+        model: The model.
+        setting: How it is made ready.
+        sample: The input, as it was given.
+        norms: Whether the norms that feed layers are seen.
+    """
+
+    def __init__(self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool) -> None:
+        self.model, self.setting, self.sample = model, setting, sample
+        self.norms = norms
+        # Maps that were built before their layer was asked, and the last things that were solved.
+        self.maps: dict[tuple[int | None, str], LayerMap] = {}
+        self.answers: Last[Any, Any] = Last()
+        self.built_inputs: Last[Any, Any] = Last()
+
+    def ready(self) -> contextlib.AbstractContextManager[Ready]:
+        """The model, ready for as long as the block lasts."""
+        return self.model.ready(self.setting)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the run."""
+        return getattr(torch, self.setting.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of(self.setting.device)
+
+    @property
+    def arguments(self) -> Any:
+        """Arguments of the model, on the device and in the dtype of the run."""
+        return moved(self.sample.arguments, self.device, self.dtype)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The record of the forward pass.
+
+        Raises:
+            InputError: If the model does not run on the input as it should.
+        """
+        forward = memory_for("The model's own forward pass", self.setting.dtype)
+        with forward, self.ready() as ready:
+            setting, sample = self.setting, self.sample
+            record = run_traced(
+                ready.model,
+                self.arguments,
+                self.model.sites(ready.model, setting),
+                norms=self.norms,
+                blocks=not setting.fused,
+                dtype=self.dtype,
+                side=setting.side,
+                asked=setting.modules,
+            )
+            self.model.check_layers(setting, [call.name for call in record.calls])
+            own = self.model.model
+            record.remarks = overflows(own, sample, setting.modules, setting.side)
+        return record
+
+    def map(self, layer: int | None, name: str, *, memory: int, per_head: bool) -> LayerMap:
+        """A map at the input, checked against the model; padding is held fixed."""
+        if isinstance(self.model.model, Attention):
+            return map_of_layer(self.model.model, self.sample, name, self.dtype)
+        with memory_for("The layer's own forward pass", self.setting.dtype), self.ready():
+            built = build_map(self.trace, layer, name, memory=memory, per_head=per_head)
+            built = without_padding(built, self.trace)
+            return margin_of(built) if name == "margin" else built
+
+    def notes(self) -> list[str]:
+        """Remarks of rows on the model and the input."""
+        with self.ready() as ready:
+            said = [*ready.notes, *remarks_on(self.model.loaded, self.sample)]
+        drawn = not self.model.is_layer and self.trace.draws
+        return [*said, _DRAWS] if drawn else said
+
+    def with_head(self, ready: Ready) -> nn.Module | None:
+        """The prepared model with the head that its checkpoint holds, if it was loaded without."""
+        return with_words(parted(self.model.name)[0], ready.model)
+
+    def reference(self, built: LayerMap) -> ReferenceModel:
+        """The model between the ends of a map: as it was given, if that is in full precision."""
+        if built.ends is None:
+            return ReferenceModel(built.function, built.x.dtype)
+        model, arguments = self.model.model, self.sample.arguments
+        with self.ready() as ready:
+            own = ready.own
+            weights = (*model.parameters(), *model.buffers())
+            found = {t.dtype for t in weights if t.is_floating_point()}
+            if any(dtype.itemsize < 4 for dtype in found):
+                model, found = ready.model, {built.x.dtype}
+                arguments = moved(arguments, self.device, built.x.dtype)
+        dtype = torch.float32 if torch.float32 in found else torch.float64
+        if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
+            arguments = moved(arguments, None, dtype)
+        ends: Ends = built.ends
+
+        def function(x: Tensor) -> Tensor:
+            with self.ready(), as_chosen(model, own):
+                return ends.function(model, arguments)(x)
+
+        return ReferenceModel(function, dtype)
+
+
+def ready_model(
+    model: AnyModel,
+    *,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+) -> ReadyModel:
+    """The model that is meant: open already, by its name, a module, or one attention layer."""
+    if isinstance(model, ReadyModel) and tokenizer is None:
+        return model
+    return ReadyModel(
+        loaded_model(
+            model, tokenizer=tokenizer, revision=revision, seed=seed, allow_pickle=allow_pickle
+        )
+    )
+
+
+def loaded_model(
+    model: AnyModel,
+    *,
+    tokenizer: Any = None,
+    revision: str | None = None,
+    seed: int = 0,
+    allow_pickle: bool = False,
+) -> LoadedModel:
+    """The same, as it is loaded."""
+    if isinstance(model, ReadyModel):
+        model = model.loaded
+    if isinstance(model, MultiheadAttention):
+        model = model.attention.replace()
+    if isinstance(model, LoadedModel):
+        loaded = model
+    elif isinstance(model, Attention):
+        loaded = replace(adopt_model(model), name="layer")
+    elif isinstance(model, nn.Module):
+        loaded = adopt_model(model)
+    elif not isinstance(model, str | Path):
+        other = f"; measure any function by `{OF_FUNCTION}`" if callable(model) else ""
+        raise InputError(
+            "`model` should be a name, a `Path`, a torch module or an open model. Found "
+            f"`{type(model).__name__}`{other}."
+        )
+    else:
+        loaded = load_model(str(model), revision=revision, seed=seed, allow_pickle=allow_pickle)
+    if tokenizer is None:
+        return loaded
+    if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
+        raise InputError(
+            "`tokenizer` should be a tokenizer of transformers, or behave like one. Found "
+            f"`{type(tokenizer).__name__}`."
+        )
+    return replace(loaded, tokenizer=tokenizer)
+
+
+def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
+    """The model with a causal mask in every layer, or in none; as it is for None."""
+    return model if causal is None else ReadyModel(with_mask(model.loaded, causal))
+
+
+def _state(model: nn.Module) -> list[tuple[int, int]]:
+    """Where the weights lie and how often they were written; buffers change in forward passes."""
+    return [(p.data_ptr(), p._version) for p in model.parameters()]
+
+
+def _same(one: Sample, other: Sample) -> bool:
+    """Whether two samples of one digest are the same in what a model takes besides."""
+    return one.arguments is other.arguments or one.kind == other.kind == "text"

@@ -1,0 +1,323 @@
+"""A model changed in one respect, so that two measurements differ in nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.errors import InputError
+from lipscope.models.loading import LoadedModel
+from lipscope.models.quiet import quiet
+from lipscope.models.tracing.calls import first_tensor
+from lipscope.models.tracing.prepare import at_rest, copied
+from lipscope.models.tracing.sites import attention_sites, is_linear, linears
+from lipscope.models.tracing.trace import run
+
+Keeps = Literal["entries", "spectrum"]
+Rounds = Literal["weights", "inputs"]
+Which = Literal["all", "query and key", "value and output"]
+# The last words of a module's path, as transformers names the four projections.
+_PROJECTIONS: dict[Which, str] = {
+    "all": ".",
+    "query and key": r"\.(query|key|q_proj|k_proj|q_lin|k_lin|q|k)$",
+    "value and output": r"\.(value|v_proj|o_proj|out_proj|v_lin|out_lin|attention\.output\.dense)$",
+}
+
+_BLOCK = 32  # weights that share a scale and an offset in the format Q4_1
+_STEPS = 15  # four bits
+_IDS = 6  # tokens of a trial
+
+
+def as_decoder(loaded: LoadedModel) -> LoadedModel:
+    """The same weights with a causal mask in every layer: token i reads tokens j <= i.
+
+    Holds for encoders of transformers that can also be built as decoders (BERT and its
+    copies): their forward pass then makes the mask, so that all layers see it.
+
+    Args:
+        loaded: An encoder.
+
+    Returns:
+        A copy, named ``NAME, causal``.
+
+    Raises:
+        InputError: If the family knows no decoder.
+    """
+    if getattr(loaded.config, "is_decoder", None) is not False:
+        raise InputError(
+            f"`{loaded.name}` should be an encoder that also runs as a decoder, as BERT. Found "
+            "none; leave it out of the masked runs."
+        )
+    model: Any = copied(loaded.model)
+    model.config.is_decoder = True
+    site: Any
+    for site in attention_sites(model).values():
+        site.is_causal = True
+    return replace(loaded, name=f"{loaded.name}, causal", model=model)
+
+
+def with_mask(loaded: LoadedModel, causal: bool | None) -> LoadedModel:
+    """The same weights with a causal mask in every layer, or with none.
+
+    Holds for models of transformers that read token ids: encoders that can also be built as
+    decoders (`as_decoder`), and decoders with learnt positions. A rotary embedding, or a bias of
+    positions, says something else of a token that comes later than of one that came before, and in
+    training said it of earlier ones alone.
+
+    Args:
+        loaded: The model.
+        causal: Whether token i reads tokens j <= i only; None for what the model does.
+
+    Returns:
+        A copy, whose ``weights`` say so; the model itself where nothing had to be changed.
+
+    Raises:
+        InputError: If the model has no such mask that could be put on or taken off.
+    """
+    if causal is None or _reads_later(loaded) != causal:
+        return loaded
+    made = as_decoder(loaded) if causal else _without_mask(loaded)
+    if _reads_later(made) == causal:
+        raise InputError(
+            f"`causal` needs a model that takes its mask from its configuration. Found "
+            f"`{type(loaded.model).__name__}`, whose layers mask by themselves; leave it out."
+        )
+    said = "with a causal mask" if causal else "without a causal mask"
+    return replace(made, name=loaded.name, weights=f"{loaded.weights}, {said}")
+
+
+def _without_mask(loaded: LoadedModel) -> LoadedModel:
+    of = loaded.config.to_dict()
+    turns = any(of[key] for key in of if key.startswith(("rope_", "rotary_")))
+    biased = any("alibi" in name.lower() for one in loaded.model.modules() for name in dir(one))
+    if turns or biased or of.get("alibi"):
+        found = "a rotary embedding" if turns else "a bias of positions"
+        raise InputError(
+            "`causal = no` needs positions that were learnt for each token, which say nothing of "
+            f"before and after. Found {found} in `{loaded.name}`, trained on earlier tokens alone; "
+            "leave `causal` out."
+        )
+    model: Any = copied(loaded.model)
+    model.config.is_causal = False
+    site: Any
+    for site in attention_sites(model).values():
+        site.is_causal = False
+    return replace(loaded, model=model)
+
+
+def _reads_later(loaded: LoadedModel) -> bool:
+    """Whether attention at the first token depends on a later one, by the first layer's values."""
+    model, size = loaded.model, getattr(loaded.config, "vocab_size", None)
+    if not isinstance(size, int) or size < _IDS + 1:
+        raise InputError(
+            "`causal` needs a model of transformers that reads token ids. Found "
+            f"`{type(model).__name__}`; leave it out."
+        )
+    first = next(iter(attention_sites(model).values()))
+    seen: list[Tensor] = []
+    ids = torch.arange(_IDS, device=next(model.parameters()).device)[None]
+    handle = first.register_forward_hook(lambda *a: seen.append(first_tensor(a[2])[0, 0].clone()))
+    try:
+        with torch.no_grad(), at_rest(model):
+            for last in (_IDS - 1, _IDS):
+                run(model, {"input_ids": torch.cat([ids[:, :-1], ids[:, -1:] * 0 + last], 1)})
+    except (RuntimeError, ValueError, TypeError, IndexError) as problem:
+        raise InputError(
+            "`causal` needs a model that reads one sequence of token ids. Found that "
+            f"`{type(model).__name__}` raised {type(problem).__name__}: {problem}"
+        ) from problem
+    finally:
+        handle.remove()
+    return not torch.equal(seen[0], seen[-1])
+
+
+def quantised(loaded: LoadedModel) -> LoadedModel:
+    """The same model with the weights of its linear maps rounded as the format Q4_1 does.
+
+    Each 32 weights of a row share a scale and an offset in half precision,
+    ``w -> m + round((w - m) / s) s`` with ``m = min w`` and ``s = (max w - min w) / 15``.
+
+    Args:
+        loaded: Any model.
+
+    Returns:
+        A copy, named ``NAME, Q4_1``.
+    """
+    model = copied(loaded.model)
+    for _, weight in _rows_of_linears(model):
+        weight.copy_(_q4_1(weight.contiguous()))
+    return replace(loaded, name=f"{loaded.name}, Q4_1", model=model, weights="rounded to Q4_1")
+
+
+def rounded(x: Float[Tensor, "*n d"], bits: int) -> Float[Tensor, "*n d"]:
+    """Every row on a symmetric grid of its own: ``s round(x / s)``.
+
+    ``s = max |row| / (2^(bits - 1) - 1)``, so that the largest entry stays as it is; rounding goes
+    to the nearest, halves to the even one. Zero rows stay zero.
+
+    Args:
+        x: Rows; of a weight, its output channels, of activations, the tokens.
+        bits: At least 2.
+
+    >>> rounded(torch.tensor([[7.0, -3.2, 0.4]]), 4)
+    tensor([[ 7., -3.,  0.]])
+    """
+    if bits < 2:
+        raise InputError(f"`bits` should be at least 2. Found `bits = {bits}`.")
+    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (x / step.clamp_min(torch.finfo(x.dtype).tiny)).round() * step
+
+
+@contextlib.contextmanager
+def rounding(module: nn.Module, what: Rounds, bits: int) -> Iterator[None]:
+    """Round the linear maps inside a module while the block lasts, see `rounded`.
+
+    Args:
+        module: A model, a block, or a layer; it is put back as it was.
+        what: ``weights``, a step for each output channel; or ``inputs``, a step for each token
+            and linear map, whatever it reads.
+        bits: Of each number.
+    """
+    held = _rows_of_linears(module)
+    kept = [weight.clone() for _, weight in held] if what == "weights" else []
+    hooks = []
+    try:
+        for linear, weight in held:
+            if what == "weights":
+                weight.copy_(rounded(weight, bits))
+            else:
+                hooks.append(
+                    linear.register_forward_pre_hook(
+                        lambda _, given: (rounded(given[0], bits), *given[1:])
+                    )
+                )
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for (_, weight), before in zip(held, kept, strict=bool(kept)):
+            weight.copy_(before)
+
+
+def rounding_error(module: nn.Module, bits: int) -> float:
+    """``‖Q(W) - W‖_F / ‖W‖_F`` over all linear maps of a module together, see `rounded`."""
+    pairs = [(weight, rounded(weight, bits)) for _, weight in _rows_of_linears(module)]
+    lost = sum(float((after - weight).double().square().sum()) for weight, after in pairs)
+    whole = sum(float(weight.double().square().sum()) for weight, _ in pairs)
+    return math.sqrt(lost / whole) if whole else 0.0
+
+
+def _rows_of_linears(module: nn.Module) -> list[tuple[nn.Module, Tensor]]:
+    """Every linear map with its weight, one row for each output channel."""
+    return [
+        # Rows of inputs: Conv1D keeps its weight transposed.
+        (one, weight.T if type(one).__name__ == "Conv1D" else weight)
+        for one in linears(module)
+        for weight in [one.get_parameter("weight").data]
+    ]
+
+
+def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
+    """The same architecture and tokenizer with the random weights of a new model.
+
+    Args:
+        loaded: A model of transformers.
+        seed: Seed of the weights.
+
+    Returns:
+        A new model, named ``NAME, random weights, seed SEED``.
+
+    Raises:
+        InputError: If it is no model of transformers.
+    """
+    if loaded.config is None:
+        raise InputError(f"`{loaded.name}` should be a model of transformers. Found another.")
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = type(loaded.model)(loaded.config).eval()
+    name, weights = f"{loaded.name}, random weights, seed {seed}", f"random, seed {seed}"
+    return replace(loaded, name=name, model=model, weights=weights)
+
+
+def scrambled(
+    loaded: LoadedModel,
+    keeps: Keeps,
+    which: Which = "all",
+    *,
+    layer: int | None = None,
+    seed: int = 0,
+) -> LoadedModel:
+    """The same model whose matrices keep their size and lose what training put into them.
+
+    ``entries`` permutes the entries of each matrix: their distribution stays, so that logits are
+    about as large as the trained ones. ``spectrum`` keeps the singular values, ``U S Vᵀ`` with
+    ``U`` and ``V`` drawn uniformly (Haar measure). Biases, norms and embeddings stay.
+
+    Args:
+        loaded: A model of transformers whose blocks are numbered.
+        keeps: What each matrix keeps.
+        which: Which linear maps of the blocks.
+        layer: One block only, so that its input stays the trained one; all of them by default.
+        seed: Seed of the draw.
+
+    Returns:
+        A copy, named for what was done.
+
+    Raises:
+        InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.
+    """
+    model = copied(loaded.model)
+    place = re.compile(r"\.\d+\." if layer is None else rf"\.{layer}\.")
+    draw, found = torch.Generator().manual_seed(seed), 0
+    for name, module in model.named_modules():
+        # Blocks are numbered by the first number of the path.
+        numbered = re.search(r"\.\d+\.", f".{name}.")
+        inside = numbered is not None and place.fullmatch(numbered[0]) is not None
+        if inside and is_linear(module) and re.search(_PROJECTIONS[which], f".{name}"):
+            weight = module.get_parameter("weight").data
+            weight.copy_(_permuted(weight, draw) if keeps == "entries" else _turned(weight, draw))
+            found += 1
+    if not found:
+        raise InputError(
+            f"`{loaded.name}` should have matrices of its own for `{which}`, by the usual names. "
+            "Found none; scramble all of them."
+        )
+    done = f"{keeps} of {which} kept, seed {seed}"
+    where = "" if layer is None else f", layer {layer}"
+    return replace(loaded, name=f"{loaded.name}, {done}{where}", model=model, weights=done)
+
+
+def _permuted(weight: Tensor, draw: torch.Generator) -> Tensor:
+    order = torch.randperm(weight.numel(), generator=draw)
+    return weight.flatten()[order.to(weight.device)].view_as(weight)
+
+
+def _turned(weight: Tensor, draw: torch.Generator) -> Tensor:
+    values = torch.linalg.svdvals(weight.double())
+    sides = [_orthogonal(size, len(values), draw).to(values) for size in weight.shape]
+    return ((sides[0] * values) @ sides[1].T).to(weight)
+
+
+def _orthogonal(size: int, columns: int, draw: torch.Generator) -> Tensor:
+    """Orthonormal columns by Haar measure: the QR of a Gaussian matrix with positive diagonal."""
+    q, r = torch.linalg.qr(torch.randn(size, columns, generator=draw, dtype=torch.float64))
+    return q * r.diagonal().sign()
+
+
+def _q4_1(weight: Tensor) -> Tensor:
+    """Rows in blocks of 32 to 16 evenly spaced values each; a rest of a row stays as it is."""
+    whole = weight.shape[1] - weight.shape[1] % _BLOCK
+    blocks = weight[:, :whole].unflatten(1, (-1, _BLOCK)).float()
+    low = blocks.amin(-1, keepdim=True).half().float()
+    step = ((blocks.amax(-1, keepdim=True) - low) / _STEPS).half().float()
+    level = ((blocks - low) / step.clamp_min(1e-12)).round().clamp(0, _STEPS)
+    rounded = (low + level * step).flatten(1).to(weight)
+    return torch.cat([rounded, weight[:, whole:]], dim=1)

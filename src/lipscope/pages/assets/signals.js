@@ -1,0 +1,48 @@
+// What a monitor read during training: the page opens on it.
+const watched = D.monitored.map((one) => ({ ...one }));
+const readings = watched.flatMap((one) => one.rows);
+readings.forEach((r, k) => { r.reading = k; });
+const alerts = watched.flatMap((one) => one.alerts);
+alerts.forEach((a, k) => { a.alert = k; });
+const watch = () => watched[state.watched] ?? watched[0];
+const signalName = (signal) => signal.replaceAll("_", " ");
+const ABOUT = { relative: "sigma · ‖X‖ / ‖f(X)‖", entropy: "of attention, in nats", radius: "largest token norm",
+  sink_mass: "attention that one token gets", top_share: "of the most sensitive token", update_norm: "of the step", loss: "of the step" };
+$("signals").hidden = !watched.length;
+if (watched.length) {
+  $("overview").before($("training"));
+  // Below, the model as it is now, not as it was before training.
+  const late = D.settings.map((s, k) => [s.step ?? -1, s.layers.length, -k]).sort((a, b) => b[0] - a[0] || b[1] - a[1] || b[2] - a[2]);
+  state.s = -late[0][2];
+}
+MARKS.reading = [(k) => choose({ seen: readings[k].layer === "all" ? null : readings[k].layer }),
+  (k) => [make("b", {}, `step ${readings[k].step}${readings[k].layer === "all" ? "" : `, ${layerName(readings[k].layer)}`}`),
+    line(`${signalName(readings[k].signal)} ${number(readings[k].value)}`)]];
+MARKS.alert = [() => null, (k) => [make("b", {}, "alert"), line(alerts[k].text)]];
+COLUMNS.reading = column("value", (r) => r.value, (r) => number(r.value));
+for (const signal of distinct(watched.flatMap((one) => Object.keys(one.scales)))) {
+  const id = `signal-${signal}`;
+  const of = (rows) => (rows ?? []).filter((r) => r.signal === signal);
+  $("signals").append(make("figure", {}, make("figcaption", {}, make("b", {}, signalName(signal)),
+    make("span", {}, ABOUT[signal] ?? "")), make("div", { class: "chart", id, role: "img" })));
+  CHARTS[id] = { spec: () => `signal-${watch().scales[signal] ?? "linear"}`,
+    say: () => `${signalName(signal)} against training step, layer by layer`,
+    data: () => ({ rows: of(watch()?.rows), alerts: of(watch()?.alerts) }), signals: () => ({ axes: watch()?.axes[signal], layer: state.seen }),
+    empty: "Not read in this training." };
+  TABLES[id] = ["rows", "step layer reading"];
+}
+DRAWERS.push(() => {
+  if (!watched.length) return;
+  const one = watch();
+  fill("watched-controls", watched.length < 2 ? null : select("Training", watched.indexOf(one),
+    watched.map((w, k) => [k, w.name]), (k) => choose({ watched: k })));
+  const layers = D.layers.filter((l) => one.rows.some((r) => r.layer === l));
+  const button = (layer, text) => make("button", { type: "button", "aria-pressed": String(state.seen === layer),
+    onclick: () => { choose({ seen: layer }); [...$("watched-layers").children].find((b) => b.textContent === text)?.focus(); },
+  }, layer === null ? null : swatch(layer), text);
+  fill("watched-layers", ...layers.length < 2 ? [] : [button(null, "all layers"), ...layers.map((l) => button(l, l))]);
+  $("watched-about").textContent = "What the monitor read, layer by layer. " + (one.alerts.length
+    ? "Triangles are alerts, dashed lines layers that could not be measured, in float32 or at all; in words below."
+    : "There were no alerts.");
+  fill("alerts", ...one.alerts.length ? [make("h3", {}, "Alerts"), make("ul", {}, ...one.alerts.map((a) => make("li", {}, a.text)))] : []);
+});
