@@ -19,8 +19,8 @@ from tables import Raw, Section, Target, at_most, milliseconds, say, table
 import lipscope as ls
 from lipscope.engine.plan import plan
 from lipscope.engine.session import Session
-from lipscope.engine.sweep import read_spec
-from lipscope.engine.sweep.survey import surveys_of
+from lipscope.engine.sweeps import read_spec
+from lipscope.engine.sweeps.survey import surveys_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Measurement
 
@@ -29,7 +29,7 @@ PAIRS = 5
 _PLAN = """
 import sys, time
 began = time.perf_counter()
-from lipscope.engine.sweep import read_spec
+from lipscope.engine.sweeps import read_spec
 from lipscope.engine.plan import InputKey, Shape, Survey, plan
 loaded = time.perf_counter()
 spec = read_spec({"models": [f"m{i}" for i in range(10)], "lengths": "10:100:10",

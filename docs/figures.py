@@ -14,7 +14,7 @@ import torch
 import lipscope as ls
 from lipscope.charts.look import save
 from lipscope.charts.text import shaded_text
-from lipscope.pages.report import report
+from lipscope.pages.report_page import report
 
 FOLDER = Path(__file__).parent / "images"
 

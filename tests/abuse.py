@@ -130,7 +130,7 @@ def calls() -> Iterator[Call]:
 
 def _estimated(entries: dict[Any, Any]) -> None:
     """Read as a sweep reads it; no job is done."""
-    from lipscope.engine import sweep
+    from lipscope.engine import sweeps as sweep
 
     sweep.read_spec(entries)
 
@@ -138,7 +138,7 @@ def _estimated(entries: dict[Any, Any]) -> None:
 def _fields() -> Any:
     from dataclasses import fields
 
-    from lipscope.engine import sweep
+    from lipscope.engine import sweeps as sweep
 
     return fields(sweep.Spec)
 

@@ -13,7 +13,7 @@ from command import BERT
 from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweep import wire
+from lipscope.engine.sweeps import wire
 
 # `l2_opposed` is made for another kind of attention: two of these ten jobs raise.
 SPEC: dict[str, Any] = {

@@ -17,7 +17,7 @@ from command import BERT
 from lipscope import measure
 from lipscope.attacks import constant, two_cluster
 from lipscope.attention import DotProduct
-from lipscope.engine.measure import measure_built
+from lipscope.engine.verbs.measure import measure_built
 from lipscope.errors import InputError
 from lipscope.models import (
     LoadedModel,
@@ -33,7 +33,7 @@ from lipscope.models import (
     shuffled_words,
 )
 from lipscope.models.modified_models import Which
-from lipscope.records.growth import slope_of, steps, top_held_fixed
+from lipscope.records.power_law import slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024.published import castin_scripts
 from rows import row as measurement
 from small import drawn, sigma

@@ -14,9 +14,9 @@ import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.direction_words import read
 from lipscope.errors import InputError
-from lipscope.linalg.leading import leading
 from lipscope.linalg.operator import Operator
 from lipscope.linalg.singular import top_singular
+from lipscope.linalg.top_subspace import leading
 from lipscope.models import Readings, build_map, trace
 from lipscope.models.tracing.sites import attention_sites
 from opened import layer_of

@@ -63,9 +63,9 @@ def on_the_command_line(command: Any, dtype: str) -> dict[str, Measurement]:
 @pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
 def test_every_verb_gives_one_measurement_one_identity(command, monkeypatch, dtype: str) -> None:
     if dtype == "float64":  # in float32 the sweep of the command line has a worker process
-        monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+        monkeypatch.setattr("lipscope.engine.sweeps.driver.local_results", in_this_process)
     found = on_the_command_line(command, dtype)
-    monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+    monkeypatch.setattr("lipscope.engine.sweeps.driver.local_results", in_this_process)
     found |= in_python(dtype)
     assert len({row.id for row in found.values()}) == 1, {v: r.id for v, r in found.items()}
     assert {row.dtype for row in found.values()} == {dtype}

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 import lipscope as ls
 from agreement import gaussian
 from lipscope.attention import Attention, passes
-from lipscope.attention.arguments import arguments
+from lipscope.attention.layer_arguments import arguments
 
 D, HEADS, B, N, M = 8, 2, 3, 5, 7
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -278,7 +278,7 @@ def test_pixels_that_move_the_patches_as_asked() -> None:
 
 
 def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
-    import lipscope.engine.push_curve as inside
+    import lipscope.engine.verbs.push_curve as inside
 
     arguments = ("push", GPT2, "--text", "text.txt", "--layer", "1", "--length", "6")
     arguments += ("--draws", "1", "--eps", "0.01,0.1,1", "--no-certificate", "--out", "run")

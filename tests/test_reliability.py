@@ -459,7 +459,7 @@ def test_what_is_left_is_told_from_the_rows_of_this_run(tmp_path, monkeypatch, c
     """Ten seconds a row by a clock of the test's own; those of an earlier run took none."""
     now = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+    monkeypatch.setattr("lipscope.engine.sweeps.driver.local_results", in_this_process)
     keep = RunFolder.extend
 
     def extend(folder: RunFolder, some: Any) -> None:

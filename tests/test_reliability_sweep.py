@@ -20,7 +20,7 @@ import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Session
-from lipscope.engine.sweep import local, read_spec
+from lipscope.engine.sweeps import local, read_spec
 from lipscope.errors import InputError
 from sweeps import JOBS, SPEC, in_this_process, same_run
 
@@ -121,7 +121,7 @@ def test_a_sweep_names_what_every_worker_died_of_and_the_next_run_tries_again(
         "    if job.layer == 1: os.kill(os.getpid(), 9)\n"
         "    return r(self, job, shape)\n"
         "s.Session.result = result\n"
-        "from lipscope.engine.sweep.worker import main; main()"
+        "from lipscope.engine.sweeps.worker import main; main()"
     )
     monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", kill])
     ended = command("sweep", "spec.yaml", "--workers", "1")
@@ -153,7 +153,7 @@ def test_rows_that_wait_for_another_run_are_named_and_are_status_1(monkeypatch, 
                 else:
                     yield [session.result(job, shapes[0])]
 
-    monkeypatch.setattr(sys.modules["lipscope.engine.sweep.driver"], "local_results", results)
+    monkeypatch.setattr(sys.modules["lipscope.engine.sweeps.driver"], "local_results", results)
     ended = command("sweep", "spec.yaml")
     assert ended.status == 1, ended.err
     assert "2 rows (1 failed) in runs/spec." in ended.out
@@ -299,7 +299,7 @@ def children_of(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_two_thousand_jobs_leave_memory_flat(monkeypatch, tmp_path) -> None:
     """What this process holds after 1,500 more jobs: rows and what waits, no tensor of each."""
-    monkeypatch.setattr("lipscope.engine.sweep.driver.local_results", in_this_process)
+    monkeypatch.setattr("lipscope.engine.sweeps.driver.local_results", in_this_process)
     words = random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=20_000)
     (tmp_path / "text.txt").write_text("".join(words))
     spec = SPEC | {"inputs": "real", "theorems": [], "layers": [0], "samples": 2_000}

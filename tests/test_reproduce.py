@@ -19,7 +19,7 @@ from lipscope.errors import InputError
 from lipscope.models import load_model
 from lipscope.plugins import load_plugins
 from lipscope.records.folder import RunFolder
-from lipscope.records.growth import growth
+from lipscope.records.power_law import growth
 from lipscope_experiments import experiments, reproduce
 from lipscope_experiments.castin2024.controls import controls
 from lipscope_experiments.experiment import Study

@@ -76,7 +76,7 @@ def test_a_run_folder_goes_on_and_is_read(command, monkeypatch) -> None:
     assert set(run.rows["move"]) == {"all", "copies"}
     held = Path("runs/split/rows.jsonl").read_bytes()
 
-    import lipscope.engine.split as verb
+    import lipscope.engine.verbs.split as verb
 
     monkeypatch.setattr(verb, "_gains", None)  # nothing is computed anew
     again = command(*arguments, "--out", "runs/split", "--jsonl")

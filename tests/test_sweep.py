@@ -20,8 +20,8 @@ from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweep import driver, estimate, local, read_spec, wire
-from lipscope.engine.sweep.batches import Batches
+from lipscope.engine.sweeps import driver, estimate, local, read_spec, wire
+from lipscope.engine.sweeps.batches import Batches
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished, RunFolder
 from sweeps import FAILED, JOBS, SPEC, in_this_process, rows_of, same_run
@@ -349,7 +349,7 @@ def test_an_estimate_is_within_a_factor_of_two(tmp_path, monkeypatch, capsys, wh
     """Of processor time, without what a process does once: imports, the start of workers."""
     ls.measure(TWO_LAYERS, TEXT, lengths=4, samples=1)
     spec = {"models": TWO_LAYERS + ",intermediate_size=64", **ESTIMATED[what]}
-    estimates = sys.modules["lipscope.engine.sweep.estimate"]
+    estimates = sys.modules["lipscope.engine.sweeps.estimate"]
     monkeypatch.setattr(driver, "local_results", in_this_process)
     monkeypatch.setattr(estimates, "threads_of", lambda workers: workers)
     monkeypatch.setattr(estimates, "start_time", lambda: 0.0)

@@ -13,7 +13,7 @@ import pytest
 from distributed import LocalCluster
 
 import lipscope as ls
-from lipscope.engine.sweep.local import cores
+from lipscope.engine.sweeps.local import cores
 from lipscope.errors import InputError
 from sweeps import JOBS, SPEC, same_run
 
@@ -52,7 +52,7 @@ def test_rows_of_a_cluster_that_loses_a_worker_are_those_of_this_machine(tmp_pat
 
 
 def test_no_scheduler_is_one_line(tmp_path, monkeypatch):
-    from lipscope.engine.sweep import cluster
+    from lipscope.engine.sweeps import cluster
 
     monkeypatch.setattr(cluster, "_CONNECT", "1s")
     with socket.socket() as free:
@@ -78,7 +78,7 @@ def started(module: str, *words: str) -> subprocess.Popen[bytes]:
 def test_a_scheduler_that_dies_ends_the_sweep_in_one_line_and_keeps_its_rows(
     tmp_path, local, monkeypatch
 ):
-    monkeypatch.setattr("lipscope.engine.sweep.cluster._CONNECT", "120s")
+    monkeypatch.setattr("lipscope.engine.sweeps.cluster._CONNECT", "120s")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lipscope.engine.measure import measure
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
 from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, spec_of
-from lipscope.engine.sweep.batches import TRIES, Batches
-from lipscope.engine.sweep.estimate import seconds_at
-from lipscope.engine.sweep.written import read_spec
+from lipscope.engine.sweeps.batches import TRIES, Batches
+from lipscope.engine.sweeps.estimate import seconds_at
+from lipscope.engine.sweeps.written import read_spec
+from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError
 from lipscope.theorems import catalogue
 

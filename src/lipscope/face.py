@@ -19,24 +19,24 @@ from lipscope.attention import (
 from lipscope.attention.core import VARIANTS
 from lipscope.attention.functional import attention
 from lipscope.control import Restraint, restrain
-from lipscope.engine.attack import attack
-from lipscope.engine.bounds import bounds
-from lipscope.engine.certify import certify
-from lipscope.engine.certify_decision import certify_decision
-from lipscope.engine.directions import directions
-from lipscope.engine.measure import measure
 from lipscope.engine.monitor import Monitor
 from lipscope.engine.open_model import LayerAtInput, OpenModel, load_model
-from lipscope.engine.push import Pushed, push
-from lipscope.engine.smooth import Smoothed, smooth
-from lipscope.engine.split import split
-from lipscope.engine.sweep import sweep
-from lipscope.engine.text import attack_text
+from lipscope.engine.sweeps import sweep
+from lipscope.engine.verbs.attack import attack
+from lipscope.engine.verbs.attack_text import attack_text
+from lipscope.engine.verbs.bounds import bounds
+from lipscope.engine.verbs.certify import certify
+from lipscope.engine.verbs.certify_decision import certify_decision
+from lipscope.engine.verbs.directions import directions
+from lipscope.engine.verbs.measure import measure
+from lipscope.engine.verbs.push import Pushed, push
+from lipscope.engine.verbs.smooth import Smoothed, smooth
+from lipscope.engine.verbs.split import split
 from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
 from lipscope.linalg.operator import Operator, linearise, to_dense
 from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.pages.report import report
+from lipscope.pages.report_page import report
 from lipscope.pages.rows import Rows
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
 from lipscope.records.run import Run, read_run

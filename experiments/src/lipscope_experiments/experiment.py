@@ -14,21 +14,16 @@ from torch import Tensor
 
 import lipscope
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, measure
-from lipscope.charts.panels import Panel
-from lipscope.engine.measure import measure_built
-from lipscope.engine.runs import Progress as RowProgress
-from lipscope.engine.runs import folder_of
-from lipscope.models import LoadedModel, load_model
-from lipscope.models.model_fingerprint import stamp, stamp_of_folder
-from lipscope.records.files import replaced
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import provenance, stable_id
-from lipscope.records.run_location import Place
+from lipscope.charts import Panel
+from lipscope.engine import Progress as RowProgress
+from lipscope.engine import folder_of, measure_built
+from lipscope.models import LoadedModel, load_model, stamp, stamp_of_folder
+from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
 from lipscope_experiments.findings import Findings, Record, findings_of, page
 from lipscope_experiments.texts import Text, texts_of
 
 if TYPE_CHECKING:
-    from lipscope.charts.motion import Scene
+    from lipscope.charts import Scene
 
 Progress = Callable[[int, int, str], None]
 ValueJob = tuple[Record, Callable[[], Record]]
@@ -172,11 +167,11 @@ class Study:
         return [f"Not run on {' or '.join(missing)}."] if missing else []
 
     def measure(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
-        """Rows of `lipscope.engine.measure`, in the run folder."""
+        """Rows of `lipscope.engine.verbs.measure`, in the run folder."""
         return measure(model, data, out=self.folder, progress=self._in(part), **options)
 
     def bounds(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
-        """Rows of `lipscope.engine.bounds`, in the run folder."""
+        """Rows of `lipscope.engine.verbs.bounds`, in the run folder."""
         return bounds(model, data, out=self.folder, progress=self._in(part), **options)
 
     def built(
@@ -223,8 +218,7 @@ class Study:
 
         Nothing is saved where there is nothing to draw.
         """
-        from lipscope.charts.curves import curves_chart
-        from lipscope.charts.look import save_each
+        from lipscope.charts import curves_chart, save_each
 
         if not panels:
             return
@@ -235,7 +229,7 @@ class Study:
 
     def animate(self, stem: str, title: str, scenes: Sequence[Scene]) -> list[str]:
         """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
-        from lipscope.charts.motion import animate
+        from lipscope.charts import animate
 
         name = f"{_file_name(stem)}.gif"
         try:

@@ -9,10 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.pages.table import number
-from lipscope.records.exponent import Growth, percent_off
-from lipscope.records.growth import off_line, slope_of
-from lipscope.records.sampling import CONFIDENCE, mean_interval, share_interval
+from lipscope.pages import number
+from lipscope.records import (
+    CONFIDENCE,
+    Growth,
+    mean_interval,
+    off_line,
+    percent_off,
+    share_interval,
+    slope_of,
+)
 
 Record = dict[str, Any]
 """What a job computed, with its key."""
@@ -121,7 +127,7 @@ def exponent(fit: Growth | None) -> str:
     """An exponent with its interval, and how far the means leave the line.
 
     ``✗``: further than a power law allows. An interval at another level than 95 % names it. The
-    interval speaks of the sampling of text, see `lipscope.records.growth.growth`.
+    interval speaks of the sampling of text, see `lipscope.records.power_law.growth`.
     """
     if fit is None:
         return "–"

@@ -4,7 +4,7 @@
 where the tokens go; what is measured is the layer with its biases, heads and projection.
 """
 
-from lipscope.attacks.ascent import Ascent, ascend, confirm
+from lipscope.attacks.ascent import Ascent, ascend, check_size, confirm
 from lipscope.attacks.ball_attack import BallAttack, attack_in_ball
 from lipscope.attacks.constructions.clusters import (
     gamma_star,
@@ -16,27 +16,32 @@ from lipscope.attacks.constructions.construction import Construction
 from lipscope.attacks.constructions.distances import l2_opposed
 from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
 from lipscope.attacks.decision_attack import Flip, attack_decision
-from lipscope.attacks.edits import RECIPES, EditSearch
+from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
 from lipscope.attacks.moves import Map, ascent_move, of_size, random_move, sign_move
-from lipscope.attacks.worst_known import PER_HEAD, PER_LAYER, WorstInput, worst
-from lipscope.measures.atoms import Repeated
+from lipscope.attacks.worst_known import DRAWN, KNOWN, PER_HEAD, PER_LAYER, WorstInput, worst
+from lipscope.measures import Repeated
 
 __all__ = [
+    "DRAWN",
+    "KNOWN",
     "PER_HEAD",
     "PER_LAYER",
     "RECIPES",
     "Ascent",
     "BallAttack",
     "Construction",
+    "Draft",
     "EditSearch",
     "Flip",
     "Map",
     "Repeated",
+    "Scores",
     "WorstInput",
     "ascend",
     "ascent_move",
     "attack_decision",
     "attack_in_ball",
+    "check_size",
     "confirm",
     "constant",
     "dominant_token",

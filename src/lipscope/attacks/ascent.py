@@ -18,9 +18,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg.krylov import golub_kahan
-from lipscope.linalg.operator import Operator, Tape, stretch
-from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.linalg import Operator, Tape, TopSingular, golub_kahan, stretch, top_singular
 
 _KRYLOV_STEPS = 4  # from the last iterate's singular vector: enough to follow it
 _RATE = 0.1  # in units of the radius

@@ -9,11 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates.balls import in_double, sigma_of, tokens_of
-from lipscope.certificates.read_out import check_ball
+from lipscope.certificates import check_ball, in_double, sigma_of, tokens_of
 from lipscope.display import Shown
-from lipscope.theorems.derived.ball import per_token
-from lipscope.theorems.derived.intervals import BallName
+from lipscope.theorems import BallName, per_token
 
 
 @dataclass(frozen=True, repr=False)

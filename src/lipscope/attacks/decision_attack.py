@@ -10,10 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.certificates.decision import Decision
-from lipscope.certificates.read_out import Pool, check_ball
+from lipscope.certificates import Decision, Pool, check_ball
 from lipscope.display import Shown
-from lipscope.theorems.derived.intervals import BallName
+from lipscope.theorems import BallName
 
 _RIVALS = 5  # classes that an attack tries to reach, those nearest to first order
 _GROWTH, _ENLARGED = 1.2, 25  # balls that are tried: up to a hundred times the first

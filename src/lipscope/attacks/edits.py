@@ -18,11 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.linalg.krylov import golub_kahan
-from lipscope.linalg.operator import Operator, linearise
-from lipscope.linalg.starts import start_named
-from lipscope.models import Embedded, Written
-from lipscope.models.tracing.embedded import Read, Where
+from lipscope.linalg import Operator, golub_kahan, linearise, start_named
+from lipscope.models import Embedded, Read, Where, Written
 
 Recipe = Literal["sigma", "hotflip", "duplicate", "random"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)

@@ -19,7 +19,7 @@ from lipscope.attacks.constructions.tokens import constant, dominant_token, larg
 from lipscope.attention import Attention
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg.singular import TopSingular, top_singular
+from lipscope.linalg import TopSingular, top_singular
 from lipscope.theorems import DERIVED
 
 # One construction is one function; those that place tokens by a head take its index.

@@ -6,25 +6,33 @@ Called, ``lipscope.attention(q, k, v)`` is the function `lipscope.attention.func
 import sys
 from types import ModuleType
 
-from lipscope.attention.core import VARIANTS, Attention, variant, variants
+from lipscope.attention.ball import on_ball, row_gain
+from lipscope.attention.core import VARIANTS, Attention, transformed, variant, variants
+from lipscope.attention.distance import Distance
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
 from lipscope.attention.kinds.divided import DividedAttention
 from lipscope.attention.kinds.dot_product import DotProduct
-from lipscope.attention.kinds.l2 import L2Attention
-from lipscope.attention.kinds.lipschitz_norm import LipschitzNormAttention
+from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
+from lipscope.attention.kinds.lipschitz_norm import CONSTANT, LipschitzNormAttention
 from lipscope.attention.kinds.sigmoid import SigmoidAttention
 from lipscope.attention.kinds.sinkhorn import SinkhornAttention
 from lipscope.attention.layer import Map, MovingSide
+from lipscope.attention.layer_arguments import arguments
 from lipscope.attention.multihead import MultiheadAttention
-from lipscope.attention.norms import TokenNorm
+from lipscope.attention.norms import Clip, TokenNorm
+from lipscope.attention.precision import exact, uncast
 from lipscope.attention.rotary import Rotary
+from lipscope.attention.spectral import of_heads, product_norm, spectral_norm
 from lipscope.attention.weighting import Softmax, Weighting
 
 __all__ = [
+    "CONSTANT",
     "Attention",
+    "Clip",
     "ClippedAttention",
+    "Distance",
     "DividedAttention",
     "DotProduct",
     "L2Attention",
@@ -39,6 +47,16 @@ __all__ = [
     "Softmax",
     "TokenNorm",
     "Weighting",
+    "arguments",
+    "exact",
+    "of_heads",
+    "on_ball",
+    "phi_inverse",
+    "product_norm",
+    "row_gain",
+    "spectral_norm",
+    "transformed",
+    "uncast",
     "variant",
     "variants",
 ]

@@ -22,8 +22,7 @@ from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, ar
 from lipscope.attention.shapes import check_log_weights
 from lipscope.attention.stretch import stretch
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, over_leading
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import Operator, over_leading, start_named
 from lipscope.plugins import check_name, load_plugins
 
 _SMALL = "Scores should be small enough for {} to know the attention weights."

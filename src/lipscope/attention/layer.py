@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention.arguments import arguments, check_frame
+from lipscope.attention.layer_arguments import arguments, check_frame
 from lipscope.attention.norms import Clip, TokenNorm
 from lipscope.attention.precision import exact, wide
 from lipscope.attention.rotary import Rotary

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import passes
-from lipscope.attention.arguments import arguments
 from lipscope.attention.core import Attention, variants
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.dot_product import DotProduct
+from lipscope.attention.layer_arguments import arguments
 from lipscope.attention.precision import returned, uncast
 from lipscope.attention.weighting import Softmax
 from lipscope.errors import InputError, check_count
-from lipscope.linalg.operator import Operator
+from lipscope.linalg import Operator
 
 _WEIGHTS = ("query", "key", "value", "output")
 _BIASES = tuple(f"{name}_bias" for name in _WEIGHTS)

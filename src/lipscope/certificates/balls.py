@@ -15,15 +15,19 @@ from torch import Tensor
 from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
 from lipscope.errors import InputError
-from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.linalg.starts import start_named
-from lipscope.theorems.derived.ball import Ball, least
-from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.derived.row_gram import Weighted, row_gram_joint, weighted_head
-from lipscope.theorems.head import check_scores
-from lipscope.theorems.head_at import HeadAt
-from lipscope.theorems.layer_bounds import AskedLayer
-from lipscope.theorems.register import NotApplicableError
+from lipscope.linalg import TopSingular, start_named, top_singular
+from lipscope.theorems import (
+    AskedLayer,
+    Ball,
+    BallName,
+    HeadAt,
+    NotApplicableError,
+    Weighted,
+    check_scores,
+    least,
+    row_gram_joint,
+    weighted_head,
+)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from lipscope.certificates.balls import BallLayer, in_double, sigma_of, tokens_o
 from lipscope.certificates.read_out import check_ball
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.theorems.derived.ball import per_token
-from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems import BallName, NotApplicableError, per_token
 
 _OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
 _WIDE = 100.0  # times sigma at X, from which on a certificate says so

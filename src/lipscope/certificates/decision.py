@@ -17,10 +17,7 @@ from lipscope.certificates.balls import in_double, tokens_of
 from lipscope.certificates.read_out import Pool, ReadOut, check_ball
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head import UNIT, heads_of
-from lipscope.theorems.head_at import HeadAt
-from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems import UNIT, BallName, HeadAt, NotApplicableError, heads_of
 
 _FAR = 0.1  # of the nearest distance, below which a radius says so
 _DENSE = 1024  # entries of X up to which the Hessian of a margin is formed

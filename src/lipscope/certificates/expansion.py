@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Rotary
-from lipscope.theorems.derived.ball import Ball
-from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head_at import HeadAt
-from lipscope.theorems.spectrum import eigenvalue
+from lipscope.theorems import Ball, BallName, HeadAt, eigenvalue
 
 _PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
 _ROUNDS = 2  # of the search for weights between heads

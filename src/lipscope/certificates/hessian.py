@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
-from lipscope.linalg.starts import start_named
-from lipscope.theorems.derived.intervals import BallName
+from lipscope.linalg import start_named
+from lipscope.theorems import BallName
 
 _STARTS, _STEPS = 4, 300  # of the ascents
 _FIRST = 1e-3  # smallest weight of a token beside the largest, after them

@@ -19,12 +19,7 @@ from torch import Tensor
 from lipscope.attention import DotProduct
 from lipscope.certificates.hessian import hessian, largest_form
 from lipscope.errors import InputError
-from lipscope.theorems.derived.ball import Ball
-from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head import UNIT, heads_of
-from lipscope.theorems.head_at import HeadAt
-from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.spectrum import eigenvalue
+from lipscope.theorems import UNIT, Ball, BallName, HeadAt, NotApplicableError, eigenvalue, heads_of
 
 Pool = Literal["mean", "first"]
 Form = tuple[Tensor, Tensor, Tensor]

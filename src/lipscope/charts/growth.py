@@ -12,9 +12,7 @@ from lipscope.charts import marks
 from lipscope.charts.axes import end_of_training
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
-from lipscope.records.exponent import NEAR
-from lipscope.records.growth import off_line, slope_of
-from lipscope.records.rows import Measurement, TokenShare
+from lipscope.records import NEAR, Measurement, TokenShare, off_line, slope_of
 
 _NAMED = 8  # lines whose names have room at their ends
 _LINE = 13  # pixels between two names

@@ -14,7 +14,7 @@ from lipscope.charts import marks
 from lipscope.charts.standalone import chart_page
 from lipscope.display import picture, printable
 from lipscope.errors import InputError
-from lipscope.records.files import replaced
+from lipscope.records import replaced
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
 

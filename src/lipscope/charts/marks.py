@@ -11,10 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from lipscope.charts.pieces import Placed, readable
-from lipscope.records.comparison import Curve
-from lipscope.records.growth import share_text
-from lipscope.records.rows import GIVEN, Measurement, TokenShare
-from lipscope.records.sampling import mean_interval
+from lipscope.records import GIVEN, Curve, Measurement, TokenShare, mean_interval, share_text
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
 # readable on white, which its yellow end is not.

@@ -12,7 +12,7 @@ import numpy as np
 
 from lipscope.charts import marks
 from lipscope.errors import InputError, install
-from lipscope.records.files import replaced
+from lipscope.records import replaced
 
 _SIDE, _HEAD, _FINER = 300, 46, 2  # pixels of a scene, of what stands above it; drawn twice as fine
 _QUIET, _FRAME = "#6b6b6b", "#d4d4d4"

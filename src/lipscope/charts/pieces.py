@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 
 from lipscope.display import printable
-from lipscope.records.rows import TokenShare
+from lipscope.records import TokenShare
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
 

@@ -11,14 +11,15 @@ from lipscope.charts import marks
 from lipscope.charts.axes import Data, Frame, across, data, up
 from lipscope.charts.look import QUIET, dressed, tooltip
 from lipscope.errors import InputError
-from lipscope.records.comparison import (
+from lipscope.records import (
     ADVERSARIAL,
     CERTIFICATE,
     MEASURED,
+    Bound,
     Comparison,
+    Measurement,
     comparisons,
 )
-from lipscope.records.rows import Bound, Measurement
 
 # Blue, orange and green that stay apart for every kind of colour vision; bounds in grey.
 COLOURS = {MEASURED: "#0072b2", ADVERSARIAL: "#d55e00", CERTIFICATE: "#009e73", "bound": QUIET}

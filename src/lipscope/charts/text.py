@@ -11,7 +11,7 @@ from lipscope.charts import marks
 from lipscope.charts.look import MONO, dressed, tooltip
 from lipscope.charts.pieces import lay_out
 from lipscope.errors import InputError
-from lipscope.records.rows import TokenShare
+from lipscope.records import TokenShare
 
 SHADES = ("#ffffff", "#fee6ce", "#fdae6b", "#e6550d", "#8c2d04")
 

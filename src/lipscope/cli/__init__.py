@@ -53,7 +53,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> bool:
     if wanted:
-        from lipscope.records.rows import version
+        from lipscope.records import version
 
         sys.stdout.write(f"lipscope {version()}\n")
         raise typer.Exit

@@ -13,10 +13,10 @@ import typer
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
 from lipscope.cli.terminal import Force, bar, errors, resumable, show
 from lipscope.errors import InputError
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.engine.attack import Attacked
+    from lipscope.engine import Attacked
 
 EXAMPLE = "Example: lipscope attack minilm --layer 3 --length 64 --like-text --steps 80"
 _ASIDE = "`--budget` edits a text. Found `--steps`, `--like-text` or `--radius` too; leave it out."
@@ -90,7 +90,7 @@ def attack(
         _edit(model, content, place, layer, length, jsonl, edits | given)
         return
     steps = 40 if steps is None else steps
-    from lipscope.engine.attack import attack as run
+    from lipscope.engine import attack as run
 
     with resumable(), bar() as told:
         found = run(
@@ -120,7 +120,7 @@ def _edit(
     jsonl: bool,
     given: dict[str, Any],
 ) -> None:
-    from lipscope.engine.text import attack_text
+    from lipscope.engine import attack_text
 
     with resumable(), bar() as told:
         found = attack_text(

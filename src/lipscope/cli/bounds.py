@@ -12,12 +12,11 @@ from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.engine.ranges import parse_integers
-from lipscope.records.comparison import ADVERSARIAL, MEASURED, by_row, given, looseness
-from lipscope.records.run_location import Place
+from lipscope.engine import parse_integers
+from lipscope.records import ADVERSARIAL, MEASURED, Place, by_row, given, looseness
 
 if TYPE_CHECKING:
-    from lipscope.pages.rows import Rows
+    from lipscope.pages import Rows
 
 EXAMPLE = "Example: lipscope bounds minilm --layer 3 --length 64 --radius norm"
 _WIDTH = 110
@@ -62,7 +61,7 @@ def bounds(
     place = None if out is None else Place(out, force=force)
     content, wanted = asked(options)
     pictures = "images" in wanted
-    from lipscope.engine.bounds import bounds as run
+    from lipscope.engine import bounds as run
 
     with resumable(), bar() as told:
         found = run(

@@ -14,11 +14,10 @@ import typer
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
 from lipscope.errors import InputError
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.engine.certify import CertifiedBall
-    from lipscope.engine.certify_decision import CertifiedDecision
+    from lipscope.engine import CertifiedBall, CertifiedDecision
 
 EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
@@ -90,8 +89,8 @@ def certify(
         if value not in (None, *known):
             raise InputError(f"`{option}` should be {' or '.join(known)}. Found `{value}`.")
     from lipscope.cli import decision
-    from lipscope.engine.certify import certify as certify_ball
-    from lipscope.engine.certify_decision import certify_decision
+    from lipscope.engine import certify as certify_ball
+    from lipscope.engine import certify_decision
 
     length_of = None if "images" in given else length
     place = {"layer": layer, "length": length_of, "random": random, "ascents": ascents} | given

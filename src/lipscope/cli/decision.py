@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lipscope.cli.terminal import Screen
-from lipscope.pages.table import number
+from lipscope.pages import number
 
 if TYPE_CHECKING:
-    from lipscope.engine.certify_decision import CertifiedDecision
+    from lipscope.engine import CertifiedDecision
 
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 

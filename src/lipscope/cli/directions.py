@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 EXAMPLE = "Example: lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words"
 _WIDTH = 120
@@ -50,7 +50,7 @@ def directions(
     """
     place = None if out is None else Place(out, force=force)
     content, given = asked(options)
-    from lipscope.engine.directions import directions as run
+    from lipscope.engine import directions as run
 
     with resumable(), bar() as told:
         found = run(

@@ -7,8 +7,7 @@ from typing import Any, get_args
 import torch
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
-from lipscope.models import families
-from lipscope.models.tracing.sites import Scores
+from lipscope.models import Scores, families
 from lipscope.theorems import (
     Head,
     HeadAt,

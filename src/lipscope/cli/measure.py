@@ -19,11 +19,11 @@ from lipscope.cli.options import (
     with_options,
 )
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.engine.ranges import parse_integers
-from lipscope.records.run_location import Place
+from lipscope.engine import parse_integers
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.pages.rows import Rows
+    from lipscope.pages import Rows
 
 
 EXAMPLE = "Example: lipscope measure minilm --text FILE --lengths 16,64,256 --rest"
@@ -48,7 +48,7 @@ def measure(
     place = Place(out, model, force=force)
     content, given = asked(options)
     pictures = "images" in given
-    from lipscope.engine.measure import measure as run
+    from lipscope.engine import measure as run
 
     with resumable(), bar() as told:
         rows = run(

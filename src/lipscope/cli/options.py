@@ -11,9 +11,7 @@ import typer
 
 from lipscope.cli.completion import COMPLETED, models
 from lipscope.cli.terminal import read_text
-from lipscope.engine.checks import items
-from lipscope.engine.ranges import parse_integers
-from lipscope.engine.spec import AXES, OPTIONS, options_of
+from lipscope.engine import AXES, OPTIONS, items, options_of, parse_integers
 from lipscope.errors import InputError
 
 Command = TypeVar("Command", bound=Callable[..., Any])

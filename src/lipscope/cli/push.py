@@ -12,10 +12,10 @@ import typer
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
 from lipscope.cli.terminal import Force, bar, errors, resumable, show
 from lipscope.errors import InputError
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.pages.pushed import Push
+    from lipscope.pages import Push
 
 EXAMPLE = "Example: lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push"
 
@@ -61,8 +61,8 @@ def push(
     content, given = asked(options)
     sizes = None if eps is None else [_number(one) for one in eps.split(",")]
     place = None if out is None else Place(out, force=force)
-    from lipscope.engine.push import push as run
-    from lipscope.pages.pushed import pushes_in
+    from lipscope.engine import push as run
+    from lipscope.pages import pushes_in
 
     with resumable(), bar() as told:
         found = run(
@@ -101,8 +101,8 @@ def _number(text: str) -> float:
 
 
 def _draw(pushes: list[Push], folder: Path, *, anew: bool) -> None:
-    from lipscope.charts.look import save_each
-    from lipscope.pages.files import push_charts
+    from lipscope.charts import save_each
+    from lipscope.pages import push_charts
 
     for name, chart in push_charts(pushes):
         paths = [folder / f"{name}.{kind}" for kind in ("svg", "png")]

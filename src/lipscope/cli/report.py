@@ -30,7 +30,7 @@ def report(
     Sigma with its intervals beside the shaded text, growth, heads, bounds, sensitivity,
     worst cases, methods, provenance and references. The paths written go to standard output.
     """
-    from lipscope.pages.report import report as write
+    from lipscope.pages import report as write
 
     for path in write(folders, out, png=png, svg=svg, compare=compare):
         sys.stdout.write(f"{path}\n")

@@ -15,7 +15,7 @@ from lipscope.cli.completion import EXPERIMENTS, experiments
 from lipscope.cli.terminal import Force, Screen, errors, resumable
 from lipscope.errors import InputError
 from lipscope.plugins import load_plugins
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 EXAMPLE = "Example: lipscope reproduce castin2024/figure1 --quick --out runs/figure1"
 

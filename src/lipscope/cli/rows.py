@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lipscope.cli.terminal import Screen
 from lipscope.display import printable
-from lipscope.engine.source import nearest
+from lipscope.engine import nearest
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import polars
 
-    from lipscope.records.run import Run
+    from lipscope.records import Run
 
 EXAMPLE = 'Example: lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv'
 _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "status")
@@ -66,7 +66,7 @@ def rows(
     """
     if to not in (None, "csv", "parquet", "json", "latex"):
         raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
-    from lipscope.records.run import read_run
+    from lipscope.records import read_run
 
     run = read_run(folder)
     found = selected(run, where) if part is None else _values(run, part, where, to)
@@ -98,7 +98,7 @@ def selected(run: Run, where: str | None) -> polars.DataFrame:
     """
     import polars as pl
 
-    from lipscope.records.stored import BESIDE
+    from lipscope.records import BESIDE
 
     if where is None:
         return run.rows
@@ -132,7 +132,7 @@ def _why(problem: Exception, tables: Mapping[str, polars.DataFrame]) -> str:
 
 def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.DataFrame:
     """Values of a part, or tokens, bounds and directions of the rows, a line each."""
-    from lipscope.records.stored import BESIDE
+    from lipscope.records import BESIDE
 
     if where is not None or to == "latex":
         raise InputError(
@@ -197,7 +197,7 @@ def latex(frame: polars.DataFrame) -> str:
 
 
 def _cell(value: object) -> str:
-    from lipscope.pages.table import number
+    from lipscope.pages import number
 
     if isinstance(value, float):
         return number(value)

@@ -38,7 +38,7 @@ def smooth(
     saved in the format of Hugging Face.
     """
     content = read_text(text)
-    from lipscope.engine.smooth import smooth as run
+    from lipscope.engine import smooth as run
 
     found = run(
         model,

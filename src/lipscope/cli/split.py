@@ -11,10 +11,10 @@ import typer
 
 from lipscope.cli.options import INPUT, SOLVER, Model, asked, indices, with_options
 from lipscope.cli.terminal import Force, bar, errors, resumable, show
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.engine.split import Splitting
+    from lipscope.engine import Splitting
 
 EXAMPLE = "Example: lipscope split minilm --layers 0,3 --length 32 --out runs/split"
 _STEM = "split"
@@ -49,7 +49,7 @@ def split(
     """
     place = None if out is None else Place(out, force=force)
     content, given = asked(options)
-    from lipscope.engine.split import split as run
+    from lipscope.engine import split as run
 
     with resumable(), bar() as told:
         found = run(
@@ -75,9 +75,7 @@ def split(
 
 def _draw(found: Splitting, folder: Path) -> None:
     """Gains of every token, layer by layer, beside sigma of the layer."""
-    from lipscope.charts.curves import curves_chart
-    from lipscope.charts.look import save_each
-    from lipscope.charts.panels import Panel, Series
+    from lipscope.charts import Panel, Series, curves_chart, save_each
 
     panels = []
     for row in found.moved:

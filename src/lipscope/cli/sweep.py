@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
-from lipscope.records.run_location import Place
+from lipscope.records import Place
 
 if TYPE_CHECKING:
-    from lipscope.engine.sweep import Estimate
-    from lipscope.pages.rows import Rows
-    from lipscope.records.rows import Measurement
+    from lipscope.engine import Estimate
+    from lipscope.pages import Rows
+    from lipscope.records import Measurement
 
 EXAMPLE = "Example: lipscope sweep growth.yaml --out runs/growth --workers 2"
 _REASONS = 5  # of failed rows that are told
@@ -44,8 +44,8 @@ def sweep(
     Finished rows are on the disk at once. The same command on the same folder goes on with
     what is missing.
     """
-    from lipscope.engine.sweep import estimate
-    from lipscope.engine.sweep import sweep as run
+    from lipscope.engine import estimate
+    from lipscope.engine import sweep as run
 
     place = Place(out, spec.stem, dated=False, force=force)
     if dry_run:

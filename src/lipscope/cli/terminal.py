@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lipscope import interrupts
 from lipscope.display import printable
-from lipscope.engine.progress import Bar
+from lipscope.engine import Bar
 
 
 class Screen(Console):
@@ -34,7 +34,7 @@ def show(result: Any) -> None:
     from rich.table import Table
 
     from lipscope.display import width_of
-    from lipscope.engine.results import pieces
+    from lipscope.engine import pieces
 
     for piece in pieces(result):
         # A pipe counts as 80 columns.
@@ -48,11 +48,11 @@ def read_text(path: str | None) -> str | None:
     """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None
-    from lipscope.models.data import windows
+    from lipscope.models import decoded, read_texts
 
     if path == "-":
-        return windows.decoded(sys.stdin.buffer.read(), "`--text`", "standard input")
-    return windows.read_texts(path, "`--text`")
+        return decoded(sys.stdin.buffer.read(), "`--text`", "standard input")
+    return read_texts(path, "`--text`")
 
 
 Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]

@@ -50,7 +50,7 @@ def theorems(
     ):
         if value is not None and value not in choices:
             raise InputError(f"`{name}` should be one of {', '.join(choices)}. Found `{value}`.")
-    from lipscope.pages.bounds_table import empty_table
+    from lipscope.pages import empty_table
     from lipscope.theorems import catalogue
 
     if families:
@@ -199,7 +199,7 @@ def _example() -> tuple[float, dict[str, float]]:
     import torch
 
     from lipscope.attention import DotProduct
-    from lipscope.linalg.operator import to_dense
+    from lipscope.linalg import to_dense
     from lipscope.theorems import bounds_at
 
     layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])

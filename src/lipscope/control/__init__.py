@@ -1,5 +1,6 @@
 """Layers that are kept smooth, what a monitor reads of them, and blocks that can be inverted."""
 
+from lipscope.control.alarm import PAST, WARM, Alarm, Alert, excess_of
 from lipscope.control.contraction import Contraction, ContractiveAttention, ContractiveMLP
 from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.control.flow import Flow
@@ -10,11 +11,16 @@ from lipscope.control.signals import (
     Reading,
     attention_received,
     entropy_and_sink,
+    furthest,
     joint_norm,
     largest_logits,
 )
 
 __all__ = [
+    "PAST",
+    "WARM",
+    "Alarm",
+    "Alert",
     "Contraction",
     "ContractiveAttention",
     "ContractiveMLP",
@@ -26,6 +32,8 @@ __all__ = [
     "Restraint",
     "attention_received",
     "entropy_and_sink",
+    "excess_of",
+    "furthest",
     "joint_norm",
     "largest_logits",
     "log_determinant",

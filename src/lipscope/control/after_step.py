@@ -12,8 +12,7 @@ from lipscope.attention import Attention, ScaledCosineAttention
 from lipscope.control.restraint import Batch, Restraint, restraint
 from lipscope.control.signals import largest_logits
 from lipscope.errors import InputError
-from lipscope.linalg.singular import top_singular
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named, top_singular
 
 _TOL = 1e-2  # how far below its cap a sigma may end
 _ROUNDING = 1e-4

@@ -11,9 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Attention
-from lipscope.attention.core import transformed
-from lipscope.attention.spectral import spectral_norm
+from lipscope.attention import Attention, spectral_norm, transformed
 from lipscope.errors import InputError, shown
 
 _ROUNDING = 128  # units: of singular values, and of products of some of them

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention.core import transformed
+from lipscope.attention import transformed
 from lipscope.control.contraction import Contraction
 from lipscope.control.determinant import LogDeterminant, log_determinant
 from lipscope.display import Shown

@@ -7,16 +7,12 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention, DotProduct, Softmax
-from lipscope.attention.precision import uncast
+from lipscope.attention import Attention, DotProduct, Softmax, uncast
 from lipscope.control.probe import Seen
 from lipscope.control.restraint import Batch, Restraint, restraint
 from lipscope.errors import InputError
-from lipscope.linalg.gradient import sigma
-from lipscope.linalg.starts import start_named
-from lipscope.theorems import AskedLayer, NotApplicableError
-from lipscope.theorems.derived.gram_rows import JacobianRows
-from lipscope.theorems.derived.row_gram import weighted_rows
+from lipscope.linalg import sigma, start_named
+from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
 _TOL = 1e-3  # of the solver, for a gradient that is as good as the step it is taken in
 _CHUNK = 2**28  # bytes of scores of rows that are pulled back at a time, roughly

@@ -13,10 +13,12 @@ from torch.nn.utils import parametrize
 from lipscope.attention import Attention, MultiheadAttention
 from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import (
+    AttentionCall,
     LoadedModel,
     Sample,
     Trace,
     attention_sites,
+    closed_form,
     given,
     implementation_for,
     inputs_of,
@@ -26,7 +28,6 @@ from lipscope.models import (
     trace,
     why_run,
 )
-from lipscope.models.tracing.sites import AttentionCall, closed_form
 
 Layers = Sequence[int] | int | Literal["all"]
 

@@ -10,8 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention import Attention
-from lipscope.attention.precision import exact
+from lipscope.attention import Attention, exact
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,16 @@ from lipscope.dynamics.fields import Field, Function
 from lipscope.dynamics.integrate import Happened, integrate
 from lipscope.dynamics.particles import residual
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, compose, linearise, plus_identity, to_dense
-from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import (
+    Operator,
+    TopSingular,
+    compose,
+    linearise,
+    plus_identity,
+    start_named,
+    to_dense,
+    top_singular,
+)
 
 _DENSE = 1024  # numbers of an input beyond which the Jacobian of a flow is not carried along
 _SMALL = 256  # numbers up to which Jacobians of layers are formed

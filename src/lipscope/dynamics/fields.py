@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, token_map
 
 Function = Callable[[Tensor], Tensor]

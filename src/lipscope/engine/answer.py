@@ -15,13 +15,20 @@ from lipscope.engine.ready_model import ReferenceModel
 from lipscope.engine.result import Answer, Found, explained, finite
 from lipscope.engine.spec import Spec
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg.difference import difference
-from lipscope.linalg.leading import leading
-from lipscope.linalg.norms import bracketed, frobenius_interval
-from lipscope.linalg.operator import Operator, Product, over_leading, restrict
-from lipscope.linalg.singular import TopSingular, top_singular_batch
-from lipscope.linalg.starts import start_named
-from lipscope.measures.splitting import own_operator
+from lipscope.linalg import (
+    Operator,
+    Product,
+    TopSingular,
+    bracketed,
+    difference,
+    frobenius_interval,
+    leading,
+    over_leading,
+    restrict,
+    start_named,
+    top_singular_batch,
+)
+from lipscope.measures import own_operator
 from lipscope.models import LayerMap
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root

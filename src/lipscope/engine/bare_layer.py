@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.models import LayerMap, Sample
-from lipscope.models.data.windows import digest
+from lipscope.models import LayerMap, Sample, digest
 
 
 def layer_inputs(data: Any) -> list[Sample]:

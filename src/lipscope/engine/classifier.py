@@ -10,14 +10,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lipscope.certificates.read_out import Pool
+from lipscope.certificates import Pool
 from lipscope.display import Shown
 from lipscope.engine.ready_model import AnyModel, ReadyModel, ready_model
 from lipscope.engine.runs import maps_at
 from lipscope.engine.text_anchors import check_texts, mean_outputs, short
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, whole_text
-from lipscope.models.data.windows import digest
+from lipscope.models import LoadedModel, digest, whole_text
 
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 

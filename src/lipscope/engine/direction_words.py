@@ -13,11 +13,18 @@ from torch import Tensor, nn
 
 from lipscope.engine.result import Found
 from lipscope.errors import InputError
-from lipscope.linalg.leading import Leading
-from lipscope.linalg.starts import start_named
-from lipscope.models import LayerMap, LoadedModel, Reader, Readings, Sample, Trace, build_map
-from lipscope.models.tracing.maps import PER_HEAD_MAPS
-from lipscope.records.rows import Direction
+from lipscope.linalg import Leading, start_named
+from lipscope.models import (
+    PER_HEAD_MAPS,
+    LayerMap,
+    LoadedModel,
+    Reader,
+    Readings,
+    Sample,
+    Trace,
+    build_map,
+)
+from lipscope.records import Direction
 
 _TOKENS = 3  # of each vector that are read
 _LEAST = 0.05  # of a token's share, except the first

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lipscope.control.signals import entropy_and_sink, largest_logits
+from lipscope.control import entropy_and_sink, largest_logits
 from lipscope.engine.plan import FUSED, WindowKey
 from lipscope.engine.runs import LocalRun
 from lipscope.engine.session import ModelKey, Session
-from lipscope.models import Trace
-from lipscope.models.tracing.sites import AttentionCall, closed_form
+from lipscope.models import AttentionCall, Trace, closed_form
 
 
 class Heads:

@@ -30,12 +30,9 @@ from lipscope.engine.synthetic_inputs import (
 )
 from lipscope.engine.text_gradients import Texts, texts_for, turned
 from lipscope.errors import InputError, memory_for
-from lipscope.linalg.operator import Operator
-from lipscope.models import LayerMap, Sample, why_run
-from lipscope.models.tracing.prepare import ExactNorm
-from lipscope.models.tracing.residual import Norms, norm_before
-from lipscope.records.folder import Finished
-from lipscope.records.rows import Direction, Measurement
+from lipscope.linalg import Operator
+from lipscope.models import ExactNorm, LayerMap, Norms, Sample, norm_before, why_run
+from lipscope.records import Direction, Finished, Measurement
 from lipscope.theorems import Normed, Residual, norm_of, radius_of_norm
 
 _MASKS = {

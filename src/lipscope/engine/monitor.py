@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.control.alarm import Alarm, Alert
-from lipscope.control.signals import Reading, furthest, joint_norm
+from lipscope.control import Alarm, Alert, Reading, furthest, joint_norm
 from lipscope.engine.checks import argument, whole
 from lipscope.engine.heads import Heads, heads_of, in_full
 from lipscope.engine.ready_model import ReadyModel
@@ -23,11 +22,8 @@ from lipscope.engine.result import explained
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
 from lipscope.engine.spec import Model, Options
 from lipscope.errors import InputError, remark, shown
-from lipscope.models import LoadedModel, copied
-from lipscope.models.data.windows import digest
-from lipscope.models.loading import check_finite, fingerprint
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import Measurement, provenance, stable_id
+from lipscope.models import LoadedModel, check_finite, copied, digest, fingerprint
+from lipscope.records import Measurement, RunFolder, provenance, stable_id
 
 PART, ALERTS = "monitor", "alerts"
 """The parts of the values of a run folder that hold the signals, and the alerts."""

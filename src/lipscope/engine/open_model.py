@@ -11,24 +11,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.certificates.certify import BallCertificate
+from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
-from lipscope.engine.attack import Attacked, attack
-from lipscope.engine.bounds import bounds
-from lipscope.engine.certify import certify
 from lipscope.engine.checks import argument, whole
-from lipscope.engine.directions import directions
 from lipscope.engine.layer import MapAtInput
-from lipscope.engine.push import Pushed, push
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
 from lipscope.engine.spec import MeasureOptions
-from lipscope.engine.split import Splitting, split
+from lipscope.engine.verbs.attack import Attacked, attack
+from lipscope.engine.verbs.bounds import bounds
+from lipscope.engine.verbs.certify import certify
+from lipscope.engine.verbs.directions import directions
+from lipscope.engine.verbs.push import Pushed, push
+from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator
-from lipscope.models.tracing.prepare import ExactNorm
-from lipscope.pages.rows import Rows
-from lipscope.records.rows import Measurement
+from lipscope.linalg import Operator
+from lipscope.models import ExactNorm
+from lipscope.pages import Rows
+from lipscope.records import Measurement
 from lipscope.theorems import Normed
 
 _WORDS = 8  # of the input that a display shows

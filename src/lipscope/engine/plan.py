@@ -10,7 +10,7 @@ from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, OPTIONS, REAL, Spec
 from lipscope.errors import InputError
 from lipscope.models import WHOLE
-from lipscope.records.rows import stable_id
+from lipscope.records import stable_id
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")

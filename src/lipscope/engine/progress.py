@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from lipscope.errors import InputError
-from lipscope.records.rows import Measurement
+from lipscope.records import Measurement
 
 Tell = Callable[[int, int, Measurement | None], None]
 Progress = Tell | bool

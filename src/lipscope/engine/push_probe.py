@@ -18,13 +18,18 @@ from lipscope.engine.runs import LocalRun
 from lipscope.engine.text_anchors import own_output
 from lipscope.engine.text_gradients import body_of
 from lipscope.errors import InputError
-from lipscope.linalg.starts import start_named
-from lipscope.models import OF_BLOCKS
-from lipscope.models.data.images import normalisation
-from lipscope.models.next_token import with_scores
-from lipscope.models.patches import Patches, coded, patches_of, picture_move
-from lipscope.models.tracing.sites import block_of
-from lipscope.records.pushed import MOVED, NEAREST, NEXT, PATCHES
+from lipscope.linalg import start_named
+from lipscope.models import (
+    OF_BLOCKS,
+    Patches,
+    block_of,
+    coded,
+    normalisation,
+    patches_of,
+    picture_move,
+    with_scores,
+)
+from lipscope.records import MOVED, NEAREST, NEXT, PATCHES
 
 FINE = 1.01  # how close the two sizes are between which something changes
 _PATHS = ("enters", "leaves", "until")  # of the ends of a map

@@ -17,14 +17,21 @@ from lipscope.attention import Attention, MultiheadAttention
 from lipscope.engine.bare_layer import map_of_layer
 from lipscope.errors import InputError, memory_for
 from lipscope.models import (
+    OF_FUNCTION,
+    Choice,
+    Ends,
     LayerMap,
     LoadedModel,
     Sample,
     Side,
     Trace,
     adopt_model,
+    as_chosen,
+    at_rest,
     attention_sites,
     build_map,
+    choices,
+    converted,
     device_of,
     implementation_for,
     later_positions,
@@ -36,14 +43,11 @@ from lipscope.models import (
     prepared,
     reader_of,
     remarks_on,
+    with_mask,
+    with_words,
     without_padding,
 )
 from lipscope.models import trace as run_traced
-from lipscope.models.modified_models import with_mask
-from lipscope.models.pretrained import with_words
-from lipscope.models.tracing.map_endpoints import Ends
-from lipscope.models.tracing.prepare import Choice, as_chosen, at_rest, choices, converted
-from lipscope.models.tracing.sites import OF_FUNCTION
 
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 K = TypeVar("K")

@@ -11,9 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg.leading import Leading
-from lipscope.linalg.singular import TopSingular
-from lipscope.records.rows import AGAIN, TokenShare
+from lipscope.linalg import Leading, TopSingular
+from lipscope.records import AGAIN, TokenShare
 
 
 @dataclass(frozen=True)

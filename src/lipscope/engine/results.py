@@ -9,14 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lipscope.display import Drawing, Piece, pieces
-from lipscope.engine.attack import Attacked
-from lipscope.engine.push import Pushed
-from lipscope.engine.smooth import MOVE, Smoothed
-from lipscope.engine.split import Splitting
 from lipscope.engine.text_edits import TextAttack
-from lipscope.pages.bounds_table import empty_table
-from lipscope.pages.pushed import Push, pushes_in
-from lipscope.pages.table import number
+from lipscope.engine.verbs.attack import Attacked
+from lipscope.engine.verbs.push import Pushed
+from lipscope.engine.verbs.smooth import MOVE, Smoothed
+from lipscope.engine.verbs.split import Splitting
+from lipscope.pages import Push, empty_table, number, pushes_in
 
 _TOKENS = 8  # of a layer in the table of `split`
 _SIZES = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
@@ -195,7 +193,7 @@ def _sizes(push: Push) -> Table:
 
 
 def _chart(push: Push) -> str:
-    from lipscope.charts.look import as_svg
-    from lipscope.pages.files import push_charts
+    from lipscope.charts import as_svg
+    from lipscope.pages import push_charts
 
     return "".join(as_svg(chart) for _, chart in push_charts([push]))

@@ -12,7 +12,7 @@ from lipscope.engine.plan import Job, Shape, heads_of, row_id
 from lipscope.engine.result import Answer, no_answer
 from lipscope.engine.spec import REAL, Spec
 from lipscope.models import LayerMap, Sample, default_text
-from lipscope.records.rows import AGAIN, Measurement, version
+from lipscope.records import AGAIN, Measurement, version
 
 IMAGE = "image"
 _BEGINNING = 60  # characters of a text that has no name

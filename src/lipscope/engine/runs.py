@@ -27,13 +27,19 @@ from lipscope.engine.session import ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, options_of, single_spec
 from lipscope.engine.survey_cache import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.errors import InputError
-from lipscope.models import Sample, device_of, given, parted
-from lipscope.models.data.windows import digest
-from lipscope.pages.rows import Rows
-from lipscope.records.files import replaced, sha256_of
-from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.rows import Bound, Measurement, provenance, stable_id
-from lipscope.records.run_location import Place
+from lipscope.models import Sample, device_of, digest, given, parted
+from lipscope.pages import Rows
+from lipscope.records import (
+    Bound,
+    Finished,
+    Measurement,
+    Place,
+    RunFolder,
+    provenance,
+    replaced,
+    sha256_of,
+    stable_id,
+)
 
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None

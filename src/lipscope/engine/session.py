@@ -18,9 +18,8 @@ from lipscope.engine.spec import REAL, Spec
 from lipscope.engine.synthetic_inputs import front_of
 from lipscope.engine.text_gradients import Texts
 from lipscope.errors import InputError
-from lipscope.models import WHOLE, Sample, check_request, device_of, inputs_of
-from lipscope.models.next_token import with_own_head
-from lipscope.records.folder import Finished
+from lipscope.models import WHOLE, Sample, check_request, device_of, inputs_of, with_own_head
+from lipscope.records import Finished
 
 
 class Result(NamedTuple):

@@ -16,10 +16,8 @@ from lipscope.engine.source import Source
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:  # not at run time: the command line completes options without torch
-    from lipscope.linalg.norms import Metric
-    from lipscope.models import Side
-    from lipscope.models.data.windows import WindowKind
-    from lipscope.models.tracing.maps import MapName
+    from lipscope.linalg import Metric
+    from lipscope.models import MapName, Side, WindowKind
 
 Default = TypeVar("Default")
 DType = Literal["float32", "float64"]
@@ -112,7 +110,7 @@ def _named(entry: str) -> Check:
 
     def check(source: Source, key: str, value: Any) -> Any:
         from lipscope.attacks import PER_HEAD, PER_LAYER
-        from lipscope.linalg.norms import Metric
+        from lipscope.linalg import Metric
         from lipscope.models import MAPS, SIDES
 
         known = {
@@ -320,7 +318,7 @@ def check_together(source: Source, spec: Spec) -> None:
     """Reject incompatible options."""
     import torch  # not above: see the imports
 
-    from lipscope.linalg.singular import SMALLEST_TOL
+    from lipscope.linalg import SMALLEST_TOL
 
     _check_inputs(source, spec)
     _check_theorems(source, spec)

@@ -11,9 +11,8 @@ from typing import Any
 from lipscope.engine.plan import InputKey, Shape, Survey
 from lipscope.engine.spec import Spec
 from lipscope.errors import remark
-from lipscope.models.model_fingerprint import stamp, stamp_of_folder
-from lipscope.records.folder import SURVEY, RunFolder
-from lipscope.records.rows import stable_id, version
+from lipscope.models import stamp, stamp_of_folder
+from lipscope.records import SURVEY, RunFolder, stable_id, version
 
 Held = Mapping[str, Mapping[str, Any]]
 

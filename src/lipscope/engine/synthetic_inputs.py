@@ -16,10 +16,9 @@ from lipscope.attention import Attention
 from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
-from lipscope.linalg.starts import start_named
-from lipscope.models import LayerMap, Sample
-from lipscope.models.data.windows import digest
-from lipscope.records.rows import Bound, Measurement
+from lipscope.linalg import start_named
+from lipscope.models import LayerMap, Sample, digest
+from lipscope.records import Bound, Measurement
 from lipscope.theorems import Normed, Residual, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself

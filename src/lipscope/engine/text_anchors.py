@@ -11,11 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lipscope.errors import InputError, shown
-from lipscope.models import LoadedModel, whole_text
-from lipscope.models.data.windows import read_text
-from lipscope.models.tracing.calls import first_tensor
-from lipscope.models.tracing.prepare import exact_maths
-from lipscope.models.tracing.trace import run
+from lipscope.models import LoadedModel, exact_maths, first_tensor, read_text, run, whole_text
 
 _SHOWN = 40  # characters of a text that name it
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lipscope.display import Shown
-from lipscope.pages.rows import Rows
-from lipscope.records.edits import RecipeSummary, TextEdit, summed
+from lipscope.pages import Rows
+from lipscope.records import RecipeSummary, TextEdit, summed
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from lipscope.engine.result import Found
 from lipscope.engine.text_anchors import mean_outputs, own_output, short
 from lipscope.errors import InputError
-from lipscope.linalg.difference import difference
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import difference, start_named
 from lipscope.models import LayerMap, LoadedModel, Trace
-from lipscope.records.rows import Direction
+from lipscope.records import Direction
 
 _DRAWS = 99  # as of the other readings
 

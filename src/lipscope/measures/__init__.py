@@ -14,7 +14,7 @@ from lipscope.measures.ratios import (
     tiny_mass_gain,
     tiny_mass_ratio,
 )
-from lipscope.measures.splitting import Split, finite_split, split_at
+from lipscope.measures.splitting import Split, finite_split, own_operator, split_at
 from lipscope.measures.tokens import TokenMeasure, in_order
 from lipscope.measures.transport import (
     Plan,
@@ -36,6 +36,7 @@ __all__ = [
     "lipschitz_ratio",
     "local_constant",
     "optimal_plan",
+    "own_operator",
     "push_forward",
     "repeated_tokens",
     "search_ratio",

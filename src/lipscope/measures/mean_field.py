@@ -8,9 +8,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention, Softmax
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, to_dense
-from lipscope.linalg.singular import top_singular
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import Operator, start_named, to_dense, top_singular
 from lipscope.measures.tokens import TokenMeasure
 
 _DENSE = 1024  # inputs up to which the norm of an operator is that of its matrix

@@ -11,7 +11,7 @@ from torch import Tensor
 from lipscope.attention import Attention
 from lipscope.display import Shown
 from lipscope.errors import InputError, check_count, check_positive, shown
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope.measures.mean_field import push_forward, token_map
 from lipscope.measures.tokens import TokenMeasure
 from lipscope.measures.transport import conditional_distance, wasserstein

@@ -16,9 +16,7 @@ from torch import Tensor
 from lipscope.attention import Attention, Softmax
 from lipscope.display import Shown
 from lipscope.errors import InputError, shown
-from lipscope.linalg.operator import Operator, linearise
-from lipscope.linalg.singular import top_singular_batch
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
 from lipscope.measures.mean_field import largest, push_forward, weighted
 from lipscope.measures.tokens import TokenMeasure
 from lipscope.measures.transport import wasserstein

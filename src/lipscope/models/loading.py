@@ -21,10 +21,10 @@ from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.models.dinov2 import dinov2_from_onnx
 from lipscope.models.gguf import read_once
+from lipscope.models.library_messages import quiet
 from lipscope.models.model_name import check_counts, check_files, entries_in, entries_of, parted
 from lipscope.models.pixels import Pixels, from_timm
 from lipscope.models.pretrained import from_pretrained
-from lipscope.models.quiet import quiet
 from lipscope.models.tokens import Bytes, tokenizer_at
 from lipscope.models.trained_length import trained_length
 

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.models.library_messages import quiet
 from lipscope.models.loading import LoadedModel
-from lipscope.models.quiet import quiet
 from lipscope.models.tracing.calls import first_tensor
 from lipscope.models.tracing.prepare import at_rest, copied
 from lipscope.models.tracing.sites import attention_sites, is_linear, linears

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
+from lipscope.models.library_messages import quiet
 from lipscope.models.loading import LoadedModel
 from lipscope.models.model_name import parted
 from lipscope.models.pretrained import with_head
-from lipscope.models.quiet import quiet
 
 
 def with_own_head(loaded: LoadedModel) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError, install
-from lipscope.models.quiet import quiet
+from lipscope.models.library_messages import quiet
 
 
 @dataclass(frozen=True)

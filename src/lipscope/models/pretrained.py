@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.models.quiet import quiet
+from lipscope.models.library_messages import quiet
 from lipscope.models.tokens import tokenizer_at
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.

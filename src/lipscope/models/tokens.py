@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lipscope.models.quiet import quiet
+from lipscope.models.library_messages import quiet
 
 
 class Bytes:

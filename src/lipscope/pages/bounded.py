@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lipscope.charts.marks import points_of, spread, tick_values
+from lipscope.charts import points_of, spread, tick_values
 from lipscope.pages.points import short
-from lipscope.records.comparison import ADVERSARIAL, MEASURED, Comparison, given, looseness
-from lipscope.records.rows import Bound, Measurement
+from lipscope.records import ADVERSARIAL, MEASURED, Bound, Comparison, Measurement, given, looseness
 
 HEIGHT, LABEL = 360, 14
 """Height of the chart, and of one name beside it, in pixels."""

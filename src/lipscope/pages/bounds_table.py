@@ -10,17 +10,18 @@ from rich.text import Text
 
 from lipscope.display import Sheet
 from lipscope.pages.table import interval, number
-from lipscope.records.comparison import (
+from lipscope.records import (
     ADVERSARIAL,
     EVERYWHERE,
     MEASURED,
+    Bound,
+    Measurement,
     allowed,
     best_of,
     by_row,
     given,
     looseness,
 )
-from lipscope.records.rows import Bound, Measurement
 
 _SCOPES = {"local": 0, "ball": 1, "global": 2, "mean-field": 3, "limit": 4}
 _READING = (

@@ -7,20 +7,29 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from lipscope.charts.axes import Frame
-from lipscope.charts.contrast import ratios_chart, shifts_chart, sides_chart
-from lipscope.charts.depth import depth_chart, product_chart
-from lipscope.charts.exponents import exponents_chart, slopes_chart
-from lipscope.charts.focus import focus_chart
-from lipscope.charts.gains import gains_chart
-from lipscope.charts.heads import TITLES, Quantity, heads_chart
-from lipscope.charts.layers import Grown, layers_chart
-from lipscope.charts.look import Chart
-from lipscope.charts.push import push_chart
-from lipscope.charts.radius import radius_chart
-from lipscope.charts.sandwich import bounds_chart
-from lipscope.charts.signals import signals_chart
-from lipscope.charts.training import training_chart
+from lipscope.charts import (
+    TITLES,
+    Chart,
+    Frame,
+    Grown,
+    Quantity,
+    bounds_chart,
+    depth_chart,
+    exponents_chart,
+    focus_chart,
+    gains_chart,
+    heads_chart,
+    layers_chart,
+    product_chart,
+    push_chart,
+    radius_chart,
+    ratios_chart,
+    shifts_chart,
+    sides_chart,
+    signals_chart,
+    slopes_chart,
+    training_chart,
+)
 from lipscope.pages.content import Content
 from lipscope.pages.items import REAL
 

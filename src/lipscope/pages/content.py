@@ -23,9 +23,7 @@ from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.runs import folder_names
 from lipscope.pages.training import Training, training_of
 from lipscope.pages.windows import SCALE, Windows, top_tokens, windows_for
-from lipscope.records.comparison import comparisons
-from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
-from lipscope.records.run import Run
+from lipscope.records import Bound, Direction, Measurement, Run, TokenShare, comparisons
 
 _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 

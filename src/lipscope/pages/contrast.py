@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from lipscope.charts.marks import positive, tick_values
+from lipscope.charts import positive, tick_values
 from lipscope.errors import InputError
 from lipscope.pages.exponents import APART, PAIRED, Cell, exponent_rows, exponents_said
 from lipscope.pages.items import REAL, Item, items_of
 from lipscope.pages.points import as_columns, label, log_ends, short
 from lipscope.pages.runs import folder_names
-from lipscope.records.growth import share_text
-from lipscope.records.rows import Measurement
-from lipscope.records.run import Run
-from lipscope.records.sampling import (
+from lipscope.records import (
     CONFIDENCE,
     Ends,
+    Measurement,
+    Run,
     Shift,
     enclosed_mean,
     holm,
     paired_shift,
+    share_text,
     welch_shift,
 )
 

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from lipscope.charts.depth import MAPS
-from lipscope.charts.marks import positive, tick_values
+from lipscope.charts import MAPS, positive, tick_values
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import log_ends, short, spread_of
-from lipscope.records.rows import Measurement
-from lipscope.records.sampling import enclosed_mean
+from lipscope.records import Measurement, enclosed_mean
 
 _SAME = 1e-4  # norms of one tensor that two rows tell, each summed in its own order
 _NORMS = ("frobenius", "max-token", "infinity")

@@ -10,10 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import readable
+from lipscope.charts import readable
 from lipscope.display import Sheet, printable
 from lipscope.pages.table import number, percent, rounded_up
-from lipscope.records.rows import Direction, Measurement
+from lipscope.records import Direction, Measurement
 
 SPACES = {
     "vocabulary": "tokens that could stand in its place: the move that each would make",

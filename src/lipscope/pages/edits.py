@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lipscope.pages.points import short
-from lipscope.records.edits import EDITS, TextEdit, summed
-from lipscope.records.run import Run
-from lipscope.records.sampling import share_interval
+from lipscope.records import EDITS, Run, TextEdit, share_interval, summed
 
 MAX_EDITS = 500
 """Windows and recipes whose texts a page carries."""

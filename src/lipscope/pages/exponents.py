@@ -10,10 +10,16 @@ import numpy as np
 
 from lipscope.errors import InputError
 from lipscope.pages.points import label, short
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import growth, share_text
-from lipscope.records.rows import Measurement
-from lipscope.records.sampling import CONFIDENCE, holm, paired_shift, welch_shift
+from lipscope.records import (
+    CONFIDENCE,
+    Growth,
+    Measurement,
+    growth,
+    holm,
+    paired_shift,
+    share_text,
+    welch_shift,
+)
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 Log = Callable[[Measurement], tuple[float, float] | None]

@@ -9,20 +9,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope.charts.axes import Frame
-from lipscope.charts.contrast import SIDES, ratios_chart, shifts_chart, sides_chart
-from lipscope.charts.depth import depth_chart, product_chart
-from lipscope.charts.gains import WAYS, gains_chart
-from lipscope.charts.look import Chart, save_each
-from lipscope.charts.push import push_chart
-from lipscope.charts.sandwich import bounds_chart
-from lipscope.charts.text import shaded_text
-from lipscope.charts.training import training_chart
+from lipscope.charts import (
+    SIDES,
+    WAYS,
+    Chart,
+    Frame,
+    bounds_chart,
+    depth_chart,
+    gains_chart,
+    product_chart,
+    push_chart,
+    ratios_chart,
+    save_each,
+    shaded_text,
+    shifts_chart,
+    sides_chart,
+    training_chart,
+)
 from lipscope.pages.chart_register import SHOWN, View, built_chart
 from lipscope.pages.content import Content
 from lipscope.pages.pushed import Push
 from lipscope.pages.windows import SCALE
-from lipscope.records.rows import TokenShare
+from lipscope.records import TokenShare
 
 _LONGEST = 120  # letters of a file's name, of the 255 that file systems take
 

@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lipscope.charts.marks import positive, tick_values
-from lipscope.charts.pieces import readable
+from lipscope.charts import positive, readable, tick_values
 from lipscope.pages.points import short
-from lipscope.records.gains import GAINS, TokenGain
-from lipscope.records.run import Run
+from lipscope.records import GAINS, Run, TokenGain
 
 MAX_TOKENS = 20_000
 """Tokens with gains that a page carries."""

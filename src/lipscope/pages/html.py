@@ -11,14 +11,13 @@ from typing import Any
 
 import vl_convert
 
-from lipscope.charts.inpage import in_the_page
-from lipscope.charts.marks import palette
+from lipscope.charts import in_the_page, palette
 from lipscope.display import printable
 from lipscope.pages.cards import headlines
 from lipscope.pages.chart_register import SHOWN, Blank
 from lipscope.pages.content import Content
 from lipscope.pages.words import failures, methods, provenance, references
-from lipscope.records.rows import version
+from lipscope.records import version
 
 # Ends of the range of layers on a dark page: bright enough for it, in even steps as well.
 DARK = ["#8c7bff", "#a868e6", "#c65fc8", "#df65a0", "#f07a76", "#f89a4c", "#fbbf3c", "#f2e34c"]

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from lipscope.errors import InputError
 from lipscope.pages.content import Content
 from lipscope.pages.html import page
-from lipscope.records.files import replaced
-from lipscope.records.manifest import empty
-from lipscope.records.rows import (
+from lipscope.records import (
     Bound,
     Direction,
     Measurement,
+    Run,
     TokenShare,
     Value,
+    empty,
     provenance,
+    replaced,
     typed_frame,
 )
-from lipscope.records.run import Run
 
 if TYPE_CHECKING:
     import polars

@@ -11,9 +11,7 @@ from typing import Any
 
 from lipscope.pages import table
 from lipscope.pages.runs import folder_names, labels, text_of
-from lipscope.records.comparison import given
-from lipscope.records.rows import Measurement
-from lipscope.records.run import Run
+from lipscope.records import Measurement, Run, given
 
 REAL = "real"
 SETTING = (*table.SETTING, "text")

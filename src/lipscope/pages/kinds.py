@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lipscope.charts.pieces import kind_of
+from lipscope.charts import kind_of
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import label
-from lipscope.records.rows import TokenShare
-from lipscope.records.run import Run
+from lipscope.records import Run, TokenShare
 
 _ENOUGH = 1_000  # tokens of a folder that tell whether its model has a tokenizer
 

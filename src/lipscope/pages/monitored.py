@@ -7,7 +7,7 @@ from typing import Any
 
 from lipscope.pages.points import label, short
 from lipscope.pages.runs import folder_names
-from lipscope.records.run import Run
+from lipscope.records import Run
 
 READINGS, ALERTS = "monitor", "alerts"
 """The parts of the values of a run folder that a monitor writes."""

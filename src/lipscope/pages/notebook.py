@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lipscope.certificates.certify import BallCertificate
-from lipscope.charts.panels import Panel, Series
+from lipscope.certificates import BallCertificate
+from lipscope.charts import Panel, Series
 from lipscope.display import Drawing, Piece, card, pieces
 from lipscope.errors import InputError
-from lipscope.linalg.singular import TopSingular
+from lipscope.linalg import TopSingular
 from lipscope.pages.rows import Rows
-from lipscope.records.run import Run
+from lipscope.records import Run
 
 
 @pieces.register
@@ -53,8 +53,7 @@ def _ball(found: BallCertificate) -> Iterator[Piece]:
 
 def _figure(title: str, panel: Panel) -> Drawing:
     def drawn() -> str:
-        from lipscope.charts.curves import curves_chart
-        from lipscope.charts.look import as_svg
+        from lipscope.charts import as_svg, curves_chart
 
         try:
             return as_svg(curves_chart(title, [panel], width=420))

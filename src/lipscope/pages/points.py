@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from lipscope.charts.marks import layer_labels, positive, tick_values
+from lipscope.charts import layer_labels, positive, tick_values
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, SETTING, Item, by_setting
 from lipscope.pages.runs import paired
 from lipscope.pages.table import Line, middle, stable_rank
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import Of, group_of, growth
-from lipscope.records.rows import Measurement
-from lipscope.records.sampling import enclosed_mean
+from lipscope.records import Growth, Measurement, Of, enclosed_mean, group_of, growth
 
 MAX_POINTS = 10_000
 """Rows that a page carries one by one; beyond, a part of them."""

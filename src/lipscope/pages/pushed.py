@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lipscope.charts.push import CERTIFICATE, PROMISE
+from lipscope.charts import CERTIFICATE, PROMISE
 from lipscope.pages.runs import folder_names
 from lipscope.pages.table import number
-from lipscope.records.pushed import (
+from lipscope.records import (
     DIRECTIONS,
     NEXT,
     PLACES,
     STEPS,
+    Measurement,
     PushDirection,
     PushPlace,
     PushStep,
+    Run,
 )
-from lipscope.records.rows import Measurement
-from lipscope.records.run import Run
 
 Records = list[dict[str, Any]]
 _OF = {"+v": "+v", "-v": "−v", "+top": "+top token", "-top": "−top token"}

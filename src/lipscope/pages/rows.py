@@ -18,15 +18,24 @@ from lipscope.display import Drawing, Piece, Sheet, Shown, pieces, printable
 from lipscope.errors import InputError
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
 from lipscope.pages.table import Line, blocks, draw, number
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import Group, groups, growth, usable
-from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, typed_frame
+from lipscope.records import (
+    Bound,
+    Direction,
+    Group,
+    Growth,
+    Measurement,
+    TokenShare,
+    groups,
+    growth,
+    typed_frame,
+    usable,
+)
 
 if TYPE_CHECKING:
     import pandas
     import polars
 
-    from lipscope.charts.look import Chart
+    from lipscope.charts import Chart
     from lipscope.pages.inline import Page
 
 
@@ -115,7 +124,7 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If no row has a finite, positive sigma.
         """
-        from lipscope.charts.growth import growth_chart
+        from lipscope.charts import growth_chart
 
         return growth_chart(self._rows, self.tokens)
 
@@ -125,7 +134,7 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If no row with bounds has a finite, positive sigma.
         """
-        from lipscope.charts.sandwich import sandwich_chart
+        from lipscope.charts import sandwich_chart
 
         return sandwich_chart(self._rows, self.bounds)
 
@@ -150,7 +159,7 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If the row is not here, or its tokens were not kept.
         """
-        from lipscope.charts.text import shaded_text
+        from lipscope.charts import shaded_text
 
         row = next((r for r in self._rows if r.id == row_id), None)
         if row_id is None and self._rows:
@@ -165,7 +174,7 @@ class Rows(Sequence[Measurement], Shown):
         return shaded_text([t for t in self.tokens if t.id == row.id], title=title)
 
     def growth(self) -> dict[Group, Growth | None]:
-        """Growth of sigma with the number of tokens; see `lipscope.records.growth.growth`."""
+        """Growth of sigma with the number of tokens; see `lipscope.records.power_law.growth`."""
         paired = self.windows == "spread"
         return {key: growth(part, paired=paired) for key, part in groups(self._rows).items()}
 
@@ -231,7 +240,7 @@ class Rows(Sequence[Measurement], Shown):
         Raises:
             InputError: If they cannot be written.
         """
-        from lipscope.charts.look import save_each
+        from lipscope.charts import save_each
 
         if not any(usable(row.sigma) for row in self._rows):
             return []
@@ -269,7 +278,7 @@ def _rows(rows: Rows) -> Iterator[Piece]:
 
 def _figure(rows: Rows) -> str:
     """The bounds, or the growth, or the tokens of the one length; "" where there is none."""
-    from lipscope.charts.look import as_svg
+    from lipscope.charts import as_svg
 
     try:
         if rows.bounds:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from lipscope.records.rows import TokenShare, records_of
-from lipscope.records.run import Run
+from lipscope.records import Run, TokenShare, records_of
 
 _NAMED = 40  # letters of a text that stand for it in a control
 

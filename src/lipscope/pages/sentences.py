@@ -6,12 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lipscope.charts.pieces import readable
+from lipscope.charts import readable
 from lipscope.pages.table import Line, interval, number, percent, rounded_up, without
-from lipscope.records.exponent import Growth, format_p, percent_off
-from lipscope.records.growth import Group
-from lipscope.records.rows import Direction, Measurement
-from lipscope.records.sampling import CONFIDENCE
+from lipscope.records import (
+    CONFIDENCE,
+    Direction,
+    Group,
+    Growth,
+    Measurement,
+    format_p,
+    percent_off,
+)
 
 # map: what moves, what answers
 ENDS = {

@@ -12,11 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.charts.pieces import readable
+from lipscope.charts import readable
 from lipscope.display import printable
-from lipscope.records.exponent import LACK_OF_FIT, NEAR, Growth, format_p, percent_off
-from lipscope.records.growth import Group, groups
-from lipscope.records.rows import Measurement, TokenShare
+from lipscope.records import (
+    LACK_OF_FIT,
+    NEAR,
+    Group,
+    Growth,
+    Measurement,
+    TokenShare,
+    format_p,
+    groups,
+    percent_off,
+)
 
 MAX_WIDTH = 100
 SETTING = ("model", "map", "metric", "move", "read")

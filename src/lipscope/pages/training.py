@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lipscope.charts.marks import positive
+from lipscope.charts import positive
 from lipscope.pages.items import REAL, SETTING, Item
 from lipscope.pages.points import axes, label, layers_first, short, spread_of
-from lipscope.records.rows import Measurement
+from lipscope.records import Measurement
 
 _FAR = 50  # last step by first one, beyond which steps stand on a logarithmic axis
 _PAD = 0.04  # of the axis, on both sides

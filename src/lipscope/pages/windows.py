@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.charts.pieces import spaced
+from lipscope.charts import spaced
 from lipscope.pages.items import REAL, Item
 from lipscope.pages.points import short
 from lipscope.pages.runs import windows_of
-from lipscope.records.rows import Measurement, TokenShare, records_of
-from lipscope.records.run import Run
+from lipscope.records import Measurement, Run, TokenShare, records_of
 
 MAX_TOKENS = 50_000
 """Tokens with shares that a page carries."""

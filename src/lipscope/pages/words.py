@@ -13,8 +13,7 @@ from lipscope.pages.bounded import cited
 from lipscope.pages.items import REAL, Item, by_setting
 from lipscope.pages.runs import text_of
 from lipscope.pages.sentences import intervals_of
-from lipscope.records.rows import Bound, Direction
-from lipscope.records.run import Run
+from lipscope.records import Bound, Direction, Run
 
 METRICS = {
     "frobenius": "the Frobenius norm",

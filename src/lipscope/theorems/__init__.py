@@ -14,13 +14,30 @@ from lipscope.theorems.papers import (
 from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
 
 # isort: on
-from lipscope.linalg.norms import Metric, NormInterval, infinity_norm, max_token_norm
-from lipscope.linalg.segment import Segment, segment
+from lipscope.linalg import Metric, NormInterval, Segment, infinity_norm, max_token_norm, segment
+from lipscope.theorems.derived.ball import Ball, least, per_token
+from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.intervals import BallName
-from lipscope.theorems.head import Head, heads_of
+from lipscope.theorems.derived.row_gram import (
+    Weighted,
+    row_gram_joint,
+    weighted_head,
+    weighted_rows,
+)
+from lipscope.theorems.directions import (
+    Direction,
+    eigen_directions,
+    first_token_gain,
+    split_gain,
+    star_direction,
+    value_direction,
+)
+from lipscope.theorems.head import UNIT, Head, check_scores, heads_of
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.layer_bounds import AskedLayer, evaluate
 from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
+from lipscope.theorems.papers.castin2024 import castin_thm_3_7_limit, castin_thm_e_3
+from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_input, tight_value
 from lipscope.theorems.register import (
     DERIVED,
     PATIENCE,
@@ -31,6 +48,7 @@ from lipscope.theorems.register import (
     theorem,
 )
 from lipscope.theorems.residual import Residual
+from lipscope.theorems.spectrum import eigenvalue
 from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
 # What enters theorems into the catalogue by being imported.
@@ -54,12 +72,16 @@ __all__ = [
     "PAPERS",
     "PATIENCE",
     "RECALLED",
+    "UNIT",
     "AskedLayer",
+    "Ball",
     "BallName",
     "Bound",
+    "Direction",
     "Head",
     "HeadAt",
     "HeadsAt",
+    "JacobianRows",
     "Metric",
     "Norm",
     "NormInterval",
@@ -68,17 +90,35 @@ __all__ = [
     "Residual",
     "Segment",
     "Theorem",
+    "Weighted",
     "absorb",
     "bounds_at",
+    "castin_thm_3_7_limit",
+    "castin_thm_e_3",
     "catalogue",
+    "check_scores",
+    "eigen_directions",
+    "eigenvalue",
     "evaluate",
     "expected_seconds",
+    "first_token_gain",
     "heads_of",
     "how_long",
     "infinity_norm",
+    "kim_thm_3_2_infinity",
+    "least",
     "max_token_norm",
     "norm_of",
+    "per_token",
     "radius_of_norm",
+    "row_gram_joint",
     "segment",
+    "split_gain",
+    "star_direction",
     "theorem",
+    "tight_input",
+    "tight_value",
+    "value_direction",
+    "weighted_head",
+    "weighted_rows",
 ]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, compose, linearise
+from lipscope.linalg import Operator, compose, linearise
 
 _LARGE = 1e4  # size of a token beside which ε is nothing
 _SIZES = tuple(10.0**-k for k in range(13))  # of a token that feels ε

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_type_hints
 
-from lipscope.linalg.norms import Metric
+from lipscope.linalg import Metric
 from lipscope.plugins import check_name, load_plugins
-from lipscope.records.rows import Bound
+from lipscope.records import Bound
 
 BoundKind = Literal["upper", "lower"]
 Scope = Literal["local", "ball", "global", "mean-field", "limit"]

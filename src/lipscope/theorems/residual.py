@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
+from lipscope.linalg import Operator, compose, linearise, plus_identity
 from lipscope.theorems.head import UNIT
 from lipscope.theorems.layer_bounds import AskedLayer
 from lipscope.theorems.normed import Norm, Normed, norm_of

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
-from lipscope.linalg.norms import Metric
-from lipscope.records.rows import Bound
+from lipscope.linalg import Metric
+from lipscope.records import Bound
 from lipscope.theorems.head_at import HeadAt, HeadsAt
 from lipscope.theorems.layer_bounds import AskedLayer, evaluate
 from lipscope.theorems.normed import Normed

@@ -12,8 +12,7 @@ from torch import Tensor
 from lipscope import Attention, InputError, Measurement, Rows
 from lipscope.attacks import two_cluster
 from lipscope.models import LoadedModel
-from lipscope.records.exponent import percent_off
-from lipscope.records.growth import off_line, slope_of
+from lipscope.records import off_line, percent_off, slope_of
 from lipscope_experiments.experiment import Study, layers_of
 from lipscope_experiments.findings import middle
 

@@ -12,19 +12,20 @@ from torch import Tensor
 
 from lipscope import Measurement
 from lipscope.models import (
+    Keeps,
     LoadedModel,
+    Which,
     quantised,
     random_tokens,
     reinitialised,
     repeated_token,
     scrambled,
     shuffled_words,
+    special_tokens_of,
+    windows_of_text,
 )
-from lipscope.models.data.windows import special_tokens_of, windows_of_text
-from lipscope.models.modified_models import Keeps, Which
-from lipscope.pages.table import number
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import groups, growth, top_held_fixed
+from lipscope.pages import number
+from lipscope.records import Growth, groups, growth, top_held_fixed
 from lipscope_experiments.experiment import Study
 from lipscope_experiments.findings import Record, Table, exponent
 from lipscope_experiments.texts import Text

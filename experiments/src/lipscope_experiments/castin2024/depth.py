@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lipscope import Attention, InputError, L2Attention, SinkhornAttention
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.dynamics import sigma_along, sigma_of_blocks
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope.models import LoadedModel
 from lipscope_experiments.castin2024.maps import multiple
 from lipscope_experiments.experiment import Study, ValueJob, layers_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lipscope import Attention, InputError, MultiheadAttention
-from lipscope.attention.norms import Clip
+from lipscope.attention import Clip
 from lipscope.errors import install
 from lipscope.theorems import NotApplicableError, catalogue, evaluate
 

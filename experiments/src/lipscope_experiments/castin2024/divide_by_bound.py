@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lipscope import MultiheadAttention
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.sampling import mean_interval
+from lipscope.pages import number
+from lipscope.records import mean_interval
 from lipscope_experiments.castin2024.digits import (
     BLOCKS,
     HEADS,

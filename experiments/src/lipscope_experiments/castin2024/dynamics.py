@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lipscope import Attention, DotProduct, L2Attention, SigmoidAttention
 from lipscope import SinkhornAttention as Sinkhorn
-from lipscope.charts.motion import Scene
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Scene, Series
 from lipscope.dynamics import Trajectory, clusters, diameter, evolve, leaders, phases, residual
-from lipscope.linalg.starts import start_named
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.linalg import start_named
+from lipscope.pages import number
+from lipscope.records import slope_of
 from lipscope_experiments.castin2024.depth import Depths, depths
 from lipscope_experiments.castin2024.maps import multiple
 from lipscope_experiments.experiment import Study, ValueJob, experiment

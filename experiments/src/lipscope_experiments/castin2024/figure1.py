@@ -8,10 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lipscope import Measurement, Rows
-from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, as_decoder
-from lipscope.records.exponent import Growth
-from lipscope.records.growth import growth, slope_of, steps, top_held_fixed
+from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
 from lipscope_experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope_experiments.castin2024.controls import Control, control_tables, controls, offsets
 from lipscope_experiments.castin2024.published import Curves, as_coded

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lipscope import DotProduct, InputError, LayerAtInput
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.theorems import heads_of
-from lipscope.theorems.directions import eigen_directions, star_direction
+from lipscope.theorems import eigen_directions, heads_of, star_direction
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped, middle
 from lipscope_experiments.texts import Text

@@ -6,9 +6,9 @@ import torch
 
 from lipscope import DotProduct, top_singular
 from lipscope.attacks import quadratic
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
+from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lipscope import Measurement, Rows
-from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.pages import number
+from lipscope.records import slope_of
 from lipscope_experiments.castin2024.windows import disjoint, first_and_middle
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lipscope import Attention, DotProduct
-from lipscope.charts.motion import Scene
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Scene, Series
 from lipscope.dynamics import closure, evolve, gaussian_flow
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.pages import number
+from lipscope.records import slope_of
 from lipscope_experiments.castin2024.laws import (
     ALL,
     KINDS,

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lipscope import DotProduct, InputError, top_singular
-from lipscope.certificates.balls import in_double
-from lipscope.charts.panels import Panel, Series
-from lipscope.theorems import HeadAt, NotApplicableError, heads_of
-from lipscope.theorems.papers.castin2024 import castin_thm_3_7_limit
+from lipscope.certificates import in_double
+from lipscope.charts import Panel, Series
+from lipscope.theorems import HeadAt, NotApplicableError, castin_thm_3_7_limit, heads_of
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped, middle
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipscope import Attention, DotProduct, L2Attention, SinkhornAttention
 from lipscope.dynamics import evolve, gaussian_flow
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope_experiments.experiment import ValueJob
 from lipscope_experiments.findings import Record, Table, average, chosen, grouped, share
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import torch
 
 from lipscope import L2Attention, top_singular
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.comparison import looseness as looseness_of
+from lipscope.pages import number
+from lipscope.records import looseness as looseness_of
 from lipscope.theorems import Metric, bounds_at, infinity_norm
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped, middle

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import Attention, DotProduct, InputError
-from lipscope.attention import variants
-from lipscope.attention.arguments import arguments
-from lipscope.linalg.starts import start_named
+from lipscope.attention import arguments, variants
+from lipscope.linalg import start_named
 from lipscope.measures import split_at
-from lipscope.pages.table import number
+from lipscope.pages import number
 from lipscope_experiments.experiment import Study, ValueJob
 from lipscope_experiments.findings import Record, Table
 

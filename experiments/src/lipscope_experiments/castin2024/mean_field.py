@@ -9,11 +9,10 @@ import torch
 
 from lipscope import DotProduct
 from lipscope.attacks import weighted_two_atoms
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
-from lipscope.theorems import NotApplicableError, catalogue, evaluate, heads_of
-from lipscope.theorems.directions import eigen_directions
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
+from lipscope.records import slope_of
+from lipscope.theorems import NotApplicableError, catalogue, eigen_directions, evaluate, heads_of
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lipscope import Attention, DotProduct, top_singular
-from lipscope.charts.panels import LineKind, Panel, Series
-from lipscope.linalg.starts import start_named
+from lipscope.charts import LineKind, Panel, Series
+from lipscope.linalg import start_named
 from lipscope.measures import (
     TokenMeasure,
     conditional_distance,
@@ -23,8 +23,8 @@ from lipscope.measures import (
     weighted_jacobian,
 )
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.sampling import share_interval
+from lipscope.pages import number
+from lipscope.records import share_interval
 from lipscope.theorems import catalogue, evaluate
 from lipscope_experiments.castin2024.maps import SIGNS, multiple
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of

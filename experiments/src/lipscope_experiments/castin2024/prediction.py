@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lipscope import LayerAtInput, Rows, top_singular
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.sampling import rank_correlation
+from lipscope.pages import number
+from lipscope.records import rank_correlation
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, middle
 from lipscope_experiments.texts import Text

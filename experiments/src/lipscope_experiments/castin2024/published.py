@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from lipscope import LayerAtInput
-from lipscope.models import LoadedModel
-from lipscope.models.tracing.maps import MapName
+from lipscope.models import LoadedModel, MapName
 from lipscope_experiments.experiment import Study, layers_of
 from lipscope_experiments.findings import Record
 from lipscope_experiments.texts import Text

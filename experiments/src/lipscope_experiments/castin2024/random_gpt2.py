@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lipscope import Rows
-from lipscope.charts.panels import Panel, Series, power_law
+from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, reinitialised
-from lipscope.records.growth import slope_of
+from lipscope.records import slope_of
 from lipscope_experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope_experiments.castin2024.published import Curves, as_coded
 from lipscope_experiments.castin2024.windows import first_and_middle

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lipscope import Attention, InputError, LayerAtInput, TopSingular, top_singular
 from lipscope.attacks import ascent_move, of_size, random_move, sign_move
-from lipscope.certificates.certify import certify_ball
-from lipscope.charts.panels import LineKind, Panel, Series
+from lipscope.certificates import certify_ball
+from lipscope.charts import LineKind, Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.records.sampling import mean_interval, share_interval
+from lipscope.records import mean_interval, share_interval
 from lipscope_experiments.castin2024.perturb import split_change
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, average

@@ -8,14 +8,11 @@ import torch
 
 from lipscope import DotProduct, top_singular
 from lipscope.attacks import two_cluster, weighted_two_atoms
-from lipscope.certificates.balls import in_double
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
-from lipscope.records.exponent import percent_off
-from lipscope.records.growth import off_line, slope_of
-from lipscope.theorems import heads_of
-from lipscope.theorems.directions import eigen_directions
-from lipscope.theorems.papers.castin2024 import castin_thm_e_3
+from lipscope.certificates import in_double
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
+from lipscope.records import off_line, percent_off, slope_of
+from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped
 

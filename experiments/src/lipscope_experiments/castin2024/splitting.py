@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.func import jacrev, vmap
 
 from lipscope import Attention, split
-from lipscope.charts.panels import Panel, Series
-from lipscope.linalg.starts import start_named
+from lipscope.charts import Panel, Series
+from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, finite_split, split_at, tiny_mass_gain, tiny_mass_ratio
-from lipscope.pages.table import number
-from lipscope.records.sampling import mean_interval, share_interval
+from lipscope.pages import number
+from lipscope.records import mean_interval, share_interval
 from lipscope_experiments.castin2024.maps import CLEAR, SIGNS, multiple, table_of_maps
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table

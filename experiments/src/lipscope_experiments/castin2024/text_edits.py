@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lipscope import attack_text
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
-from lipscope.records.edits import TextEdit
-from lipscope.records.sampling import mean_interval, share_interval
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
+from lipscope.records import TextEdit, mean_interval, share_interval
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Claim, Findings, Table
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from lipscope import Attention
-from lipscope.attacks import ascend, worst
-from lipscope.attacks.worst_known import DRAWN, KNOWN
-from lipscope.charts.panels import Panel, Series
+from lipscope.attacks import DRAWN, KNOWN, ascend, worst
+from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.pages.table import number
-from lipscope.records.growth import off_line, slope_of
+from lipscope.pages import number
+from lipscope.records import off_line, slope_of
 from lipscope.theorems import bounds_at, catalogue
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped, middle

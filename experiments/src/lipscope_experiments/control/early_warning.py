@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import InputError, Monitor
-from lipscope.charts.panels import Panel, Series
-from lipscope.control.alarm import PAST, WARM, Alarm, excess_of
-from lipscope.pages.table import number
+from lipscope.charts import Panel, Series
+from lipscope.control import PAST, WARM, Alarm, excess_of
+from lipscope.pages import number
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table
 

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from lipscope import Measurement
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table, chosen
 from lipscope_experiments.kim2021.training import CONSTANT, VARIANTS, Corpus, Run, corpus, train

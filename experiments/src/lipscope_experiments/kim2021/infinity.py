@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lipscope import Attention
-from lipscope.attacks.ascent import check_size
+from lipscope.attacks import check_size
 
 _RATE = 0.05
 _SPREADS = 4.0  # random starts have entries up to this many standard deviations of scale

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope import DotProduct, L2Attention, linearise, top_singular
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series
 from lipscope.control import ContractiveAttention, solve
-from lipscope.pages.table import number
+from lipscope.pages import number
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table, chosen
 

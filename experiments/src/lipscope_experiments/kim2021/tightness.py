@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from lipscope import L2Attention
-from lipscope.charts.panels import Panel, Series
-from lipscope.pages.table import number
-from lipscope.theorems import infinity_norm
-from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_input, tight_value
+from lipscope.charts import Panel, Series
+from lipscope.pages import number
+from lipscope.theorems import infinity_norm, kim_thm_3_2_infinity, tight_input, tight_value
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table
 from lipscope_experiments.kim2021.infinity import ascend_infinity

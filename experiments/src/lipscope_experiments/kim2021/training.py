@@ -14,12 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lipscope import InputError, Monitor, MultiheadAttention
-from lipscope.attention.distance import Distance
+from lipscope.attention import Distance
 from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
-from lipscope.records.files import opened, replaced
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import stable_id
+from lipscope.records import RunFolder, opened, replaced, stable_id
 from lipscope_experiments.texts import Text
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")

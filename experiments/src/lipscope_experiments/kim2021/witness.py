@@ -8,9 +8,9 @@ import torch
 
 from lipscope import DotProduct, top_singular
 from lipscope.attacks import quadratic
-from lipscope.charts.panels import Panel, Series, power_law
-from lipscope.pages.table import number
-from lipscope.records.growth import slope_of
+from lipscope.charts import Panel, Series, power_law
+from lipscope.pages import number
+from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import Claim, Findings, Record, Table
 from lipscope_experiments.kim2021.zero_token import proof_steps

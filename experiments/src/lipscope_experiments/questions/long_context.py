@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from lipscope import Measurement
-from lipscope.charts.marks import training_end
-from lipscope.charts.panels import Panel, Series
+from lipscope.charts import Panel, Series, training_end
 from lipscope.models import LoadedModel, reinitialised
-from lipscope.records.growth import groups, growth
+from lipscope.records import groups, growth
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Claim, Findings, Table, average, exponent, share
 from lipscope_experiments.texts import Text

@@ -10,11 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from lipscope import InputError, Rows
-from lipscope.charts.panels import Panel, Series
-from lipscope.models import reinitialised, rounded, rounding_error
-from lipscope.models.modified_models import Rounds
-from lipscope.pages.table import number
-from lipscope.records.sampling import mean_interval, rank_correlation
+from lipscope.charts import Panel, Series
+from lipscope.models import Rounds, reinitialised, rounded, rounding_error
+from lipscope.pages import number
+from lipscope.records import mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, average
 from lipscope_experiments.questions.rounded import Run, decides

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.models import inputs_of, rounding
-from lipscope.models.modified_models import Rounds
+from lipscope.models import Rounds, inputs_of, rounding
 from lipscope_experiments.experiment import Source
 from lipscope_experiments.findings import Record
 

@@ -9,12 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from lipscope import Measurement, TokenShare
-from lipscope.charts.panels import Panel, Series
-from lipscope.charts.pieces import readable
+from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
-from lipscope.models import reinitialised
-from lipscope.models.data.windows import special_tokens_of
-from lipscope.records.sampling import mean_interval, rank_correlation
+from lipscope.models import reinitialised, special_tokens_of
+from lipscope.records import mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import (
     Claim,

@@ -11,10 +11,11 @@ from torch import Tensor
 from lipscope.attacks.constructions.construction import Construction, head_for, pair
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.measures.atoms import Repeated, repeated_tokens
-from lipscope.theorems import DERIVED, Head
-from lipscope.theorems.directions import (
+from lipscope.measures import Repeated, repeated_tokens
+from lipscope.theorems import (
+    DERIVED,
     Direction,
+    Head,
     eigen_directions,
     first_token_gain,
     star_direction,

@@ -8,8 +8,7 @@ import torch
 
 from lipscope.attacks.ascent import check_size
 from lipscope.attacks.constructions.construction import Construction
-from lipscope.attention import Attention
-from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
+from lipscope.attention import Attention, L2Attention, phi_inverse
 from lipscope.errors import InputError
 
 

@@ -10,9 +10,8 @@ from lipscope.attacks.ascent import check_size
 from lipscope.attacks.constructions.construction import Construction, head_for, pair
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.measures.atoms import uniform_gain
-from lipscope.theorems import DERIVED
-from lipscope.theorems.directions import first_token_gain, split_gain, value_direction
+from lipscope.measures import uniform_gain
+from lipscope.theorems import DERIVED, first_token_gain, split_gain, value_direction
 
 _CASTIN = "castin2024"
 _DRAWS = 64

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.arguments import Framed
 from lipscope.attention.core import variant
 from lipscope.attention.inner_product import Biased
+from lipscope.attention.layer_arguments import Framed
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import check_finite_number
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lipscope.errors import InputError, install
 from lipscope.models.data.samples import Sample
 from lipscope.models.data.windows import digest
+from lipscope.models.library_messages import quiet
 from lipscope.models.loading import LoadedModel
-from lipscope.models.quiet import quiet
 
 RANDOM = "random"
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")

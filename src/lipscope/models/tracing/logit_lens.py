@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.models.quiet import quiet
+from lipscope.models.library_messages import quiet
 from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor
 from lipscope.models.tracing.prepare import ExactNorm, exact_maths, undisturbed
 from lipscope.models.tracing.sums import NormCall, close

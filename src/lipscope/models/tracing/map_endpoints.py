@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import derivatives
+from lipscope.linalg import derivatives
 from lipscope.models.tracing.arguments import bound_arguments
 from lipscope.models.tracing.calls import (
     BlockCall,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg.operator import Operator, compose, linearise
+from lipscope.linalg import Operator, compose, linearise
 from lipscope.models.tracing.blocks import Whole, block_parts, model_parts, stack_parts
 from lipscope.models.tracing.calls import Trace, as_tokens
 from lipscope.models.tracing.map_endpoints import Ends, ends_of_attention, from_norm

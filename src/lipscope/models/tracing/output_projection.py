@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope.models.tracing.calls import Trace, as_tokens, first_tensor, take
 from lipscope.models.tracing.flow import lies, place
 from lipscope.models.tracing.replay import called_again

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, restrict
+from lipscope.linalg import Operator, restrict
 from lipscope.models.tracing.calls import Trace
 from lipscope.models.tracing.maps import LayerMap
 from lipscope.models.tracing.output_projection import reaches_others

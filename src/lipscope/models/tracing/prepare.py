@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
-from lipscope.models.quiet import quiet
+from lipscope.models.library_messages import quiet
 
 # Where a Hugging Face configuration keeps its choices; read and put back one by one, because
 # the public setters also overwrite the sub-configurations.

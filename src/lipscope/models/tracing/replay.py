@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from lipscope.attention import Attention, Map, MultiheadAttention
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, compose, linearise, over_leading
+from lipscope.linalg import Operator, compose, linearise, over_leading
 from lipscope.models.tracing.arguments import as_called
 from lipscope.models.tracing.calls import BlockCall, Stream, as_tokens, first_tensor
 from lipscope.models.tracing.prepare import exact_maths, undisturbed

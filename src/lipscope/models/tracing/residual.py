@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, compose, linearise, plus_identity
+from lipscope.linalg import Operator, compose, linearise, plus_identity
 from lipscope.models.tracing.calls import Trace, as_tokens
 from lipscope.models.tracing.flow import place
 from lipscope.models.tracing.map_endpoints import (

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipscope.attention.ball import row_gain
+from lipscope.attention import row_gain
 from lipscope.theorems.directions import star_direction
 from lipscope.theorems.head import Head
 from lipscope.theorems.papers.castin2024 import two_cluster_value

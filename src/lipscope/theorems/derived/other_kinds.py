@@ -9,13 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.attention import Attention
-from lipscope.attention.ball import on_ball
-from lipscope.attention.kinds.clipped import ClippedAttention
-from lipscope.attention.kinds.divided import DividedAttention
-from lipscope.attention.kinds.sigmoid import SigmoidAttention
-from lipscope.attention.kinds.sinkhorn import SinkhornAttention
-from lipscope.attention.spectral import of_heads, product_norm, spectral_norm
+from lipscope.attention import (
+    Attention,
+    ClippedAttention,
+    DividedAttention,
+    SigmoidAttention,
+    SinkhornAttention,
+    of_heads,
+    on_ball,
+    product_norm,
+    spectral_norm,
+)
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 
 

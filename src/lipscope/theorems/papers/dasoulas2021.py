@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lipscope.attention.kinds.lipschitz_norm import CONSTANT, LipschitzNormAttention
+from lipscope.attention import CONSTANT, LipschitzNormAttention
 from lipscope.theorems.register import DERIVED, theorem
 
 PUBLISHED = math.exp(math.sqrt(3)) + 2 * math.sqrt(6)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
+from lipscope.attention import L2Attention, phi_inverse
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lipscope.attention.kinds.cosine import ScaledCosineAttention
+from lipscope.attention import ScaledCosineAttention
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import spectral_norm
 

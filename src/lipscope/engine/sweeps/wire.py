@@ -8,8 +8,7 @@ from typing import Any
 
 from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result
-from lipscope.records.folder import Finished
-from lipscope.records.rows import Bound, Measurement, TokenShare
+from lipscope.records import Bound, Finished, Measurement, TokenShare
 
 ALIVE = '"alive"'
 """What a worker says between its answers, every `BEAT` seconds."""

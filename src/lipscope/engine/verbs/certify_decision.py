@@ -11,10 +11,8 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from lipscope.attacks import attack_decision
-from lipscope.certificates.decision import certified_radius
-from lipscope.certificates.read_out import Pool
+from lipscope.certificates import Pool, certified_radius
 from lipscope.display import Shown
-from lipscope.engine.certify import beside, check_attempts, one_layer
 from lipscope.engine.checks import argument, one_of, whole, words
 from lipscope.engine.classifier import Classifier, classifier_of_texts, read_out_of
 from lipscope.engine.plan import check_one_input
@@ -22,7 +20,8 @@ from lipscope.engine.progress import Progress, told
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder
 from lipscope.engine.spec import Options
-from lipscope.records.rows import Bound, stable_id
+from lipscope.engine.verbs.certify import beside, check_attempts, one_layer
+from lipscope.records import Bound, stable_id
 from lipscope.theorems import DERIVED, BallName
 
 _BALLS: tuple[BallName, ...] = ("token", "frobenius")

@@ -16,16 +16,12 @@ from lipscope.engine.plan import Job, Shape, plan
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.survey_cache import Held
-from lipscope.engine.sweep.driver import left_over, number_of_workers, place_of
-from lipscope.engine.sweep.local import start_time, threads_of
-from lipscope.engine.sweep.survey import surveys_of
-from lipscope.engine.sweep.written import read_spec
+from lipscope.engine.sweeps.driver import left_over, number_of_workers, place_of
+from lipscope.engine.sweeps.local import start_time, threads_of
+from lipscope.engine.sweeps.survey import surveys_of
+from lipscope.engine.sweeps.written import read_spec
 from lipscope.models import device_of
-from lipscope.records.folder import SURVEY
-from lipscope.records.manifest import MANIFEST, check_same
-from lipscope.records.rows import Measurement
-from lipscope.records.run import read_run
-from lipscope.records.run_location import Place
+from lipscope.records import MANIFEST, SURVEY, Measurement, Place, check_same, read_run
 
 _BUDGET = 10.0  # seconds of calibration
 _LONG = 20.0  # seconds of a job that is not done at a second length when the budget is spent

@@ -13,10 +13,9 @@ from lipscope.engine.progress import Progress
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun
 from lipscope.engine.spec import MeasureOptions
-from lipscope.models import LoadedModel, Sample
-from lipscope.models.data.windows import digest
-from lipscope.pages.rows import Rows
-from lipscope.records.rows import Measurement
+from lipscope.models import LoadedModel, Sample, digest
+from lipscope.pages import Rows
+from lipscope.records import Measurement
 
 
 def measure(

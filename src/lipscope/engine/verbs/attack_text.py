@@ -9,8 +9,7 @@ from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
-from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
-from lipscope.engine.attack import WITHOUT
+from lipscope.attacks import RECIPES, Draft, EditSearch, Scores
 from lipscope.engine.checks import argument, no_several, one_of, whole, words
 from lipscope.engine.classifier import (
     BY_ANGLE,
@@ -24,10 +23,10 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import Options
 from lipscope.engine.text_edits import TextAttack
+from lipscope.engine.verbs.attack import WITHOUT
 from lipscope.errors import InputError
 from lipscope.models import Embedded, Written
-from lipscope.records.edits import EDITS, FAILED, SKIPPED, SUCCEEDED, TextEdit
-from lipscope.records.rows import Measurement, stable_id
+from lipscope.records import EDITS, FAILED, SKIPPED, SUCCEEDED, Measurement, TextEdit, stable_id
 
 _LENGTH, _SAMPLES = 64, 10
 _OWN = "the model's own scores"

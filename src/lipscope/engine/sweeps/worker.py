@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from lipscope.engine.session import Session
 from lipscope.engine.spec import spec_of
-from lipscope.engine.sweep.wire import ALIVE, BEAT, begun, decoded_jobs, encoded
+from lipscope.engine.sweeps.wire import ALIVE, BEAT, begun, decoded_jobs, encoded
 
 
 def main() -> None:

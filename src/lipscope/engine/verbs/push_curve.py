@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from lipscope.certificates.certify import certified_changes
-from lipscope.certificates.decision import certified_radius
-from lipscope.certificates.read_out import Pool
-from lipscope.engine.certify import sharp_seconds
+from lipscope.certificates import Pool, certified_changes, certified_radius
 from lipscope.engine.classifier import Classifier
 from lipscope.engine.plan import Job
 from lipscope.engine.push_probe import Pushing, Seen, apart, as_text, first_from, norms_of
 from lipscope.engine.result import finite
 from lipscope.engine.runs import LocalRun
+from lipscope.engine.verbs.certify import sharp_seconds
 from lipscope.errors import InputError
-from lipscope.records.pushed import PushDirection, PushPlace, PushStep
-from lipscope.records.rows import Measurement
+from lipscope.records import Measurement, PushDirection, PushPlace, PushStep
 from lipscope.theorems import PATIENCE
 
 # The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear

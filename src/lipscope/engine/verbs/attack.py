@@ -19,8 +19,8 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, LocalRun, of_one_input
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options
 from lipscope.errors import InputError, shown
-from lipscope.pages.rows import Rows
-from lipscope.records.run_location import Place
+from lipscope.pages import Rows
+from lipscope.records import Place
 
 _WORST = "worst.npz"
 WITHOUT = ("map", "per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "radius")

@@ -18,14 +18,10 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError
-from lipscope.linalg.operator import Operator, restrict
-from lipscope.linalg.singular import TopSingular, top_singular_batch
-from lipscope.linalg.starts import start_named
-from lipscope.measures.splitting import own_operator
-from lipscope.pages.rows import Rows
-from lipscope.records.folder import RunFolder
-from lipscope.records.gains import GAINS, TokenGain
-from lipscope.records.rows import Measurement, stable_id
+from lipscope.linalg import Operator, TopSingular, restrict, start_named, top_singular_batch
+from lipscope.measures import own_operator
+from lipscope.pages import Rows
+from lipscope.records import GAINS, Measurement, RunFolder, TokenGain, stable_id
 
 _WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")

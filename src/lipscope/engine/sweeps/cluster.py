@@ -22,11 +22,10 @@ from lipscope.engine.plan import Job, Shape
 from lipscope.engine.rows import failed_rows
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweep.batches import Batches
-from lipscope.engine.sweep.wire import decoded, decoded_jobs, encoded, encoded_jobs
+from lipscope.engine.sweeps.batches import Batches
+from lipscope.engine.sweeps.wire import decoded, decoded_jobs, encoded, encoded_jobs
 from lipscope.errors import InputError, remark
-from lipscope.records.folder import Finished
-from lipscope.records.rows import AGAIN
+from lipscope.records import AGAIN, Finished
 
 _CONNECT = "20s"
 _MOMENT = 1.0  # seconds between looks at what else happens

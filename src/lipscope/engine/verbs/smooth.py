@@ -18,13 +18,11 @@ from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, flag, path, whole
-from lipscope.engine.measure import measure
 from lipscope.engine.ready_model import ReadyModel, loaded_model
+from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError, memory_for, shown
-from lipscope.models import LoadedModel, given, inputs_of
-from lipscope.models.loading import fingerprint
-from lipscope.models.quiet import quiet
-from lipscope.pages.rows import Rows
+from lipscope.models import LoadedModel, fingerprint, given, inputs_of, quiet
+from lipscope.pages import Rows
 
 _RATE = 1e-4  # of the fine-tuning
 _LARGEST = 1e30  # sigma that anybody means

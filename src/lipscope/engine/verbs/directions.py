@@ -13,7 +13,7 @@ from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, of_one_
 from lipscope.engine.spec import MeasureOptions
 from lipscope.engine.text_anchors import texts_of
 from lipscope.errors import InputError
-from lipscope.pages.rows import Rows
+from lipscope.pages import Rows
 
 _WITHOUT = ("per_head", "side", "inputs", "ascent_steps", "theorems", "sharp", "radius")
 _WITHOUT += ("rest", "average")

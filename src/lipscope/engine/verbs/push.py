@@ -7,30 +7,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-from lipscope.certificates.read_out import Pool
+from lipscope.certificates import Pool
 from lipscope.display import Shown
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole
 from lipscope.engine.classifier import Classifier, classifier_of_texts, read_out_of
 from lipscope.engine.plan import Job
 from lipscope.engine.progress import Progress, Tell, told
-from lipscope.engine.push_curve import Along
 from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
 from lipscope.engine.spec import Options
 from lipscope.engine.text_anchors import texts_of
+from lipscope.engine.verbs.push_curve import Along
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS
-from lipscope.pages.rows import Rows
-from lipscope.records.pushed import (
+from lipscope.pages import Rows
+from lipscope.records import (
     DIRECTIONS,
     PATCHES,
     PLACES,
     STEPS,
+    Measurement,
     PushDirection,
     PushPlace,
     PushStep,
+    stable_id,
 )
-from lipscope.records.rows import Measurement, stable_id
 
 _WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
 _WITHOUT += ("sharp", "radius", "rest", "average")

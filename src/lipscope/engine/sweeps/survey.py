@@ -6,7 +6,7 @@ from lipscope.engine.plan import Survey
 from lipscope.engine.session import Session
 from lipscope.engine.spec import Request
 from lipscope.engine.survey_cache import Held, survey_key, surveyed, tell_fewer
-from lipscope.records.folder import RunFolder
+from lipscope.records import RunFolder
 
 
 def surveys_of(request: Request, held: Held, folder: RunFolder | None = None) -> list[Survey]:

@@ -9,9 +9,9 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from lipscope.attacks.ball_attack import BallAttack, attack_in_ball
+from lipscope.attacks import BallAttack, attack_in_ball
 from lipscope.attention import Attention, Map
-from lipscope.certificates.certify import BallCertificate, HeadCertificate, certify_ball
+from lipscope.certificates import BallCertificate, HeadCertificate, certify_ball
 from lipscope.engine.checks import argument, flag, is_number, one_of, whole, word
 from lipscope.engine.plan import check_one_input
 from lipscope.engine.progress import Progress
@@ -19,19 +19,18 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_input
 from lipscope.engine.spec import Options
 from lipscope.errors import InputError, shown
-from lipscope.pages.rows import Rows
-from lipscope.records.folder import Finished
-from lipscope.records.rows import Bound, Measurement, stable_id
+from lipscope.pages import Rows
+from lipscope.records import Bound, Finished, Measurement, stable_id
 from lipscope.theorems import (
     DERIVED,
     PATIENCE,
     AskedLayer,
+    BallName,
     NotApplicableError,
     catalogue,
     expected_seconds,
     how_long,
 )
-from lipscope.theorems.derived.intervals import BallName
 
 _SHARP = ("row_gram", "row_gram_joint")
 _WITHOUT = ("metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")

@@ -15,14 +15,12 @@ from lipscope.engine.runs import folder_of
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request, spec_of
 from lipscope.engine.survey_cache import surveys_in
-from lipscope.engine.sweep.local import cores, local_results
-from lipscope.engine.sweep.survey import surveys_of
-from lipscope.engine.sweep.written import read_spec
+from lipscope.engine.sweeps.local import cores, local_results
+from lipscope.engine.sweeps.survey import surveys_of
+from lipscope.engine.sweeps.written import read_spec
 from lipscope.errors import InputError, install
-from lipscope.pages.rows import Rows
-from lipscope.records.folder import RunFolder
-from lipscope.records.rows import provenance, stable_id
-from lipscope.records.run_location import Place
+from lipscope.pages import Rows
+from lipscope.records import Place, RunFolder, provenance, stable_id
 
 
 def sweep(
@@ -115,7 +113,7 @@ def _results(
             f"`--cluster` needs the extra `cluster`; run `{install('cluster')}` in the folder of "
             "lipscope."
         )
-    from lipscope.engine.sweep.cluster import cluster_results
+    from lipscope.engine.sweeps.cluster import cluster_results
 
     return cluster_results(request, shapes, jobs, cluster)
 

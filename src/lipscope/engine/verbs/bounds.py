@@ -11,7 +11,7 @@ from lipscope.engine.ready_model import AnyModel
 from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, is_text
 from lipscope.engine.spec import ADVERSARIAL, REAL, MeasureOptions
 from lipscope.errors import InputError
-from lipscope.pages.rows import Rows
+from lipscope.pages import Rows
 from lipscope.theorems import bounds_at, catalogue
 
 

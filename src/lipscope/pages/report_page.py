@@ -41,8 +41,7 @@ def report(
     from lipscope.pages.content import Content
     from lipscope.pages.files import write_figures
     from lipscope.pages.html import page
-    from lipscope.records.files import replaced
-    from lipscope.records.run import read_run
+    from lipscope.records import read_run, replaced
 
     folders = [folders] if isinstance(folders, str | Path) else folders
     if not isinstance(folders, Sequence) or not folders:

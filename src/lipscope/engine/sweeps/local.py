@@ -19,13 +19,12 @@ from lipscope.engine.plan import Job, Shape
 from lipscope.engine.rows import failed_rows
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Request
-from lipscope.engine.sweep.batches import TRIES, Batches
-from lipscope.engine.sweep.wire import ALIVE, decoded, encoded_jobs, has_begun
+from lipscope.engine.sweeps.batches import TRIES, Batches
+from lipscope.engine.sweeps.wire import ALIVE, decoded, encoded_jobs, has_begun
 from lipscope.errors import InputError, remark
-from lipscope.records.folder import Finished
-from lipscope.records.rows import AGAIN
+from lipscope.records import AGAIN, Finished
 
-COMMAND = [sys.executable, "-m", "lipscope.engine.sweep.worker"]
+COMMAND = [sys.executable, "-m", "lipscope.engine.sweeps.worker"]
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MOMENT = 0.5  # seconds between looks at what else happens
 _UNBORN = 5  # deaths of each worker before it begins a job, in a row
