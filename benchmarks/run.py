@@ -33,8 +33,6 @@ Stored = dict[str, Any]  # a section as it is kept: raw, measured, commit
 def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     """The sections by name, in the order of the page."""
     import batching
-    import certificates
-    import control
     import counts
     import flows
     import functional
@@ -45,6 +43,9 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     import speed
     import stopping
     import where
+
+    import certificates
+    import control
 
     rate = functools.partial(products.measure_rate, threads=threads)
     return {

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lipscope import Measurement, TokenShare
+from lipscope import Bound, Measurement, TokenShare
 from lipscope.records.jsonl import sealed
 from lipscope.records.stored import BESIDE
 
@@ -145,3 +145,21 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """A file of JSON lines with their checksums, as a run writes it."""
     path.write_bytes(b"".join(sealed(json.dumps(one, ensure_ascii=False)) for one in records))
+
+
+def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> Bound:
+    values: dict[str, Any] = {
+        "id": measured.id,
+        "theorem": "castin_thm_3_3",
+        "statement": "Theorem 3.3",
+        "cite": "castin2024",
+        "kind": "upper",
+        "scope": "local",
+        "metric": "frobenius",
+        "radius": 1.0,
+        "value": value,
+        "reason": "" if value else "it has a mask",
+        "note": "",
+        "sound": True,
+    }
+    return Bound(**(values | more))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FILES = {
     "lipscope/__init__.py": "",
     "lipscope/low/__init__.py": "from lipscope.low.inside import f\n",

@@ -14,8 +14,7 @@ import pytest
 import folders
 from lipscope import Rows, cli, report
 from lipscope.records.folder import RunFolder
-from rows import KEYS, SPEC, row, tokens_of
-from test_run import bound_of
+from rows import KEYS, SPEC, bound_of, row, tokens_of
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Campaigns against run folders: a sample in every run of the tests, the rest marked slow.
 
-Each counts what it tried and what survived; `pytest -m slow -s tests/test_reliability.py` prints
-the numbers of `docs/reliability.md`.
+Each counts what it tried and what survived; `pytest -m slow -s tests/cli/test_reliability.py`
+prints the numbers of `docs/reliability.md`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from command import BERT
 from lipscope import attacks
 from lipscope.cli import COMMANDS, app, doctor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
 SCREEN = 40
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = ROOT / "experiments"
 SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *EXPERIMENTS.rglob("*.py")])
 BIBLIOGRAPHY = ROOT / "docs" / "references.bib"
 CITATION = r"\[([a-z]+(?:19|20)\d\d[a-z]?)\]"
 MAX_LINES = 700
-TESTS = sorted((ROOT / "tests").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # The files test_NAME.py on the inside of a room; all others import `lipscope` and `lipscope.ROOM`.
 INSIDE = {
     "attacks": "ascent",

@@ -52,7 +52,7 @@ def test_names_are_paper_and_figure() -> None:
 
 
 def test_every_experiment_cites_the_bibliography() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "references.bib").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "references.bib").read_text()
     for entry in experiments():
         assert entry.cite == "derived here" or f"{{{entry.cite}," in text, entry.name
 

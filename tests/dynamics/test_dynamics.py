@@ -16,6 +16,7 @@ from torch import Tensor
 import lipscope as ls
 from agreement import gaussian
 from command import TEXT
+from examples import build as build_variant
 from lipscope import (
     DotProduct,
     L2Attention,
@@ -45,7 +46,6 @@ from lipscope.dynamics import (
 )
 from lipscope.errors import InputError
 from lipscope.measures import TokenMeasure, in_order
-from test_variants import build as build_variant
 from tiny import tiny
 
 ONE = torch.ones(1, 1, dtype=torch.float64)

@@ -23,7 +23,7 @@ import lipscope as ls
 from lipscope.cli import app
 from rows import row
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 _FENCED = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _ALONE = re.compile(r"^`(lipscope [^`]*)`$", re.MULTILINE)  # under a figure

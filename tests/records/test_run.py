@@ -12,30 +12,12 @@ import polars
 import pytest
 
 from folders import directed
-from lipscope import Bound, Measurement, read_run
+from lipscope import Measurement, read_run
 from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.jsonl import sealed
-from rows import BOUND_KEYS, SPEC, lines, row, tokens_of, write_lines
-
-
-def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> Bound:
-    values: dict[str, Any] = {
-        "id": measured.id,
-        "theorem": "castin_thm_3_3",
-        "statement": "Theorem 3.3",
-        "cite": "castin2024",
-        "kind": "upper",
-        "scope": "local",
-        "metric": "frobenius",
-        "radius": 1.0,
-        "value": value,
-        "reason": "" if value else "it has a mask",
-        "note": "",
-        "sound": True,
-    }
-    return Bound(**(values | more))
+from rows import BOUND_KEYS, SPEC, bound_of, lines, row, tokens_of, write_lines
 
 
 def filled(path: Path, count: int = 3, *, start: int = 0) -> list[Measurement]:

@@ -17,7 +17,7 @@ from lipscope.theorems import RECALLED, catalogue
 from opened import layer_of
 from tiny import TINY
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 OLMO, GEMMA = (f"random:{name}:{TINY[name]}" for name in ("olmo", "gemma2"))
 KEYS = ["theorem", "statement", "cite", "kind", "scope", "metric", "map", "value"]
 KEYS += ["applicable", "reason"]
