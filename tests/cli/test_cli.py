@@ -198,7 +198,7 @@ def test_control_c_says_how_to_go_on(lipscope, monkeypatch):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lipscope.engine.verbs.measure.measure", interrupted)
+    monkeypatch.setattr("lipscope.engine.measure", interrupted)
     result = lipscope(BERT, "--text", "text.txt", *SHORT)
     assert result.status == 130
     assert "goes on" in result.err
