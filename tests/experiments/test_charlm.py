@@ -14,8 +14,8 @@ from command import TEXT
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import reproduce
-from lipscope_experiments.kim2021 import charlm, training
-from lipscope_experiments.kim2021.training import VARIANTS, Corpus, Run, UntiedL2, corpus, train
+from lipscope_experiments.kim2021 import charlm
+from lipscope_experiments.kim2021.charlm import VARIANTS, Corpus, Run, UntiedL2, corpus, train
 from lipscope_experiments.texts import Text
 
 TINY = Run("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
@@ -41,24 +41,24 @@ def run_of(path: Path, data: Corpus, run: Run = TINY) -> tuple[dict[str, Any], d
 def test_a_killed_run_goes_on_to_the_same_curve(tmp_path, monkeypatch, data, variant) -> None:
     run = replace(TINY, variant=variant)
     undisturbed, sigmas = run_of(tmp_path / "whole", data, run)
-    windows, calls = training._State.windows, iter(range(100))
+    windows, calls = charlm._State.windows, iter(range(100))
 
     def killed(state):
         if next(calls) == 3:  # a step after the first checkpoint
             raise KeyboardInterrupt
         return windows(state)
 
-    monkeypatch.setattr(training._State, "windows", killed)
+    monkeypatch.setattr(charlm._State, "windows", killed)
     with pytest.raises(KeyboardInterrupt):
         run_of(tmp_path / "killed", data, run)
     assert len(list((tmp_path / "killed" / "checkpoints").iterdir())) == 1
-    monkeypatch.setattr(training._State, "windows", windows)
+    monkeypatch.setattr(charlm._State, "windows", windows)
     again, resumed = run_of(tmp_path / "killed", data, run)
     assert again == undisturbed and resumed == sigmas
     assert {int(name.split("@")[1].split()[0]) for name in sigmas} == {0, 2, 4}
     assert not (tmp_path / "killed" / "checkpoints").exists()
     if variant == VARIANTS[-1]:
-        assert max(sigmas.values()) < training.CONSTANT
+        assert max(sigmas.values()) < charlm.CONSTANT
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(
@@ -78,7 +78,7 @@ def test_what_cannot_be_trained_on_is_refused_in_one_line(tmp_path, data) -> Non
     with pytest.raises(InputError, match=r"at least 4,480 characters.*Found 4,000 in `short`"):
         corpus(Text("short", "a" * 4000), 6)
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        path = training._State(TINY, data, folder).path
+        path = charlm._State(TINY, data, folder).path
         path.parent.mkdir()
         path.write_bytes(b"no checkpoint")
         with pytest.raises(InputError, match=r"should be a checkpoint.*remove it"):

@@ -11,15 +11,17 @@ import torch
 from lipscope.errors import InputError
 from lipscope_experiments import reproduce
 from lipscope_experiments.castin2024 import divide_by_bound
-from lipscope_experiments.castin2024.digits import (
+from lipscope_experiments.castin2024.divide_by_bound import (
+    _CONTROLS,
+    _KINDS,
     Classifier,
     Digits,
     Linear,
     attacked,
+    attention_of,
     digits,
     trained,
 )
-from lipscope_experiments.castin2024.divide_by_bound import _CONTROLS, _KINDS, attention_of
 
 
 def blobs() -> Digits:

@@ -15,7 +15,7 @@ from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
 from lipscope_experiments.experiment import Source, Study
 from lipscope_experiments.questions import long_context, precision, sink
-from lipscope_experiments.questions.rounded import Run
+from lipscope_experiments.questions.precision import Run
 from lipscope_experiments.texts import Text
 from small import drawn
 from tiny import TEXT, tiny

@@ -34,7 +34,7 @@ from lipscope.models import (
 )
 from lipscope.models.modified_models import Which
 from lipscope.records.power_law import slope_of, steps, top_held_fixed
-from lipscope_experiments.castin2024.published import castin_scripts
+from lipscope_experiments.castin2024.protocol import castin_scripts
 from rows import row as measurement
 from small import drawn, sigma
 from tiny import TEXT, tiny

@@ -6,8 +6,8 @@ import torch
 from lipscope import DotProduct, L2Attention
 from lipscope.errors import InputError
 from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_value
-from lipscope_experiments.kim2021.infinity import ascend_infinity
-from lipscope_experiments.kim2021.zero_token import proof_steps
+from lipscope_experiments.kim2021.tightness import ascend_infinity
+from lipscope_experiments.kim2021.witness import proof_steps
 from small import drawn
 
 ONE = torch.eye(1).double()

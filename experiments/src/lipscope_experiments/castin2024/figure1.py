@@ -11,10 +11,12 @@ from lipscope import Measurement, Rows
 from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, as_decoder
 from lipscope.records import Growth, growth, slope_of, steps, top_held_fixed
-from lipscope_experiments.castin2024.adversarial import Adversarial, adversarial
 from lipscope_experiments.castin2024.controls import Control, control_tables, controls, offsets
-from lipscope_experiments.castin2024.published import Curves, as_coded
-from lipscope_experiments.castin2024.windows import (
+from lipscope_experiments.castin2024.protocol import (
+    Adversarial,
+    Curves,
+    adversarial,
+    as_coded,
     as_in_the_paper,
     disjoint,
     first_and_middle,

@@ -10,7 +10,7 @@ from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.windows import disjoint, first_and_middle
+from lipscope_experiments.castin2024.protocol import disjoint, first_and_middle
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle
 from lipscope_experiments.texts import Text

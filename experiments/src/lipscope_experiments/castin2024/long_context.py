@@ -9,7 +9,7 @@ from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.charts import Panel, Point, Series, power_law, training_end
 from lipscope.models import LoadedModel
 from lipscope.pages import number
-from lipscope_experiments.castin2024.windows import first_and_middle
+from lipscope_experiments.castin2024.protocol import first_and_middle
 from lipscope_experiments.experiment import Study, ValueJob, experiment
 from lipscope_experiments.findings import (
     Claim,

@@ -26,7 +26,7 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import share_interval
 from lipscope.theorems import catalogue, evaluate
-from lipscope_experiments.castin2024.maps import SIGNS, multiple
+from lipscope_experiments.castin2024.splitting import SIGNS, multiple
 from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
 from lipscope_experiments.findings import Claim, Findings, Record, Table, middle
 

@@ -12,9 +12,13 @@ from lipscope import Rows
 from lipscope.charts import Panel, Series, power_law
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import slope_of
-from lipscope_experiments.castin2024.adversarial import Adversarial, adversarial
-from lipscope_experiments.castin2024.published import Curves, as_coded
-from lipscope_experiments.castin2024.windows import first_and_middle
+from lipscope_experiments.castin2024.protocol import (
+    Adversarial,
+    Curves,
+    adversarial,
+    as_coded,
+    first_and_middle,
+)
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle, plain_exponent
 from lipscope_experiments.texts import Text

@@ -1,0 +1,210 @@
+"""The windows of the paper's experiments: fresh text at every length, no special tokens."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lipscope import Attention, InputError, LayerAtInput, Measurement, Rows
+from lipscope.attacks import two_cluster
+from lipscope.models import LoadedModel, MapName
+from lipscope.records import off_line, percent_off, slope_of
+from lipscope_experiments.experiment import Study, layers_of
+from lipscope_experiments.findings import Record, middle
+from lipscope_experiments.texts import AG_NEWS_TITLE, Text
+
+
+def first_and_middle(loaded: LoadedModel) -> list[int]:
+    """The layers that stand for the paper's 0 and 6 of 12."""
+    return [0, int(loaded.config.num_hidden_layers) // 2]
+
+
+def is_deep(loaded: LoadedModel) -> bool:
+    """Deeper than the models of the paper: run on fewer layers and lengths."""
+    return int(loaded.config.num_hidden_layers) > 12
+
+
+def as_in_the_paper(study: Study, loaded: LoadedModel, text: Text) -> dict[str, Any]:
+    """How the paper cuts a text: ten windows a length, none of which shares text with another.
+
+    Lengths are the even ones to 100 (Alice), or every tenth to 512 (AG_NEWS). Deeper models
+    than the paper's run on every tenth to 100.
+    """
+    full = range(2, 512, 10) if text.name == AG_NEWS_TITLE else range(2, 101, 2)
+    full = range(10, 101, 10) if is_deep(loaded) else full
+    return {
+        "lengths": study.pick([8, 16, 32, 64], [*full]),
+        "samples": study.pick(3, 10),
+        "windows": "disjoint",
+        "special_tokens": False,
+    }
+
+
+def disjoint(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int]) -> Rows:
+    """Sigma of `attention` on the paper's windows."""
+    part = f"disjoint-{loaded.name}-{text.name}"
+    options = as_in_the_paper(study, loaded, text)
+    return study.measure(part, loaded, text.content, layers=layers, **options)
+
+
+# --- quantities that published scripts compute under the name of sigma, for comparison only ---
+
+Curves = dict[int, list[tuple[int, float]]]
+
+# What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
+_AS_CODED: dict[str, MapName] = {"bert": "residual"}
+
+
+def castin_scripts(layer: LayerAtInput) -> float:
+    """``√‖J(X)^T f(X)‖_F``: where the power iteration of the published scripts ends.
+
+    They take ``torch.func.jvp(f, (X,), (u,))[0]``, which is ``f(X)`` and not ``J u``, so that
+    ``v = J^T f(X)`` in every round whatever ``u`` is, and return ``√<v / |v|, v>``. It has the
+    unit of ``√(sigma ‖f(X)‖)`` and is at most that; it is not sigma.
+
+    Holds for every map. For BERT the scripts take the map ``residual`` on text and ``heads``
+    on adversarial inputs, for GPT-2 ``attention``.
+
+    Args:
+        layer: A map at its input.
+
+    Returns:
+        The quantity.
+
+    Source: read in the code of [castin2024] (github.com/vcastin/how-smooth-is-attention,
+    commit eff2f2a, ``loc_lipschitz``); ``examples/published_power_iteration.py`` repeats it.
+    """
+    with torch.no_grad():
+        output = layer(layer.x)
+        return float(layer.linearise(layer.x).rmatvec(output).norm().sqrt())
+
+
+def as_coded(
+    study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int], options: dict[str, Any]
+) -> Curves:
+    """The quantity of the published scripts on windows of a text: pairs ``(n, value)`` by layer.
+
+    Args:
+        study: Keeps the values.
+        loaded: The model.
+        text: The text.
+        layers: Layers.
+        options: How the text is cut, as for `lipscope.measure`.
+    """
+    name = f"{loaded.name}, {text.name}"
+    what = _AS_CODED.get(str(getattr(loaded.config, "model_type", "")), "attention")
+
+    def compute() -> Record:
+        maps = layers_of(loaded, text.content, layers=layers, map=what, dtype="float32", **options)
+        found = [
+            {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for one in maps
+        ]
+        return {"values": found}
+
+    key = {"case": name, "map": what, "lengths": str(options["lengths"])}
+    (record,) = study.values(f"as-coded-{name}", [(key, compute)])
+    return {
+        layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
+        for layer in layers
+    }
+
+
+# --- second row of Figure 1: two clusters of tokens, placed by one head after another ---
+
+# Radii of the published scripts for the first and the middle layer (adversarial.py): the first
+# layer of GPT-2 is that of the pretrained model there, the middle one that of random weights.
+_SCRIPTS = {"bert": (15.5, 21.5), "gpt2": (10.0, 100.0)}
+_FROM = 10  # the law is one for large n: below, n - 1 is not n
+
+
+@dataclass(frozen=True)
+class Adversarial:
+    """One layer: by name of the radius, a row for every placing head (`sample`) and n.
+
+    Attributes:
+        model: Name of the model.
+        layer: Index of the layer.
+        rows: Rows by name of the radius.
+        radii: The radii.
+    """
+
+    model: str
+    layer: int
+    rows: dict[str, list[Measurement]]
+    radii: dict[str, float]
+
+    def curves(self, name: str) -> list[list[tuple[int, float]]]:
+        """Sigma against n where n is large, head by head."""
+        rows = [row for row in self.rows[name] if row.num_tokens >= _FROM]
+        heads = dict.fromkeys(row.sample for row in rows)
+        return [[(r.num_tokens, r.sigma or 0.0) for r in rows if r.sample == h] for h in heads]
+
+    def exponents(self, name: str) -> str:
+        """Median and range over heads, which are all that there are or a fixed choice of them."""
+        curves = self.curves(name)
+        off = percent_off(max(map(off_line, curves), default=math.nan))
+        return f"{middle(map(slope_of, curves))}, off by at most {off} %"
+
+
+def adversarial(
+    study: Study,
+    loaded: LoadedModel,
+    layers: Sequence[int],
+    real: Rows,
+    *,
+    every: int = 1,
+    lengths: Sequence[int] = range(2, 100, 5),
+) -> Iterator[Adversarial]:
+    """Two clusters for every head of some layers, at the radius of real data and the scripts'."""
+    every, lengths = study.pick((4, [12, 27, 97]), (every, lengths))
+    family = str(getattr(loaded.config, "model_type", ""))
+    for layer in layers:
+        one = next(layers_of(loaded, layers=[layer], lengths=[16], dtype="float32"))
+        norms = [r.radius_rms for r in real if r.layer == layer and r.radius_rms is not None]
+        at_text = round(statistics.median(norms), 2)
+        radii = {"the text": at_text}
+        if family in _SCRIPTS:
+            radii["the scripts"] = _SCRIPTS[family][min(layer, 1)]
+        try:
+            two_cluster(one.attention, num_tokens=2, radius=at_text)
+        except InputError as why:
+            if "real eigenvalue" not in str(why):
+                return  # rotary: nothing to place
+        found = {
+            name: _rows(study, loaded, layer, one.attention, radius, every, lengths)
+            for name, radius in radii.items()
+        }
+        yield Adversarial(loaded.name, layer, found, radii)
+
+
+def _rows(
+    study: Study,
+    loaded: LoadedModel,
+    layer: int,
+    attention: Attention,
+    radius: float,
+    every: int,
+    lengths: Sequence[int],
+) -> list[Measurement]:
+    heads = range(0, attention.num_heads, every)
+
+    def placed(head: int, n: int) -> tuple[int, Callable[[], Tensor]]:
+        return head, lambda: two_cluster(attention, head=head, num_tokens=n, radius=radius).x
+
+    inputs = [placed(head, n) for head in heads if _placeable(attention, head) for n in lengths]
+    options = {"layer": attention, "kind": "two_cluster", "of": loaded, "index": layer}
+    return list(study.built("adversarial", inputs, **options))
+
+
+def _placeable(attention: Attention, head: int) -> bool:
+    try:
+        two_cluster(attention, head=head, num_tokens=2, radius=1.0)
+    except InputError:
+        return False
+    return True

@@ -1,1 +1,0 @@
-"""Control of training: what a monitor sees, and when."""
