@@ -59,6 +59,7 @@ examples: $(EXAMPLES)
 $(EXAMPLES): $(VENV)/.dev
 	$(BIN)/python $@
 
+test-slow: export OMP_NUM_THREADS = 1
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: build  ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(JOBS) $(SHARE) -m slow

@@ -1,6 +1,7 @@
 """Memory that runs out: the measurement goes on with less, and the row says so."""
 
 import copy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,23 +151,32 @@ def test_where_a_model_in_half_precision_overflows_is_said() -> None:
             assert row.status == "converged" and "overflows" not in (row.note or "")
 
 
-def _memory(name: str) -> int:
+# In a process of its own: in one that ran other tests what the allocator keeps and returns differs.
+LONG = """
+from pathlib import Path
+import lipscope as ls
+
+def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
+model = "random:gpt2:n_layer=1,n_embd=16,n_head=4,n_positions=4096,vocab_size=300"
+options = {"samples": 1, "memory": 2**26, "tol": 0.5}
+ls.measure(model, lengths=[64], **options)  # what a first measurement imports
+Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
+before = memory("VmRSS")
+(row,) = ls.measure(model, lengths=[4096], **options)
+print(row.status, row.error, memory("VmHWM") - before)
+"""
 
-@pytest.mark.usefixtures("unchecked")
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_a_long_causal_measurement_holds_no_matrix_of_scores() -> None:
     """n = 4096 with 4 heads: the scores alone would take 268 MB; the budget is 67 MB.
 
-    With room for them the peak is 186 MB above what the process holds before.
+    The peak is 47 to 62 MB above what the process holds before, with room for them 170 MB.
     """
-    model = "random:gpt2:n_layer=1,n_embd=16,n_head=4,n_positions=4096,vocab_size=300"
-    options: dict[str, Any] = {"samples": 1, "memory": 2**26, "tol": 0.5}
-    ls.measure(model, lengths=[64], **options)  # what a first measurement imports
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
-    before = _memory("VmRSS")
-    (row,) = ls.measure(model, lengths=[4096], **options)
-    assert (row.status, row.error) == ("converged", None)
-    assert _memory("VmHWM") - before < 120e6
+    done = subprocess.run([sys.executable, "-c", LONG], check=True, capture_output=True, text=True)
+    status, error, growth = done.stdout.split()
+    assert (status, error) == ("converged", "None")
+    assert int(growth) < 110e6
