@@ -23,7 +23,8 @@ from lipscope.models import (
     windows_of_text,
 )
 from lipscope.models.tracing.sites import AttentionCall
-from lipscope.models.tracing.trace import exact_maths, first_tensor
+from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.tracing.recorder import first_tensor
 
 # One random layer of the size of BERT-base: d = 768, 12 heads.
 BERT_BASE = "random:bert:num_hidden_layers=1"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel, PreTrainedConfig
 
-from lipscope.models.library_messages import quiet
+from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.prepare import exact_maths
 
 WIDTH, HEADS, TOKENS, SIDE = 16, 4, 6, 8

@@ -12,7 +12,14 @@ import torch
 import lipscope as ls
 from lipscope.attacks import RECIPES, EditSearch
 from lipscope.linalg.starts import start_named
-from lipscope.models import Embedded, Written, attention_sites, implementation_for, prepared, trace
+from lipscope.models import (
+    Embedded,
+    WindowDecoder,
+    attention_sites,
+    implementation_for,
+    prepared,
+    trace,
+)
 from opened import layer_of
 from tiny import TEXT, tiny
 
@@ -35,7 +42,9 @@ def search():
         record = trace(model, inputs, sites, norms=False, blocks=False, dtype=torch.float64)
         embedded = Embedded(model, inputs, record, 1)
         layer, x = layer_of(loaded, "The quick ", layer=1, length=10)
-        yield EditSearch(embedded, Written(loaded.tokenizer), "model", (layer, x), name="test")
+        yield EditSearch(
+            embedded, WindowDecoder(loaded.tokenizer), "model", (layer, x), name="test"
+        )
 
 
 def deciding(search: EditSearch) -> EditSearch:
@@ -170,7 +179,7 @@ class Greedy:
 
 
 def test_what_is_read_back_as_other_tokens_is_dropped() -> None:
-    written = Written(Greedy())
+    written = WindowDecoder(Greedy())
     assert written.survives([2, 3, 1, 0]) and written.survives([0, 0])
     assert not written.survives([0, 1, 3])
     assert written.editable([0, 4, 3]) == [0, 2]

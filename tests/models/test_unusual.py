@@ -230,7 +230,7 @@ def test_a_mistake_of_a_hook_is_not_told_as_the_models(monkeypatch) -> None:
     def mistaken(*_: object) -> None:
         raise TypeError("of a hook")
 
-    monkeypatch.setattr("lipscope.models.tracing.calls.place_of_output", mistaken)
+    monkeypatch.setattr("lipscope.models.tracing.calls.output_index", mistaken)
     with pytest.raises(TypeError, match="of a hook"):
         ls.measure(Model(OwnAttention(), lambda block, x: block.attn(x)).double(), X)
 

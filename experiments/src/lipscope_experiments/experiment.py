@@ -17,7 +17,7 @@ from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bou
 from lipscope.charts import Panel
 from lipscope.engine import Progress as RowProgress
 from lipscope.engine import folder_of, measure_built
-from lipscope.models import LoadedModel, load_model, stamp, stamp_of_folder
+from lipscope.models import LoadedModel, folder_stamp, load_model, source_stamp
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
 from lipscope_experiments.findings import Findings, Record, findings_of, page
 from lipscope_experiments.texts import Text, texts_of
@@ -333,12 +333,12 @@ def reproduce(
 
 def _key(spec: Mapping[str, Any]) -> str | None:
     """What the findings of a run depend on; None where that takes loading a model."""
-    stamps = [stamp(name) for name in spec["models"]]
+    stamps = [source_stamp(name) for name in spec["models"]]
     if None in stamps:
         return None
     folder = Path(os.path.expanduser(spec.get("images", "random")))
-    seen = stamp_of_folder(folder) if folder.is_dir() else ""
-    code = [stamp_of_folder(folder, "**/*.py") for folder in _CODE]
+    seen = folder_stamp(folder) if folder.is_dir() else ""
+    code = [folder_stamp(folder, "**/*.py") for folder in _CODE]
     return stable_id({"spec": dict(spec), "are": stamps, "pictures": seen, "code": code})
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.linalg import Operator, golub_kahan, linearise, start_named
-from lipscope.models import Embedded, Read, Where, Written
+from lipscope.models import Embedded, Read, Where, WindowDecoder
 
 Recipe = Literal["sigma", "hotflip", "duplicate", "random"]
 RECIPES: tuple[Recipe, ...] = get_args(Recipe)
@@ -120,7 +120,7 @@ class EditSearch:
     """
 
     model: Embedded
-    written: Written
+    written: WindowDecoder
     where: Where
     attention: tuple[Attention, Tensor] | None = None
     scores: Scores | None = None

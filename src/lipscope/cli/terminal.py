@@ -48,10 +48,10 @@ def read_text(path: str | None) -> str | None:
     """The text of a file, a folder or standard input, which must be UTF-8."""
     if path is None:
         return None
-    from lipscope.models import decoded, read_texts
+    from lipscope.models import decode_text, read_texts
 
     if path == "-":
-        return decoded(sys.stdin.buffer.read(), "`--text`", "standard input")
+        return decode_text(sys.stdin.buffer.read(), "`--text`", "standard input")
     return read_texts(path, "`--text`")
 
 

@@ -18,13 +18,13 @@ from lipscope.models import (
     Sample,
     Trace,
     attention_sites,
+    checked_data,
     closed_form,
-    given,
     implementation_for,
     inputs_of,
-    moved,
     prepared,
     reader_of,
+    to_device,
     trace,
     why_run,
 )
@@ -180,7 +180,12 @@ class Probe:
             return [Sample("batch", (x,), i, None, len(x), "", None) for i, x in enumerate(batch)]
         loaded = LoadedModel(type(self.model).__name__, self.model, None, None, "")
         return inputs_of(
-            loaded, given(data), lengths=None, samples=None, windows="spread", special_tokens=True
+            loaded,
+            checked_data(data),
+            lengths=None,
+            samples=None,
+            windows="spread",
+            special_tokens=True,
         )
 
     @memory_for("The model's own forward pass")
@@ -197,7 +202,7 @@ class Probe:
                 implementation=implementation_for(self.model, closed=closed),
             ) as (model, _),
         ):
-            arguments = moved(item.arguments, first.device, first.dtype)
+            arguments = to_device(item.arguments, first.device, first.dtype)
             return trace(model, arguments, sites, dtype=first.dtype, asked=self.modules)
 
 

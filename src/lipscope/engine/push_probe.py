@@ -23,7 +23,7 @@ from lipscope.models import (
     OF_BLOCKS,
     Patches,
     block_of,
-    coded,
+    encode_picture,
     normalisation,
     patches_of,
     picture_move,
@@ -205,8 +205,8 @@ class Pushing:
         if shown["move"][0, 0].numel() <= _MOST_PIXELS:
             scale = float(shown["move"].abs().max())
             found |= {"at": patches.corner(token, len(e)), "scale": scale}
-            found |= {"picture": coded(shown["before"].clamp(0, 1))}
-            found |= {"moves": coded(shown["move"] / scale, signed=True)}
+            found |= {"picture": encode_picture(shown["before"].clamp(0, 1))}
+            found |= {"moves": encode_picture(shown["move"] / scale, signed=True)}
         return json.dumps(found)
 
     # --- what is read

@@ -19,30 +19,30 @@ from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     OF_FUNCTION,
     Choice,
-    Ends,
     LayerMap,
     LoadedModel,
+    MapEndpoints,
     Sample,
     Side,
     Trace,
     adopt_model,
     as_chosen,
-    at_rest,
     attention_sites,
     build_map,
     choices,
     converted,
     device_of,
+    eval_mode,
     implementation_for,
     later_positions,
     load_model,
     margin_of,
-    moved,
     overflows,
-    parted,
     prepared,
     reader_of,
     remarks_on,
+    split_revision,
+    to_device,
     with_mask,
     with_words,
     without_padding,
@@ -204,7 +204,7 @@ class ReadyModel:
             )
         )
         for one in {done, model}:
-            stack.enter_context(at_rest(one))
+            stack.enter_context(eval_mode(one))
             stack.enter_context(later_positions(one, setting.position_offset))
         return Ready(done, tuple(notes), tuple(own))
 
@@ -277,7 +277,7 @@ class Window:
     @property
     def arguments(self) -> Any:
         """Arguments of the model, on the device and in the dtype of the run."""
-        return moved(self.sample.arguments, self.device, self.dtype)
+        return to_device(self.sample.arguments, self.device, self.dtype)
 
     @cached_property
     def trace(self) -> Trace:
@@ -301,7 +301,7 @@ class Window:
             )
             self.model.check_layers(setting, [call.name for call in record.calls])
             own = self.model.model
-            record.remarks = overflows(own, sample, setting.modules, setting.side)
+            record.remarks = overflows(own, sample.arguments, setting.modules, setting.side)
         return record
 
     def map(self, layer: int | None, name: str, *, memory: int, per_head: bool) -> LayerMap:
@@ -322,7 +322,7 @@ class Window:
 
     def with_head(self, ready: Ready) -> nn.Module | None:
         """The prepared model with the head that its checkpoint holds, if it was loaded without."""
-        return with_words(parted(self.model.name)[0], ready.model)
+        return with_words(split_revision(self.model.name)[0], ready.model)
 
     def reference(self, built: LayerMap) -> ReferenceModel:
         """The model between the ends of a map: as it was given, if that is in full precision."""
@@ -335,11 +335,11 @@ class Window:
             found = {t.dtype for t in weights if t.is_floating_point()}
             if any(dtype.itemsize < 4 for dtype in found):
                 model, found = ready.model, {built.x.dtype}
-                arguments = moved(arguments, self.device, built.x.dtype)
+                arguments = to_device(arguments, self.device, built.x.dtype)
         dtype = torch.float32 if torch.float32 in found else torch.float64
         if len(found) == 1:  # as for the measurement, floats are in the dtype of the weights
-            arguments = moved(arguments, None, dtype)
-        ends: Ends = built.ends
+            arguments = to_device(arguments, None, dtype)
+        ends: MapEndpoints = built.ends
 
         def function(x: Tensor) -> Tensor:
             with self.ready(), as_chosen(model, own):

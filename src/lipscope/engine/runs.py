@@ -27,7 +27,7 @@ from lipscope.engine.session import ModelKey, Session
 from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, options_of, single_spec
 from lipscope.engine.survey_cache import survey_key, surveyed, surveys_in, tell_fewer
 from lipscope.errors import InputError
-from lipscope.models import Sample, device_of, digest, given, parted
+from lipscope.models import Sample, checked_data, device_of, digest, split_revision
 from lipscope.pages import Rows
 from lipscope.records import (
     Bound,
@@ -79,10 +79,10 @@ class LocalRun:
         asked: Mapping[str, Any] | None = None,
     ) -> None:
         options = dict(options)
-        data, model = given(data), str(model) if isinstance(model, Path) else model
+        data, model = checked_data(data), str(model) if isinstance(model, Path) else model
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
         if isinstance(model, str):
-            name, _ = parted(model)
+            name, _ = split_revision(model)
         else:
             model = ready_model(model, **loading)
             name = model.name
@@ -370,7 +370,7 @@ def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
 
 
 def _revision(model: AnyModel, revision: str | None) -> str | None:
-    return parted(model, revision)[1] if isinstance(model, str) else revision
+    return split_revision(model, revision)[1] if isinstance(model, str) else revision
 
 
 def _digest(data: Any) -> str:

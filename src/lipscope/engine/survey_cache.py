@@ -11,7 +11,7 @@ from typing import Any
 from lipscope.engine.plan import InputKey, Shape, Survey
 from lipscope.engine.spec import Spec
 from lipscope.errors import remark
-from lipscope.models import stamp, stamp_of_folder
+from lipscope.models import folder_stamp, source_stamp
 from lipscope.records import SURVEY, RunFolder, stable_id, version
 
 Held = Mapping[str, Mapping[str, Any]]
@@ -32,11 +32,11 @@ def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
     """
     one = spec.models[model]
     revision = more.get("revision")
-    is_now = stamp(f"{one.name}@{revision}" if revision else one.name)
+    is_now = source_stamp(f"{one.name}@{revision}" if revision else one.name)
     if is_now is None:
         return None
     pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
-    seen = stamp_of_folder(pictures) if pictures is not None and os.path.isdir(pictures) else ""
+    seen = folder_stamp(pictures) if pictures is not None and os.path.isdir(pictures) else ""
     asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
     return stable_id({**asked, **more, "is_now": is_now, "version": version()})
 

@@ -1,28 +1,41 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.models.data.controls import random_tokens, repeated_token, shuffled_words
-from lipscope.models.data.images import normalisation
-from lipscope.models.data.inputs import inputs_of, remarks_on
-from lipscope.models.data.positions import later_positions
-from lipscope.models.data.samples import Sample, given, moved, samples_of
-from lipscope.models.data.window_decoder import Written
+from lipscope.models.data.images import (
+    Patches,
+    encode_picture,
+    normalisation,
+    patches_of,
+    picture_move,
+)
+from lipscope.models.data.samples import checked_data, inputs_of, later_positions, remarks_on
 from lipscope.models.data.windows import (
+    Sample,
     Window,
+    WindowDecoder,
     WindowKind,
-    decoded,
+    decode_text,
     default_text,
     digest,
+    random_tokens,
     read_text,
     read_texts,
+    repeated_token,
+    shuffled_words,
     special_tokens_of,
     whole_text,
     windows_of_text,
 )
 from lipscope.models.families.affine import projected
-from lipscope.models.library_messages import quiet
-from lipscope.models.loading import LoadedModel, adopt_model, check_finite, fingerprint, load_model
-from lipscope.models.model_fingerprint import stamp, stamp_of_folder
-from lipscope.models.model_name import parted
+from lipscope.models.loading import (
+    LoadedModel,
+    adopt_model,
+    check_finite,
+    fingerprint,
+    folder_stamp,
+    load_model,
+    source_stamp,
+)
+from lipscope.models.model_head import with_own_head, with_scores, with_words
 from lipscope.models.modified_models import (
     Keeps,
     Rounds,
@@ -36,12 +49,10 @@ from lipscope.models.modified_models import (
     scrambled,
     with_mask,
 )
-from lipscope.models.next_token import with_own_head, with_scores
-from lipscope.models.patches import Patches, coded, patches_of, picture_move
-from lipscope.models.pretrained import with_words
-from lipscope.models.tracing.calls import Trace, first_tensor
-from lipscope.models.tracing.embedded import Embedded, Read, Where
-from lipscope.models.tracing.map_endpoints import Ends
+from lipscope.models.pretrained import quiet, split_revision
+from lipscope.models.readings import Embedded, Read, Reader, Readings, Where
+from lipscope.models.tracing.calls import Trace
+from lipscope.models.tracing.map_endpoints import MapEndpoints
 from lipscope.models.tracing.maps import (
     MAPS,
     OF_BLOCKS,
@@ -49,27 +60,27 @@ from lipscope.models.tracing.maps import (
     WHOLE,
     LayerMap,
     MapName,
+    Norms,
     build_map,
     check_request,
     margin_of,
+    norm_before,
+    without_padding,
 )
-from lipscope.models.tracing.overflow import overflows
-from lipscope.models.tracing.padding import without_padding
 from lipscope.models.tracing.prepare import (
     Choice,
     ExactNorm,
     as_chosen,
-    at_rest,
     choices,
     converted,
     copied,
     device_of,
+    eval_mode,
     exact_maths,
     implementation_for,
     prepared,
 )
-from lipscope.models.tracing.readings import Reader, Readings
-from lipscope.models.tracing.residual import Norms, norm_before
+from lipscope.models.tracing.recorder import first_tensor, run, to_device
 from lipscope.models.tracing.sites import (
     OF_FUNCTION,
     SIDES,
@@ -85,7 +96,7 @@ from lipscope.models.tracing.sites import (
     reader_of,
     why_run,
 )
-from lipscope.models.tracing.trace import run, trace
+from lipscope.models.tracing.trace import overflows, trace
 
 __all__ = [
     "MAPS",
@@ -97,11 +108,11 @@ __all__ = [
     "AttentionCall",
     "Choice",
     "Embedded",
-    "Ends",
     "ExactNorm",
     "Keeps",
     "LayerMap",
     "LoadedModel",
+    "MapEndpoints",
     "MapName",
     "Norms",
     "NotCoveredError",
@@ -117,42 +128,41 @@ __all__ = [
     "Where",
     "Which",
     "Window",
+    "WindowDecoder",
     "WindowKind",
-    "Written",
     "adopt_model",
     "as_chosen",
     "as_decoder",
-    "at_rest",
     "attention_sites",
     "block_of",
     "build_map",
     "check_finite",
     "check_request",
+    "checked_data",
     "choices",
     "closed_form",
-    "coded",
     "converted",
     "copied",
-    "decoded",
+    "decode_text",
     "default_text",
     "device_of",
     "digest",
+    "encode_picture",
+    "eval_mode",
     "exact_maths",
     "families",
     "family",
     "fingerprint",
     "first_tensor",
-    "given",
+    "folder_stamp",
     "implementation_for",
     "inputs_of",
     "later_positions",
     "load_model",
     "margin_of",
-    "moved",
     "norm_before",
     "normalisation",
     "overflows",
-    "parted",
     "patches_of",
     "picture_move",
     "prepared",
@@ -170,12 +180,12 @@ __all__ = [
     "rounding",
     "rounding_error",
     "run",
-    "samples_of",
     "scrambled",
     "shuffled_words",
+    "source_stamp",
     "special_tokens_of",
-    "stamp",
-    "stamp_of_folder",
+    "split_revision",
+    "to_device",
     "trace",
     "whole_text",
     "why_run",

@@ -5,28 +5,54 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import inspect
 import math
 import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipscope.display import Shown
 from lipscope.errors import InputError, install, shown
 from lipscope.models.dinov2 import dinov2_from_onnx
-from lipscope.models.gguf import read_once
-from lipscope.models.library_messages import quiet
-from lipscope.models.model_name import check_counts, check_files, entries_in, entries_of, parted
-from lipscope.models.pixels import Pixels, from_timm
-from lipscope.models.pretrained import from_pretrained
-from lipscope.models.tokens import Bytes, tokenizer_at
-from lipscope.models.trained_length import trained_length
+from lipscope.models.pretrained import (
+    Bytes,
+    check_counts,
+    check_files,
+    entries_in,
+    entries_of,
+    from_pretrained,
+    quiet,
+    read_once,
+    split_revision,
+    tokenizer_at,
+    trained_length,
+)
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """How pictures become pixels.
+
+    Attributes:
+        side: Their side.
+        mean: Mean of each channel.
+        deviation: Deviation of each channel.
+        read: From a picture and a side to ``(3, side, side)``, where the model's library has a
+            way of its own; None for the middle square, scaled.
+    """
+
+    side: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    read: Callable[[Any, int], Tensor] | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +190,7 @@ def load_model(
     Raises:
         InputError: If there is no such model, or its weights cannot be used.
     """
-    plain, revision = parted(name, revision)
+    plain, revision = split_revision(name, revision)
     if not isinstance(allow_pickle, bool):
         raise InputError(f"`allow_pickle` should be true or false. Found `{shown(allow_pickle)}`.")
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -297,10 +323,58 @@ def _timm_model(name: str, seed: int) -> LoadedModel:
     pretrained = not name.startswith("random:")
     kind, _, text = name.partition("timm:")[2].partition(",")
     entries = entries_in(f"timm:{kind}", text)
-    model, pixels = from_timm(kind, entries, pretrained=pretrained, seed=seed)
+    model, pixels = _from_timm(kind, entries, pretrained=pretrained, seed=seed)
     revision = f"sha256:{fingerprint(model)}" if pretrained else None
     weights = "float32" if pretrained else f"random, seed {seed}"
     return LoadedModel(name, model, None, revision, weights, pixels)
+
+
+def _from_timm(
+    name: str, entries: Mapping[str, Any], *, pretrained: bool, seed: int = 0
+) -> tuple[nn.Module, Pixels]:
+    """A model of timm without its head and its pooling, and how it takes pictures.
+
+    Its output is that of all tokens, so that the map ``model`` is one of it, too.
+
+    Args:
+        name: As timm has it, with or without a tag of its weights.
+        entries: Further arguments of its constructor.
+        pretrained: With weights from the hub; otherwise they are random.
+        seed: Of random weights.
+
+    Returns:
+        Both.
+
+    Raises:
+        InputError: If timm is not there, has no such model, or cannot build or load it.
+    """
+    try:
+        timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
+    except ImportError as problem:
+        raise InputError(
+            f"Models of timm need timm and torchvision. Found: {problem}; run `{install('timm')}`."
+        ) from None
+    if not timm.is_model(name):
+        close = difflib.get_close_matches(name, timm.list_models(pretrained=pretrained), n=3)
+        raise InputError(
+            f"`timm:{name}` should name a model of timm. Found none"
+            + (f"; the nearest are {', '.join(close)}." if close else ".")
+        )
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model: Any = timm.create_model(name, pretrained=pretrained, **entries)
+            model.reset_classifier(0, "")
+        except Exception as problem:  # every library has its own; the user gets one line
+            text = " ".join(str(problem).split())[:300]
+            raise InputError(f"`timm:{name}` could not be built: {text}") from problem
+    own = data.resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
+
+    def read(picture: Any, side: int) -> Tensor:
+        transform = data.create_transform(**{**own, "input_size": (3, side, side)})
+        return transform(picture)
+
+    return model.eval(), Pixels(own["input_size"][-1], own["mean"], own["std"], read)
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:
@@ -377,3 +451,41 @@ def free_memory() -> int:
     with contextlib.suppress(OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**33
+
+
+def source_stamp(name: str, revision: str | None = None) -> str | None:
+    """A value that changes when the model behind a name does; None if that takes loading it.
+
+    The version of a package, the files of a folder with their sizes and times, or the commit of
+    a hub id that is in the cache.
+
+    Args:
+        name: As for `load_model`.
+        revision: Likewise.
+    """
+    plain, at = split_revision(name, revision)
+    folder = Path(os.path.expanduser(plain))
+    try:
+        if plain.startswith("random:"):
+            return f"transformers {importlib.metadata.version('transformers')}"
+        if plain in PACKAGES:
+            return importlib.metadata.version(PACKAGES[plain].distribution)
+        if os.path.exists(folder):
+            return folder_stamp(folder)
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(plain, "config.json", revision=at)
+        return Path(found).parent.name if isinstance(found, str) else None
+    except (OSError, ValueError, importlib.metadata.PackageNotFoundError):
+        return None
+
+
+def folder_stamp(folder: Path, which: str = "*") -> str:
+    """Names, sizes and times of the files in a folder that match a pattern."""
+
+    def each() -> Iterator[str]:
+        for file in sorted(folder.glob(which)):
+            about = file.stat()
+            yield f"{file.relative_to(folder)} {about.st_size} {about.st_mtime_ns}"
+
+    return "; ".join(each())

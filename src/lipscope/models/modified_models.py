@@ -14,12 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
-from lipscope.models.library_messages import quiet
 from lipscope.models.loading import LoadedModel
-from lipscope.models.tracing.calls import first_tensor
-from lipscope.models.tracing.prepare import at_rest, copied
+from lipscope.models.pretrained import quiet
+from lipscope.models.tracing.prepare import copied, eval_mode
+from lipscope.models.tracing.recorder import Recorder, first_tensor, run
 from lipscope.models.tracing.sites import attention_sites, is_linear, linears
-from lipscope.models.tracing.trace import run
 
 Keeps = Literal["entries", "spectrum"]
 Rounds = Literal["weights", "inputs"]
@@ -124,9 +123,9 @@ def _reads_later(loaded: LoadedModel) -> bool:
     first = next(iter(attention_sites(model).values()))
     seen: list[Tensor] = []
     ids = torch.arange(_IDS, device=next(model.parameters()).device)[None]
-    handle = first.register_forward_hook(lambda *a: seen.append(first_tensor(a[2])[0, 0].clone()))
     try:
-        with torch.no_grad(), at_rest(model):
+        with Recorder() as recorder, torch.no_grad(), eval_mode(model):
+            recorder.after(first, lambda *a: seen.append(first_tensor(a[2])[0, 0].clone()))
             for last in (_IDS - 1, _IDS):
                 run(model, {"input_ids": torch.cat([ids[:, :-1], ids[:, -1:] * 0 + last], 1)})
     except (RuntimeError, ValueError, TypeError, IndexError) as problem:
@@ -134,8 +133,6 @@ def _reads_later(loaded: LoadedModel) -> bool:
             "`causal` needs a model that reads one sequence of token ids. Found that "
             f"`{type(model).__name__}` raised {type(problem).__name__}: {problem}"
         ) from problem
-    finally:
-        handle.remove()
     return not torch.equal(seen[0], seen[-1])
 
 
@@ -188,21 +185,19 @@ def rounding(module: nn.Module, what: Rounds, bits: int) -> Iterator[None]:
     """
     held = _rows_of_linears(module)
     kept = [weight.clone() for _, weight in held] if what == "weights" else []
-    hooks = []
+
+    def round_first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (rounded(args[0], bits), *args[1:]), kwargs
+
     try:
-        for linear, weight in held:
-            if what == "weights":
-                weight.copy_(rounded(weight, bits))
-            else:
-                hooks.append(
-                    linear.register_forward_pre_hook(
-                        lambda _, given: (rounded(given[0], bits), *given[1:])
-                    )
-                )
-        yield
+        with Recorder() as recorder:
+            for linear, weight in held:
+                if what == "weights":
+                    weight.copy_(rounded(weight, bits))
+                else:
+                    recorder.before(linear, round_first)
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for (_, weight), before in zip(held, kept, strict=bool(kept)):
             weight.copy_(before)
 

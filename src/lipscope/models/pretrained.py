@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
+import io
+import json
+import logging as stdlib_logging
 import os
 import re
-from collections.abc import Collection, Mapping
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from lipscope.errors import InputError
-from lipscope.models.library_messages import quiet
-from lipscope.models.tokens import tokenizer_at
+from lipscope.errors import InputError, shown
 
 # What wrappers put before the names of weights: `torch.compile`, and training on several devices.
-_WRAPPED = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
+WRAPPER_PREFIXES = {r"^(?:(?:_orig_mod|module)\.)+": "", r"\._orig_mod\.": "."}
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # in words of torch
 # Made of the last layer's output, and no part of any map.
 _BEHIND = re.compile(r"(^|\.)pooler\.")
@@ -56,7 +62,7 @@ def from_pretrained(
     weights: dict[str, Any] = {}
     if gguf_file is None:
         weights = {"use_safetensors": None if allow_pickle else True, "weights_only": True}
-        weights |= {"key_mapping": _WRAPPED, "ignore_mismatched_sizes": True}
+        weights |= {"key_mapping": WRAPPER_PREFIXES, "ignore_mismatched_sizes": True}
     with quiet():
         try:
             model, found = AutoModel.from_pretrained(
@@ -67,62 +73,6 @@ def from_pretrained(
     _check_class(source, model)
     _check_keys(source, model, found)
     return model, tokenizer_at(source, **options)
-
-
-def with_words(source: str, model: nn.Module) -> nn.Module | None:
-    """An encoder with the head that fills in words, where its checkpoint holds one.
-
-    Args:
-        source: Folder or hub id.
-        model: What `from_pretrained` made of it, in any dtype and on any device.
-
-    Returns:
-        The model with its head around it; None where the checkpoint is of another class, or holds
-        the head as a pickle or not at all.
-    """
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
-
-    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(getattr(model, "config", None)), None)
-    return None if kind is None else with_head(source, model, kind)
-
-
-def with_head(source: str, model: nn.Module, kind: Any = None) -> nn.Module | None:
-    """A model with the head that its checkpoint holds: of the class of which it was saved.
-
-    Args:
-        source: Folder or hub id.
-        model: What `from_pretrained` made of it, in any dtype and on any device.
-        kind: The class that is wanted; any if None.
-
-    Returns:
-        The model with its head around it; None where the checkpoint is of another class, or holds
-        the head as a pickle or not at all.
-    """
-    import transformers
-
-    config: Any = getattr(model, "config", None)
-    saved = getattr(config, "architectures", None) or ()
-    kind = kind or getattr(transformers, saved[0] if saved else "", None)
-    if getattr(kind, "__name__", "") not in saved or getattr(model, "name_or_path", "") != source:
-        return None
-    if isinstance(model, kind):
-        return None
-    options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
-    try:
-        with quiet():
-            whole, found = kind.from_pretrained(
-                source, key_mapping=_WRAPPED, output_loading_info=True, **options
-            )
-    except Exception:  # each loader has errors of its own: the head is not to be had
-        return None
-    body = whole.base_model_prefix
-    if found["missing_keys"] or found["mismatched_keys"]:
-        return None
-    if type(getattr(whole, body, None)) is not type(model):
-        return None
-    setattr(whole, body, model)
-    whole.tie_weights()
-    return whole.to(next(model.parameters())).requires_grad_(False).eval()
 
 
 def _check_class(source: str, model: nn.Module) -> None:
@@ -200,3 +150,269 @@ def _explained(source: str, problem: Exception, known: Collection[str]) -> Input
         f"could not be loaded from the hub ({type(problem).__name__}).{hint} Without a network, "
         "pass the path of a local folder in Hugging Face format."
     )
+
+
+# --- names of models, read before anything is loaded or built ---
+
+_COUNTED = re.compile("layer|expert|depth")
+_MOST = 10_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.index.json": ".bin"}
+
+
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """A model's name without its revision, and that.
+
+    Args:
+        name: As for `load_model`.
+        revision: Revision, if not in the name.
+
+    Returns:
+        Both.
+
+    Raises:
+        InputError: If it is no name.
+
+    >>> split_revision("org/model@main"), split_revision("minilm")
+    (('org/model', 'main'), ('minilm', None))
+    """
+    for what, value in (("model", name), ("revision", revision)):
+        if isinstance(value, str) and value.strip() and value.isprintable():
+            continue
+        if value is not None or what == "model":
+            raise InputError(
+                f"`{what}` should be a name made of printable characters. Found `{shown(value)}`."
+            )
+    # os.path: names too long for a path and people without a home are no files, and raise nothing.
+    is_file = os.path.exists(os.path.expanduser(name))
+    plain, _, at = (name, "", "") if is_file else name.partition("@")
+    return plain, revision or at or None
+
+
+def entries_of(config: Path) -> Mapping[str, Any]:
+    """The entries of a configuration; none where it is no such thing, which its loader says."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(config.read_text(encoding="utf-8"))
+        return found if isinstance(found, Mapping) else {}
+    return {}
+
+
+def entries_in(name: str, text: str) -> dict[str, Any]:
+    """The entries ``key=value``, with commas between them, that follow a name.
+
+    Raises:
+        InputError: If one is of another form.
+
+    >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
+    {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
+    """
+    entries: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise InputError(
+                f"The entries of `{name}` should be of the form key=value. Found `{part}`."
+            )
+        entries[key] = _value(value)
+    return entries
+
+
+def _value(text: str) -> int | float | bool | str:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def check_counts(name: str, entries: Mapping[str, Any]) -> None:
+    """Refuse what would take hours to build, even without weights."""
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            check_counts(name, value)
+        elif _COUNTED.search(key) and isinstance(value, int) and value > _MOST:
+            raise InputError(
+                f"`{name}` should have at most {_MOST:,} of each of its parts. Found "
+                f"`{key} = {shown(value)}`."
+            )
+
+
+def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
+    """Refuse a folder whose weights are no files of its own, or pickles that were not allowed.
+
+    Transformers opens whatever an index of shards names: a pickle although safetensors were asked
+    for, a path that leads out of the folder, a device that never ends.
+    """
+    kinds = (".safetensors", ".bin") if allow_pickle else (".safetensors",)
+    for index, ending in _INDICES.items():
+        shards = entries_of(folder / index).get("weight_map") if ending in kinds else None
+        for one in shards.values() if isinstance(shards, Mapping) else ():
+            if not (isinstance(one, str) and Path(one).name == one and one.endswith(ending)):
+                raise InputError(
+                    f"`{index}` of `{name}` should name `*{ending}` files beside it. Found "
+                    f"`{shown(one)}`."
+                )
+    for file in (one for kind in kinds for one in folder.glob(f"*{kind}")):
+        if file.exists() and not file.is_file():
+            raise InputError(f"`{file}` should be a regular file. Found a pipe, device or folder.")
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("pytorch_model*.bin")):  # what transformers looks for
+        if not allow_pickle:
+            raise InputError(
+                f"`{name}` holds its weights only as a pickle, which can run code; convert them to "
+                "safetensors, or pass `--allow-pickle` (weights-only loading)."
+            )
+        return
+    others = sorted(one.name for end in _PICKLES for one in folder.glob(f"*{end}"))
+    found = f"`{others[0]}`; save the model with `save_pretrained`." if others else "none."
+    raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")
+
+
+# --- tokenizers: those that stand beside a model's weights, and plain bytes for random models ---
+
+
+class Bytes:
+    """The UTF-8 bytes of a text modulo the size of the vocabulary: for models without training.
+
+    To a trained model these ids say nothing; only ``random:`` models have them by themselves.
+
+    >>> Bytes(100)("ab")["input_ids"]
+    [97, 98]
+    """
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, text: str, **_: Any) -> Mapping[str, list[int]]:
+        """The ids of a text."""
+        return {"input_ids": [byte % self.vocab_size for byte in text.encode()]}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """The text of some ids; what is none in UTF-8 is not read back as these ids."""
+        return bytes(i % 256 for i in ids).decode("utf-8", "replace")
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Letters, and numbers for what is none."""
+        return [chr(i) if 32 <= i < 127 else f"<{i}>" for i in ids]
+
+
+def tokenizer_at(source: str | None, **options: Any) -> Any:
+    """The tokenizer of a folder or hub id, its own or its processor's; None if there is none.
+
+    Args:
+        source: Where the weights are from; nothing is found for an empty name.
+        **options: For the loaders of transformers.
+    """
+    from transformers import AutoProcessor, AutoTokenizer
+
+    for kind in (AutoTokenizer, AutoProcessor) if source else ():
+        try:
+            with quiet():
+                found = kind.from_pretrained(source, trust_remote_code=False, **options)
+        except Exception:  # whatever is missing or damaged: there is none
+            continue
+        found = getattr(found, "tokenizer", found)
+        # A folder without tokenizer files gives an empty one, which reads every text as unknown.
+        if callable(getattr(found, "get_vocab", None)) and _knows_words(found):
+            return found
+    return None
+
+
+def _knows_words(tokenizer: Any) -> bool:
+    return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+
+
+# --- the sequence length that a model was trained with, as far as its files say so ---
+
+
+def trained_length(config: Any, tokenizer: Any) -> int | None:
+    """The largest number of tokens that a model is said to have been trained on.
+
+    The least of what its positions allow, of what its tokenizer cuts texts to, and of the
+    ``max_seq_length`` that Sentence Transformers keeps beside the weights. To be asked before the
+    tokenizer is used, which forgets where it should cut.
+
+    Args:
+        config: The configuration.
+        tokenizer: The tokenizer, or None.
+
+    Returns:
+        The number; None where no file says one, as of a model that was not loaded from files.
+    """
+    source = getattr(config, "_name_or_path", None)
+    if not source:
+        return None
+    folder = Path(str(source))
+    cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
+    if cut is None:  # older transformers takes it off
+        cut = _entries(folder / "tokenizer.json").get("truncation")
+    said = [
+        getattr(config, "max_position_embeddings", None),
+        getattr(config, "n_positions", None),
+        cut.get("max_length") if isinstance(cut, dict) else None,
+        _entries(folder / "sentence_bert_config.json").get("max_seq_length"),
+    ]
+    return min((n for n in said if isinstance(n, int) and n > 0), default=None)
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}  # it is for a remark: a file that cannot be read says nothing
+    return found if isinstance(found, dict) else {}
+
+
+# --- silence for what transformers prints while it loads or sets up a model ---
+
+# In a notebook its bars, which are silenced here, would rather be widgets.
+warnings.filterwarnings("ignore", message="IProgress not found")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' own progress bars and warnings off the terminal."""
+    from transformers import logging
+
+    hub = stdlib_logging.getLogger("huggingface_hub")
+    hub_level, level = hub.level, logging.get_verbosity()
+    hub.setLevel(stdlib_logging.CRITICAL)  # its retries would be lines of their own
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.ExitStack() as stack:
+            if not sys.stderr.isatty():  # dequantisation draws a bar of its own
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            yield
+    finally:
+        hub.setLevel(hub_level)
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+# --- gGUF files, which transformers reads three times over ---
+
+_ASKED = ("GGUFReader", "get_tensor_name_map")
+
+
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """What transformers asks of one file meanwhile is found out once.
+
+    For configuration, weights and tokenizer it parses the file each time; and the table of names,
+    which is the same for the whole model, it makes anew for every module.
+    """
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in _ASKED}
+    try:
+        for name, found in before.items():
+            setattr(gguf, name, functools.cache(found))
+        yield
+    finally:
+        for name, found in before.items():
+            setattr(gguf, name, found)

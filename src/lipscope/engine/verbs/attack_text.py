@@ -25,7 +25,7 @@ from lipscope.engine.spec import Options
 from lipscope.engine.text_edits import TextAttack
 from lipscope.engine.verbs.attack import WITHOUT
 from lipscope.errors import InputError
-from lipscope.models import Embedded, Written
+from lipscope.models import Embedded, WindowDecoder
 from lipscope.records import EDITS, FAILED, SKIPPED, SUCCEEDED, Measurement, TextEdit, stable_id
 
 _LENGTH, _SAMPLES = 64, 10
@@ -204,7 +204,9 @@ class _Windows:
         built, trace = at.map, at.window.trace
         embedded = Embedded(trace.model, at.window.arguments, trace, job.layer or 0)
         loaded = self._run.model.loaded
-        written = Written(loaded.reader_of_text(), special_tokens=self._run.spec.special_tokens)
+        written = WindowDecoder(
+            loaded.reader_of_text(), special_tokens=self._run.spec.special_tokens
+        )
         layer = None if built.attention is None else (built.attention, built.x)
         name = f"{row.seed}|{row.id}"
         search = EditSearch(
@@ -243,7 +245,7 @@ class _Windows:
         loaded, special = self._run.model.loaded, self._run.spec.special_tokens
         return nearest_by_angle(self._between, loaded, special, output)
 
-    def _check(self, written: Written, ids: Sequence[int], recipe: str, budget: int) -> None:
+    def _check(self, written: WindowDecoder, ids: Sequence[int], recipe: str, budget: int) -> None:
         own, most = len(written.editable(ids)), self._run.model.loaded.max_tokens
         if budget > own:
             raise InputError(
@@ -265,7 +267,7 @@ def _named(decision: int | None, names: Sequence[str]) -> str | None:
     return None if decision is None else names[decision] if names else str(decision)
 
 
-def _in_words(draft: Draft, written: Written) -> str:
+def _in_words(draft: Draft, written: WindowDecoder) -> str:
     """``old → new`` with the positions."""
     said = []
     for edit in draft.edits:

@@ -21,7 +21,7 @@ from lipscope.engine.checks import argument, flag, path, whole
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError, memory_for, shown
-from lipscope.models import LoadedModel, fingerprint, given, inputs_of, quiet
+from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
 from lipscope.pages import Rows
 
 _RATE = 1e-4  # of the fine-tuning
@@ -121,7 +121,7 @@ def smooth(
     tell("loading")
     loaded = _loaded(model, seed, allow_pickle)
     head = _language_model(loaded, allow_pickle)
-    text = given(data)
+    text = checked_data(data)
     asked = {"lengths": [length], "samples": samples, "seed": seed, "tol": 1e-3}
     tell("measuring")
     before = measure(loaded, text, layers=layers, **asked)

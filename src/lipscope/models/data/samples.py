@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import inspect
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.models.data.images import image_samples
 from lipscope.models.data.windows import (
+    Sample,
     Window,
     WindowKind,
     default_text,
@@ -23,26 +27,16 @@ from lipscope.models.data.windows import (
     windows_of_text,
 )
 from lipscope.models.loading import LoadedModel
+from lipscope.models.pretrained import Bytes
+from lipscope.models.tracing.prepare import eval_mode
+from lipscope.models.tracing.recorder import Recorder, to_device
 
 _WINDOWS = ("spread", "disjoint")
 _DEFAULT_LENGTHS = (16, 64, 256)
 _DEFAULT_SAMPLES = 10
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample as the model takes it, with what its rows say about it."""
-
-    kind: str
-    arguments: Mapping[str, Any] | tuple[Any, ...]
-    sample: int
-    start: int | None
-    num_tokens: int | None
-    sha256: str
-    tokens: tuple[str, ...] | None
-
-
-def given(data: Any) -> Any:
+def checked_data(data: Any) -> Any:
     """The data that was given, checked as far as no model is needed; a path is read as text.
 
     Args:
@@ -326,21 +320,15 @@ def _batch_inside(
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append((args[0] if args else kwargs["query"]).shape[1])
 
-    modes = {m: m.training for m in model.modules()}
-    handles = [m.register_forward_pre_hook(look, with_kwargs=True) for m in sites]
     first = next(model.parameters())
-    given = moved(arguments, first.device, first.dtype)
-    assert isinstance(given, Mapping)
+    given = to_device(arguments, first.device, first.dtype)
     try:
-        with torch.no_grad():
-            model.eval()(given[""]) if "" in given else model.eval()(**given)
+        with Recorder() as recorder, torch.no_grad(), eval_mode(model):
+            for site in sites:
+                recorder.before(site, look)
+            model(given[""]) if "" in given else model(**given)
     except Exception:  # the forward pass that counts will say what is wrong
         return None
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return seen[0] if seen else None
 
 
@@ -366,16 +354,158 @@ def _argument_name(data: Tensor, takes: Collection[str]) -> str:
     return name if name in takes else ""
 
 
-def moved(
-    arguments: Mapping[str, Any] | tuple[Any, ...], device: torch.device | None, dtype: torch.dtype
-) -> Mapping[str, Any] | tuple[Any, ...]:
-    """The arguments on a device (None: where they are), floating ones in a dtype."""
+# --- inputs whose position ids start elsewhere than at 0 ---
 
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
-    if isinstance(arguments, tuple):
-        return tuple(move(v) for v in arguments)
-    return {k: move(v) for k, v in arguments.items()}
+def offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int) -> list[Sample]:
+    """The same samples with position ids ``first + offset, first + offset + 1, …``.
+
+    ``first`` is where the model itself starts: 0, or after the padding id (RoBERTa).
+
+    Args:
+        loaded: The model.
+        items: Samples.
+        offset: How much later every token stands; with 0 the samples are left as they are.
+
+    Returns:
+        The samples; those of a model that makes its positions itself are left as they are
+        (`later_positions`).
+
+    Raises:
+        InputError: If the model has no positions to be moved, or too few.
+    """
+    if offset == 0:
+        return list(items)
+    if offset < 0:
+        raise InputError(
+            f"`position_offset` should be at least 0. Found `position_offset = {offset}`."
+        )
+    if _takes_ids(loaded.model):
+        return [_moved_on(loaded, item, offset) for item in items]
+    if not _tables(loaded.model):
+        raise InputError(
+            "`position_offset` needs a model that takes `position_ids` (learnt or rotary "
+            "positions), or tables of positions whose start can be moved. Found "
+            f"`{type(loaded.model).__name__}`, which has neither; leave it out."
+        )
+    for item in items:
+        _tokens(loaded, item, offset)
+    return list(items)
+
+
+@contextlib.contextmanager
+def later_positions(model: nn.Module, offset: int) -> Iterator[None]:
+    """Move the start of every table of positions, where a model makes its positions itself.
+
+    BART and its kin take no position ids; their tables are told how many tokens came before.
+
+    Args:
+        model: Any model; nothing is done to one that takes position ids.
+        offset: How many tokens came before.
+    """
+    with Recorder() as recorder:
+        for table in _tables(model) if offset and not _takes_ids(model) else ():
+            recorder.before(table, functools.partial(_later, offset))
+        yield
+
+
+_BEFORE = "past_key_values_length"
+
+
+def _takes_ids(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _tables(model: nn.Module) -> list[nn.Module]:
+    return [
+        module
+        for module in model.modules()
+        if "PositionalEmbedding" in type(module).__name__
+        and _BEFORE in inspect.signature(module.forward).parameters
+    ]
+
+
+def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a table for tokens that stand later."""
+    bound = inspect.signature(table.forward).bind(*args, **kwargs)
+    given = bound.arguments
+    # A table that is told the positions does not count.
+    name = "position_ids" if given.get("position_ids") is not None else _BEFORE
+    given[name] = given.get(name, 0) + offset
+    return bound.args, bound.kwargs
+
+
+def _moved_on(loaded: LoadedModel, item: Sample, offset: int) -> Sample:
+    given, n = _tokens(loaded, item, offset)
+    first = loaded.first_position + offset
+    positions = torch.arange(first, first + n)[None]
+    return replace(item, arguments={**given, "position_ids": positions})
+
+
+def _tokens(loaded: LoadedModel, item: Sample, offset: int) -> tuple[Mapping[str, Any], int]:
+    """The arguments and the number of tokens of a sample whose positions may be moved so far."""
+    given = item.arguments
+    tokens = next(
+        (given[k] for k in ("input_ids", "inputs_embeds") if k in given)
+        if isinstance(given, Mapping)
+        else iter(()),
+        None,
+    )
+    if not isinstance(tokens, Tensor) or "position_ids" in given:
+        raise InputError(
+            "`position_offset` needs input ids or embeddings without position ids of their own. "
+            f"Found {', '.join(given) if isinstance(given, Mapping) else 'a plain tensor'}."
+        )
+    n, limit = tokens.shape[1], loaded.max_tokens
+    if limit is not None and offset + n > limit:
+        raise InputError(
+            f"`position_offset` should be at most {limit - n} for {n} tokens, as "
+            f"`{loaded.name}` has {limit} positions. Found `position_offset = {offset}`."
+        )
+    assert isinstance(given, Mapping)
+    return given, n
+
+
+# --- inputs to measure: windows of a text, a batch, or pictures, at the positions asked for ---
+
+_BYTES = "random weights: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
+_TWICE = "encoder and decoder read the same window, the decoder one token later"
+
+
+def remarks_on(loaded: LoadedModel, item: Sample) -> list[str]:
+    """What a row should say about how a text became an input."""
+    if item.kind != "text":
+        return []
+    notes = [_BYTES] if isinstance(loaded.tokenizer, Bytes) else []
+    return notes + ([_TWICE] if "decoder_input_ids" in item.arguments else [])
+
+
+def inputs_of(
+    loaded: LoadedModel,
+    data: Any,
+    *,
+    lengths: Sequence[int] | None,
+    samples: int | None,
+    windows: str,
+    special_tokens: bool,
+    images: str | Path | None = None,
+    resolutions: Sequence[int] | None = None,
+    position_offset: int = 0,
+) -> list[Sample]:
+    """The samples of a text, a batch or pictures; see `measure` for the arguments.
+
+    Returns:
+        One sample per window, batch entry or picture.
+
+    Raises:
+        InputError: If they cannot be measured as asked, or exclude each other.
+    """
+    if images is None:
+        if resolutions is not None:
+            raise InputError("`resolutions` go with `images`. Found no `images`.")
+        found = samples_of(loaded, data, lengths, samples, windows, special_tokens)
+    else:
+        if data is not None or lengths is not None:
+            raise InputError("`images` take the place of a text. Found both; leave one out.")
+        found = image_samples(loaded, images, resolutions=resolutions, samples=samples)
+    return offset_positions(loaded, found, position_offset)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from lipscope.errors import InputError
+from lipscope.models.loading import LoadedModel
 
 WindowKind = Literal["spread", "disjoint"]
 
@@ -39,6 +43,19 @@ class Window:
     def sha256(self) -> str:
         """Digest of the token ids."""
         return digest(self.ids)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample as the model takes it, with what its rows say about it."""
+
+    kind: str
+    arguments: Mapping[str, Any] | tuple[Any, ...]
+    sample: int
+    start: int | None
+    num_tokens: int | None
+    sha256: str
+    tokens: tuple[str, ...] | None
 
 
 def digest(tensor: Tensor) -> str:
@@ -71,7 +88,7 @@ def read_text(path: str | Path, option: str, kind: str = "a readable file") -> s
     except (OSError, ValueError) as problem:
         why = getattr(problem, "strerror", None) or "it is no path"
         raise InputError(f"{option} should be {kind}. Found `{path}`: {why}.") from None
-    return decoded(content, option, f"`{path}`")
+    return decode_text(content, option, f"`{path}`")
 
 
 def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
@@ -93,7 +110,7 @@ def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> 
     return "\n\n".join(read_text(file, option) for file in files)
 
 
-def decoded(content: bytes, option: str, where: str) -> str:
+def decode_text(content: bytes, option: str, where: str) -> str:
     """Bytes as text, which must be UTF-8 and hold no zero bytes."""
     try:
         text = content.decode("utf-8-sig")
@@ -215,3 +232,139 @@ def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
         if full[i : i + len(bare)] == bare:
             return full[:i], full[i + len(bare) :]
     return [], []
+
+
+# --- token ids back to text, and whether a tokenizer reads that text as the same ids ---
+
+
+class WindowDecoder:
+    """Windows of token ids as texts.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or `Bytes`.
+        special_tokens: Whether the model's own special tokens stand around each window.
+
+    Raises:
+        InputError: If the tokenizer cannot write a text of its ids.
+    """
+
+    def __init__(self, tokenizer: Any, *, special_tokens: bool = True) -> None:
+        if not callable(getattr(tokenizer, "decode", None)):
+            raise InputError(
+                "Token edits need a tokenizer that decodes. Found "
+                f"`{type(tokenizer).__name__}`, which has no `decode`."
+            )
+        self._tokenizer = tokenizer
+        before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
+        self._around = len(before), len(after)
+        self._special = set(tokenizer.all_special_ids)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text, without the special tokens around it."""
+        own = list(ids[self._around[0] : len(ids) - self._around[1]])
+        return self._tokenizer.decode(own, clean_up_tokenization_spaces=False)
+
+    def survives(self, ids: Sequence[int]) -> bool:
+        """Whether the text of some ids is read as these ids."""
+        own = list(ids[self._around[0] : len(ids) - self._around[1]])
+        said = self._tokenizer.decode(own, clean_up_tokenization_spaces=False)
+        back = self._tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(back) == own
+
+    def editable(self, ids: Sequence[int]) -> list[int]:
+        """Positions of tokens that belong to the text."""
+        first, last = self._around[0], len(ids) - self._around[1]
+        return [i for i in range(first, last) if ids[i] not in self._special]
+
+    def ordinary(self, count: int) -> Bool[Tensor, " v"]:
+        """Which of so many ids are no special tokens."""
+        found = torch.ones(count, dtype=torch.bool)
+        found[[i for i in self._special if i < count]] = False
+        return found
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the tokenizer calls them."""
+        return [str(one) for one in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
+
+# --- inputs that take something away from a text: the order of its words, or the words ---
+
+
+def shuffled_words(text: str, seed: int = 0) -> str:
+    """The words of a text in random order, single spaces between them.
+
+    >>> sorted(shuffled_words("one two  three").split())
+    ['one', 'three', 'two']
+    """
+    words = re.split(r"\s+", text.strip())
+    random.Random(seed).shuffle(words)
+    return " ".join(words)
+
+
+def random_tokens(
+    loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
+) -> Tensor:
+    """Token ids drawn uniformly from the vocabulary, with the model's special tokens around.
+
+    Args:
+        loaded: A model that reads token ids.
+        num_tokens: Length of each sample, special tokens included.
+        samples: Number of samples.
+        seed: Seed; a shorter sample is the beginning of a longer one.
+        special: Put the special tokens around.
+
+    Returns:
+        ``(samples, num_tokens)``.
+    """
+    rows = [
+        _ordinary(loaded)[torch.randint(len(_ordinary(loaded)), (num_tokens,), generator=gen)]
+        for gen in (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
+    ]
+    return _around(loaded, torch.stack(rows), special)
+
+
+def repeated_token(
+    loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
+) -> Tensor:
+    """One token id again and again; each sample has another one, drawn from the vocabulary.
+
+    Args:
+        loaded: A model that reads token ids.
+        num_tokens: Length of each sample, special tokens included.
+        samples: Number of samples.
+        seed: Seed of the choice.
+        special: Put the special tokens around.
+
+    Returns:
+        ``(samples, num_tokens)``.
+    """
+    ids = _ordinary(loaded)
+    gen = torch.Generator().manual_seed(seed)
+    chosen = ids[torch.randperm(len(ids), generator=gen)[:samples]]
+    return _around(loaded, chosen[:, None].expand(-1, num_tokens), special)
+
+
+def _ordinary(loaded: LoadedModel) -> Tensor:
+    """The vocabulary without special tokens."""
+    size = getattr(loaded.config, "vocab_size", None)
+    if size is None:
+        raise InputError(f"`{loaded.name}` should read token ids. Found no vocabulary.")
+    special = set() if loaded.tokenizer is None else set(loaded.tokenizer.all_special_ids)
+    return torch.tensor([i for i in range(size) if i not in special])
+
+
+def _around(loaded: LoadedModel, ids: Tensor, special: bool) -> Tensor:
+    """Special tokens in place of the first and last ones."""
+    if loaded.tokenizer is None or not special:
+        return ids.clone()
+    before, after = special_tokens_of(loaded.tokenizer)
+    _, n = ids.shape
+    if n <= len(before) + len(after):
+        raise InputError(
+            f"`num_tokens` should be above {len(before) + len(after)}, the number of special "
+            f"tokens. Found `num_tokens = {n}`."
+        )
+    ids = ids.clone()
+    ids[:, : len(before)] = torch.tensor(before, dtype=ids.dtype)
+    ids[:, n - len(after) :] = torch.tensor(after, dtype=ids.dtype)
+    return ids

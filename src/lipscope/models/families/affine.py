@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
-from lipscope.models.families.masks import read_mask
 from lipscope.models.tracing.sites import AttentionCall, NotCoveredError, is_plain
 
 
@@ -107,3 +107,112 @@ def dot_product(
         score_bias=sum(added[1:], added[0]) if added else None,
         **options,
     )
+
+
+# --- read an attention mask as a model passes it to its layers ---
+
+# Where models hand a mask to an attention module (T5 calls it `mask`).
+_NAMES = ("attention_mask", "mask")
+
+
+class Masking(NamedTuple):
+    """What a call lets its tokens read, in the simplest form that says the same.
+
+    Attributes:
+        causal: Token i reads tokens j <= i only.
+        window: With ``causal``: token i reads tokens j > i - window only; None for no window.
+        mask: Any other mask, ``(n, m)`` or ``(h, n, m)`` booleans, True where visible.
+        bias: What is added to the scores, ``(n, m)`` or ``(h, n, m)``, or None.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def read_mask(call: AttentionCall) -> Masking:
+    """The mask of a call.
+
+    Under fused attention a missing mask stands for a causal one where the module is causal;
+    under eager attention it stands for none.
+
+    Args:
+        call: A call with a mask of shape ``(1, 1 or h, 1 or n, m)``, boolean (True is visible;
+            eager attention adds it to the scores as it is) or additive (very negative where
+            hidden, else a bias of the scores), or None; or one of torch's own attention.
+
+    Returns:
+        The mask.
+    """
+    if isinstance(call.module, nn.MultiheadAttention):
+        return _simplest(call, *_read_torch(call))
+    # GPT-2 hands both masks to its cross-attention, which reads the encoder's.
+    names = ("encoder_attention_mask",) if "encoder_attention_mask" in call.arguments else _NAMES
+    names = _NAMES if call.side == "self" else names
+    mask = next((call.arguments[n] for n in names if call.arguments.get(n) is not None), None)
+    if mask is None:
+        return Masking(causal=_causal_without_mask(call))
+    if mask.dtype == torch.bool and call.implementation == "eager":
+        mask = mask.to(call.x.dtype)
+    return _simplest(call, *_read(mask))
+
+
+def _causal_without_mask(call: AttentionCall) -> bool:
+    fused = call.implementation not in (None, "eager") and call.side == "self"
+    causal = call.arguments.get("is_causal")
+    if causal is None:
+        causal = getattr(call.module, "is_causal", False)
+    return bool(fused and causal and call.num_tokens > 1)
+
+
+def _simplest(call: AttentionCall, visible: Tensor | None, bias: Tensor | None) -> Masking:
+    """A mask of shape ``(1, 1 or h, 1 or n, m)`` as `Masking`."""
+    bias = None if bias is None else _by_head(call, bias)
+    if visible is None:
+        return Masking(bias=bias)
+    visible = _by_head(call, visible)
+    if bool(visible.all()):
+        return Masking(bias=bias)
+    if visible.ndim == 2 and visible.shape[0] == visible.shape[1]:
+        window = int(visible[-1].sum())
+        band = torch.ones_like(visible).tril().triu(1 - window)
+        if window and visible.equal(band):
+            return Masking(True, None if window == len(visible) else window, bias=bias)
+    return Masking(mask=visible, bias=bias)
+
+
+def _by_head(call: AttentionCall, values: Tensor) -> Tensor:
+    """``(1, 1 or h, 1 or n, m)`` as ``(n, m)`` or ``(h, n, m)``."""
+    values = values[0].expand(values.shape[1], call.num_queries, values.shape[-1])
+    return values[0] if values.shape[0] == 1 else values
+
+
+def _read(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a boolean mask or an additive one leaves visible, and what it adds there."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    added = mask.masked_fill(hidden, 0.0)
+    return ~hidden, added if bool(added.any()) else None
+
+
+def _read_torch(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
+    """What ``attn_mask`` and ``key_padding_mask`` leave visible, and what they add.
+
+    In a boolean mask of torch's attention, True means hidden. Its flag ``is_causal`` only
+    says what the mask is.
+    """
+    n, m = call.num_queries, call.num_keys
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    for name, shape in (("attn_mask", (1, -1, n, m)), ("key_padding_mask", (1, 1, 1, m))):
+        mask = call.arguments.get(name)
+        if mask is None:
+            continue
+        shown, added = _read(~mask if mask.dtype == torch.bool else mask)
+        shown = shown.reshape(shape)
+        visible = shown if visible is None else visible & shown
+        if added is not None:
+            bias = added.reshape(shape) if bias is None else bias + added.reshape(shape)
+    return visible, bias

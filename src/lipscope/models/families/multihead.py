@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lipscope.attention import Attention, MultiheadAttention
-from lipscope.models.families.affine import Affine, affine, dot_product
-from lipscope.models.families.masks import Masking, read_mask
+from lipscope.models.families.affine import Affine, Masking, affine, dot_product, read_mask
 from lipscope.models.tracing.sites import AttentionCall, NotCoveredError, family
 
 

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
+from lipscope.attention import Attention, Map, MultiheadAttention
 from lipscope.errors import InputError
-from lipscope.models.tracing.arguments import bound_arguments
-from lipscope.models.tracing.flow import Node, alike, bare, place
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights
-from lipscope.models.tracing.sums import Kept, NormCall, SeenSums, close
+from lipscope.linalg import Operator, compose, linearise, over_leading
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
+from lipscope.models.tracing.recorder import (
+    Inputs,
+    Node,
+    NormCall,
+    Recorder,
+    SumRecorder,
+    TensorStore,
+    as_called,
+    as_tokens,
+    bound_arguments,
+    close,
+    data_address,
+    first_tensor,
+    same_tensor,
+    tensors_in,
+    unmarked,
+)
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights, is_plain
 
-Inputs = Mapping[str, Any] | tuple[Any, ...]
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
 _QUERIES = ("hidden_states", "query")
@@ -52,7 +68,7 @@ class BlockCall:
             none, its first tensor.
         output: What it returns, its first tensor of the streams' width.
         returned: How many tensors of the streams' shape it returns that depend on the input.
-        output_place: Where its output lies in memory.
+        output_address: Where its output lies in memory.
     """
 
     name: str
@@ -61,7 +77,7 @@ class BlockCall:
     streams: list[Stream]
     output: Tensor
     returned: int = 1
-    output_place: int = 0
+    output_address: int = 0
 
 
 @dataclass
@@ -88,8 +104,8 @@ class Trace:
 
     model: nn.Module
     inputs: Inputs
-    kept: Kept
-    seen: SeenSums
+    kept: TensorStore
+    seen: SumRecorder
     side: Side = "self"
     calls: list[AttentionCall] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
@@ -102,36 +118,7 @@ class Trace:
     remarks: dict[int, str] = field(default_factory=dict)
 
 
-def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors that a module returns, in a tuple or a record or by itself."""
-    while isinstance(output, tuple | list) and output and isinstance(output[0], tuple | list):
-        output = output[0]  # outputs, their scales (I-BERT)
-    if isinstance(output, Tensor):
-        return [output]
-    values = getattr(output, "values", None)
-    several = values() if callable(values) else output
-    return [v for v in several if isinstance(v, Tensor)] if isinstance(several, Iterable) else []
-
-
-def first_tensor(output: Any, at: int = 0) -> Tensor:
-    """The output of a module that may return a tuple or a record, a loss first; or by place."""
-    named = [] if at else [getattr(output, name, None) for name in ("last_hidden_state", "logits")]
-    found = [one for one in named if isinstance(one, Tensor)] or tensors_in(output)
-    if not found:
-        raise InputError(f"A module should return a tensor. Found `{type(output).__name__}`.")
-    return found[at]
-
-
-def as_tokens(x: Tensor, token_axis: int) -> Tensor:
-    """A batch of one as a token matrix ``(n, d)``."""
-    if x.ndim != 3:
-        return x.reshape(-1, x.shape[-1])
-    batch = 1 - token_axis
-    # A model may put tokens first inside and the batch first at its end (XLNet).
-    return x.squeeze(batch if x.shape[batch] == 1 else token_axis)
-
-
-def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
+def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of an attention module, and what happened to tokens inside and after it."""
     now: list[AttentionCall | None] = [None]
 
@@ -150,7 +137,7 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
                     f"`{name}` should return a tensor. Found `{type(out).__name__}`; name a module "
                     "around it with `modules=`."
                 )
-            call.out_at = place_of_output(out, call)
+            call.out_at = output_index(out, call)
             result = first_tensor(out, call.out_at)
             call.kept.append(result.detach())
             call.output = as_tokens(record.kept.keep(result), call.token_axis)
@@ -165,18 +152,18 @@ def hook_site(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.
         if isinstance(args[0], Tensor) and _is_or_copies(args[0], call.kept[1]):
             call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(found[0])))
 
-    stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+    recorder.before(module, start)
     for leaf in module.modules():
         if leaf is not module and has_weights(leaf):
-            stack.callback(leaf.register_forward_hook(remember).remove)
-    stack.callback(module.register_forward_hook(finish).remove)
-    for leaf in _around(record.model, name, module):
-        stack.callback(leaf.register_forward_hook(behind).remove)
+            recorder.after(leaf, remember)
+    recorder.after(module, finish)
+    for leaf in _modules_beside(record.model, name, module):
+        recorder.after(leaf, behind)
 
 
 def _is_or_copies(taken: Tensor, result: Tensor) -> bool:
     """Whether this is a call's output, or a copy: chunks of one are concatenated (CANINE)."""
-    if place(taken) == place(result):
+    if data_address(taken) == data_address(result):
         return True
     try:
         return torch.equal(taken.detach().flatten(), result.flatten()) and bool(result.any())
@@ -184,7 +171,7 @@ def _is_or_copies(taken: Tensor, result: Tensor) -> bool:
         return False
 
 
-def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
+def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
     """Modules with weights beside an attention module: one of them may be its projection."""
     if isinstance(module, nn.MultiheadAttention):
         return []
@@ -208,7 +195,7 @@ def _begin(
     first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
     first = first or next(iter(arguments), None)
     x = arguments[first] if first is not None else None
-    given = {k: bare(v) for k, v in arguments.items()}
+    given = {k: unmarked(v) for k, v in arguments.items()}
     if not isinstance(x, Tensor) or x.ndim < 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"`{name}` should take a tensor of tokens first. Found {found}.")
@@ -218,7 +205,7 @@ def _begin(
             record.calls.append(_in_parts(name, module, given, x.detach()))
             record.calls[-1].blocks_before = len(record.blocks)
         return None
-    others = {k: v for k, v in tokens.items() if not alike(v, x) and k not in _VALUES}
+    others = {k: v for k, v in tokens.items() if not same_tensor(v, x) and k not in _VALUES}
     source = next((others[k] for k in _SOURCES if k in others), None)
     unsure: tuple[str, ...] = ()
     if source is None:  # under another name: what depends on the input too
@@ -230,7 +217,7 @@ def _begin(
         record.others.append(name)
         return None
     call = AttentionCall(name, module, {}, (), axis, x, x, record.side, unsure=unsure)
-    take(call, given, x.detach(), None if source is None else source.detach(), record)
+    set_call_inputs(call, given, x.detach(), None if source is None else source.detach(), record)
     call.implementation = _implementation(record.model, name)
     call.sums_before, call.blocks_before = len(record.seen.sums), len(record.blocks)
     call.turn = sum(one.name == name for one in record.calls) + record.others.count(name)
@@ -250,22 +237,14 @@ def _in_parts(name: str, module: nn.Module, arguments: dict[str, Any], x: Tensor
     return call
 
 
-def take(
+def set_call_inputs(
     call: AttentionCall,
     arguments: dict[str, Any],
     x: Tensor,
     source: Tensor | None,
     record: Trace,
 ) -> None:
-    """Say what moves in a call and what stays: the tokens of its queries, and of its keys.
-
-    Args:
-        call: The call.
-        arguments: Its arguments.
-        x: The tokens of its queries.
-        source: Those of its keys, where they are others.
-        record: The trace.
-    """
+    """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
     call.arguments, call.hidden = arguments, _names_of(arguments, moved)
@@ -274,7 +253,7 @@ def take(
     if not moved.numel():
         call.refusal = f"`{call.name}` should be given tokens. Found none."
     values = (arguments.get(k) for k in _VALUES)
-    if any(isinstance(v, Tensor) and not alike(v, keys) for v in values):
+    if any(isinstance(v, Tensor) and not same_tensor(v, keys) for v in values):
         call.refusal = (
             f"`{call.name}` should take its values from where its keys are from. Found values of "
             "another tensor (positions or a bottleneck before the queries?); use the map `block` "
@@ -284,14 +263,14 @@ def take(
 
 
 def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
-    return tuple(name for name, value in arguments.items() if alike(value, x))
+    return tuple(name for name, value in arguments.items() if same_tensor(value, x))
 
 
 def _is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
 
 
-def place_of_output(output: Any, call: AttentionCall) -> int:
+def output_index(output: Any, call: AttentionCall) -> int:
     """Which of the tensors that an attention module returns is its output.
 
     The first one with a row for every token, unless they are indices or weights that sum to one.
@@ -329,27 +308,27 @@ def _implementation(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def hook_norm(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
+def hook_norm(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of a normalisation module."""
     started: list[tuple[Tensor, int]] = []
 
-    def start(_: nn.Module, args: tuple[Any, ...]) -> None:
+    def start(_: nn.Module, args: tuple[Any, ...], __: Any) -> None:
         started.clear()
         if args and isinstance(args[0], Tensor):
-            started.append((record.kept.keep(args[0]), place(args[0])))
+            started.append((record.kept.keep(args[0]), data_address(args[0])))
 
     def finish(norm: nn.Module, _: Any, out: Any) -> None:
         if not started or not isinstance(out, Tensor):
             return
         x, before = started[0]
-        call = NormCall(name, norm, x, record.kept.keep(out), before, place(out))
+        call = NormCall(name, norm, x, record.kept.keep(out), before, data_address(out))
         record.norms.append(call)
         total = record.seen.of(before)
         if total is not None and total.norm is None:
             total.norm = call
 
-    stack.callback(module.register_forward_pre_hook(start).remove)
-    stack.callback(module.register_forward_hook(finish).remove)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
 def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
@@ -359,7 +338,7 @@ def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
     moving = {k: v for k, v in given.items() if v.requires_grad} or dict([*given.items()][:1])
     found: list[tuple[Tensor, list[str]]] = []
     for name, value in moving.items():
-        same = next((names for x, names in found if alike(value, x)), None)
+        same = next((names for x, names in found if same_tensor(value, x)), None)
         if same is None:
             found.append((value, [name]))
         else:
@@ -367,7 +346,7 @@ def streams_of(record: Trace, arguments: Mapping[str, Any]) -> list[Stream]:
     return [Stream(tuple(names), record.kept.keep(x), x.grad_fn) for x, names in found]
 
 
-def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
+def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
     """Keep every call of a Transformer block."""
     started: list[BlockCall] = []
 
@@ -376,22 +355,24 @@ def hook_block(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
         streams = streams_of(record, arguments)
         started.clear()
         if streams:
-            given = {k: bare(v) for k, v in arguments.items()}
+            given = {k: unmarked(v) for k, v in arguments.items()}
             started.append(BlockCall(name, block, given, streams, streams[0].x))
 
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         for call in started:
             like = [t for t in tensors_in(out) if t.shape == call.streams[0].x.shape]
-            several = {place(t) for t in like if t.requires_grad or not torch.is_grad_enabled()}
+            several = {
+                data_address(t) for t in like if t.requires_grad or not torch.is_grad_enabled()
+            }
             result, call.returned = first_tensor(out), len(several)
-            call.output, call.output_place = record.kept.keep(result), place(result)
+            call.output, call.output_address = record.kept.keep(result), data_address(result)
             record.blocks.append(call)
 
-    stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
-    stack.callback(module.register_forward_hook(finish).remove)
+    recorder.before(module, start)
+    recorder.after(module, finish)
 
 
-def hook_first(stack: contextlib.ExitStack, record: Trace, name: str, module: nn.Module) -> None:
+def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) -> None:
     """Keep the input of the first block of a list, whether or not it holds attention."""
 
     def start(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -399,4 +380,254 @@ def hook_first(stack: contextlib.ExitStack, record: Trace, name: str, module: nn
         if name not in record.firsts and streams:
             record.firsts[name] = block, streams[0]
 
-    stack.callback(module.register_forward_pre_hook(start, with_kwargs=True).remove)
+    recorder.before(module, start)
+
+
+# --- the two ways to an attention function: from its weights, or by running its modules again ---
+
+_OUT = ("out_proj.weight", "out_proj.bias")  # of torch's own attention
+
+
+def count_heads(module: nn.Module) -> int | None:
+    """Number of query heads of an attention module, as models spell it; None if unknown."""
+    config = getattr(module, "config", None)
+    sides = {getattr(config, f"{side}_attention_heads", None) for side in ("encoder", "decoder")}
+    if len(sides) > 1:  # the configuration does not say which of them is meant
+        config = None
+    for owner in (module, config):
+        for name in ("num_heads", "num_attention_heads", "n_heads", "n_head"):
+            count = getattr(owner, name, None)
+            if isinstance(count, int):
+                return count
+    return None
+
+
+def projection_by_head(call: AttentionCall) -> Tensor:
+    """The output projection's columns by head, ``(h, d_out, d_v)``."""
+    count, projection = count_heads(call.module), call.projection
+    assert count is not None and projection is not None
+    if is_plain(projection):
+        weight = projection.get_parameter("weight")
+        weight = weight if isinstance(projection, nn.Linear) else weight.T
+    else:  # an adapter's or a packed weight is no matrix: its values at the unit vectors
+        assert call.heads is not None
+        unit = torch.eye(call.heads.shape[-1], dtype=call.x.dtype, device=call.x.device)
+        with torch.no_grad():
+            weight = linear_part(projection, unit).mT
+    return weight.unflatten(1, (count, -1)).transpose(0, 1)
+
+
+def linear_part(projection: nn.Module, x: Tensor) -> Tensor:
+    """The linear part of an affine module, at ``x``."""
+    at_x, at_zero = (first_tensor(projection(value)) for value in (x, torch.zeros_like(x)))
+    return at_x - at_zero
+
+
+class ClosedForm:
+    """The attention of a known family, from its weights."""
+
+    def __init__(self, call: AttentionCall, attention: Attention) -> None:
+        self.attention, self.call = attention, call
+        attention.to(call.x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """The map ``attention``."""
+        return self.attention(*self._sides(x))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The map ``heads``."""
+        return self.attention.heads(*self._sides(x))
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `attend`."""
+        return self._linearise(x, memory, per_head, "attention")
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `heads`."""
+        return self._linearise(x, memory, per_head, "heads")
+
+    def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Tokens of the queries, and of keys and values where these are others."""
+        context = self.call.context
+        return (context, x) if context is not None and self.call.side == "key" else (x, context)
+
+    def _linearise(self, x: Tensor, memory: int, per_head: bool, map: Map) -> Operator:
+        queries, context = self._sides(x)
+        return self.attention.linearise(
+            queries,
+            memory=memory,
+            per_head=per_head,
+            map=map,
+            context=context,
+            side="key" if self.call.side == "key" else "query",
+        )
+
+
+def called_again(
+    call: AttentionCall, changed: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The output of an attention module, as tokens, with some arguments and weights changed."""
+    # One copy of each tensor: a module may write into its input, and may ask whether two are one.
+    copies = {id(value): value.clone() for value in changed.values()}
+    arguments = {**call.arguments, **{name: copies[id(v)] for name, v in changed.items()}}
+    args, kwargs = as_called(call.module, arguments)
+    with exact_maths(call.x.dtype), undisturbed(call.module):
+        out = functional_call(call.module, dict(weights or {}), args, kwargs)
+        return as_tokens(first_tensor(out, call.out_at), call.token_axis)
+
+
+class Replayed:
+    """The attention of any other family, by running its own modules again."""
+
+    def __init__(self, call: AttentionCall, per_head: bool) -> None:
+        self.call = call
+        if per_head and (call.projection is None or count_heads(call.module) is None):
+            raise InputError(
+                f"Single heads need a known head count and output projection. Found "
+                f"neither in `{call.name}`; leave out `per_head`."
+            )
+
+    def _run(self, x: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        shaped = x.unsqueeze(1 - self.call.token_axis)
+        return called_again(self.call, dict.fromkeys(self.call.hidden, shaped), weights)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """The map ``attention``."""
+        projection = self.call.projection
+        if projection is None:
+            return self._run(x)
+        if self.call.goes_on:
+            return self._seen_at(projection, x)[1]
+        if self.call.projection_inside:
+            return self._run(x)
+        return first_tensor(projection(self._before_projection(x)))
+
+    def _before_projection(self, x: Tensor) -> Tensor:
+        """What a projection beside the module takes: heads may come on an axis of their own."""
+        out, heads = self._run(x), self.call.heads
+        return out if heads is None else out.reshape(heads.shape)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """The map ``heads``."""
+        if isinstance(self.call.module, nn.MultiheadAttention):
+            # It never calls its projection: an identity in its place leaves the heads.
+            own = isinstance(self.call.module, MultiheadAttention)
+            names = ("attention.output", "attention.output_bias") if own else _OUT
+            weight, bias = self.call.module.out_proj.weight, self.call.module.out_proj.bias
+            identity = torch.eye(len(weight), dtype=weight.dtype, device=weight.device)
+            bare: dict[str, Tensor] = {names[0]: identity}
+            if bias is not None:
+                bare[names[1]] = torch.zeros_like(bias)
+            return self._run(x, bare)
+        if not self.call.projection_inside:
+            return self._before_projection(x)
+        assert self.call.projection is not None
+        return self._seen_at(self.call.projection, x)[0]
+
+    def _seen_at(self, leaf: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and output of a module inside, when the attention runs at ``x``."""
+        seen: list[tuple[Tensor, Tensor]] = []
+        with Recorder() as recorder:
+            recorder.after(leaf, lambda _, args, out: seen.append((args[0], out)))
+            self._run(x)
+        source, result = seen[-1]
+        return as_tokens(source, self.call.token_axis), as_tokens(result, self.call.token_axis)
+
+    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `attend`."""
+        if not per_head:
+            return linearise(self.attend, x)
+        heads, projection = self.linearise_heads(x, memory, True), projection_by_head(self.call)
+        return compose(
+            Operator(
+                lambda e: e @ projection.mT,
+                lambda g: g @ projection,
+                heads.out_shape,
+                (heads.out_shape[0], projection.shape[1]),
+                heads.dtype,
+                heads.device,
+            ),
+            heads,
+        )
+
+    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
+        """The Jacobian of `heads`."""
+        op = linearise(self.heads, x)
+        if not per_head:
+            return op
+        count = count_heads(self.call.module)
+        assert count is not None
+        n, concat = op.out_shape
+        width = concat // count
+
+        def matvec(e: Tensor) -> Tensor:
+            return torch.stack(
+                [op.matvec(e[h])[:, h * width : (h + 1) * width] for h in range(count)]
+            )
+
+        def rmatvec(g: Tensor) -> Tensor:
+            padded = g.new_zeros(count, n, concat)
+            for h in range(count):
+                padded[h, :, h * width : (h + 1) * width] = g[h]
+            return op.rmatvec(padded)
+
+        return Operator(
+            over_leading(matvec, 3),
+            over_leading(rmatvec, 3),
+            op.in_shape,
+            (n, width),
+            op.dtype,
+            op.device,
+        )
+
+
+class TokenModule:
+    """A module as a function of a token matrix, in the shape in which the model called it."""
+
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        self.module, self.shape = module, like.shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The module's output at ``x``, as a token matrix."""
+        with exact_maths(x.dtype):
+            return first_tensor(self.module(x.reshape(self.shape).clone())).reshape(x.shape[0], -1)
+
+
+def replay_block(block: BlockCall, axis: int, moved: Streams) -> Callable[[Tensor], Tensor]:
+    """A block as a function of these streams, all other arguments as the model passed them."""
+
+    def function(x: Tensor) -> Tensor:
+        # Copies: a block may write into its input.
+        still = {n: one.x.clone() for one in block.streams for n in one.names}
+        arguments = {**block.arguments, **still, **moved.arguments(x)}
+        args, kwargs = as_called(block.module, arguments)
+        with exact_maths(x.dtype), undisturbed(block.module):
+            return as_tokens(first_tensor(block.module.forward(*args, **kwargs)), axis)
+
+    return function
+
+
+class Streams:
+    """Several tensors as one matrix of tokens, one after the other; those of one sample."""
+
+    def __init__(self, streams: Sequence[Stream], axis: int) -> None:
+        for one in streams:
+            if one.x.ndim == 3 and 1 not in one.x.shape[:2]:
+                raise InputError(
+                    "A block should see one sample at a time, (1, tokens, width). Found "
+                    f"{tuple(one.x.shape)} in `{one.names[0]}`: frames or windows instead of "
+                    "samples are not covered; measure the part of the model after them."
+                )
+        self.streams = streams
+        self.parts = [as_tokens(one.x, axis) for one in streams]
+        self.x = self.parts[0] if len(streams) == 1 else torch.cat(self.parts)
+        self.names = tuple(name for one in streams for name in one.names)
+        self.firsts = tuple(one.names[0] for one in streams)
+
+    def arguments(self, x: Tensor) -> dict[str, Tensor]:
+        """The arguments that hold them, each in the shape in which the model passed it."""
+        parts = x.split([len(part) for part in self.parts])
+        shaped = [
+            part.reshape(one.x.shape).clone() for part, one in zip(parts, self.streams, strict=True)
+        ]
+        return {n: t for one, t in zip(self.streams, shaped, strict=True) for n in one.names}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -15,20 +14,31 @@ from torch import Tensor, nn
 
 from lipscope.errors import InputError
 from lipscope.linalg import derivatives
-from lipscope.models.tracing.arguments import bound_arguments
 from lipscope.models.tracing.calls import (
     BlockCall,
-    Inputs,
+    Stream,
+    Streams,
     Trace,
-    as_tokens,
-    first_tensor,
+    linear_part,
+    replay_block,
 )
-from lipscope.models.tracing.flow import each_tensor
-from lipscope.models.tracing.prepare import exact_maths, undisturbed
-from lipscope.models.tracing.replay import Streams, projected
-from lipscope.models.tracing.sites import AttentionCall
-from lipscope.models.tracing.sums import AtSum, NormCall
-from lipscope.models.tracing.trace import run
+from lipscope.models.tracing.prepare import exact_maths
+from lipscope.models.tracing.recorder import (
+    AtSum,
+    Inputs,
+    NormCall,
+    Recorder,
+    as_called,
+    as_tokens,
+    bound_arguments,
+    close,
+    data_address,
+    depends,
+    each_tensor,
+    first_tensor,
+    named_arguments,
+)
+from lipscope.models.tracing.sites import AttentionCall, block_of, first_block_of
 
 
 class _Reached(BaseException):
@@ -36,7 +46,7 @@ class _Reached(BaseException):
 
 
 @dataclass(frozen=True)
-class Ends:
+class MapEndpoints:
     """Where a map begins and ends in its model.
 
     Attributes:
@@ -68,17 +78,11 @@ class Ends:
     last: Callable[[Tensor], Tensor] = lambda y: y
 
     def function(self, model: nn.Module, inputs: Inputs) -> Callable[[Tensor], Tensor]:
-        """What the model reads at one end for what moves at the other.
+        """What the model reads at one end, as a function of what moves at the other, ``(n, d)``.
 
         The tokens are written into the memory where the model holds them, so that whatever
         else the model makes of that memory moves with them: no name of an argument is trusted.
-
-        Args:
-            model: The model; it is put back as it was after each call.
-            inputs: Its inputs.
-
-        Returns:
-            A function of ``(n, d)``.
+        The model is put back as it was after each call.
 
         Raises:
             InputError: When called, if the model does not come by the two ends again.
@@ -86,18 +90,9 @@ class Ends:
         return lambda x: self.beside((), model, inputs)(x)[0]
 
     def beside(
-        self, others: Sequence[Ends], model: nn.Module, inputs: Inputs
+        self, others: Sequence[MapEndpoints], model: nn.Module, inputs: Inputs
     ) -> Callable[[Tensor], list[Tensor]]:
-        """The same, with what the model reads at other ends of the same pass.
-
-        Args:
-            others: Where else it is read; where they begin does not matter.
-            model: As for `function`.
-            inputs: Likewise.
-
-        Returns:
-            A function of ``(n, d)``: what is read here, then at each other end.
-        """
+        """As `function`, with what the model reads at other ends of the same pass."""
         ends = (self, *others)
 
         def function(x: Tensor) -> list[Tensor]:
@@ -108,22 +103,17 @@ class Ends:
 
     def entering(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """What enters the map when the model reads other inputs, ``(n, d)``."""
-        seen: list[Tensor] = []
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = bound_arguments(module, args, kwargs)
-            held = [as_tokens(given[name], self.token_axis) for name in self.arguments]
-            seen.append(torch.cat(held))  # a copy
-
-        start = model.get_submodule(self.enters)
-        handle = start.register_forward_pre_hook(enter, with_kwargs=True)
         dtype = next(model.parameters()).dtype
-        try:
-            with torch.no_grad(), exact_maths(dtype, differentiable=False), undisturbed(model):
-                run(model, each_tensor(inputs, torch.clone))
-        finally:
-            handle.remove()
-        whole = seen[self.turn]
+        with Recorder() as recorder, torch.no_grad():
+            seen = recorder.arguments(model.get_submodule(self.enters), self._joined)
+            recorder.run(model, each_tensor(inputs, torch.clone), dtype, differentiable=False)
+        return self._moving(seen[self.turn])
+
+    def _joined(self, given: Mapping[str, Any]) -> Tensor:
+        """The tensors that hold the tokens as one matrix, a copy."""
+        return torch.cat([as_tokens(given[name], self.token_axis) for name in self.arguments])
+
+    def _moving(self, whole: Tensor) -> Tensor:
         return whole if self.moved is None else whole[self.moved]
 
     def gradients(
@@ -140,36 +130,34 @@ class Ends:
         Raises:
             InputError: If no gradient comes back from there.
         """
-        held: list[list[Tensor]] = []
-        seen: list[Tensor] = []
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = bound_arguments(module, args, kwargs)
-            held.append([given[name].requires_grad_() for name in self.arguments])
+        def held(given: Mapping[str, Any]) -> list[Tensor]:
+            return [given[name].requires_grad_() for name in self.arguments]
 
-        with contextlib.ExitStack() as stack:
-            start, end = model.get_submodule(self.enters), model.get_submodule(path)
-            stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            leave = end.register_forward_hook(lambda *a: seen.append(first_tensor(a[2])))
-            stack.callback(leave.remove)
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(exact_maths(next(model.parameters()).dtype))
-            stack.enter_context(undisturbed(model))
-            run(model, each_tensor(inputs, torch.clone))
-            found = scores(as_tokens(seen[-1], self.token_axis))
+        with Recorder() as recorder, torch.enable_grad():
+            entered = recorder.arguments(model.get_submodule(self.enters), held)
+            seen = recorder.outputs(model.get_submodule(path))
+            dtype = next(model.parameters()).dtype
+            recorder.run(model, each_tensor(inputs, torch.clone), dtype)
+            with exact_maths(dtype):
+                found = scores(as_tokens(first_tensor(seen[-1]), self.token_axis))
         if not found.requires_grad:
             raise InputError(
                 f"The model should have gradients from its output back to `{self.enters}`. Found "
                 "that they are cut on the way."
             )
-        moving, some = held[self.turn], []
+        some = []
         for one in found:
             with derivatives():
                 parts = torch.autograd.grad(
-                    one, moving, retain_graph=True, allow_unused=True, materialize_grads=True
+                    one,
+                    entered[self.turn],
+                    retain_graph=True,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
             whole = torch.cat([as_tokens(part, self.token_axis) for part in parts])
-            some.append(whole if self.moved is None else whole[self.moved])
+            some.append(self._moving(whole))
         return torch.stack(some)
 
     def tokens(self, y: Tensor) -> Tensor:
@@ -178,7 +166,7 @@ class Ends:
         return self.last(y if self.read is None else y[self.read])
 
     def _run(
-        self, ends: Sequence[Ends], model: nn.Module, inputs: Inputs, x: Tensor
+        self, ends: Sequence[MapEndpoints], model: nn.Module, inputs: Inputs, x: Tensor
     ) -> list[Tensor]:
         waiting = self.turn
         written: list[tuple[Tensor, Tensor]] = []
@@ -209,23 +197,18 @@ class Ends:
             leave(k, value)
             end(k)
 
-        with contextlib.ExitStack() as stack:
-            start = model.get_submodule(self.enters)
-            stack.callback(start.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        with Recorder() as recorder, torch.no_grad():
+            recorder.before(model.get_submodule(self.enters), enter)
             for k, one in enumerate(ends):
                 if one.total is not None:
-                    stack.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
+                    recorder.enter_context(AtSum(one.total, functools.partial(at_sum, k)))
                     continue
                 left, last = (model.get_submodule(path) for path in (one.leaves, one.until))
-                seen = left.register_forward_hook(lambda *a, k=k: leave(k, a[2]))
-                over = last.register_forward_hook(lambda *_, k=k: end(k))
-                stack.callback(seen.remove)
-                stack.callback(over.remove)
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(exact_maths(x.dtype, differentiable=False))
-            stack.enter_context(undisturbed(model))
+                recorder.after(left, lambda *a, k=k: leave(k, a[2]))
+                recorder.after(last, lambda *_, k=k: end(k))
             try:
-                run(model, each_tensor(inputs, torch.clone))
+                copies = each_tensor(inputs, torch.clone)
+                recorder.run(model, copies, x.dtype, differentiable=False)
             except _Reached:
                 pass
             finally:
@@ -254,32 +237,32 @@ class Ends:
         for one, part in zip(held, whole.split([len(t) for t in tokens]), strict=True):
             one.copy_(part.reshape(one.shape))
 
-    def at(self, path: str) -> Ends:
+    def at(self, path: str) -> MapEndpoints:
         """The same beginning, but all that a module returns is read; "" for the model."""
-        whole = Ends(self.enters, self.arguments, self.turn, path, path, self.token_axis)
+        whole = MapEndpoints(self.enters, self.arguments, self.turn, path, path, self.token_axis)
         return replace(whole, moved=self.moved)
 
 
-def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> Ends:
+def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> MapEndpoints:
     """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
     if call.projection is not None and (call.goes_on or not call.projection_inside):
         leaves, place = path_of(record.model, call.projection), 0
         until = call.name if call.projection_inside else leaves
     hidden = call.hidden[:1]
-    ends = Ends(call.name, hidden, call.turn, leaves, until, call.token_axis, place)
+    ends = MapEndpoints(call.name, hidden, call.turn, leaves, until, call.token_axis, place)
     projection = call.projection
     if not heads or projection is None:
         return ends
 
     def onward(product: Tensor) -> Tensor:
         with torch.no_grad():
-            return projected(projection, product)
+            return linear_part(projection, product)
 
     return replace(ends, onward=onward)
 
 
-def from_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:
+def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints:
     """The same end, but the tokens move before the norm."""
     calls = [other for other in record.norms if other.module is norm.module]
     turn = next(i for i, other in enumerate(calls) if other is norm)
@@ -287,28 +270,326 @@ def from_norm(record: Trace, norm: NormCall, ends: Ends) -> Ends:
     return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
 
 
-def to_norm(norm: NormCall, ends: Ends) -> Ends:
+def to_norm(norm: NormCall, ends: MapEndpoints) -> MapEndpoints:
     """The same beginning, but a norm's output is read."""
     return replace(ends, leaves=norm.name, until=norm.name, place=0)
 
 
-def to_sum(index: int, ends: Ends) -> Ends:
+def to_sum(index: int, ends: MapEndpoints) -> MapEndpoints:
     """The same beginning, but a sum that the model forms is read."""
     return replace(ends, leaves="", until="", total=index)
 
 
-def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> Ends:
+def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> MapEndpoints:
     """Ends of the map ``block``."""
     calls = [other for other in record.blocks if other.name == block.name]
     turn = next(i for i, other in enumerate(calls) if other is block)
-    return Ends(block.name, moved.firsts, turn, block.name, block.name, token_axis)
+    return MapEndpoints(block.name, moved.firsts, turn, block.name, block.name, token_axis)
 
 
-def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> Ends:
+def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> MapEndpoints:
     """From a first block to the output of a module, "" for the model's own."""
-    return Ends(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
+    return MapEndpoints(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
 
 
 def path_of(model: nn.Module, module: nn.Module) -> str:
     """Dotted path of a module in a model."""
     return next(name for name, one in model.named_modules() if one is module)
+
+
+# --- whole blocks, run again
+#
+# Where the layers are those of cross-attention, what moves is the decoder's stream (query side), or
+# the tokens of its keys and values as the blocks take them (key side); the other stays.
+
+
+class BlockMap(NamedTuple):
+    """A map of whole blocks.
+
+    Attributes:
+        x: Input, a token matrix.
+        output: The model's own output, a token matrix.
+        function: From one to the other.
+        module: Path of the block; of the first one, for the model.
+        moved: Names of its arguments that move.
+        ends: Where the map is in the model.
+        note: Remark for the row, or None.
+    """
+
+    x: Tensor
+    output: Tensor
+    function: Callable[[Tensor], Tensor]
+    module: str
+    moved: tuple[str, ...]
+    ends: MapEndpoints
+    note: str | None = None
+
+
+def block_parts(record: Trace, call: AttentionCall) -> BlockMap:
+    """The block around an attention layer.
+
+    What moves is every argument that depends on the stream: the tensor that enters the first
+    block. Several tensors are one matrix, tokens after tokens.
+
+    Args:
+        record: A trace with blocks.
+        call: The layer.
+
+    Returns:
+        The map.
+
+    Raises:
+        InputError: If there is no block around the layer, it hands on several streams, or, on the
+            key side, it is not given the keys' tokens as they are.
+    """
+    block, axis = _one_stream(_block_around(record, call)), call.token_axis
+    if record.side == "key":
+        moved = Streams([Stream(_names_of_states(block, call), call.kept[0], None)], axis)
+    else:
+        moved = Streams(_moving(record, block), axis)
+    function = replay_block(block, axis, moved)
+    output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
+    return BlockMap(moved.x, output, function, block.name, moved.names, ends)
+
+
+def stack_parts(record: Trace, call: AttentionCall) -> BlockMap:
+    """The blocks up to the one around an attention layer, from the first of their list.
+
+    Args:
+        record: A trace with blocks.
+        call: The layer.
+
+    Returns:
+        The map.
+
+    Raises:
+        InputError: If there is no block around the layer, it hands on several streams, serves
+            several layers or does not depend on the first one, or on the key side.
+    """
+    block, axis = _one_stream(_block_around(record, call)), call.token_axis
+    if record.side == "key":
+        raise InputError("The map `stack` follows the stream of the blocks; leave out `side`.")
+    if sum(other.name == block.name for other in record.blocks) > 1:
+        raise InputError(
+            f"The map `stack` needs a block for every layer. Found that `{block.name}` is called "
+            "for several; use the map `block` or `model`."
+        )
+    name = first_block_of(block.name)
+    if name not in record.firsts or not _follows(block, record.firsts[name][1]):
+        raise InputError(
+            f"The map `stack` needs blocks that follow each other. Found none before "
+            f"`{block.name}` that leads to it; use the map `block`."
+        )
+    first, start = record.firsts[name]
+    moved = Streams([start], axis)
+    function = _rerun(record, {first: moved}, block.name, once=True)
+    ends = ends_of_model(record, name, moved, block.name)
+    return BlockMap(moved.x, as_tokens(block.output, axis), function, name, moved.names, ends)
+
+
+def _one_stream(block: BlockCall) -> BlockCall:
+    if block.returned > 1:
+        raise InputError(
+            f"The maps `block` and `stack` need a block that hands on one stream. Found that "
+            f"`{block.name}` returns {block.returned}; use the map `attention` or `model`."
+        )
+    return block
+
+
+def _follows(block: BlockCall, start: Stream) -> bool:
+    return any(depends(one.node, start.node) for one in block.streams)
+
+
+def _moving(record: Trace, block: BlockCall) -> list[Stream]:
+    """The streams of a block that depend on what entered the first block."""
+    _, origin = record.firsts.get(first_block_of(block.name), (None, block.streams[0]))
+    found = [one for one in block.streams if depends(one.node, origin.node)]
+    found = found or block.streams[:1]
+    if record.side != "self":
+        found = found[:1]  # the decoder's own
+    if len({one.x.shape[-1] for one in found}) > 1:
+        names = ", ".join(f"`{one.names[0]}`" for one in found)
+        raise InputError(
+            f"The map `block` needs one stream, or several of one width that become one. Found "
+            f"{names} in `{block.name}`; use the map `attention` or `model`."
+        )
+    return found
+
+
+def model_parts(record: Trace, *, scores: bool = False) -> BlockMap:
+    """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
+
+    What a model with a head returns is no hidden state: the map then ends at its last block, or
+    at the norm that takes what that hands on; with ``scores`` it ends at what the model returns.
+
+    Args:
+        record: A trace with blocks.
+        scores: Whether the map ends at the scores of the model's own head.
+
+    Returns:
+        The map.
+
+    Raises:
+        InputError: If the model has no list of blocks, ends in something else than a hidden
+            state, has no head where its scores are asked for, or, on the key side, its layers read
+            different tokens.
+    """
+    name, first, start = _first_block(record)
+    output, last = record.output, ""
+    whole = start.x.numel(), start.x.shape[-1]  # one token of logits may be as wide
+    hidden = record.hidden or (output is not None and (output.numel(), output.shape[-1]) == whole)
+    if output is None or hidden == scores:
+        if scores:
+            raise InputError(
+                "The maps `logits` and `margin` need a model that ends in scores. Found "
+                f"`{type(record.model).__name__}`, which ends in a hidden state; pass it with its "
+                "head, as `AutoModelForSequenceClassification` loads it, or use the map `model`."
+            )
+        last, output = _last_hidden(record, name, start)
+    axis = record.calls[0].token_axis
+    output = as_tokens(output, axis)
+    if record.side == "key":
+        return _model_of_states(record, output, last)
+    moved = Streams([start], axis)
+    function = _rerun(record, {first: moved}, last, once=True)
+    ends = ends_of_model(record, name, moved, last)
+    return BlockMap(moved.x, output, function, name, moved.names, ends, _where(last))
+
+
+def _where(last: str) -> str | None:
+    return f"read after `{last}`: the model returns something else" if last else None
+
+
+def _last_hidden(record: Trace, first: str, start: Stream) -> tuple[str, Tensor]:
+    """Path and output of the last block of a list, or of the norm that takes it."""
+    several = first.rpartition(".")[0]
+    final = f"{several}.{len(list(record.model.get_submodule(several).children())) - 1}"
+    block = next((b for b in reversed(record.blocks) if b.name == final), None)
+    if block is None or block.output.shape != start.x.shape:
+        raise InputError(
+            "The map `model` goes from the first block to a last hidden state of the same width. "
+            "Found another output; leave out the head, or take one part of a composite model."
+        )
+    taken = (n for n in record.norms if n.x_address == block.output_address)
+    norm = next((n for n in taken if close(n.x, block.output)), None)
+    inside = norm is not None and norm.y.shape == block.output.shape
+    return (norm.name, norm.y) if norm is not None and inside else (final, block.output)
+
+
+def _block_around(record: Trace, call: AttentionCall) -> BlockCall:
+    # Of the calls of a block with shared weights, the first that ends after this one began.
+    name, later = block_of(record.model, call.name), record.blocks[call.blocks_before :]
+    found = next((block for block in later if block.name == name), None)
+    if found is None:
+        raise InputError(f"The map `block` needs a block around `{call.name}`. Found none.")
+    return found
+
+
+def _first_block(record: Trace) -> tuple[str, nn.Module, Stream]:
+    site = record.calls[0].name
+    if record.side == "self":
+        found = next(iter(record.firsts.items()), None)
+    else:
+        around = block_of(record.model, site)
+        name = first_block_of(around) if around is not None else ""
+        found = (name, record.firsts[name]) if name in record.firsts else None
+    if found is None:
+        raise InputError(
+            "The map `model` needs blocks in a list, from the first of which it starts. "
+            f"Found none around `{site}`."
+        )
+    return found[0], *found[1]
+
+
+def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
+    """Under which names a block is given the tokens of the keys."""
+    states = call.kept[0]
+    names = tuple(
+        name
+        for name, value in block.arguments.items()
+        if isinstance(value, Tensor)
+        and data_address(value) == data_address(states)
+        and value.shape == states.shape
+    )
+    if not names:
+        raise InputError(
+            f"The maps `block` and `model` through the key side need a block that is given the "
+            f"keys' tokens. Found that `{block.name}` makes those of `{call.name}` itself; use "
+            "the map `attention`."
+        )
+    return names
+
+
+def _model_of_states(record: Trace, output: Tensor, last: str) -> BlockMap:
+    states = record.calls[0].kept[0]
+    other = next(
+        (c.name for c in record.calls if data_address(c.kept[0]) != data_address(states)), None
+    )
+    if other is not None:
+        raise InputError(
+            "The map `model` through the key side needs layers that all read the same tokens. "
+            f"Found others in `{other}`; use the map `block`."
+        )
+    blocks = [(_block_around(record, call), call) for call in record.calls]
+    axis = record.calls[0].token_axis
+    places = {
+        b.module: Streams([Stream(_names_of_states(b, call), call.kept[0], None)], axis)
+        for b, call in blocks
+    }
+    block = blocks[0][0]
+    function, moved = _rerun(record, places, last, once=False), places[block.module]
+    ends = ends_of_model(record, block.name, moved, last)
+    return BlockMap(
+        record.calls[0].x, output, function, block.name, moved.names, ends, _where(last)
+    )
+
+
+def _rerun(
+    record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
+) -> Callable[[Tensor], Tensor]:
+    """What a module returns, as a function of these arguments of others; "" for the model."""
+    axis, end = record.calls[0].token_axis, record.model.get_submodule(last)
+
+    def function(x: Tensor) -> Tensor:
+        with Recorder() as recorder:
+            found = recorder.outputs(end)
+            for module, moved in places.items():
+                _hand_over(recorder, module, moved.arguments(x), record, once=once)
+            recorder.run(record.model, each_tensor(record.inputs, torch.clone), x.dtype)
+        return as_tokens(first_tensor(found[-1]), axis)
+
+    return function
+
+
+def _hand_over(
+    recorder: Recorder,
+    module: nn.Module,
+    given: Mapping[str, Tensor],
+    record: Trace,
+    *,
+    once: bool,
+) -> None:
+    """Give a module other values instead of some of its arguments, while the recorder is open.
+
+    The stream of a model is written over, so that whatever else reads that tensor (a skip, the
+    memory of a decoder that reads its own input) reads the new values too.
+    """
+    weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
+
+    def is_free(x: Tensor) -> bool:
+        spread = all(step > 0 or size == 1 for step, size in zip(x.stride(), x.shape, strict=True))
+        own = x.untyped_storage().data_ptr() not in weights
+        return record.side == "self" and own and spread and not x.is_inference()
+
+    def put(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if once:
+            handle.remove()  # a block with shared weights is called again for later layers
+        arguments = named_arguments(module, args, kwargs)
+        for name, value in given.items():
+            if is_free(arguments[name]):
+                arguments[name].copy_(value)
+            else:
+                arguments[name] = value.clone()  # the model may write into it
+        return as_called(module, arguments, len(args))  # hooks of the model may count on these
+
+    handle = recorder.before(module, put)

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg import Operator, compose, linearise
-from lipscope.models.tracing.blocks import Whole, block_parts, model_parts, stack_parts
-from lipscope.models.tracing.calls import Trace, as_tokens
-from lipscope.models.tracing.map_endpoints import Ends, ends_of_attention, from_norm
-from lipscope.models.tracing.replay import (
+from lipscope.linalg import Operator, compose, linearise, plus_identity, restrict
+from lipscope.models.tracing.calls import (
     ClosedForm,
     Replayed,
     TokenModule,
+    Trace,
     count_heads,
     projection_by_head,
 )
-from lipscope.models.tracing.residual import Norms, norm_before, residual
+from lipscope.models.tracing.map_endpoints import (
+    BlockMap,
+    MapEndpoints,
+    block_parts,
+    ends_of_attention,
+    from_norm,
+    model_parts,
+    stack_parts,
+    to_norm,
+    to_sum,
+)
+from lipscope.models.tracing.recorder import NormCall, as_tokens, close, data_address, distance
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
-from lipscope.models.tracing.sums import NormCall, close, distance
+from lipscope.models.tracing.trace import reaches_others
 
 MapName = Literal[
     "heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin"
@@ -72,7 +81,7 @@ class LayerMap:
     attention: Attention | None
     num_heads: int | None
     head_outputs: Callable[[], Tensor]
-    ends: Ends | None = None
+    ends: MapEndpoints | None = None
     note: str | None = None
     module: str | None = None
     argument: str | None = None
@@ -110,9 +119,6 @@ def build_map(
         name: One of `MAPS`.
         memory: Bytes that the generic path may use.
         per_head: Whether single heads will be asked for.
-
-    Returns:
-        The map.
 
     Raises:
         InputError: If the layer or the map does not exist, the request is too large for the
@@ -165,7 +171,7 @@ def _layer_map(
         output: Tensor,
         function: Callable[[Tensor], Tensor],
         build: Callable[[Tensor, int, bool], Operator],
-        ends: Ends,
+        ends: MapEndpoints,
         norms: Norms | None = None,
     ) -> LayerMap:
         return LayerMap(
@@ -263,7 +269,7 @@ def _no_heads() -> Tensor:
     raise InputError("Blocks and models have no single heads; leave out `per_head`.")
 
 
-def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> LayerMap:
+def _whole(layer: int | None, name: str, heads: int | None, parts: BlockMap) -> LayerMap:
     """A map of whole blocks, which are always run again."""
     return LayerMap(
         layer,
@@ -285,17 +291,8 @@ def _whole(layer: int | None, name: str, heads: int | None, parts: Whole) -> Lay
 def margin_of(built: LayerMap) -> LayerMap:
     """From a model's scores to ``s_a - s_b``: the answer over the next one, of the last row.
 
-    Which two they are is held fixed, as it is at the map's input. Their order changes where the
-    margin is zero, so that ``margin / sigma`` is the distance to first order.
-
-    Args:
-        built: The map to the scores, padding left out.
-
-    Returns:
-        The map, whose output is one number.
-
-    Raises:
-        InputError: If the model has one score only.
+    Which two they are is held fixed, as it is at the map's input, padding left out. Their order
+    changes where the margin is zero, so that ``margin / sigma`` is the distance to first order.
     """
     if built.output.shape[-1] < 2:
         raise InputError("The map `margin` needs two scores. Found one; use the map `logits`.")
@@ -316,7 +313,7 @@ def margin_of(built: LayerMap) -> LayerMap:
 def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
-    """Refuse a map that the generic path could not hold at this length.
+    """Refuse a map that the generic path could not hold in this memory at this length.
 
     Args:
         record: A trace, at any length.
@@ -324,9 +321,6 @@ def check_request(
         name: The map.
         num_tokens: Largest number of tokens to be measured.
         memory: Bytes that may be used.
-
-    Raises:
-        InputError: If the request exceeds the memory.
     """
     call = record.calls[layer or 0]
     if name not in OF_BLOCKS and closed_form(call) is not None:
@@ -387,3 +381,289 @@ def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
     keys = call.x if call.side != "query" or call.context is None else call.context
     empty = built.attention.empty_rows(keys)
     return slice(None) if empty is None else ~empty.reshape(-1, empty.shape[-1]).any(0)
+
+
+# --- the map ``residual``: which sum of its input and output an attention layer is part of ---
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``, None where there is none.
+
+    Attributes:
+        before: ``N_b``, in front of the attention.
+        second: ``N_s``, which takes the attention's own output.
+        outer: ``N_o``, which takes the sum.
+        scale: ``s``, one number, ``()``, or one for every channel, ``(d,)``.
+    """
+
+    before: nn.Module | None = None
+    second: nn.Module | None = None
+    outer: nn.Module | None = None
+    scale: Tensor | None = None
+
+
+# Input, the model's own output, the function, how to linearise it, where it is, and its norms.
+Parts = tuple[
+    Tensor,
+    Tensor,
+    Callable[[Tensor], Tensor],
+    Callable[[Tensor, int, bool], Operator],
+    MapEndpoints,
+    Norms,
+]
+
+
+def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
+    """The norm whose output is the layer's input: the same place, with the same values."""
+    here = data_address(call.kept[0])
+    found = [n for n in record.norms if n.y_address == here and n.y.numel() == call.x.numel()]
+    same = (n for n in found if close(as_tokens(n.y, call.token_axis), call.x))
+    return next(same, None)
+
+
+def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
+    """The norm that takes the attention's own output, before any sum."""
+    here = data_address(call.kept[-1])
+    found = [n for n in record.norms if n.x_address == here and n.x.numel() == call.output.numel()]
+    same = (n for n in found if close(as_tokens(n.x, call.token_axis), call.output))
+    return next(same, None)
+
+
+def residual(
+    record: Trace, call: AttentionCall, norm: NormCall | None, core: ClosedForm | Replayed
+) -> Parts:
+    """``x + s f(N(x))`` (pre-norm) or ``N(u + s f(u))`` (post-norm), with further norms.
+
+    Which of them the model computes is read off the trace. Its sum is one that the model
+    formed; it is the stream if the model adds to it again, and enters the stream through
+    its norm if the norm alone took it.
+    """
+    after = _norm_after(record, call)
+    added = call.output if after is None else as_tokens(after.y, call.token_axis)
+    second = TokenModule(after.module, after.x) if after is not None else None
+    own = None if after is None else after.module
+    here = data_address(call.kept[-1]) if after is None else after.y_address
+    ends, scale = ends_of_attention(record, call), None
+
+    def behind(y: Tensor) -> Tensor:
+        y = y if second is None else second(y)
+        return y if scale is None else y * scale
+
+    def branch(u: Tensor) -> Tensor:
+        return behind(core.attend(u))
+
+    def branch_operator(u: Tensor, memory: int, per_head: bool) -> Operator:
+        op = core.linearise_attention(u, memory, per_head)
+        plain = second is None and scale is None
+        return op if plain else compose(linearise(behind, core.attend(u)), op)
+
+    if norm is not None:
+        x = as_tokens(norm.x, call.token_axis)
+        index, scale = _sum_of(record, call, x, added, here)
+        if index is not None:
+            total, before = record.seen.sums[index], TokenModule(norm.module, norm.x)
+            return (
+                x,
+                as_tokens(total.value, call.token_axis),
+                lambda x: x + branch(before(x)),
+                lambda x, m, h: plus_identity(
+                    compose(branch_operator(before(x), m, h), linearise(before, x))
+                ),
+                to_sum(index, from_norm(record, norm, ends)),
+                Norms(norm.module, own, scale=scale),
+            )
+    index, scale = _sum_of(record, call, call.x, added, here)
+    if index is None:
+        raise InputError(
+            f"The map `residual` needs a sum of the layer's input and output from which the model "
+            f"goes on. Found none after `{call.name}`; use the map `block`."
+        )
+    total = record.seen.sums[index]
+    if total.norm is None or total.added:
+        return (
+            call.x,
+            as_tokens(total.value, call.token_axis),
+            lambda u: u + branch(u),
+            lambda u, m, h: plus_identity(branch_operator(u, m, h)),
+            to_sum(index, ends),
+            Norms(second=own, scale=scale),
+        )
+    outer = TokenModule(total.norm.module, total.norm.x)
+    return (
+        call.x,
+        as_tokens(total.norm.y, call.token_axis),
+        lambda u: outer(u + branch(u)),
+        lambda u, m, h: compose(
+            linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
+        ),
+        to_norm(total.norm, ends),
+        Norms(second=own, outer=total.norm.module, scale=scale),
+    )
+
+
+def _sum_of(
+    record: Trace, call: AttentionCall, x: Tensor, added: Tensor, here: int
+) -> tuple[int | None, Tensor | None]:
+    """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
+
+    ``s`` is a factor that the model multiplied with what lies at this place, the attention's
+    output; None for 1.
+    """
+    if x.shape != added.shape:
+        return None, None
+    scales = (None, *record.seen.factors(here, call.sums_before))
+    expected = [x + (added if scale is None else added * scale) for scale in scales]
+    for index, total in enumerate(record.seen.sums[call.sums_before :], call.sums_before):
+        if not total.read or total.value.numel() != x.numel():
+            continue
+        value = as_tokens(total.value, call.token_axis)
+        # Beside a large x, several of them are close.
+        off = {i: distance(value, one) for i, one in enumerate(expected) if close(value, one)}
+        if off:
+            return index, scales[min(off, key=off.__getitem__)]
+    return None, None
+
+
+# --- padded inputs: maps of the real tokens alone, padding held fixed and not read ---
+
+
+def without_padding(built: LayerMap, record: Trace) -> LayerMap:
+    """The map from the real tokens to their outputs, at the same input; itself without padding.
+
+    Which tokens are real is what the caller says in ``attention_mask`` (of a decoder after an
+    encoder ``decoder_attention_mask``; of states that are handed to a decoder
+    ``encoder_attention_mask``), one entry per token; and what the layer's own call says: tokens
+    that a mask among its arguments hides from all queries. Padding stands where it is: its keys
+    are hidden by the mask, and its own outputs are left out. A mask of tokens that the model was
+    given and no layer is seen to take is in a note.
+
+    Raises:
+        InputError: If no token is real.
+    """
+    moves, reads = _parts(built, record)
+    call = record.calls[built.layer or 0]
+    hidden = None
+    if record.side != "query":
+        hidden = _hidden_in(built.attention) if built.attention is not None else hidden_keys(call)
+    moved = _real(record, moves, built.x.shape[0], hidden)
+    read = _real(record, reads, built.output.shape[0], hidden if record.side == "self" else None)
+    if moved is None and read is None:
+        unseen = _unrecognised(record, built.x.shape[0])
+        if unseen is None or hidden is not None:
+            return built
+        said = f"`{unseen}` is not seen to hide any token of this layer: all move and are read"
+        return replace(built, note="; ".join(filter(None, (built.note, said))))
+
+    def whole(x: Tensor) -> Tensor:
+        return x if moved is None else built.x.index_copy(0, moved, x)
+
+    def picked(y: Tensor) -> Tensor:
+        return y if read is None else y.index_select(-2, read)
+
+    def build(x: Tensor, memory: int, per_head: bool) -> Operator:
+        return restrict(built.build(whole(x), memory, per_head), move=moved, read=read)
+
+    x = built.x if moved is None else built.x[moved]
+    left_out = built.x.shape[0] - x.shape[0]
+    notes = [built.note, f"{left_out} padding tokens are held fixed and not read"]
+    return replace(
+        built,
+        x=x,
+        output=picked(built.output),
+        function=lambda x: picked(built.function(whole(x))),
+        build=build,
+        head_outputs=lambda: picked(built.head_outputs()),
+        ends=replace(built.ends, moved=moved, read=read) if built.ends is not None else None,
+        note="; ".join(filter(None, notes if left_out else notes[:1])) or None,
+    )
+
+
+def _parts(built: LayerMap, record: Trace) -> tuple[str, str]:
+    """Whose tokens move and whose are read: those of ``states`` that a decoder reads, or ``own``.
+
+    In a model of two parts, ``own`` tokens of a layer of the encoder are its states.
+    """
+    if record.side != "self":
+        return ("states" if record.side == "key" else "own"), "own"
+    if built.layer is None:
+        first = next(iter(record.firsts), "")
+        return ("own" if _decodes(first) or not _two_parts(record) else "states"), "own"
+    name = record.calls[built.layer].name
+    return ("own", "own") if _decodes(name) or not _two_parts(record) else ("states", "states")
+
+
+def _decodes(name: str) -> bool:
+    return "decoder" in name.split(".")
+
+
+def _two_parts(record: Trace) -> bool:
+    return isinstance(record.inputs, Mapping) and any(
+        name.startswith("decoder_input") for name in record.inputs
+    )
+
+
+def _real(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor | None:
+    """Indices of the real tokens, or None if all are."""
+    given = record.inputs
+    mask = None
+    if isinstance(given, Mapping):
+        two = ("attention_mask", "decoder_attention_mask")
+        states, own = two if _two_parts(record) else ("encoder_attention_mask", "attention_mask")
+        mask = given.get(states if of == "states" else own)
+    real = torch.ones(count, dtype=torch.bool)
+    # A mask of another length speaks of other tokens (a picture's, an encoder's).
+    if isinstance(mask, Tensor) and mask.shape == (1, count):
+        real &= (mask[0] != 0).cpu()
+    if count and not bool(real.any()):
+        raise InputError("`attention_mask` should keep at least one token. Found none.")
+    if hidden is not None and len(hidden) == count and not bool(hidden.all()):
+        real &= ~hidden.cpu()
+    return None if bool(real.all()) else real.nonzero()[:, 0].to(record.calls[0].x.device)
+
+
+def _hidden_in(layer: Attention) -> Tensor | None:
+    """Which keys the mask of a layer in closed form hides from every query."""
+    return None if layer.mask is None else ~layer.mask.flatten(0, -2).any(0)
+
+
+def hidden_keys(call: AttentionCall) -> Tensor | None:
+    """Which keys a mask among the arguments of a call hides from every query, ``(m,)``.
+
+    Whether an entry hides or shows is seen, not read: what is hidden changes no other output.
+
+    Args:
+        call: A call of self-attention, or one through the key side.
+
+    Returns:
+        True where hidden; None where no argument is a mask of the keys.
+    """
+    if call.in_parts:
+        return None
+    count, hidden = call.num_keys, None
+    for name, mask in call.arguments.items():
+        if not _is_mask(name, mask) or mask.shape[-1] != count or mask.shape[-2:-1] == (0,):
+            continue
+        rows = mask.reshape(-1, count)
+        same = (rows == rows[:1]).all(0)  # for all queries
+        for value in rows[0, same].unique():
+            there = same & (rows[0] == value)
+            if bool(there.all()) or reaches_others(call, call.hidden, there):
+                continue
+            hidden = there if hidden is None else hidden | there
+    return hidden
+
+
+def _is_mask(name: str, value: Any) -> bool:
+    told = isinstance(value, Tensor) and not value.is_complex() and value.ndim > 0
+    return told and ("mask" in name or "padding" in name or value.dtype == torch.bool)
+
+
+def _unrecognised(record: Trace, count: int) -> str | None:
+    """Name of an input that looks like a mask of tokens, some of them hidden."""
+    if not isinstance(record.inputs, Mapping):
+        return None
+    for name, value in record.inputs.items():
+        if _is_mask(name, value) and value.shape == (1, count) and len(value.unique()) > 1:
+            return name
+    return None

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from lipscope.errors import InputError
-from lipscope.models.library_messages import quiet
+from lipscope.models.pretrained import quiet
 
 # Where a Hugging Face configuration keeps its choices; read and put back one by one, because
 # the public setters also overwrite the sub-configurations.
@@ -150,7 +150,7 @@ def prepared(
     model = converted(model, dtype, device) if own is None else own
     if any(m.training and _drops(m) for m in model.modules()):
         notes.append("dropout was live and has been switched off for the measurement")
-    with at_rest(model), _implementations(model, implementation):
+    with eval_mode(model), _implementations(model, implementation):
         yield model, notes
 
 
@@ -169,7 +169,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def at_rest(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """A model in eval mode, not compiled, its weights without gradients; put back on exit."""
     modes = {m: m.training for m in model.modules()}
     grads = {p: p.requires_grad for p in model.parameters()}

@@ -119,8 +119,8 @@ class NotCoveredError(Exception):
     """A call of a known family with something that its closed form does not cover."""
 
 
-Reader = Callable[[AttentionCall], Attention]
-_READERS: dict[str, dict[str, Reader]] = {}  # of a class of a package
+WeightReader = Callable[[AttentionCall], Attention]
+_READERS: dict[str, dict[str, WeightReader]] = {}  # of a class of a package
 Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 
@@ -134,7 +134,7 @@ class Family:
         scores: What its logits are besides inner products, masks and windows.
     """
 
-    reader: Reader
+    reader: WeightReader
     classes: tuple[str, ...]
     scores: Scores
 
@@ -161,11 +161,11 @@ _OWN = ("torch.nn.", "transformers.models.")  # norms, tables of positions
 
 def family(
     *class_names: str, package: str | tuple[str, ...] = "transformers", scores: Scores = "plain"
-) -> Callable[[Reader], Reader]:
+) -> Callable[[WeightReader], WeightReader]:
     """Register how to read the weights of a package's attention modules with these names."""
     packages = (package,) if isinstance(package, str) else package
 
-    def register(reader: Reader) -> Reader:
+    def register(reader: WeightReader) -> WeightReader:
         for name in class_names:
             known = _READERS.setdefault(name, {})
             for one in packages:
@@ -177,7 +177,7 @@ def family(
     return register
 
 
-def reader_of(module: nn.Module) -> Reader | None:
+def reader_of(module: nn.Module) -> WeightReader | None:
     """The reader for a module's class, or None for an unknown family.
 
     A class of the same name from elsewhere may compute something else, and so may a linear

@@ -5,31 +5,56 @@ Nothing is patched: hooks live in context managers and are undone on exit.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipscope.errors import InputError
+from lipscope.linalg import start_named
 from lipscope.models.tracing.calls import (
-    Inputs,
     Trace,
-    first_tensor,
+    called_again,
     hook_block,
     hook_first,
     hook_norm,
     hook_site,
-    tensors_in,
+    set_call_inputs,
 )
-from lipscope.models.tracing.flow import each_tensor, followed, hook_embeddings, marked
-from lipscope.models.tracing.output_projection import settle
-from lipscope.models.tracing.prepare import exact_maths, undisturbed
-from lipscope.models.tracing.sites import Side, block_of, first_block_of, is_norm
-from lipscope.models.tracing.sums import Kept, SeenSums
+from lipscope.models.tracing.prepare import eval_mode
+from lipscope.models.tracing.recorder import (
+    Inputs,
+    Recorder,
+    SumRecorder,
+    TensorStore,
+    as_tokens,
+    called,
+    close,
+    data_address,
+    distance,
+    each_tensor,
+    first_tensor,
+    has_storage,
+    mark_embeddings,
+    marked,
+    tensors_in,
+    to_device,
+    tracked,
+)
+from lipscope.models.tracing.sites import (
+    Applied,
+    AttentionCall,
+    Side,
+    attention_sites,
+    block_of,
+    first_block_of,
+    has_weights,
+    is_attention,
+    is_norm,
+    is_plain,
+)
 
 
 def trace(
@@ -64,13 +89,13 @@ def trace(
     options = (model, inputs, sites, norms, blocks, dtype, side)
     marks = True
     try:
-        record = _traced(*options, Kept(), marks)
+        record = _traced(*options, TensorStore(), marks)
     except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
         marks = False
-        record = _traced(*options, Kept(), marks)
+        record = _traced(*options, TensorStore(), marks)
     if record.kept.overwritten():
-        record = _traced(*options, Kept(copies=True), marks)
-    settle(record, asked)
+        record = _traced(*options, TensorStore(copies=True), marks)
+    resolve_calls(record, asked)
     if not record.calls:
         _complain(record, list(sites))
     return record
@@ -95,35 +120,36 @@ def _traced(
     blocks: bool,
     dtype: torch.dtype,
     side: Side,
-    kept: Kept,
+    kept: TensorStore,
     marks: bool,
 ) -> Trace:
-    record = Trace(model, inputs, kept, SeenSums(kept), side)
-    with contextlib.ExitStack() as stack:
+    record = Trace(model, inputs, kept, SumRecorder(kept), side)
+
+    def called_once(model: nn.Module, inputs: Inputs) -> Any:
+        before = torch.get_rng_state()
+        output = _called_once(model, inputs)
+        record.draws = not torch.equal(torch.get_rng_state(), before)
+        return output
+
+    with Recorder() as recorder:
         for name, module in sites.items():
-            hook_site(stack, record, name, module)
+            hook_site(recorder, record, name, module)
         for name, module in model.named_modules() if norms or blocks else ():
             if is_norm(module):
-                hook_norm(stack, record, name, module)
+                hook_norm(recorder, record, name, module)
         if norms:
-            stack.enter_context(record.seen)
+            recorder.enter_context(record.seen)
         if blocks:
             around = dict.fromkeys(filter(None, (block_of(model, site) for site in sites)))
             for name in around:
-                hook_block(stack, record, name, model.get_submodule(name))
+                hook_block(recorder, record, name, model.get_submodule(name))
             for name in dict.fromkeys(first_block_of(block) for block in around):
-                hook_first(stack, record, name, model.get_submodule(name))
-        stack.enter_context(exact_maths(dtype, differentiable=False))
-        stack.enter_context(undisturbed(model))
+                hook_first(recorder, record, name, model.get_submodule(name))
         if marks:
-            hook_embeddings(stack, model, inputs)
-            stack.enter_context(followed())
-        else:
-            stack.enter_context(torch.no_grad())
-        stack.enter_context(_same_draws(model))
-        before = torch.get_rng_state()
-        output = _run_once(model, each_tensor(inputs, marked) if marks else inputs)
-        record.draws = not torch.equal(torch.get_rng_state(), before)
+            mark_embeddings(recorder, model, inputs)
+        recorder.enter_context(tracked() if marks else torch.no_grad())
+        given = each_tensor(inputs, marked) if marks else inputs
+        output = recorder.run(model, given, dtype, differentiable=False, call=called_once)
         if tensors_in(output):  # a composite model may return what its parts return, and no more
             record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
@@ -135,10 +161,10 @@ _ROOM = __name__.rpartition(".")[0]
 _OF_MODELS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
-def _run_once(model: nn.Module, inputs: Inputs) -> Any:
-    """`run`, with whatever the model's own code raises as one line."""
+def _called_once(model: nn.Module, inputs: Inputs) -> Any:
+    """`called`, with whatever the model's own code raises as one line."""
     try:
-        return _called(model, inputs)
+        return called(model, inputs)
     except InputError:
         raise
     except _OF_MODELS as problem:
@@ -157,33 +183,190 @@ def _is_ours(problem: Exception) -> bool:
     codes = [
         frame.f_code for frame in frames if frame.f_globals.get("__name__", "").startswith(_ROOM)
     ]
-    passed = {_run_once.__name__, _called.__name__, "__torch_function__"}  # the model's own calls
+    passed = {_called_once.__name__, called.__name__, "__torch_function__"}  # the model's own calls
     return any(code.co_name not in passed for code in codes)
 
 
-@contextlib.contextmanager
-def _same_draws(model: nn.Module) -> Iterator[None]:
-    """What a forward pass draws (noise that masks patches) is the same each time it is run."""
-    used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
-    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
-    # which took longer than a small model.
-    with torch.random.fork_rng(used):
-        torch.default_generator.manual_seed(0)
-        for index in used:
-            torch.cuda.default_generators[index].manual_seed(0)
-        yield
+def resolve_calls(record: Trace, asked: str | None = None) -> None:
+    """Finish the calls of a trace.
+
+    Args:
+        record: The trace.
+        asked: Path of a module that is a layer because it was asked for by its own name.
+
+    Raises:
+        InputError: If a module that was called is no attention.
+    """
+    calls, record.calls = record.calls, []
+    for call in calls:
+        if call.in_parts:
+            record.calls.append(call)
+            continue
+        if not _belongs(record, call):
+            record.others.append(call.name)
+            continue
+        if not is_attention(call.module) and call.name != asked and call.num_tokens > 1:
+            _check_mixes(call)
+        _find_projection(call)
+        record.calls.append(call)
 
 
-def run(model: nn.Module, inputs: Inputs) -> Any:
-    """Call the model without a key/value cache; what it draws is the same each time."""
-    with _same_draws(model):
-        return _called(model, inputs)
+def _belongs(record: Trace, call: AttentionCall) -> bool:
+    """Whether a call is one of the layers, now that the source of its keys is known."""
+    if not call.unsure:
+        return True
+    source = next((name for name in call.unsure if _mixes(call, [name])), None)
+    if source is not None and record.side != "self":
+        set_call_inputs(call, call.arguments, call.kept[0], call.arguments[source], record)
+    return (source is None) == (record.side == "self")
 
 
-def _called(model: nn.Module, inputs: Inputs) -> Any:
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    extra = {}
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        extra["use_cache"] = False
-    return model(**{**inputs, **extra})
+def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> bool:
+    """Whether some tokens of these arguments change the output of other ones.
+
+    Args:
+        call: A call of attention.
+        names: Arguments that hold one tensor of tokens.
+        there: Which tokens are changed, ``(n,)`` booleans.
+    """
+    given: Tensor = call.arguments[names[0]]
+    noise = torch.randn(given.shape, generator=start_named("what changes")).to(given)
+    shape = [1, 1, 1]
+    shape[call.token_axis] = -1
+    moved = given + there.to(given).reshape(shape) * noise * given.abs().max()
+    with torch.no_grad():
+        at = [dict.fromkeys(names, given), dict.fromkeys(names, moved)]
+        before, after = (called_again(call, changed) for changed in at)
+    changed = (after != before).flatten(1).any(1)
+    return bool((changed if len(changed) != len(there) else changed & ~there).any())
+
+
+def _mixes(call: AttentionCall, names: Sequence[str]) -> bool:
+    """Whether any of three tokens changes the output of another one."""
+    count = call.arguments[names[0]].shape[call.token_axis]
+    each = torch.arange(count, device=call.x.device)
+    return any(reaches_others(call, names, each == t) for t in {0, count // 2, count - 1})
+
+
+def _check_mixes(call: AttentionCall) -> None:
+    if not _mixes(call, call.hidden):
+        raise InputError(
+            f"`modules` should match attention. Found `{call.name}`, a "
+            f"`{type(call.module).__name__}` in which no token reads another; give its whole path "
+            "to have it measured all the same."
+        )
+
+
+def _find_projection(call: AttentionCall) -> None:
+    """The output projection: the last map inside, or one beside it that takes the output."""
+    out = call.kept[1]
+    if isinstance(call.module, nn.MultiheadAttention):
+        call.projection = call.module.out_proj  # applied without being called
+        call.projection_inside = True
+        return
+    for one in call.inside:
+        as_it_is = _same(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape
+        if isinstance(one.module, nn.Conv1d) and as_it_is:  # not a transpose of it
+            raise InputError(
+                f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
+                "convolution runs over its input as it is; this layout is not covered."
+            )
+    inner = _projection_of([one for one in call.inside if _same(one.y, out)])
+    call.projection_inside = inner is not None
+    if inner is not None:
+        call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
+        return
+    _look_behind_a_sum(call, out)
+    outer = None if call.projection or call.refusal else _projection_of(call.behind)
+    if outer is not None:
+        call.projection, call.heads = outer.module, as_tokens(outer.x, call.token_axis)
+        call.output = as_tokens(outer.y, call.token_axis)
+        call.kept.append(outer.y)
+
+
+def _projection_of(applied: list[Applied]) -> Applied | None:
+    """The outermost of these modules that is affine; the linear map in it that is all it does."""
+    affine = [one for one in applied if _is_affine(one)]
+    if not affine:
+        return None
+    last = affine[-1]  # what holds a module is done after it
+    return next((one for one in affine if is_plain(one.module) and _same(one.y, last.y)), last)
+
+
+def _is_affine(one: Applied) -> bool:
+    """Whether a module with a matrix maps its input, alone, to ``x W + b``."""
+    if is_plain(one.module):
+        return True
+    if not has_weights(one.module, 2):
+        return False
+    noise = torch.randn(one.x.shape, generator=start_named("what changes")).to(one.x)
+    try:
+        with torch.no_grad():
+            near, sum_, zero = (
+                first_tensor(one.module(x)) for x in (noise, one.x + noise, torch.zeros_like(one.x))
+            )
+            return distance(sum_ - near, one.y - zero) < 1e-3
+    except Exception:  # it takes more than one tensor, or returns something else
+        return False
+
+
+def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
+    """Modules that add the residual themselves (BLOOM), some with a norm after it (ALBERT).
+
+    The attention ends at the projection, if the rest is seen to be such a sum.
+    """
+    axis = call.token_axis
+    norm = next((one for one in call.inside if is_norm(one.module) and _same(one.y, out)), None)
+    total = as_tokens(norm.x, axis) if norm is not None else call.output
+    given = [v for k, v in call.arguments.items() if k not in call.hidden]
+    given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
+    terms = [as_tokens(v, axis) for v in given]
+    for one in reversed(call.inside):
+        if one.y.shape != out.shape or not _is_affine(one):
+            continue
+        branch = as_tokens(one.y, axis)
+        if any(close(total, branch + t) for t in (call.x, *terms) if t.shape == branch.shape):
+            call.projection, call.heads = one.module, as_tokens(one.x, axis)
+            call.output, call.projection_inside, call.goes_on = branch, True, True
+            call.kept.append(one.y)
+            return
+    if norm is not None:
+        call.refusal = call.refusal or (
+            f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
+            "its output is more than attention; use the map `block` or `model`."
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return data_address(a) == data_address(b) and a.numel() == b.numel()
+
+
+# --- layers of a model in half precision that overflow at an input, as the model itself runs ---
+
+
+def overflows(
+    model: nn.Module, inputs: Inputs, modules: str | None = None, side: Side = "self"
+) -> dict[int, str]:
+    """What overflows in a model's own half precision, as a remark by layer.
+
+    Models in float16 or bfloat16 are measured in float32 or float64, where such a layer has a
+    sigma; this says that the model as it is stored has none there. Nothing is said of one in
+    float32 or wider, or one that this machine cannot run in half precision.
+    """
+    first = next(model.parameters(), None)
+    if first is None or not first.is_floating_point() or first.dtype.itemsize > 2:
+        return {}
+    name, given = str(first.dtype)[6:], to_device(inputs, first.device, first.dtype)
+    try:
+        with eval_mode(model):
+            sites = attention_sites(model, modules, side=side)
+            record = trace(model, given, sites, dtype=first.dtype, side=side)
+    except InputError:  # not every operation exists in half precision everywhere
+        return {}
+    bad = [not bool(call.output.isfinite().all()) for call in record.calls]
+    if True not in bad:
+        return {}
+    at = bad.index(True)
+    inside = bool(record.calls[at].x.isfinite().all())
+    said = f"layer {at} overflows" if inside else f"the model overflows before layer {at}"
+    return {layer: f"in {name} {said} at this input" for layer in range(at, len(bad)) if bad[layer]}

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from lipscope.errors import InputError
-from lipscope.models.library_messages import quiet
 from lipscope.models.loading import LoadedModel
-from lipscope.models.model_name import parted
-from lipscope.models.pretrained import with_head
+from lipscope.models.pretrained import WRAPPER_PREFIXES, quiet, split_revision
 
 
 def with_own_head(loaded: LoadedModel) -> nn.Module:
@@ -23,7 +21,7 @@ def with_own_head(loaded: LoadedModel) -> nn.Module:
     Returns:
         The model that gives scores; the model itself where no head is to be had.
     """
-    name, _ = parted(loaded.name)
+    name, _ = split_revision(loaded.name)
     found = with_head(name, loaded.model)
     if found is not None:
         return found
@@ -81,3 +79,59 @@ def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
             "behind when the model was loaded; pass a module that ends in scores."
         )
     return whole.eval(), name
+
+
+def with_words(source: str, model: nn.Module) -> nn.Module | None:
+    """An encoder with the head that fills in words, where its checkpoint holds one.
+
+    Args:
+        source: Folder or hub id.
+        model: What `from_pretrained` made of it, in any dtype and on any device.
+
+    Returns:
+        The model with its head around it; None where the checkpoint is of another class, or holds
+        the head as a pickle or not at all.
+    """
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(getattr(model, "config", None)), None)
+    return None if kind is None else with_head(source, model, kind)
+
+
+def with_head(source: str, model: nn.Module, kind: Any = None) -> nn.Module | None:
+    """A model with the head that its checkpoint holds: of the class of which it was saved.
+
+    Args:
+        source: Folder or hub id.
+        model: What `from_pretrained` made of it, in any dtype and on any device.
+        kind: The class that is wanted; any if None.
+
+    Returns:
+        The model with its head around it; None where the checkpoint is of another class, or holds
+        the head as a pickle or not at all.
+    """
+    import transformers
+
+    config: Any = getattr(model, "config", None)
+    saved = getattr(config, "architectures", None) or ()
+    kind = kind or getattr(transformers, saved[0] if saved else "", None)
+    if getattr(kind, "__name__", "") not in saved or getattr(model, "name_or_path", "") != source:
+        return None
+    if isinstance(model, kind):
+        return None
+    options = {"revision": getattr(config, "_commit_hash", None) or "main", "use_safetensors": True}
+    try:
+        with quiet():
+            whole, found = kind.from_pretrained(
+                source, key_mapping=WRAPPER_PREFIXES, output_loading_info=True, **options
+            )
+    except Exception:  # each loader has errors of its own: the head is not to be had
+        return None
+    body = whole.base_model_prefix
+    if found["missing_keys"] or found["mismatched_keys"]:
+        return None
+    if type(getattr(whole, body, None)) is not type(model):
+        return None
+    setattr(whole, body, model)
+    whole.tie_weights()
+    return whole.to(next(model.parameters())).requires_grad_(False).eval()

@@ -1,0 +1,477 @@
+"""A forward pass as hooks see it: what modules take, what they return, and what it is made of.
+
+Names of arguments tell little about what moves; the model's own computation tells it: autograd
+carries the marks, and no value is kept for it. Hooks are registered here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lipscope.errors import InputError
+from lipscope.models.tracing.prepare import exact_maths, undisturbed
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+Node = Any  # of autograd's graph
+_Kind = inspect._ParameterKind
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+_ADDS = ("add", "add_", "__add__", "__radd__", "__iadd__")
+_TIMES = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "multiply_")
+_OVER = ("div", "div_", "__truediv__", "__itruediv__", "divide", "divide_", "true_divide")
+
+
+class Recorder(contextlib.ExitStack):
+    """Hooks on modules, and runs of the model with them; on exit they are gone."""
+
+    def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
+        """Call ``hook(module, args, kwargs)`` before every call; what it returns takes their place.
+
+        Returns:
+            A handle that removes it early.
+        """
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        self.callback(handle.remove)
+        return handle
+
+    def after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
+        self.callback(module.register_forward_hook(hook).remove)
+
+    def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
+        """What is noted of the arguments by name of every call, before it."""
+        found: list[Any] = []
+        self.before(module, lambda m, a, k: found.append(note(bound_arguments(m, a, k))))
+        return found
+
+    def outputs(self, module: nn.Module) -> list[Any]:
+        """What every call returns."""
+        found: list[Any] = []
+        self.after(module, lambda _, __, out: found.append(out))
+        return found
+
+    def run(
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        dtype: torch.dtype,
+        *,
+        differentiable: bool = True,
+        call: Callable[[nn.Module, Inputs], Any] | None = None,
+    ) -> Any:
+        """Run a model in exact maths; its buffers stay as they are, and its draws are fixed."""
+        exact = exact_maths(dtype, differentiable=differentiable)
+        with exact, undisturbed(model), _same_draws(model):
+            return (call or called)(model, inputs)
+
+
+@contextlib.contextmanager
+def _same_draws(model: nn.Module) -> Iterator[None]:
+    """What a forward pass draws (noise that masks patches) is the same each time it is run."""
+    used = sorted({p.device.index for p in model.parameters() if p.is_cuda})
+    # Not `torch.manual_seed`: it writes down the stack for every kind of device that is asleep,
+    # which took longer than a small model.
+    with torch.random.fork_rng(used):
+        torch.default_generator.manual_seed(0)
+        for index in used:
+            torch.cuda.default_generators[index].manual_seed(0)
+        yield
+
+
+def run(model: nn.Module, inputs: Inputs) -> Any:
+    """Call the model without a key/value cache; what it draws is the same each time."""
+    with _same_draws(model):
+        return called(model, inputs)
+
+
+def called(model: nn.Module, inputs: Inputs) -> Any:
+    """What the model returns, without a key/value cache."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    extra = {}
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        extra["use_cache"] = False
+    return model(**{**inputs, **extra})
+
+
+# --- arguments by name
+
+
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name; those that ``*args`` takes are called ``args[0]`` and so on."""
+    signature = inspect.signature(module.forward)
+    try:
+        arguments = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError as problem:
+        raise InputError(
+            f"`{type(module).__name__}` should be called as its `forward` is written. Found that "
+            f"the model calls it otherwise: {problem}."
+        ) from problem
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is _Kind.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+        elif parameter.kind is _Kind.VAR_POSITIONAL:
+            several = enumerate(arguments.pop(name, ()))
+            arguments.update({f"{name}[{index}]": value for index, value in several})
+    return arguments
+
+
+def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name, without any key/value cache: a replay would grow it."""
+    named = named_arguments(module, args, kwargs)
+    return {k: None if k in _CACHES else v for k, v in named.items()}
+
+
+def as_called(
+    module: nn.Module, arguments: Mapping[str, Any], first: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by name as a call, of which the ``first`` ones have no name there.
+
+    Neither have those before variable positional ones.
+    """
+    kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
+    named, args = dict(arguments), list[Any]()
+    several = any(k.endswith("]") for k in named)
+    for index, (name, kind) in enumerate(kinds.items()):
+        unnamed = kind is _Kind.POSITIONAL_OR_KEYWORD and (several or index < first)
+        if kind is _Kind.VAR_POSITIONAL:
+            args.extend(named.pop(k) for k in [*named] if k.startswith(f"{name}["))
+        elif name not in named:
+            continue
+        elif kind is _Kind.POSITIONAL_ONLY or unnamed:
+            args.append(named.pop(name))
+    return tuple(args), named
+
+
+# --- tensors among inputs and outputs
+
+
+def each_tensor(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A model's inputs with every tensor changed; one tensor stays one tensor."""
+    once: dict[int, Tensor] = {}
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in once:
+            once[id(value)] = change(value)
+        return once[id(value)]
+
+    if isinstance(inputs, Mapping):
+        return {name: changed(value) for name, value in inputs.items()}
+    return tuple(changed(value) for value in inputs)
+
+
+def to_device(inputs: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
+    """A model's inputs on a device (None: where they are), floating ones in a dtype."""
+    return each_tensor(
+        inputs, lambda x: x.to(device, dtype) if x.is_floating_point() else x.to(device)
+    )
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors that a module returns, in a tuple or a record or by itself."""
+    while isinstance(output, tuple | list) and output and isinstance(output[0], tuple | list):
+        output = output[0]  # outputs, their scales (I-BERT)
+    if isinstance(output, Tensor):
+        return [output]
+    values = getattr(output, "values", None)
+    several = values() if callable(values) else output
+    return [v for v in several if isinstance(v, Tensor)] if isinstance(several, Iterable) else []
+
+
+def first_tensor(output: Any, at: int = 0) -> Tensor:
+    """The output of a module that may return a tuple or a record, a loss first; or by place."""
+    named = [] if at else [getattr(output, name, None) for name in ("last_hidden_state", "logits")]
+    found = [one for one in named if isinstance(one, Tensor)] or tensors_in(output)
+    if not found:
+        raise InputError(f"A module should return a tensor. Found `{type(output).__name__}`.")
+    return found[at]
+
+
+def as_tokens(x: Tensor, token_axis: int) -> Tensor:
+    """A batch of one as a token matrix ``(n, d)``."""
+    if x.ndim != 3:
+        return x.reshape(-1, x.shape[-1])
+    batch = 1 - token_axis
+    # A model may put tokens first inside and the batch first at its end (XLNet).
+    return x.squeeze(batch if x.shape[batch] == 1 else token_axis)
+
+
+def unmarked(value: Any) -> Any:
+    """An argument without its marks; tensors in tuples and lists too."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) in (tuple, list):
+        return type(value)(unmarked(one) for one in value)
+    return value
+
+
+def has_storage(x: Tensor) -> bool:
+    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
+    try:
+        x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
+
+
+def data_address(x: Tensor) -> int:
+    """Where a tensor lies in memory; one that lies nowhere (sparse, inside `vmap`) is no other."""
+    return x.data_ptr() if has_storage(x) else -id(x)
+
+
+def same_tensor(a: Any, b: Tensor) -> bool:
+    """Whether a value is the same tensor, or a view of all of it in the same order."""
+    if a is b:
+        return True
+    if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if data_address(a) != data_address(b):
+        return False
+    steps = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return all(i == j or size == 1 for i, j, size in steps)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference relative to the largest entry of ``b``."""
+    return float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny))
+
+
+def close(seen: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors agree up to rounding."""
+    if seen.shape != expected.shape:
+        return False
+    if bool(expected.isfinite().all()):
+        return distance(seen, expected) <= 1e-5
+    return torch.allclose(seen, expected, rtol=1e-5, equal_nan=True)
+
+
+# --- what is made of what
+
+
+def _gone(_: None) -> Tensor:
+    raise AssertionError("no value was kept for a backward pass")
+
+
+@contextlib.contextmanager
+def tracked() -> Iterator[None]:
+    """Record which tensors are made of which, without the values that a derivative needs."""
+    drop = torch.autograd.graph.saved_tensors_hooks(lambda _: None, _gone)
+    with torch.enable_grad(), drop:
+        yield
+
+
+def marked(x: Tensor) -> Tensor:
+    """A tensor whose consequences can be told from others."""
+    if not x.is_floating_point():
+        return x
+    # A clone of a leaf is none, so that the model may write into it.
+    return x.detach().clone().requires_grad_().clone()
+
+
+def mark_embeddings(recorder: Recorder, model: nn.Module, inputs: Inputs) -> None:
+    """Mark what tables give for the model's own token ids; positions are not marked."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    ids = {data_address(v) for v in values if isinstance(v, Tensor) and not v.is_floating_point()}
+
+    def mark(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        given = args and isinstance(args[0], Tensor) and data_address(args[0]) in ids
+        return marked(out) if given and isinstance(out, Tensor) else None
+
+    for module in model.modules() if ids else ():
+        if isinstance(module, nn.Embedding):
+            recorder.after(module, mark)
+
+
+def depends(node: Node | None, on: Node | None) -> bool:
+    """Whether what a node made depends on what another one made."""
+    if node is None or on is None:
+        return False
+    seen, waiting = {node}, [node]
+    while waiting:
+        here = waiting.pop()
+        if here is on:
+            return True
+        for before, _ in here.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return False
+
+
+@dataclass
+class TensorStore:
+    """Tensors of one forward pass, kept alive so that none takes the place of another.
+
+    Attributes:
+        copies: Keep the values as they were when the tensor was seen. Only models that write
+            into their activations (``x += attention(x)``) need this.
+    """
+
+    copies: bool = False
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def keep(self, x: Tensor) -> Tensor:
+        """The tensor without its marks, or a copy of it."""
+        x = x.detach()
+        if not x.is_inference():
+            self.versions.append((x, x._version))
+        return x.clone() if self.copies else x
+
+    def overwritten(self) -> bool:
+        """Whether the model wrote into a tensor after it was seen."""
+        return any(x._version != version for x, version in self.versions)
+
+
+# --- sums and fixed multiples of token matrices
+
+
+@dataclass
+class NormCall:
+    """One call of a normalisation module: ``y = module(x)``, and where both lie in memory."""
+
+    name: str
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+    x_address: int
+    y_address: int
+
+
+@dataclass
+class Sum:
+    """A sum of two tensors of one shape, and what the model did with it next.
+
+    Attributes:
+        value: The sum.
+        read: Whether anything but another sum used it: a partial sum is not the stream.
+        added: Whether it was a term of another sum: the stream goes on from here.
+        norm: The norm that took it, or None.
+    """
+
+    value: Tensor
+    read: bool = False
+    added: bool = False
+    norm: NormCall | None = None
+
+
+@dataclass
+class Multiple:
+    """A token matrix times a factor that depends on no token.
+
+    Attributes:
+        factor: One number, ``()``, or one for every channel, ``(d,)``.
+        of: Where the matrix lies in memory.
+        address: Where the product lies.
+        value: The product, kept alive so that nothing else takes its place.
+        sums_before: Number of sums that the model had formed before.
+    """
+
+    factor: Tensor
+    of: int
+    address: int
+    value: Tensor
+    sums_before: int
+
+
+class SumRecorder(TorchFunctionMode):
+    """Watch a forward pass for sums of tensors of one shape, and for fixed multiples of them."""
+
+    def __init__(self, kept: TensorStore) -> None:
+        self.kept = kept
+        self.sums: list[Sum] = []
+        self.multiples: list[Multiple] = []
+        self.latest: dict[int, Sum] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        terms = [a for a in args if isinstance(a, Tensor) and has_storage(a)]
+        if name == "__get__":  # a shape or a dtype, no computation
+            return func(*args, **(kwargs or {}))
+        adds = _adds(func, args)
+        factors = [] if kwargs else _factors(name, args)
+        for known in filter(None, (self.latest.get(t.data_ptr()) for t in terms)):
+            known.added |= adds
+            known.read |= not adds
+        out = func(*args, **(kwargs or {}))
+        if adds and isinstance(out, Tensor):
+            seen = Sum(self.kept.keep(out))
+            self.sums.append(seen)
+            self.latest[out.data_ptr()] = seen
+        elif factors and isinstance(out, Tensor):
+            address, value, count = out.data_ptr(), self.kept.keep(out), len(self.sums)
+            self.multiples += [Multiple(f, of, address, value, count) for of, f in factors]
+        return out
+
+    def of(self, address: int) -> Sum | None:
+        """The sum that lies at a place in memory."""
+        return self.latest.get(address)
+
+    def factors(self, address: int, sums_before: int) -> Iterator[Tensor]:
+        """By what the model multiplied the matrix at a place, after so many sums: step by step."""
+        total = torch.ones((), dtype=torch.float64)
+        for one in self.multiples:
+            if one.of == address and one.sums_before >= sums_before:
+                total, address = total * one.factor, one.address
+                yield total
+
+
+class AtSum(TorchFunctionMode):
+    """Hand over the value of one sum of a forward pass: the one at this place of `SumRecorder`."""
+
+    def __init__(self, index: int, reached: Callable[[Tensor], None]) -> None:
+        self.left, self.reached = index, reached
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _adds(func, args) and isinstance(out, Tensor):
+            self.left -= 1
+            if self.left < 0:
+                self.reached(out)
+        return out
+
+
+def _adds(func: Any, args: Any) -> bool:
+    """Whether this adds two token matrices; scores have more axes, masks another shape."""
+    terms = [a for a in args if isinstance(a, Tensor)]
+    if getattr(func, "__name__", "") not in _ADDS or len(terms) != 2:
+        return False
+    same = terms[0].ndim in (2, 3) and terms[0].shape == terms[1].shape
+    return same and all(map(has_storage, terms))
+
+
+def _factors(name: str, args: Any) -> list[tuple[int, Tensor]]:
+    """Which arguments of a product may be a matrix, and the factor that the other one is."""
+    if name not in _TIMES + _OVER or len(args) != 2:
+        return []
+    pairs = [(args[0], args[1]), (args[1], args[0])]
+    pairs = [(x, f) for x, f in pairs[: 1 if name in _OVER else 2] if _is_factor(f, x)]
+    fixed = ((x.data_ptr(), _number_or_row(f)) for x, f in pairs)
+    return [(address, 1 / f if name in _OVER else f) for address, f in fixed]
+
+
+def _number_or_row(factor: Any) -> Tensor:
+    if not isinstance(factor, Tensor):
+        return torch.tensor(float(factor), dtype=torch.float64)  # makes no matrix double
+    return factor.detach().clone().reshape(() if factor.numel() == 1 else -1)
+
+
+def _is_factor(factor: Any, x: Any) -> bool:
+    """Whether it multiplies every token in the same way, and no token moves it."""
+    if not isinstance(x, Tensor) or x.ndim not in (2, 3) or not x.is_floating_point():
+        return False
+    if not has_storage(x):
+        return False
+    if not isinstance(factor, Tensor):
+        return isinstance(factor, int | float)
+    size = factor.numel()
+    of_channels = factor.ndim > 0 and factor.shape[-1] == size == x.shape[-1]
+    return not factor.requires_grad and (size == 1 or of_channels) and has_storage(factor)
