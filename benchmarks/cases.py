@@ -22,9 +22,9 @@ from lipscope.models import (
     trace,
     windows_of_text,
 )
-from lipscope.models.tracing.sites import AttentionCall
 from lipscope.models.tracing.prepare import exact_maths
 from lipscope.models.tracing.recorder import first_tensor
+from lipscope.models.tracing.sites import AttentionCall
 
 # One random layer of the size of BERT-base: d = 768, 12 heads.
 BERT_BASE = "random:bert:num_hidden_layers=1"
