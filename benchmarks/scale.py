@@ -20,7 +20,7 @@ import lipscope as ls
 from lipscope.engine.plan import plan
 from lipscope.engine.session import Session
 from lipscope.engine.sweeps import read_spec
-from lipscope.engine.sweeps.survey import surveys_of
+from lipscope.engine.sweeps.driver import surveys_of
 from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import Measurement
 

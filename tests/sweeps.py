@@ -13,7 +13,7 @@ from command import BERT
 from lipscope.engine.plan import Job, Shape
 from lipscope.engine.session import Result, Session
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweeps import wire
+from lipscope.engine.sweeps import pool
 
 # `l2_opposed` is made for another kind of attention: two of these ten jobs raise.
 SPEC: dict[str, Any] = {
@@ -33,8 +33,8 @@ def in_this_process(
     assert workers == 1
     session = Session(spec_of(request.spec.as_dict()), dict(request.sources))
     for job in jobs:
-        (taken,), shape = wire.decoded_jobs(wire.encoded_jobs([job], shapes[job.model]))
-        yield [wire.decoded(wire.encoded(session.result(taken, shape)))]
+        (taken,), shape = pool.decoded_jobs(pool.encoded_jobs([job], shapes[job.model]))
+        yield [pool.decoded_result(pool.encoded_result(session.result(taken, shape)))]
 
 
 def rows_of(folder: Path) -> polars.DataFrame:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import lipscope.interrupts  # noqa: F401  (first, before torch)
-
-# isort: split
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -30,14 +30,14 @@ class InputError(ValueError):
     def __init__(self, message: str) -> None:
         words = " ".join(message.split())
         words = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
-        super().__init__(re.sub(r"`([^`]*)`", lambda found: f"`{_cut(found[1])}`", words))
+        super().__init__(re.sub(r"`([^`]*)`", lambda found: f"`{_abridged(found[1])}`", words))
 
     def _render_traceback_(self) -> list[str]:
         """What IPython prints instead of a traceback: a foreseeable mistake is one line."""
         return [f"InputError: {self}"]
 
 
-def _cut(text: str) -> str:
+def _abridged(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
 
 
@@ -65,13 +65,15 @@ def install(extra: str) -> str:
 def check_positive(name: str, value: object) -> None:
     """Refuse an argument that is no finite number above zero; a tensor of one entry may be."""
     if not (_is_number(value) and value > 0):  # pyright: ignore[reportOperatorIssue]
-        raise InputError(f"`{name}` should be positive. Found `{name} = {_said(value)}`.")
+        raise InputError(f"`{name}` should be positive. Found `{name} = {_in_quotes(value)}`.")
 
 
 def check_finite_number(name: str, value: object) -> None:
     """Refuse an argument that is no finite number; a tensor of one entry may be."""
     if not _is_number(value):
-        raise InputError(f"`{name}` should be a finite number. Found `{name} = {_said(value)}`.")
+        raise InputError(
+            f"`{name}` should be a finite number. Found `{name} = {_in_quotes(value)}`."
+        )
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -79,10 +81,10 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     if type(value) is not int or value < least:
         wanted = {0: "a whole number, not negative", 1: "a positive integer"}
         words = wanted.get(least, f"a whole number of at least {least}")
-        raise InputError(f"`{name}` should be {words}. Found `{name} = {_said(value)}`.")
+        raise InputError(f"`{name}` should be {words}. Found `{name} = {_in_quotes(value)}`.")
 
 
-def _said(value: object) -> str:
+def _in_quotes(value: object) -> str:
     return repr(value) if isinstance(value, str) else shown(value)
 
 

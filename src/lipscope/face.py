@@ -1,7 +1,6 @@
 """The public names of `lipscope`: the verbs, sigma, linearise, the variants, the records."""
 
 import lipscope.dynamics
-import lipscope.engine.results
 import lipscope.pages.notebook  # noqa: F401  (what prompts and notebooks show)
 from lipscope.attention import (
     Attention,
@@ -22,13 +21,9 @@ from lipscope.control import Restraint, restrain
 from lipscope.engine.monitor import Monitor
 from lipscope.engine.open_model import LayerAtInput, OpenModel, load_model
 from lipscope.engine.sweeps import sweep
-from lipscope.engine.verbs.attack import attack
-from lipscope.engine.verbs.attack_text import attack_text
-from lipscope.engine.verbs.bounds import bounds
-from lipscope.engine.verbs.certify import certify
-from lipscope.engine.verbs.certify_decision import certify_decision
-from lipscope.engine.verbs.directions import directions
-from lipscope.engine.verbs.measure import measure
+from lipscope.engine.verbs.attack import attack, attack_text
+from lipscope.engine.verbs.certify import certify, certify_decision
+from lipscope.engine.verbs.measure import bounds, directions, measure
 from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.smooth import Smoothed, smooth
 from lipscope.engine.verbs.split import split

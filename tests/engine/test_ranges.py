@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lipscope.engine.ranges import parse_bytes, parse_integers, parse_tokens
+from lipscope.engine.checks import parse_bytes, parse_integers, parse_tokens
 from lipscope.errors import InputError
 
 

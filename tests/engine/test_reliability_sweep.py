@@ -20,7 +20,7 @@ import lipscope as ls
 from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Session
-from lipscope.engine.sweeps import local, read_spec
+from lipscope.engine.sweeps import pool, read_spec
 from lipscope.errors import InputError
 from sweeps import JOBS, SPEC, in_this_process, same_run
 
@@ -44,14 +44,14 @@ for line in sys.stdin:
 
 def stubbed(monkeypatch: pytest.MonkeyPatch, before: str = "pass", within: str = "pass") -> None:
     code = STUB.format(before=before, within=within)
-    monkeypatch.setattr(local, "COMMAND", [sys.executable, "-S", "-c", code])
+    monkeypatch.setattr(pool, "COMMAND", [sys.executable, "-S", "-c", code])
 
 
 def answered(workers: int = 1, layers: int = 3) -> tuple[list[Job], list[Any]]:
     request = read_spec(SPEC | {"inputs": "real", "samples": 1})
     survey = Survey(Shape(layers, None), {"default": [InputKey(6, 0, 0, "a window")]}, None)
     jobs = plan(request.spec, [survey])
-    results = local.local_results(request, [survey.shape], jobs, workers)
+    results = pool.local_results(request, [survey.shape], jobs, workers)
     return jobs, [one for some in results for one in some]
 
 
@@ -61,7 +61,7 @@ def once(folder: Path, act: str) -> str:
 
 
 def test_a_worker_that_stands_still_is_replaced(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(local, "SILENCE", 1.5)
+    monkeypatch.setattr(pool, "SILENCE", 1.5)
     stubbed(monkeypatch, within=once(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)"))
     jobs, found = answered()
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
@@ -113,7 +113,7 @@ def test_a_sweep_names_what_every_worker_died_of_and_the_next_run_tries_again(
     monkeypatch.chdir(tmp_path)
     spec = {"models": [BERT], "lengths": [6], "samples": 1}
     Path("spec.yaml").write_text(json.dumps(spec))
-    real = local.COMMAND
+    real = pool.COMMAND
     # As a worker that the system kills at its second job, each time.
     kill = (
         "import os, sys; from lipscope.engine import session as s; r = s.Session.result\n"
@@ -121,14 +121,14 @@ def test_a_sweep_names_what_every_worker_died_of_and_the_next_run_tries_again(
         "    if job.layer == 1: os.kill(os.getpid(), 9)\n"
         "    return r(self, job, shape)\n"
         "s.Session.result = result\n"
-        "from lipscope.engine.sweeps.worker import main; main()"
+        "from lipscope.engine.sweeps.pool import serve; serve()"
     )
-    monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", kill])
+    monkeypatch.setattr(pool, "COMMAND", [sys.executable, "-c", kill])
     ended = command("sweep", "spec.yaml", "--workers", "1")
     assert ended.status == 1, ended.err
     assert f"{BERT}, layer 1, attention, 6 tokens, sample 0" in ended.out
     assert "3 times in a row; the next run tries it again" in ended.out
-    monkeypatch.setattr(local, "COMMAND", real)
+    monkeypatch.setattr(pool, "COMMAND", real)
     ended = command("sweep", "spec.yaml", "--workers", "1")
     assert ended.status == 0, ended.err
     assert "1 row failed for want of a worker, memory or disk, and will be tried again" in ended.err
@@ -148,8 +148,8 @@ def test_rows_that_wait_for_another_run_are_named_and_are_status_1(monkeypatch, 
         with Session(request.spec, request.sources) as session:
             for job in jobs:
                 if job.layer in fatal:
-                    pool = local._Pool(request, shapes, local.Batches([job], workers), 1)
-                    yield [pool._lost(job, -9)]
+                    dying = pool._Pool(request, shapes, pool.Batches([job], workers), 1)
+                    yield [dying._lost(job, -9)]
                 else:
                     yield [session.result(job, shapes[0])]
 
@@ -224,7 +224,7 @@ def test_rows_in_a_pipe_are_never_cut(tmp_path, command, monkeypatch):
 @pytest.mark.parametrize(
     "started",
     [
-        "import lipscope; lipscope.measure",
+        "import lipscope.cli; lipscope.measure",
         "from lipscope.cli import main; sys.argv.append('doctor'); main()",
         "from lipscope.cli import main; sys.argv += ['measure', 'minilm']; main()",
     ],

@@ -20,8 +20,8 @@ from command import BERT, TEXT
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan
 from lipscope.engine.session import Result
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweeps import driver, estimate, local, read_spec, wire
-from lipscope.engine.sweeps.batches import Batches
+from lipscope.engine.sweeps import driver, estimate, pool, read_spec
+from lipscope.engine.sweeps.pool import Batches
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished, RunFolder
 from sweeps import FAILED, JOBS, SPEC, in_this_process, rows_of, same_run
@@ -47,7 +47,7 @@ def children(monkeypatch) -> list[subprocess.Popen[bytes]]:
             super().__init__(*args, **options)
             started.append(self)
 
-    monkeypatch.setattr(local.subprocess, "Popen", Recorded)
+    monkeypatch.setattr(pool.subprocess, "Popen", Recorded)
     return started
 
 
@@ -169,7 +169,7 @@ def replayed(folder: Path, answers: Path) -> list[str]:
         own = [row.id]
         finished = Finished(row, tuple(run.token_shares(own)), tuple(run.bound_values(own)))
         about = run.manifest["models"][row.model]
-        lines[row.id] = wire.encoded(Result(row.id, 0, about, [finished]))
+        lines[row.id] = pool.encoded_result(Result(row.id, 0, about, [finished]))
     answers.write_text(json.dumps(lines))
     return [sys.executable, "-S", "-c", REPLAYED.format(answers=str(answers))]
 
@@ -185,7 +185,7 @@ def test_a_worker_that_is_killed_in_mid_job(tmp_path, uninterrupted, children, m
 
     monkeypatch.setattr(Batches, "give_back", recorded)
     if not real:
-        monkeypatch.setattr(local, "COMMAND", replayed(uninterrupted, tmp_path / "answers"))
+        monkeypatch.setattr(pool, "COMMAND", replayed(uninterrupted, tmp_path / "answers"))
     progress = at(3, lambda: children[0].send_signal(signal.SIGKILL))
     rows = ls.sweep(SPEC, tmp_path / "run", workers=1, progress=progress)
     assert children[0].returncode == -signal.SIGKILL and len(children) == 2
@@ -285,11 +285,11 @@ def test_a_job_that_kills_every_worker_fails_and_the_others_go_on(monkeypatch):
         "        if job[10] == 1: os.kill(os.getpid(), 9)\n"
         "        print(json.dumps([job[0], job[1], {}, []]), flush=True)\n"
     )
-    monkeypatch.setattr(local, "COMMAND", [sys.executable, "-c", stub])
+    monkeypatch.setattr(pool, "COMMAND", [sys.executable, "-c", stub])
     request = read_spec(SPEC | {"inputs": "real", "samples": 1})
     shapes, jobs = planned(request.spec, 3)
     assert [job.layer for job in jobs] == [0, 1, 2]
-    found = [one for some in local.local_results(request, shapes, jobs, 2) for one in some]
+    found = [one for some in pool.local_results(request, shapes, jobs, 2) for one in some]
     assert sorted(one.job for one in found) == sorted(job.id for job in jobs)
     (lost,) = [one for one in found if one.finished]
     (row,) = [each.row for each in lost.finished]
@@ -308,9 +308,9 @@ def test_a_worker_that_cannot_start_is_one_line(monkeypatch):
         ([sys.executable, "-c", "raise SystemExit(3)"], "ended with status 3 before its first"),
         (["/no/such/python"], "could not start"),
     ):
-        monkeypatch.setattr(local, "COMMAND", command)
+        monkeypatch.setattr(pool, "COMMAND", command)
         with pytest.raises(InputError, match=expected) as caught:
-            list(local.local_results(request, shapes, jobs, 1))
+            list(pool.local_results(request, shapes, jobs, 1))
         assert "\n" not in str(caught.value)
 
 
@@ -349,7 +349,7 @@ def test_an_estimate_is_within_a_factor_of_two(tmp_path, monkeypatch, capsys, wh
     """Of processor time, without what a process does once: imports, the start of workers."""
     ls.measure(TWO_LAYERS, TEXT, lengths=4, samples=1)
     spec = {"models": TWO_LAYERS + ",intermediate_size=64", **ESTIMATED[what]}
-    estimates = sys.modules["lipscope.engine.sweeps.estimate"]
+    estimates = driver
     monkeypatch.setattr(driver, "local_results", in_this_process)
     monkeypatch.setattr(estimates, "threads_of", lambda workers: workers)
     monkeypatch.setattr(estimates, "start_time", lambda: 0.0)

@@ -13,7 +13,7 @@ import pytest
 from distributed import LocalCluster
 
 import lipscope as ls
-from lipscope.engine.sweeps.local import cores
+from lipscope.engine.sweeps.pool import cores
 from lipscope.errors import InputError
 from sweeps import JOBS, SPEC, same_run
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
 from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, spec_of
-from lipscope.engine.sweeps.batches import TRIES, Batches
-from lipscope.engine.sweeps.estimate import seconds_at
-from lipscope.engine.sweeps.written import read_spec
+from lipscope.engine.sweeps.driver import seconds_at
+from lipscope.engine.sweeps.pool import TRIES, Batches
+from lipscope.engine.sweeps.spec_file import read_spec
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError
 from lipscope.theorems import catalogue

@@ -306,7 +306,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_rows(command, monkeypatch) -
     assert len(ls.read_run("runs/a").values("edits")) == 3
     assert ls.attack_text(BERT, TEXT, **options).edits == whole.edits
     monkeypatch.setattr(
-        "lipscope.engine.verbs.attack_text._Windows._made", None
+        "lipscope.engine.verbs.attack._Windows._made", None
     )  # nothing is computed anew
     words = ["attack", BERT, "--text", "text.txt", "--budget", "1", "--length", "6", "--layer", "1"]
     words += ["--samples", "2", "--queries", "8", "--out", "runs/a"]

@@ -167,11 +167,11 @@ class Study:
         return [f"Not run on {' or '.join(missing)}."] if missing else []
 
     def measure(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
-        """Rows of `lipscope.engine.verbs.measure`, in the run folder."""
+        """Rows of `lipscope.measure`, in the run folder."""
         return measure(model, data, out=self.folder, progress=self._in(part), **options)
 
     def bounds(self, part: str, model: LoadedModel, data: Any = None, **options: Any) -> Rows:
-        """Rows of `lipscope.engine.verbs.bounds`, in the run folder."""
+        """Rows of `lipscope.bounds`, in the run folder."""
         return bounds(model, data, out=self.folder, progress=self._in(part), **options)
 
     def built(

@@ -6,6 +6,9 @@ can mend is one line and exit status 2; an interrupted run says how to go on.
 
 from __future__ import annotations
 
+import lipscope.cli.interrupts  # noqa: F401  (first: all others take time)
+
+# isort: split
 import logging
 import os
 import sys

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lipscope import interrupts
+from lipscope.cli import interrupts
 from lipscope.display import printable
-from lipscope.engine import Bar
+
+if TYPE_CHECKING:  # not at run time: it brings torch
+    from lipscope.engine import Bar
 
 
 class Screen(Console):
@@ -33,8 +35,7 @@ def show(result: Any) -> None:
     """What a verb found: its tables, at least as wide as they need, and its sentences."""
     from rich.table import Table
 
-    from lipscope.display import width_of
-    from lipscope.engine import pieces
+    from lipscope.display import pieces, width_of
 
     for piece in pieces(result):
         # A pipe counts as 80 columns.
@@ -75,4 +76,6 @@ def resumable() -> Iterator[None]:
 
 def bar() -> Bar:
     """Progress reporting, silent where standard error is no terminal."""
+    from lipscope.engine import Bar
+
     return Bar(shown=sys.stderr.isatty())

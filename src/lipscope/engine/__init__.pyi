@@ -1,19 +1,11 @@
 # The front door: what other rooms may use.
-from .checks import items
-from .progress import Bar
-from .ranges import parse_integers
-from .results import pieces
-from .runs import Progress, folder_of
-from .source import nearest
+from .checks import items, nearest, parse_integers
+from .runs import Bar, Progress, folder_of
 from .spec import AXES, OPTIONS, options_of
 from .sweeps import Estimate, estimate, sweep
-from .verbs.attack import Attacked, attack
-from .verbs.attack_text import attack_text
-from .verbs.bounds import bounds
-from .verbs.certify import CertifiedBall, certify
-from .verbs.certify_decision import CertifiedDecision, certify_decision
-from .verbs.directions import directions
-from .verbs.measure import measure, measure_built
+from .verbs.attack import Attacked, attack, attack_text
+from .verbs.certify import CertifiedBall, CertifiedDecision, certify, certify_decision
+from .verbs.measure import bounds, directions, measure, measure_built
 from .verbs.push import push
 from .verbs.smooth import smooth
 from .verbs.split import Splitting, split
@@ -42,7 +34,6 @@ __all__ = [
     "nearest",
     "options_of",
     "parse_integers",
-    "pieces",
     "push",
     "smooth",
     "split",

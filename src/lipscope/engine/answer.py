@@ -1,21 +1,24 @@
-"""One layer, one question: sigma, its interval, and which tokens carry it."""
+"""One layer, one question: sigma, its interval, which tokens carry it, and the row of it all."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.engine.plan import Job
-from lipscope.engine.ranges import COPIES, parse_tokens
+from lipscope.engine.checks import COPIES, OF_TEXT, parse_tokens
+from lipscope.engine.plan import Job, Shape, heads_one_by_one, row_id
 from lipscope.engine.ready_model import ReferenceModel
-from lipscope.engine.result import Answer, Found, explained, finite
-from lipscope.engine.spec import Spec
+from lipscope.engine.spec import REAL, Spec
 from lipscope.errors import InputError, out_of_memory
 from lipscope.linalg import (
+    Leading,
     Operator,
     Product,
     TopSingular,
@@ -29,10 +32,124 @@ from lipscope.linalg import (
     top_singular_batch,
 )
 from lipscope.measures import own_operator
-from lipscope.models import LayerMap
+from lipscope.models import LayerMap, Sample
+from lipscope.records import AGAIN, Finished, Measurement, TokenShare, version
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
+
+
+@dataclass(frozen=True)
+class Found:
+    """One of the leading directions of a map, on all of its tokens.
+
+    Attributes:
+        of: The direction, its vectors on all tokens: zero where none moves or none is read.
+        move: ``D v``, the move that it is in the metric.
+    """
+
+    of: Leading
+    move: Float[Tensor, "n d"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer of one layer, or of one head.
+
+    Attributes:
+        head: Head, or None for all together.
+        num_tokens: Number of tokens of the input.
+        top: The solver's record; None if the computation failed.
+        input_norm: ``‖X‖_F``.
+        output_norm: ``‖f(X)‖_F`` (of the head's slice or contribution, per head).
+        share_in: Share of each token in the top right singular vector.
+        share_out: Share of each output token in the left one.
+        norms: Norm of each input token.
+        sigma_rest: Sigma with the top token held fixed, or None.
+        frobenius: Estimate of ``‖J‖_F``, or None.
+        derivative_error: How far ``J v`` is from a finite difference of the model, or None.
+        seconds: Solving time.
+        notes: Remarks for the row.
+        error: What failed, or None.
+        leading: The leading directions, if they are asked for.
+    """
+
+    head: int | None
+    num_tokens: int
+    top: TopSingular | None = None
+    input_norm: float = math.nan
+    output_norm: float | None = None
+    share_in: Sequence[float | None] = ()
+    share_out: Sequence[float | None] = ()
+    norms: Sequence[float | None] = ()
+    sigma_rest: float | None = None
+    frobenius: float | None = None
+    derivative_error: float | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+    leading: tuple[Found, ...] = ()
+
+    def columns(self) -> dict[str, Any]:
+        """The columns of the row that the computation fills."""
+        top = self.top
+        sigma = finite(top.sigma) if top is not None else None
+        known = [s for s in self.share_in if s is not None]
+        best = self.share_in.index(max(known)) if known else None
+        norms = [x for x in self.norms if x is not None]
+        relative = None
+        if known and sigma is not None and self.output_norm:  # of the same metric
+            relative = sigma * self.input_norm / self.output_norm
+        same = ("sigma_rest", "frobenius", "derivative_error", "output_norm", "seconds", "error")
+        return {name: getattr(self, name) for name in same} | {
+            "sigma": sigma,
+            "upper": finite(top.upper) if top is not None else None,
+            "status": top.status if top is not None else "failed",
+            "solver_residual": finite(top.solver_residual) if top is not None else None,
+            "products": top.products if top is not None else 0,
+            "relative": relative,
+            "top_token": best,
+            "top_share": self.share_in[best] if best is not None else None,
+            "radius_max": max(norms) if norms else None,
+            "radius_rms": math.sqrt(sum(x * x for x in norms) / len(norms)) if norms else None,
+            "input_norm": finite(self.input_norm),
+        }
+
+    def token_shares(self, row_id: str, texts: Sequence[str] | None) -> list[TokenShare]:
+        """One record per token of the window, under the row that it belongs to."""
+        if texts is not None and len(texts) != self.num_tokens:
+            texts = None  # several streams, or patches: these are no tokens of the text
+        return [
+            TokenShare(
+                id=row_id,
+                index=i,
+                text=texts[i] if texts is not None else str(i),
+                share_in=self.share_in[i],
+                share_out=self.share_out[i] if i < len(self.share_out) else None,
+                norm=self.norms[i],
+            )
+            for i in range(self.num_tokens)
+        ]
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON can hold, or None."""
+    return value if math.isfinite(value) else None
+
+
+def explained(problem: Exception) -> str:
+    """An error in one line, which says whether another run may well have none.
+
+    Want of memory, and files that cannot be read or written, are not the question's fault.
+
+    >>> explained(MemoryError("nothing left"))
+    'MemoryError: nothing left; the next run tries it again'
+    """
+    kind = "" if isinstance(problem, InputError) else f"{type(problem).__name__}: "
+    text = " ".join(f"{kind}{problem}".split())[:300]
+    cause = problem.__cause__ if isinstance(problem, InputError) else problem
+    outside = cause is not None and (out_of_memory(cause) or isinstance(cause, OSError))
+    return f"{text.rstrip('.')}; {AGAIN}" if outside else text
 
 
 def answer(
@@ -41,7 +158,7 @@ def answer(
     job: Job,
     memory: int,
     key: str,
-    itself: ReferenceModel | None = None,
+    reference: ReferenceModel | None = None,
 ) -> list[Answer]:
     """Answer a job for a layer, or for each of its heads.
 
@@ -51,11 +168,8 @@ def answer(
         job: What to measure.
         memory: Budget in bytes.
         key: Names the model, layer, length and sample; with the seed it fixes the starts.
-        itself: The model itself between the map's ends; with it, the Jacobian is compared with
+        reference: The model itself between the map's ends; with it, the Jacobian is compared with
             its finite difference along the direction that was found.
-
-    Returns:
-        One answer, or one per head.
 
     Raises:
         InputError: If the two disagree.
@@ -67,7 +181,7 @@ def answer(
     halved = memory
     while True:
         try:
-            found = _Solve(layer, spec, job, halved, key, heads).answers(began, itself)
+            found = _Solve(layer, spec, job, halved, key, heads).answers(began, reference)
         except (RuntimeError, MemoryError) as problem:
             if out_of_memory(problem) and halved > _LEAST_MEMORY:
                 halved //= 2
@@ -81,7 +195,7 @@ def answer(
 
 
 class _Solve:
-    """The operators of one layer and the runs on them."""
+    """The operators of one layer and the runs on them, with an axis of heads (of one: all)."""
 
     def __init__(
         self,
@@ -95,20 +209,17 @@ class _Solve:
         self.layer, self.spec, self.job = layer, spec, job
         self.memory, self.key, self.heads = memory, key, heads
         self.n = layer.x.shape[0]
-        jacobian = self._jacobian()
-        if not spec.per_head:
-            jacobian = _as_batch_of_one(jacobian)
-        self.jacobian = jacobian
-        norms = layer.x.norm(dim=1)
-        self.norms = norms
-        rms = norms.square().mean().sqrt()
+        self.jacobian = self._jacobian()
+        self.norms = layer.x.norm(dim=1)
+        rms = self.norms.square().mean().sqrt()
         # Where the input is zero, D is too: no token may move in proportion to its norm.
-        unit = norms / rms if rms != 0 else norms
+        unit = self.norms / rms if rms != 0 else self.norms
         self.scale = unit if job.metric == "token-relative" else None
         self.still = self.scale is not None and bool(rms == 0)
+        self.rows_out = self.jacobian.out_shape[-2]
         self.move = self._index("move", spec.move, self.n)
-        self.read = self._index("read", spec.read, jacobian.out_shape[-2])
-        self.operator = restrict(jacobian, move=self.move, read=self.read, scale=self.scale)
+        self.read = self._index("read", spec.read, self.rows_out)
+        self.operator = restrict(self.jacobian, move=self.move, read=self.read, scale=self.scale)
 
     def _jacobian(self) -> Operator:
         """That of the map; for copies against each other, what tokens do by their own queries."""
@@ -126,14 +237,21 @@ class _Solve:
         chosen = parse_tokens(text, n, option)
         return None if chosen is None else torch.tensor(chosen, device=self.layer.x.device)
 
-    def answers(self, began: float, itself: ReferenceModel | None) -> list[Answer]:
+    def answers(self, began: float, reference: ReferenceModel | None) -> list[Answer]:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
-        error, remark = self._beside(itself, tops) if itself is not None else (None, None)
-        shares = [self._spread(_shares(top.v), self.move, self.n) for top in tops]
-        rest = self._rest(shares, tops) if self.spec.rest else [(None, None)] * len(tops)
-        average = self._averages(tops) if self.spec.average else [None] * len(tops)
+        error, remark = self._beside(reference, tops) if reference is not None else (None, None)
+        shares = [_over_all_tokens(_token_shares(top.v), self.move, self.n) for top in tops]
+        nothing: list[tuple[Any, str | None]] = [(None, None)] * len(tops)
+        rest = self._rest(shares, tops) if self.spec.rest else nothing
+        average = self._averages(tops) if self.spec.average else nothing
         outputs = self._output_norms()
+        about = [
+            "the map's input is zero, so that no token moves in this metric" * self.still,
+            self.layer.note,
+            self._of_copies(),
+            remark,
+        ]
         return [
             Answer(
                 head=head,
@@ -142,13 +260,13 @@ class _Solve:
                 input_norm=float(self.layer.x.norm()),
                 output_norm=outputs[i],
                 share_in=shares[i],
-                share_out=self._spread(_shares(top.u), self.read, self.jacobian.out_shape[-2]),
-                norms=[finite(float(x)) for x in self.norms],
+                share_out=_over_all_tokens(_token_shares(top.u), self.read, self.rows_out),
+                norms=_finite_values(self.norms),
                 sigma_rest=rest[i][0],
-                frobenius=_value(average[i]),
+                frobenius=average[i][0],
                 derivative_error=error,
                 seconds=seconds,
-                notes=tuple(self._notes(top, rest[i][1], average[i], remark)),
+                notes=(*filter(None, (top.note, *about, rest[i][1], average[i][1])),),
                 leading=self._leading(top) if self.spec.directions else (),
             )
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
@@ -166,16 +284,19 @@ class _Solve:
             memory=self.memory // 2,
             **self.spec.solver(),
         )
-        rows_out = self.jacobian.out_shape[-2]
         whole = [
-            replace(one, v=_whole(one.v, self.move, self.n), u=_whole(one.u, self.read, rows_out))
+            replace(
+                one,
+                v=_embedded(one.v, self.move, self.n),
+                u=_embedded(one.u, self.read, self.rows_out),
+            )
             for one in found
         ]
         scale = 1.0 if self.scale is None else self.scale[:, None]
         return tuple(Found(one, one.v * scale) for one in whole)
 
     def _beside(
-        self, itself: ReferenceModel, tops: list[TopSingular]
+        self, reference: ReferenceModel, tops: list[TopSingular]
     ) -> tuple[float | None, str | None]:
         """How far ``J v`` is from the finite difference of the model; a remark."""
         e = self._direction(tops)
@@ -187,7 +308,7 @@ class _Solve:
         if not bool(product.isfinite().all()):
             return None, None  # reported as non-finite by the solver
         product = self.layer.onward(product)
-        found = difference(itself.function, self.layer.x.to(itself.dtype), e, product)
+        found = difference(reference.function, self.layer.x.to(reference.dtype), e, product)
         if found.sides is not None:
             raise InputError(
                 f"The map `{self.layer.map}` should have a derivative at its input. Found that it "
@@ -219,7 +340,7 @@ class _Solve:
             v = torch.randn(v.shape, generator=self._generator(None, "difference")).to(v)
         if self.scale is not None:
             v = v * (self.scale if self.move is None else self.scale[self.move])[:, None]
-        return _whole(v, self.move, self.n)
+        return _embedded(v, self.move, self.n)
 
     def _top(self, operator: Operator, purpose: str) -> list[TopSingular]:
         if self.job.metric in ("max-token", "infinity"):
@@ -246,26 +367,6 @@ class _Solve:
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
         return start_named(name)
 
-    def _notes(
-        self,
-        top: TopSingular,
-        on_rest: str | None,
-        average: tuple[float, str] | None,
-        on_derivative: str | None,
-    ) -> list[str]:
-        words = [
-            top.note,
-            "the map's input is zero, so that no token moves in this metric"
-            if self.still
-            else None,
-            self.layer.note,
-            _of_copies(self.layer) if self.spec.move == COPIES else None,
-            on_derivative,
-            on_rest,
-            average[1] if average is not None else None,
-        ]
-        return [w for w in words if w]
-
     def _rest(
         self, shares: list[list[float | None]], tops: list[TopSingular]
     ) -> list[tuple[float | None, str | None]]:
@@ -283,17 +384,13 @@ class _Solve:
         if len(kept) == 1:
             index = index[0]
         held = restrict(self.jacobian, move=index, read=self.read, scale=self.scale)
+        low = "sigma_rest may be too low: its steps ran out before the tolerance was met"
         return [
-            (
-                finite(top.sigma),
-                "sigma_rest may be too low: its steps ran out before the tolerance was met"
-                if top.status == "max_steps"
-                else None,
-            )
+            (finite(top.sigma), low if top.status == "max_steps" else None)
             for top in self._top(held, "rest")
         ]
 
-    def _averages(self, tops: list[TopSingular]) -> list[tuple[float, str] | None]:
+    def _averages(self, tops: list[TopSingular]) -> list[tuple[float | None, str | None]]:
         """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
         generators = [self._generator(head, "average") for head in self.heads]
         total = torch.zeros(len(tops), dtype=torch.float64)
@@ -303,16 +400,16 @@ class _Solve:
             total += y.double().square().sum(dim=(-2, -1)).cpu()
         values = (total / _PROBES).sqrt().tolist()
         return [
-            None if top.status == "non_finite" else self._in_words(value, top)
+            (None, None) if top.status == "non_finite" else self._in_words(value, top)
             for value, top in zip(values, tops, strict=True)
         ]
 
-    def _in_words(self, value: float, top: TopSingular) -> tuple[float, str]:
+    def _in_words(self, value: float, top: TopSingular) -> tuple[float | None, str]:
         low, high = frobenius_interval(value, top.upper, _PROBES, self.spec.delta)
         words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
         if top.sigma > 0:  # the zero map has none
             words += f", stable rank {(value / top.sigma) ** 2:.3g}"
-        return value, words
+        return finite(value), words
 
     def _output_norms(self) -> list[float | None]:
         if not self.spec.per_head:
@@ -320,64 +417,125 @@ class _Solve:
         with torch.no_grad():
             return [finite(float(part.norm())) for part in self.layer.head_outputs()]
 
-    @staticmethod
-    def _spread(shares: list[float | None], index: Tensor | None, n: int) -> list[float | None]:
-        """Shares of the chosen tokens as shares of all; the others have none."""
-        if index is None:
-            return shares
-        spread: list[float | None] = [0.0] * n
-        for i, share in zip(index.tolist(), shares, strict=True):
-            spread[i] = share
-        return spread
+    def _of_copies(self) -> str | None:
+        """What copies of a token share, where tokens are not alike."""
+        one = self.layer.attention
+        if self.spec.move != COPIES or one is None:
+            return None
+        if not (one.positional or one.causal or one.window or one.mask is not None):
+            return None
+        return "copies of a token share its position and read what it reads"
 
 
-def _whole(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
+def _over_all_tokens(
+    shares: list[float | None], index: Tensor | None, n: int
+) -> list[float | None]:
+    """Shares of the chosen tokens as shares of all; the others have none."""
+    if index is None:
+        return shares
+    spread: list[float | None] = [0.0] * n
+    for i, share in zip(index.tolist(), shares, strict=True):
+        spread[i] = share
+    return spread
+
+
+def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
     """Rows of some tokens as rows of all; those of the others are zero."""
     if index is None:
         return vector
     return vector.new_zeros(n, vector.shape[1]).index_copy(0, index, vector)
 
 
-def _of_copies(layer: LayerMap) -> str | None:
-    """What copies of a token share, where tokens are not alike."""
-    one = layer.attention
-    if one is None or not (one.positional or one.causal or one.window or one.mask is not None):
-        return None
-    return "copies of a token share its position and read what it reads"
+def _finite_values(values: Tensor) -> list[float | None]:
+    return [finite(float(x)) for x in values]
 
 
-def _as_batch_of_one(op: Operator) -> Operator:
-    """Products with a leading axis of length one, without a loop over it."""
-    return Operator(
-        lambda e: op.matvec(e[0])[None],
-        lambda g: op.rmatvec(g[0])[None],
-        op.in_shape,
-        op.out_shape,
-        op.dtype,
-        op.device,
-    )
-
-
-def _shares(vector: Tensor) -> list[float | None]:
-    squared = vector.double().square().sum(dim=-1)
-    return [finite(float(x)) for x in squared]
-
-
-def _value(average: tuple[float, str] | None) -> float | None:
-    return None if average is None else finite(average[0])
+def _token_shares(vector: Tensor) -> list[float | None]:
+    return _finite_values(vector.double().square().sum(dim=-1))
 
 
 def _failed(layer: LayerMap, head: int | None, seconds: float, error: str) -> Answer:
-    n = layer.x.shape[0]
+    """The answer of a layer whose tokens are known, and nothing else."""
+    none = [None] * len(layer.x)
     return Answer(
         head=head,
-        top=None,
-        num_tokens=n,
+        num_tokens=len(layer.x),
         input_norm=float(layer.x.norm()),
-        output_norm=None,
-        share_in=[None] * n,
-        share_out=[None] * n,
-        norms=[finite(float(x)) for x in layer.x.norm(dim=1)],
+        share_in=none,
+        share_out=none,
+        norms=_finite_values(layer.x.norm(dim=1)),
         seconds=seconds,
         error=error,
     )
+
+
+# --- rows: what tables, figures and pages read
+
+
+def row_of(
+    spec: Spec,
+    job: Job,
+    reply: Answer,
+    about: Mapping[str, Any],
+    *,
+    of: LayerMap | None = None,
+    item: Sample | None = None,
+    device: str | None = None,
+    notes: Iterable[str] = (),
+) -> Measurement:
+    """The row of an answer to a job.
+
+    Args:
+        spec: The specification.
+        job: The job.
+        reply: What the layer, or one head, answered.
+        about: `LoadedModel.about` of its model, where known.
+        of: The map, where it was built.
+        item: The input, where it was had.
+        device: Where it was computed; where it should have been if None.
+        notes: Remarks on the model.
+    """
+    model, weights = spec.models[job.model], about.get("weights", "unknown")
+    if job.weights is not None and weights in ("random", "unknown"):
+        weights = f"random, seed {job.weights}"
+    usual = "image" if spec.images is not None else OF_TEXT
+    same_in_job = ("layer", "map", "metric", "sample", "dtype", "seed")
+    same_in_spec = ("move", "read", "side", "position_offset", "delta")
+    return Measurement(
+        id=row_id(job.id, reply.head),
+        model=model.name,
+        revision=about.get("revision"),
+        weights=weights,
+        head=reply.head,
+        input=item.kind if item is not None else usual if job.input == REAL else job.input,
+        num_tokens=reply.num_tokens,
+        start=item.start if item is not None else None,
+        device=device or spec.device,
+        tokens_sha256=item.sha256 if item is not None else "",
+        version=version(),
+        note="; ".join([*notes, *reply.notes]) or None,
+        text=job.text or None,
+        step=model.step,
+        module=of.module if of is not None else None,
+        argument=of.argument if of is not None else None,
+        projection=of.projection if of is not None else None,
+        trained_length=about.get("trained_length"),
+        **{name: getattr(job, name) for name in same_in_job},
+        **{name: getattr(spec, name) for name in same_in_spec},
+        **reply.columns(),
+    )
+
+
+def failed_rows(
+    spec: Spec, job: Job, shape: Shape, error: str, about: Mapping[str, Any]
+) -> list[Finished]:
+    """The rows of a job that has no answer: one, or one for each head.
+
+    ``about`` is `LoadedModel.about` of its model, where known.
+    """
+    text = error if error.endswith(AGAIN) else " ".join(error.split())[:300]
+    answers = [
+        Answer(head=head, num_tokens=job.num_tokens or 0, error=text)
+        for head in heads_one_by_one(job, shape)
+    ]
+    return [Finished(row_of(spec, job, one, about)) for one in answers]

@@ -1,25 +1,179 @@
-"""One check for each kind of entry: what may stand there, as the sweep uses it."""
+"""What users write: ranges of numbers and tokens, sizes, and one check for each kind of entry."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from lipscope.engine.ranges import parse_bytes, parse_integers
-from lipscope.engine.source import Source, nearest
 from lipscope.errors import InputError, shown
 
-Check = Callable[[Source, str, Any], Any]
+# A move of the copies of every token against each other, instead of tokens: mass splitting.
+COPIES = "copies"
+# What a request may hold: a list that is longer, or a number of more digits, is a slip of the hand.
+_MOST_NUMBERS = 100_000
+_DIGITS = r"(\d{1,18})"
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_integers(text: str, option: str) -> list[int]:
+    """Read ``3,5`` or ``start:stop[:step]``, or a comma-separated mixture.
+
+    >>> parse_integers("2:10:4,64", "lengths")
+    [2, 6, 10, 64]
+    """
+    values: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(rf"\s*{_DIGITS}(?::{_DIGITS}(?::{_DIGITS})?)?\s*", part)
+        if match is None or (match[3] and not int(match[3])):
+            raise InputError(
+                f"`--{option}` should be whole numbers such as 16,64 or 2:512:10. Found `{text}`."
+            )
+        start, stop, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        _check_upwards(start, stop, text, option)
+        if len(values) + (stop - start) // step >= _MOST_NUMBERS:
+            raise InputError(
+                f"`--{option}` should name at most {_MOST_NUMBERS:,} numbers. Found more: `{text}`."
+            )
+        values.extend(range(start, stop + 1, step))
+    return list(dict.fromkeys(values))
+
+
+def parse_tokens(text: str, num_tokens: int, option: str) -> list[int] | None:
+    """Token indices of ``all`` (None), ``first``, ``last``, ``not-first``, ``a:b`` or ``a%:b%``.
+
+    A range of shares holds every token of which a part lies in it: its size goes with the number of
+    tokens. Of tokens that move also ``copies``, which is all of them.
+
+    >>> parse_tokens("1:3", 8, "move"), parse_tokens("90%:100%", 32, "move")
+    ([1, 2, 3], [28, 29, 30, 31])
+    """
+    named = {
+        "all": None,
+        "first": [0],
+        "last": [num_tokens - 1],
+        "not-first": list(range(1, num_tokens)),
+    }
+    if option == "move":
+        named[COPIES] = None
+    if text in named:
+        chosen = named[text]
+    else:
+        match = re.fullmatch(rf"{_DIGITS}(?::{_DIGITS})?|{_DIGITS}%:{_DIGITS}%", text)
+        if match is None:
+            raise InputError(
+                f"`--{option}` should be {', '.join(named)}, a:b or a%:b%. Found `{text}`."
+            )
+        if match[4] is None:
+            start, stop = int(match[1]), int(match[2] or match[1])
+            _check_upwards(start, stop, text, option)
+        else:
+            start, stop = _part(int(match[3]), int(match[4]), num_tokens, text, option)
+        # Not all of them where the last one is beyond: it may be any number.
+        chosen = list(range(start, stop + 1)) if stop < num_tokens else [stop]
+    if chosen is not None and (not chosen or chosen[-1] >= num_tokens):
+        raise InputError(
+            f"`--{option} {text}` should name tokens between 0 and {num_tokens - 1} at every "
+            f"length. Found none, or one beyond, at {num_tokens} tokens."
+        )
+    return chosen
+
+
+def _part(low: int, high: int, num_tokens: int, text: str, option: str) -> tuple[int, int]:
+    """The first and the last token of which a part lies between two hundredths."""
+    if not low < high <= 100:
+        raise InputError(
+            f"`--{option}` should go from one share to a larger one, such as 90%:100%. "
+            f"Found `{text}`."
+        )
+    return low * num_tokens // 100, -(-high * num_tokens // 100) - 1
+
+
+def _check_upwards(start: int, stop: int, text: str, option: str) -> None:
+    if stop < start:
+        raise InputError(
+            f"`--{option}` should count upwards, such as {stop}:{start}. Found `{text}`."
+        )
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a memory size such as ``1GiB`` or ``500MB``.
+
+    >>> parse_bytes("1GiB")
+    1073741824
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", shown(text))
+    size = 0
+    if match is not None and match[2].upper() in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 2**20:
+        raise InputError(
+            f"`memory` should be a size of at least 1MiB, such as 1GiB. Found `{shown(text)}`."
+        )
+    return size
+
+
+# --- entries, and the lines on which they stand
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of a specification.
+
+    Attributes:
+        name: The file, or "" for values given from Python.
+        values: Entries by key.
+        lines: Line of each key, and of each item of a list, where known.
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    lines: Mapping[tuple[str | int, ...], int] = field(default_factory=dict)
+
+    def fail(self, message: str, *where: str | int) -> NoReturn:
+        """Raise an error of one line that says where: at a key, or an index in its list."""
+        line = self.lines.get(where) or self.lines.get(where[:1])
+        place = ", ".join([f"`{self.name}`"] * bool(self.name) + [f"line {line}"] * bool(line))
+        raise InputError(f"{place}: {message}" if place else message)
+
+    def refuse(self, should: str, found: Any, key: str, *index: int) -> NoReturn:
+        """Raise an error that says what a value should be, and what was found."""
+        self.fail(f"`{key}` should be {should}. Found `{shown(found)}`.", key, *index)
+
+    def check_keys(self, known: Sequence[str]) -> None:
+        """Refuse a key that is not known, with the nearest one."""
+        for key in self.values:
+            if key not in known:
+                hint = nearest(str(key), known) or f" Known are {', '.join(known)}."
+                self.fail(f"`{key}` is not an entry of a sweep.{hint}", key)
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """A suggestion for a misspelt word, or nothing.
+
+    >>> nearest("lenghts", ["layers", "lengths"])
+    ' Did you mean `lengths`?'
+    """
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
+
+
+# --- checks
+
+Check = Callable[[Entries, str, Any], Any]
 ALL, NONE = "all", "none"
 OF_TEXT = "text"
 
 
 def argument(check: Check, name: str, value: Any) -> Any:
     """The value of one argument of a verb, checked."""
-    return check(Source("", {}), name, value)
+    return check(Entries("", {}), name, value)
 
 
 def items(value: Any) -> list[Any]:
@@ -30,7 +184,7 @@ def items(value: Any) -> list[Any]:
 def words(choices: Sequence[str]) -> Check:
     """One word or a list of words, each of these."""
 
-    def check(source: Source, key: str, value: Any) -> tuple[str, ...]:
+    def check(source: Entries, key: str, value: Any) -> tuple[str, ...]:
         for i, word in enumerate(items(value)):
             if not isinstance(word, str) or word not in choices:
                 source.fail(
@@ -39,12 +193,12 @@ def words(choices: Sequence[str]) -> Check:
                     key,
                     i,
                 )
-        return _once(source, key, items(value))
+        return _each_once(source, key, items(value))
 
     return check
 
 
-def theorems(source: Source, key: str, value: Any) -> tuple[str, ...]:
+def theorem_names(source: Entries, key: str, value: Any) -> tuple[str, ...]:
     """Names of the catalogue; ``all`` for those that do not take seconds a head; or ``none``."""
     from lipscope.theorems import catalogue  # not above: it brings torch
 
@@ -63,63 +217,47 @@ def theorems(source: Source, key: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def layers(source: Source, key: str, value: Any) -> tuple[int, ...] | None:
+def layers(source: Entries, key: str, value: Any) -> tuple[int, ...] | None:
     """``all``, indices, or ranges such as ``0:5``."""
-    return None if _says(value, ALL) else _integers(source, key, value, least=0, most=100_000)
+    return None if _says(value, ALL) else integers(0, 100_000)(source, key, value)
 
 
-def lengths(source: Source, key: str, value: Any) -> tuple[int, ...]:
-    """Numbers of tokens, or ranges such as ``2:512:10``, in increasing order."""
-    return tuple(sorted(_integers(source, key, value, least=1, most=10**7)))
+def integers(least: int, most: int, *, rising: bool = False) -> Check:
+    """Whole numbers between these, or ranges such as ``2:512:10``; rising if wanted."""
+
+    def check(source: Entries, key: str, value: Any) -> tuple[int, ...]:
+        found: list[int] = []
+        for i, item in enumerate(items(value)):
+            if isinstance(item, str):
+                try:
+                    found += parse_integers(item, key)
+                except InputError as problem:
+                    source.fail(str(problem).replace("`--", "`"), key, i)
+            elif is_whole(item) and item >= least:
+                found.append(int(item))
+            else:
+                should = f"whole numbers from {least}, or ranges such as 2:512:10"
+                source.refuse(should, item, key, i)
+        if found and min(found) < least:
+            source.refuse(f"at least {least}", min(found), key)
+        if found and max(found) > most:
+            bound = "below 2^63" if most == 2**63 - 1 else f"at most {most:,}"
+            source.refuse(bound, max(found), key)
+        return _each_once(source, key, sorted(found) if rising else found)
+
+    return check
 
 
-def sides(source: Source, key: str, value: Any) -> tuple[int, ...]:
-    """Sides of pictures in pixels, in increasing order."""
-    return tuple(sorted(_integers(source, key, value, least=1, most=4096)))
-
-
-def seeds(source: Source, key: str, value: Any) -> tuple[int, ...]:
-    """Whole numbers below 2^63, or ranges such as ``0:9``."""
-    return _integers(source, key, value, least=0, most=2**63 - 1)
-
-
-def _integers(source: Source, key: str, value: Any, *, least: int, most: int) -> tuple[int, ...]:
-    found: list[int] = []
-    for i, item in enumerate(items(value)):
-        if isinstance(item, str):
-            try:
-                found += parse_integers(item, key)
-            except InputError as problem:
-                source.fail(str(problem).replace("`--", "`"), key, i)
-        elif is_whole(item) and item >= least:
-            found.append(int(item))
-        else:
-            source.fail(
-                f"`{key}` should be whole numbers from {least}, or ranges such as 2:512:10. "
-                f"Found `{shown(item)}`.",
-                key,
-                i,
-            )
-    if found and min(found) < least:
-        source.fail(f"`{key}` should be at least {least}. Found `{shown(min(found))}`.", key)
-    if found and max(found) > most:
-        bound = "below 2^63" if most == 2**63 - 1 else f"at most {most:,}"
-        source.fail(f"`{key}` should be {bound}. Found `{shown(max(found))}`.", key)
-    return _once(source, key, found)
-
-
-def radii(source: Source, key: str, value: Any) -> tuple[float | str, ...]:
+def radii(source: Entries, key: str, value: Any) -> tuple[float | str, ...]:
     """Positive numbers, or ``text`` for the largest token norm of the text."""
     for i, item in enumerate(items(value)):
         fits = item == OF_TEXT if isinstance(item, str) else is_number(item) and float(item) > 0
         if not fits:
-            source.fail(
-                f"`{key}` should be positive numbers, or text. Found `{shown(item)}`.", key, i
-            )
-    return _once(source, key, [v if isinstance(v, str) else float(v) for v in items(value)])
+            source.refuse("positive numbers, or text", item, key, i)
+    return _each_once(source, key, [v if isinstance(v, str) else float(v) for v in items(value)])
 
 
-def radius(source: Source, key: str, value: Any) -> float | str:
+def radius(source: Entries, key: str, value: Any) -> float | str:
     """A positive number, or a word for how it is found."""
     if isinstance(value, str) and value in ("row", "inputs", "norm"):
         return value
@@ -132,47 +270,73 @@ def radius(source: Source, key: str, value: Any) -> float | str:
     return float(value)
 
 
-def path(source: Source, key: str, value: Any) -> str:
+def path(source: Entries, key: str, value: Any) -> str:
     """A path."""
     name = str(value) if isinstance(value, str | Path) else ""
     if not name.strip() or not name.isprintable():
-        source.fail(f"`{key}` should be a folder. Found `{shown(value)}`.", key)
-    return str(value)
+        source.refuse("a folder", value, key)
+    return name
 
 
-def flag(source: Source, key: str, value: Any) -> bool:
+def flag(source: Entries, key: str, value: Any) -> bool:
     """``true`` or ``false``."""
     if not isinstance(value, bool):
-        source.fail(f"`{key}` should be true or false. Found `{shown(value)}`.", key)
+        source.refuse("true or false", value, key)
     return value
 
 
-def number(source: Source, key: str, value: Any) -> float:
+def between_0_and_1(source: Entries, key: str, value: Any) -> float:
     """A number between 0 and 1."""
     if not (is_number(value) and 0 < value < 1):
-        source.fail(f"`{key}` should be between 0 and 1. Found `{shown(value)}`.", key)
+        source.refuse("between 0 and 1", value, key)
     return float(value)
 
 
-def whole(least: int, most: int) -> Check:
+def whole_number(least: int, most: int) -> Check:
     """A whole number between these, both included."""
 
-    def check(source: Source, key: str, value: Any) -> int:
+    def check(source: Entries, key: str, value: Any) -> int:
         if not is_whole(value) or not least <= value <= most:
             bound = f"at most {most:,}" if is_whole(value) and value > most else f"at least {least}"
-            source.fail(
-                f"`{key}` should be a whole number of {bound}. Found `{shown(value)}`.", key
-            )
+            source.refuse(f"a whole number of {bound}", value, key)
         return int(value)
 
     return check
+
+
+def word(source: Entries, key: str, value: Any) -> str:
+    """A word; an index of a token may be a number."""
+    text = shown(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
+    if not text.strip() or not text.isprintable():
+        source.refuse("a word", value, key)
+    return text
+
+
+def one_of(*choices: str) -> Check:
+    """One of these words."""
+
+    def check(source: Entries, key: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in choices:
+            source.refuse(f"one of {', '.join(choices)}", value, key)
+        return value
+
+    return check
+
+
+def memory(source: Entries, key: str, value: Any) -> str:
+    """A size such as ``1GiB``."""
+    try:
+        parse_bytes(value)
+    except InputError as problem:
+        source.fail(str(problem), key)
+    return str(value)
 
 
 def window_length(length: Any) -> Any:
     """The number of tokens of the one window that a verb looks at: 64 if None."""
     if length is None:
         return 64
-    return argument(whole(1, 10**6), "length", length) if is_whole(length) else length
+    return argument(whole_number(1, 10**6), "length", length) if is_whole(length) else length
 
 
 def no_several(options: Mapping[str, Any]) -> None:
@@ -185,36 +349,6 @@ def no_several(options: Mapping[str, Any]) -> None:
     for name in ("layers", "lengths"):
         if name in options:
             raise InputError(f"This verb has no option `{name}`; write `{name[:-1]}=`.")
-
-
-def word(source: Source, key: str, value: Any) -> str:
-    """A word; an index of a token may be a number."""
-    text = shown(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
-    if not text.strip() or not text.isprintable():
-        source.fail(f"`{key}` should be a word. Found `{shown(value)}`.", key)
-    return text
-
-
-def one_of(*choices: str) -> Check:
-    """One of these words."""
-
-    def check(source: Source, key: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
-            source.fail(
-                f"`{key}` should be one of {', '.join(choices)}. Found `{shown(value)}`.", key
-            )
-        return value
-
-    return check
-
-
-def memory(source: Source, key: str, value: Any) -> str:
-    """A size such as ``1GiB``."""
-    try:
-        parse_bytes(value)
-    except InputError as problem:
-        source.fail(str(problem), key)
-    return str(value)
 
 
 def is_number(value: Any) -> bool:
@@ -238,7 +372,7 @@ def _says(value: Any, word: str) -> bool:
     return value is None or (isinstance(value, str) and value == word)
 
 
-def _once(source: Source, key: str, found: Sequence[Any]) -> tuple[Any, ...]:
+def _each_once(source: Entries, key: str, found: Sequence[Any]) -> tuple[Any, ...]:
     """Each value once: a repeated one would be the same job twice."""
     if not found:
         source.fail(f"`{key}` should name at least one. Found none.", key)

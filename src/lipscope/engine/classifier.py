@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.certificates import Pool
 from lipscope.display import Shown
+from lipscope.engine.direction_words import Texts, beginning_of, check_texts
 from lipscope.engine.ready_model import AnyModel, ReadyModel, ready_model
-from lipscope.engine.runs import maps_at
-from lipscope.engine.text_anchors import check_texts, mean_outputs, short
+from lipscope.engine.runs import LocalRun, maps_at
 from lipscope.errors import InputError
-from lipscope.models import LoadedModel, digest, whole_text
+from lipscope.models import digest, whole_text
 
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
@@ -53,9 +54,6 @@ def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) ->
         points: One point a class.
         names: What to call them; their indices if empty.
 
-    Returns:
-        The classifier.
-
     >>> found = nearest_centroid(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
     >>> (found.weight @ torch.tensor([0.5, 1.0]) + found.bias).tolist()
     [0.0, -1.5]
@@ -73,7 +71,7 @@ def classifier_of_texts(
     pool: Pool = "mean",
     special_tokens: bool = True,
 ) -> Classifier:
-    """Nearest centroid, where the centroid of a class is the pooled output of one text.
+    """Nearest centroid, where that of a class is the pooled output of one text, which names it.
 
     Holds for layers whose weights are read in closed form. A text longer than the model's
     positions is cut.
@@ -85,46 +83,32 @@ def classifier_of_texts(
         pool: ``mean`` over tokens, or the ``first`` token.
         special_tokens: Put the model's own special tokens around every text.
 
-    Returns:
-        The classifier, its classes named by the beginnings of the texts.
-
     Raises:
         InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.
     """
     check_texts(texts)
     ready = ready_model(model)
-    points = torch.stack([_point(ready, text, layer, pool, special_tokens) for text in texts])
+    points = torch.stack(
+        [_pooled_output(ready, text, layer, pool, special_tokens) for text in texts]
+    )
     if len(torch.unique(points, dim=0)) < len(points):  # pooled by a first token that reads nothing
         raise InputError(
             "`between` should name texts that this layer can tell apart. Found two with the same "
             "pooled output; choose another layer or `pool`."
         )
-    found = nearest_centroid(points, [short(text) for text in texts])
+    found = nearest_centroid(points, [beginning_of(text) for text in texts])
     return replace(found, by="which of these texts has the nearest pooled output at this layer")
 
 
-def nearest_by_angle(
-    texts: Sequence[str],
-    loaded: LoadedModel,
-    special_tokens: bool,
-    output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
-) -> Classifier:
+def nearest_by_angle(texts: Texts) -> Classifier:
     """The text whose mean output is at the smallest angle with another mean output.
 
-    Args:
-        texts: The texts; one that is longer than the model's positions is cut.
-        loaded: Whose tokenizer reads them.
-        special_tokens: Put the model's own special tokens around every text.
-        output: What a model makes of token ids.
-
-    Returns:
-        A classifier whose rows have unit norm: its scores are cosines times a norm.
+    Its rows have unit norm: its scores are cosines times a norm.
     """
-    rows = mean_outputs(texts, loaded, special_tokens, output)
-    return Classifier(rows, None, tuple(map(short, texts)), BY_ANGLE)
+    return Classifier(texts.points, None, texts.names, BY_ANGLE)
 
 
-def _point(
+def _pooled_output(
     model: ReadyModel, text: str, layer: int, pool: Pool, special_tokens: bool
 ) -> Float[Tensor, " d"]:
     ids = whole_text(
@@ -158,15 +142,22 @@ def read_out_of(
     return classifier_of_file(read_out) if isinstance(read_out, str | Path) else read_out
 
 
+def read_out_at(
+    run: LocalRun, given: Classifier | None, between: Sequence[str], pool: Pool
+) -> Classifier | None:
+    """The read-out that was given, or that of some texts at the layer of a run."""
+    if given is not None or not between:
+        return given
+    how: dict[str, Any] = {"pool": pool, "special_tokens": run.spec.special_tokens}
+    return classifier_of_texts(run.model, between, layer=run.jobs[0].layer or 0, **how)
+
+
 def classifier_of_file(path: str | Path) -> Classifier:
     """A read-out that was stored: ``.npy`` (its weight) or ``.safetensors``.
 
     Args:
         path: A matrix ``(classes, d_out)``; in a safetensors file ``weight`` and, if there is
             one, ``bias``, or a single matrix of any name.
-
-    Returns:
-        The classifier.
 
     Raises:
         InputError: If the file cannot be read or holds something else. Pickles are refused.

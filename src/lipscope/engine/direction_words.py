@@ -1,19 +1,21 @@
-"""Singular directions in words: what their tokens read as, against what chance reads."""
+"""Singular directions in words: what their tokens read as, and towards which texts they turn."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lipscope.engine.result import Found
-from lipscope.errors import InputError
-from lipscope.linalg import Leading, start_named
+from lipscope.engine.answer import Found
+from lipscope.errors import InputError, shown
+from lipscope.linalg import Leading, difference, start_named
 from lipscope.models import (
     PER_HEAD_MAPS,
     LayerMap,
@@ -23,6 +25,11 @@ from lipscope.models import (
     Sample,
     Trace,
     build_map,
+    exact_maths,
+    first_tensor,
+    read_text,
+    run,
+    whole_text,
 )
 from lipscope.records import Direction
 
@@ -31,10 +38,11 @@ _LEAST = 0.05  # of a token's share, except the first
 _ROUNDING = 1e-5  # of the largest stretch of what is spanned
 _BEST = 10  # readings that span
 _SHOWN = 5  # words of each sign
+_NAME = 40  # characters of a text that name it
 _DRAWS = 99  # random directions: one more exceeds all of them once in a hundred times
 
 
-def worded(
+def describe_directions(
     found: Sequence[Found],
     built: LayerMap,
     row_id: str,
@@ -44,10 +52,10 @@ def worded(
     memory: int,
     whole: nn.Module | None,
 ) -> Iterator[Direction]:
-    """Every part of some directions: their tokens with what they read as, and the heads.
+    """Every part of some directions, largest first: their tokens with what they read as, and heads.
 
     Args:
-        found: The directions, largest first.
+        found: The directions.
         built: Their map.
         row_id: Row that they belong to.
         loaded: The model.
@@ -55,9 +63,6 @@ def worded(
         record: Its trace; None for a layer by itself.
         memory: Budget in bytes.
         whole: The model with the head that its checkpoint holds, where it was loaded without.
-
-    Yields:
-        The parts, by token or head.
     """
     names = names_of(loaded, item, len(built.x))
     placed = [f"{name} ({i})" for i, name in enumerate(names)]
@@ -65,7 +70,7 @@ def worded(
     reader = Reader(built, record, loaded.tokenizer, named, whole)
     for side, at in (("right", reader.right), ("left", reader.left)):
         vectors = [one.of.v if side == "right" else one.of.u for one in found]
-        tops = [_tops(vector) for vector in vectors]
+        tops = [_top_tokens(vector) for vector in vectors]
         for i in dict.fromkeys(i for some in tops for i, _ in some):
             text = names[i] if i < len(names) else str(i)
             ranks = [rank for rank, some in enumerate(tops) if i in dict(some)]
@@ -73,20 +78,20 @@ def worded(
             said = read(at(i), own, f"{row_id}|{side}|{i}", memory // 2)
             for rank, one in zip(ranks, said, strict=True):
                 place: Any = (row_id, rank + 1, side, i, text, dict(tops[rank])[i])
-                yield _part(place, found[rank].of, one)
+                yield _described(place, found[rank].of, one)
     shares = head_shares(found, built, record, memory)
     for rank, (one, parts) in enumerate(zip(found, shares, strict=True), 1):
         for head, share in enumerate(parts):
-            yield _part((row_id, rank, "head", head, f"head {head}", share), one.of)
+            yield _described((row_id, rank, "head", head, f"head {head}", share), one.of)
 
 
-def _part(place: Any, of: Leading, read: Mapping[str, Any] | None = None) -> Direction:
+def _described(place: Any, of: Leading, read: Mapping[str, Any] | None = None) -> Direction:
     names = ("id", "rank", "side", "index", "text", "share")
     values = {name: getattr(of, name) for name in ("sigma", "upper", "residual", "sine")}
     return Direction(**dict(zip(names, place, strict=True)), **values, **(read or {}))
 
 
-def _tops(vector: Tensor) -> list[tuple[int, float]]:
+def _top_tokens(vector: Tensor) -> list[tuple[int, float]]:
     """The tokens with the largest shares, the first and what is worth reading beside it."""
     shares = vector.double().square().sum(1)
     best = shares.topk(min(_TOKENS, len(shares)))
@@ -97,20 +102,13 @@ def _tops(vector: Tensor) -> list[tuple[int, float]]:
 def read(
     readings: Readings, vectors: Float[Tensor, "m d"], name: str, memory: int
 ) -> list[dict[str, Any]]:
-    """What some vectors read as, and what chance reads in the same readings.
+    """The columns of a direction that say what vectors read as, and what chance reads.
 
-    Args:
-        readings: The readings, which are gone through in blocks.
-        vectors: The vectors.
-        name: Names the random directions.
-        memory: Budget of a block in bytes.
-
-    Returns:
-        For each vector the columns of a part of a direction that say it.
+    The random directions have a name; the readings are gone through in blocks of the budget.
     """
     size = _DRAWS, vectors.shape[1]
     drawn = torch.randn(size, generator=start_named(name), dtype=torch.float64)
-    seen = _Seen(readings, torch.cat([vectors, drawn.to(vectors)]), memory)
+    seen = _BestReadings(readings, torch.cat([vectors, drawn.to(vectors)]), memory)
     cosines, spanned = seen.nearest, seen.spanned
     m = len(vectors)
     chance = {"chance_cosine": max(cosines[m:]), "chance_spanned": max(spanned[m:])}
@@ -122,14 +120,8 @@ def read(
     ]
 
 
-class _Seen:
-    """The best readings of some vectors, of each sign, and what they span.
-
-    Args:
-        readings: The readings.
-        e: The vectors, one a row.
-        memory: Budget of a block in bytes.
-    """
+class _BestReadings:
+    """The best readings of some vectors, one a row, of each sign, and what they span."""
 
     def __init__(self, readings: Readings, e: Float[Tensor, "m d"], memory: int) -> None:
         self._readings, self._e = readings, e / e.norm(dim=1, keepdim=True)
@@ -200,16 +192,7 @@ def head_shares(
     """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
 
     Of the map ``heads``, ``J_h`` has the head's own slice of the output. They sum to 1, as
-    ``<u, J D v> = sigma``.
-
-    Args:
-        found: The directions.
-        built: Their map.
-        record: Its trace; None for a layer by itself.
-        memory: Budget in bytes.
-
-    Returns:
-        For each direction the shares; nothing where a map has no heads that are known.
+    ``<u, J D v> = sigma``. Nothing where a map has no heads that are known.
     """
     count = built.num_heads
     if count is None or built.map not in PER_HEAD_MAPS:
@@ -245,3 +228,167 @@ def names_of(loaded: LoadedModel, item: Sample, count: int) -> list[str]:
         return [str(i) for i in range(count)]
     patches = [f"patch {k // columns},{k % columns}" for k in range(rows * columns)]
     return [f"[{i}]" for i in range(before)] + patches
+
+
+# --- texts: towards which of them a direction turns the model's output
+
+
+def given_texts(among: Any) -> list[str]:
+    """The texts that were given, or those of a file, one on each line; none for None."""
+    if among is None:
+        return []
+    if isinstance(among, Path):
+        among = [line for line in read_text(str(among), "`among`").splitlines() if line.strip()]
+    check_texts(among, "among")
+    return list(among)
+
+
+def check_texts(texts: Sequence[str], option: str = "between") -> None:
+    """Refuse texts that name no classes: fewer than two, empty or equal ones."""
+    words = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
+    said = {" ".join(text.split()) for text in texts} if words else set()
+    if not words or len(texts) < 2 or "" in said or len(said) < len(texts):
+        raise InputError(
+            f"`{option}` should name at least two classes, each by its own text with words in it. "
+            f"Found `{shown(texts)}`."
+        )
+
+
+def beginning_of(text: str) -> str:
+    """The beginning of a text, as its name."""
+    words = " ".join(text.split())
+    return words if len(words) <= _NAME else words[: _NAME - 1].rstrip() + "…"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, by the mean over tokens of what a model makes of each.
+
+    Attributes:
+        names: Beginnings of the texts.
+        points: The means, as unit vectors.
+    """
+
+    names: tuple[str, ...]
+    points: Float[Tensor, "m d"]
+
+    def cosines(self, y: Float[Tensor, "n d"]) -> Float[Tensor, " m"]:
+        """Of the mean of an output over its tokens."""
+        return self.points.to(y) @ torch.nn.functional.normalize(y.mean(0), dim=0)
+
+
+def mean_outputs(
+    texts: Sequence[str],
+    loaded: LoadedModel,
+    special_tokens: bool,
+    output: Callable[[Int[Tensor, "1 n"]], Float[Tensor, "n d"]],
+) -> Texts:
+    """Texts by what a function makes of their token ids, cut where the model's positions end."""
+    points = []
+    for text in texts:
+        ids = whole_text(
+            text, loaded.reader_of_text(), special_tokens=special_tokens, longest=loaded.max_tokens
+        )
+        points.append(output(ids).mean(0))
+    unit = torch.nn.functional.normalize(torch.stack(points), dim=1)
+    return Texts((*map(beginning_of, texts),), unit)
+
+
+def own_output(model: nn.Module, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What a prepared model makes of token ids, ``(n, d)``, on the device and in the dtype of x."""
+
+    def output(ids: Tensor) -> Tensor:
+        with torch.no_grad(), exact_maths(like.dtype, differentiable=False):
+            return first_tensor(run(model, {"input_ids": ids.to(like.device)}))[0]
+
+    return output
+
+
+def body_of(model: nn.Module) -> str:
+    """Path of what a model has in front of its head, "" for itself."""
+    name = str(getattr(model, "base_model_prefix", ""))
+    return name if name and hasattr(model, name) else ""
+
+
+def check_reads_texts(reads: bool, name: str) -> None:
+    """Refuse `among` for a model that reads no text or has no output for every token."""
+    if not reads:
+        raise InputError(
+            "`among` needs a model that reads texts and has an output for every token. Found "
+            f"`{name}`; leave `among` out."
+        )
+
+
+def texts_for(
+    among: Sequence[str], loaded: LoadedModel, record: Trace | None, special_tokens: bool
+) -> Texts:
+    """The texts, by the mean outputs that the model itself has for them.
+
+    Raises:
+        InputError: If the model reads no text, or has no output for every token.
+    """
+    one = record.inputs if record is not None else None
+    words = isinstance(one, Mapping) and "input_ids" in one
+    y = record.output if record is not None and words else None
+    check_reads_texts(y is not None and y.ndim == 3, loaded.name)
+    assert record is not None
+    own = own_output(record.model.get_submodule(body_of(record.model)), record.calls[0].x)
+    return mean_outputs(among, loaded, special_tokens, own)
+
+
+def slopes_of_texts(
+    found: Sequence[Found], built: LayerMap, row_id: str, record: Trace, texts: Texts
+) -> Iterator[Direction]:
+    """Derivatives of the cosines with some texts along some directions, through the model itself.
+
+    Args:
+        found: The directions.
+        built: Their map.
+        row_id: Row that they belong to.
+        record: Its trace.
+        texts: The texts.
+
+    Raises:
+        InputError: If the derivative is not that of the model, by a finite difference of it.
+    """
+    if not found:
+        return
+    ends, model, inputs = built.ends, record.model, record.inputs
+    assert ends is not None  # of a map in a model
+    path = body_of(model)
+
+    def cosines(y: Tensor) -> Tensor:
+        real = ends.read  # padding is no part of the mean
+        padded = real is not None and len(y) > int(real.max())
+        return texts.cosines(y[real] if padded else y)
+
+    gradients = ends.gradients(model, inputs, path, cosines)
+    own = ends.at(path).function(model, inputs)
+    _check_slopes(lambda x: cosines(own(x)), built.x, found[0].move, gradients)
+    moves = torch.stack([one.move for one in found])
+    still = moves.abs().amax((0, 2)) == 0  # tokens that the question holds fixed
+    flat = gradients.masked_fill(still[:, None], 0.0).flatten(1)
+    units = flat / flat.norm(dim=1, keepdim=True).clamp_min(torch.finfo(flat.dtype).tiny)
+    start = start_named(f"{row_id}|among")
+    drawn = torch.randn((_DRAWS, *built.x.shape), generator=start, dtype=torch.float64)
+    drawn = drawn.to(flat).masked_fill(still[:, None], 0.0).flatten(1)
+    chance = float((units @ torch.nn.functional.normalize(drawn, dim=1).T).abs().max())
+    for rank, (one, move) in enumerate(zip(found, moves, strict=True), 1):
+        slopes = flat @ move.flatten()
+        nearest = units @ torch.nn.functional.normalize(move.flatten(), dim=0)
+        for j, name in enumerate(texts.names):
+            read = {"cosine": float(nearest[j].abs()), "chance_cosine": chance}
+            yield _described((row_id, rank, "text", j, name, float(slopes[j])), one.of, read)
+
+
+def _check_slopes(
+    f: Callable[[Tensor], Tensor], x: Tensor, move: Tensor, gradients: Tensor
+) -> None:
+    along = torch.einsum("mnd,nd->m", gradients, move)
+    seen = difference(f, x, move, along)
+    if seen.status != "agrees":
+        raise InputError(
+            "The cosines with the texts of `among` should have the derivative of the model itself. "
+            f"Found {seen.product:.3g} where a finite difference gives {seen.quotient:.3g}; try "
+            "`dtype = float64`, or leave `among` out."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +15,38 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention
-from lipscope.control import Alarm, Alert, Reading, furthest, joint_norm
-from lipscope.engine.checks import argument, whole
-from lipscope.engine.heads import Heads, heads_of, in_full
+from lipscope.control import (
+    Alarm,
+    Alert,
+    Reading,
+    entropy_and_sink,
+    furthest,
+    joint_norm,
+    largest_logits,
+)
+from lipscope.engine.answer import explained
+from lipscope.engine.checks import argument, whole_number
+from lipscope.engine.plan import FUSED, WindowKey
 from lipscope.engine.ready_model import ReadyModel
-from lipscope.engine.result import explained
 from lipscope.engine.runs import AnyFolder, LocalRun, folder_of
-from lipscope.engine.spec import Model, Options
+from lipscope.engine.session import ModelKey, Session
+from lipscope.engine.spec import Model, Options, Verb
 from lipscope.errors import InputError, remark, shown
-from lipscope.models import LoadedModel, check_finite, copied, digest, fingerprint
+from lipscope.models import (
+    AttentionCall,
+    LoadedModel,
+    Trace,
+    check_finite,
+    closed_form,
+    copied,
+    digest,
+    fingerprint,
+)
 from lipscope.records import Measurement, RunFolder, provenance, stable_id
 
 PART, ALERTS = "monitor", "alerts"
 """The parts of the values of a run folder that hold the signals, and the alerts."""
+_MONITOR = Verb("Monitor")
 _TOL = 1e-2  # of the intervals: a curve over training needs no more
 
 
@@ -104,7 +124,7 @@ class Monitor:
         self.model: nn.Module = getattr(model, "_orig_mod", model)
         self._name = named or type(self.model).__name__
         self.data, self.log = data, log
-        self.every = argument(whole(1, 10**9), "every", every)
+        self.every = argument(whole_number(1, 10**9), "every", every)
         first = next(self.model.parameters())
         dtype = "float64" if first.dtype == torch.float64 else "float32"
         usual = {"tol": _TOL, "device": str(first.device), "dtype": dtype}
@@ -117,7 +137,7 @@ class Monitor:
         self._weights: dict[int, list[nn.Parameter]] = {}
         self._before: dict[int, list[Tensor]] = {}
         self._folder: RunFolder | None = None
-        with in_full(self.model), self._request(self._name, "") as run:
+        with _in_full(self.model), self._request(self._name, "") as run:
             self._layers = sorted({job.layer or 0 for job in run.jobs})
         self._lent = out if isinstance(out, RunFolder) else None
         self._folder = self._lent or (None if out is None else self._opened(out))
@@ -205,7 +225,7 @@ class Monitor:
         revision = f"sha256:{fingerprint(self.model)}"
         name = self._named(revision)
         self._run = name.rpartition("@")[0]
-        with in_full(self.model):
+        with _in_full(self.model):
             heads = self._heads(self._request(name, revision))
             rows, problems = self._measured(name, revision)
         new = [
@@ -243,10 +263,22 @@ class Monitor:
 
         Returns:
             The callback that the Trainer was given.
-        """
-        from lipscope.engine.trainer import attached
 
-        return attached(self, trainer)
+        Raises:
+            InputError: If it is neither.
+        """
+        if hasattr(trainer, "add_callback"):
+            callback = _for_transformers(self, trainer)
+            trainer.add_callback(callback)
+        elif hasattr(trainer, "fit") and isinstance(getattr(trainer, "callbacks", None), list):
+            callback = _for_lightning(self, trainer)
+            trainer.callbacks.append(callback)
+        else:
+            raise InputError(
+                "`trainer` should be a Trainer of transformers or of Lightning. Found "
+                f"`{type(trainer).__name__}`; wrap the optimiser's step in `monitor.step(loss)`."
+            )
+        return callback
 
     def summary(self) -> str:
         """The run in one line, after a first reading: how often it was read, and its alerts."""
@@ -264,7 +296,7 @@ class Monitor:
         loaded = LoadedModel(name, model, None, revision, kind)
         set_ = {"models": (Model(name, self._last),), "tokens": False}
         asked = self._asked | more
-        return LocalRun(loaded, self.data, asked, verb="Monitor", more=set_, out=self._folder)
+        return LocalRun(loaded, self.data, asked, _MONITOR, more=set_, out=self._folder)
 
     def _measured(
         self, name: str, revision: str
@@ -304,7 +336,11 @@ class Monitor:
         return found
 
     def _reading(
-        self, layer: int, heads: Heads | None, rows: Sequence[Measurement], problem: str | None
+        self,
+        layer: int,
+        heads: _LayerHeads | None,
+        rows: Sequence[Measurement],
+        problem: str | None,
     ) -> Reading:
         own, moved = self._weights[layer], self._before.get(layer)
         logits, entropies, sinks = heads.worst() if heads else ((), (), ())
@@ -312,13 +348,15 @@ class Monitor:
             step=self._last,
             layer=layer,
             module=self._names[layer],
-            sigma=_largest(row.sigma for row in rows),
-            relative=_largest(row.relative for row in rows),
-            top_share=_largest(row.top_share for row in rows),
-            radius=_largest([row.radius_max for row in rows] or (heads.radii if heads else [])),
-            largest_logit=_largest(logits),
+            sigma=_largest_finite(row.sigma for row in rows),
+            relative=_largest_finite(row.relative for row in rows),
+            top_share=_largest_finite(row.top_share for row in rows),
+            radius=_largest_finite(
+                [row.radius_max for row in rows] or (heads.radii if heads else [])
+            ),
+            largest_logit=_largest_finite(logits),
             entropy=min(filter(math.isfinite, entropies), default=None),
-            sink_mass=_largest(sinks),
+            sink_mass=_largest_finite(sinks),
             weight_norm=joint_norm(own),
             update_norm=None if moved is None else joint_norm(own, moved),
             logits=logits,
@@ -327,9 +365,9 @@ class Monitor:
             problem=problem,
         )
 
-    def _heads(self, asked: LocalRun) -> dict[int, Heads]:
+    def _heads(self, asked: LocalRun) -> dict[int, _LayerHeads]:
         try:
-            found = heads_of(asked, self._layers)
+            found = _heads_of(asked, self._layers)
         except Exception:  # sigma cannot be measured either, and an alert says why
             if not self.readings:
                 raise
@@ -392,5 +430,207 @@ class Monitor:
         return furthest(self.readings)
 
 
-def _largest(values: Any) -> float | None:
+def _largest_finite(values: Any) -> float | None:
     return max((v for v in values if v is not None and math.isfinite(v)), default=None)
+
+
+# --- inputs of layers and the weights of their heads: forward passes, no Jacobian
+
+
+class _LayerHeads:
+    """A layer over the entries of a batch.
+
+    Attributes:
+        module: Path of its module.
+        holders: Paths of the modules that hold its weights.
+        radii: Largest token norm of the map's input, entry by entry; empty for maps that do not
+            read what the attention module does.
+    """
+
+    def __init__(self, module: str, holders: Sequence[str]) -> None:
+        self.module, self.holders = module, holders
+        self.radii: list[float] = []
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, call: AttentionCall, name: str) -> None:
+        """Take an entry in; its heads if they are in closed form and no token is padding."""
+        if name in ("heads", "attention"):
+            self.radii.append(float(call.x.detach().norm(dim=-1).max()))
+        layer = None if call.refusal else closed_form(call)
+        if layer is not None and (layer.mask is None or not _hides(layer.mask)):
+            self._found.append((largest_logits(layer, call.x), *entropy_and_sink(layer, call.x)))
+
+    def worst(self) -> tuple[tuple[float, ...], ...]:
+        """Largest logit, entropy and sink mass of every head, of its worst entry."""
+        if not self._found:
+            return (), (), ()
+        logits, entropies, sinks = (torch.stack(one) for one in zip(*self._found, strict=True))
+        worst = logits.amax(0), entropies.amin(0), sinks.amax(0)
+        return tuple(tuple(map(float, one)) for one in worst)
+
+
+def _heads_of(asked: LocalRun, layers: Sequence[int]) -> dict[int, _LayerHeads]:
+    """What some layers of the model of a request read, open or not: one forward pass an entry."""
+    found: dict[int, _LayerHeads] = {}
+    name = asked.spec.models[0].name
+    with Session(asked.spec, {"": asked.data}, {name: lambda: asked.model}) as session:
+        for record in _traces(session):
+            names = {module: name for name, module in record.model.named_modules()}
+            for layer in layers:
+                call = record.calls[layer]
+                parts = [call.module] if call.projection is None else [call.module, call.projection]
+                # What torch's face of our own attention shows as a projection is no module of it.
+                holders = [names[part] for part in parts if part in names]
+                found.setdefault(layer, _LayerHeads(call.name, holders)).add(
+                    call, asked.spec.maps[0]
+                )
+    return found
+
+
+def _traces(session: Session) -> Iterator[Trace]:
+    """The model's trace at every input; no map of a layer is built."""
+    spec = session.spec
+    fused = any(name in FUSED for name in spec.maps)
+    for k in range(len(session.items(ModelKey(0, None), ""))):
+        yield session.window(WindowKey(0, None, spec.dtypes[0], fused, "", k)).trace
+
+
+def _hides(mask: Tensor) -> bool:
+    """Whether a token is hidden from all."""
+    return bool((~mask.flatten(0, -2).any(0)).any())
+
+
+@contextlib.contextmanager
+def _in_full(model: nn.Module) -> Iterator[None]:
+    """A model that computes in the precision of its weights, whatever a trainer put around it.
+
+    ``accelerate`` gives a model a forward of its own that computes under autocast.
+    """
+    wrapped = vars(model).get("forward") if hasattr(model, "_original_forward") else None
+    device = next(model.parameters()).device.type
+    try:
+        if wrapped is not None:
+            model.forward = model._original_forward  # pyright: ignore
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        if wrapped is not None:
+            model.forward = wrapped
+
+
+# --- a monitor as a callback: of transformers' own Trainer, or of Lightning's
+
+
+def _for_transformers(monitor: Monitor, trainer: Any) -> Any:
+    from transformers import TrainerCallback
+
+    class TransformersCallback(TrainerCallback):
+        """Gradients are there at ``on_pre_optimizer_step``, and gone at ``on_step_end``.
+
+        Updates are seen as the difference of weights between the two. The loss of a step is what
+        the model returns in training, as the Trainer logs only some; if none, what is logged.
+        """
+
+        def __init__(self) -> None:
+            self._losses: list[Tensor] = []
+            self._each, self._hook = False, None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if monitor.log is None:
+                monitor.log = trainer.log
+            monitor.start(state.global_step)
+            self._let_go()  # of a run that was stopped
+            self._hook = trainer.model.register_forward_hook(self._returned, with_kwargs=True)
+
+        def _returned(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            if model.training and torch.is_grad_enabled() and isinstance(loss, Tensor):
+                # A loss that is told the items of the whole batch is a part of it, else a mean.
+                parts = 1 if kwargs.get("num_items_in_batch") is not None else None
+                share = parts or trainer.args.gradient_accumulation_steps
+                self._losses.append(loss.detach().mean() / share)
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.is_world_process_zero:
+                monitor.before()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            losses, self._losses = self._losses, []
+            self._each |= bool(losses)
+            if state.is_world_process_zero:
+                due = control.should_log
+                monitor.after(sum(losses) if losses else None)
+                control.should_log = (
+                    due  # whoever logs takes it back, and the Trainer's own is lost
+                )
+
+        def on_log(
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            logs: dict[str, Any] | None = None,
+            **more: Any,
+        ) -> None:
+            logs = logs or {}
+            size = logs.get("grad_norm")
+            if size is not None and not math.isfinite(float(size)):
+                raise InputError(
+                    f"Training should have finite gradients. Found a norm of {float(size)} at step "
+                    f"{state.global_step}{monitor.rose()}."
+                )
+            if "loss" in logs and not self._each:
+                monitor.see(logs["loss"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            self._let_go()
+            monitor.close()
+
+        def _let_go(self) -> None:
+            if self._hook is not None:
+                self._hook.remove()
+            self._losses = []
+
+    return TransformersCallback()
+
+
+def _for_lightning(monitor: Monitor, trainer: Any) -> Any:
+    """The callback for the package that a trainer is of, ``lightning`` or ``pytorch_lightning``."""
+    package = importlib.import_module(type(trainer).__module__.split(".trainer")[0])
+
+    class LightningCallback(package.Callback):
+        """Counts steps of the optimiser, as Lightning does, not batches."""
+
+        losses: tuple[Tensor, ...] = ()
+        step = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if monitor.log is None:
+                monitor.log = lambda values: [
+                    one.log_metrics(values, trainer.global_step) for one in trainer.loggers
+                ]
+            self.step = trainer.global_step
+            monitor.start(self.step)
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.is_global_zero:
+                monitor.before()
+
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if isinstance(loss, Tensor):
+                self.losses += (loss.detach(),)
+            if trainer.global_step == self.step:  # gradients are still being gathered
+                return
+            self.step, losses, self.losses = trainer.global_step, self.losses, ()
+            if trainer.is_global_zero:
+                # Lightning divides by the batches of a step, unless a module steps by itself.
+                count = 1 if pl_module.automatic_optimization else len(losses)
+                monitor.after(sum(losses) / count if losses else None)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor.close()
+
+    return LightningCallback()

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
-from lipscope.engine.checks import argument, whole
-from lipscope.engine.layer import MapAtInput
+from lipscope.engine.checks import argument, whole_number
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
+from lipscope.engine.session import MapAtInput
 from lipscope.engine.spec import MeasureOptions
 from lipscope.engine.verbs.attack import Attacked, attack
-from lipscope.engine.verbs.bounds import bounds
 from lipscope.engine.verbs.certify import certify
-from lipscope.engine.verbs.directions import directions
+from lipscope.engine.verbs.measure import bounds, directions
 from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
@@ -79,7 +78,7 @@ class OpenModel(Shown, ReadyModel):
         >>> at.sigma <= at.upper <= 1.001 * at.sigma, at.tokens[:3]
         (True, ('[CLS]', 'it', 'was'))
         """
-        sample = argument(whole(0, 100_000), "sample", sample)
+        sample = argument(whole_number(0, 100_000), "sample", sample)
         asked: dict[str, Any] = {name: v for name, v in options.items() if v is not None}
         cut: dict[str, Any] = {}
         if is_text(data, asked):
@@ -92,7 +91,7 @@ class OpenModel(Shown, ReadyModel):
             )
         if head is not None:
             asked["per_head"] = True
-        layers = None if layer is None else [argument(whole(0, 100_000), "layer", layer)]
+        layers = None if layer is None else [argument(whole_number(0, 100_000), "layer", layer)]
         (one,) = maps_at(self, data, chosen=[sample], layers=layers, **cut, **asked)
         return LayerAtInput(one, head, asked)
 
@@ -166,7 +165,7 @@ class LayerAtInput(Shown):
     @property
     def layer(self) -> int | None:
         """Index from 0; None for the map ``model``."""
-        return self._map.layer
+        return self._map.job.layer
 
     @cached_property
     def x(self) -> Float[Tensor, "n d"]:
@@ -341,12 +340,12 @@ class LayerAtInput(Shown):
 
 
 @pieces.register
-def _of_model(model: OpenModel) -> Iterator[Piece]:
+def _show_model(model: OpenModel) -> Iterator[Piece]:
     yield Card("OpenModel", tuple(model.said()))
 
 
 @pieces.register
-def _of_layer(at: LayerAtInput) -> Iterator[Piece]:
+def _show_layer(at: LayerAtInput) -> Iterator[Piece]:
     yield Card("LayerAtInput", tuple(at.said()))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lipscope.engine.checks import OF_TEXT
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, OPTIONS, REAL, Spec
-from lipscope.errors import InputError
-from lipscope.models import WHOLE
-from lipscope.records import stable_id
+from lipscope.errors import InputError, remark
+from lipscope.models import WHOLE, folder_stamp, source_stamp
+from lipscope.records import SURVEY, RunFolder, stable_id, version
 
 # Maps whose input may be captured under fused attention where weights are read in closed form.
 FUSED = ("heads", "attention", "normed", "residual")
@@ -128,29 +131,17 @@ class Survey(NamedTuple):
 
 
 def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
-    """All jobs of a run; those of one model, and within it of one window, stand together.
-
-    Args:
-        spec: The specification.
-        surveys: Those of its models, in their order.
-
-    Returns:
-        The jobs.
-    """
+    """All jobs of a run; those of one model, and within it of one window, stand together."""
     return [
         job
         for model, survey in enumerate(surveys)
-        for window in _windows(spec, model, survey.items)
+        for window in _windows_of(spec, model, survey.items)
         for job in _of_window(spec, survey, window)
     ]
 
 
 def check_one_input(jobs: Sequence[Job]) -> None:
-    """Refuse several inputs where the answer is of one.
-
-    Raises:
-        InputError: For a batch of several, or pictures of several sizes.
-    """
+    """Refuse several inputs, a batch or pictures of several sizes, where the answer is of one."""
     found = len({job.window for job in jobs if job.input == REAL})
     if found > 1:
         raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
@@ -166,7 +157,7 @@ def identity(
     seed: int,
     **asked: Any,
 ) -> str:
-    """The id of a measurement: of everything that determines its sigma and its interval.
+    """The id, for all heads, of everything that determines a sigma and its interval.
 
     Args:
         spec: What its question shares with others.
@@ -176,9 +167,6 @@ def identity(
         dtype: Floating type.
         seed: Of the random starts.
         **asked: ``map``, ``metric``, ``input`` and ``radius`` of the job; what else was asked.
-
-    Returns:
-        The id, for all heads together.
     """
     parts = {name: getattr(spec, name) for name in _SHARED}
     if spec.causal is not None:
@@ -189,19 +177,19 @@ def identity(
     return stable_id(parts | {"item": item[1:]})
 
 
-def _windows(
+def _windows_of(
     spec: Spec, model: int, held: Mapping[str, Sequence[InputKey]]
 ) -> Iterator[tuple[Any, ...]]:
     random = spec.models[model].name.startswith("random:")
-    fused = [f for f in (True, False) if _maps(spec, fused=f)]
+    fused = [f for f in (True, False) if _maps_of(spec, fused=f)]
     for first in product([model], spec.seeds if random else (None,), spec.dtypes, fused):
         for name, some in held.items():
             for index, item in enumerate(some):
-                if REAL in spec.inputs or item.sample == _first(some, item.num_tokens):
+                if REAL in spec.inputs or item.sample == _first_sample(some, item.num_tokens):
                     yield (*first, name, index, *item[:2])
 
 
-def _maps(spec: Spec, *, fused: bool) -> list[str]:
+def _maps_of(spec: Spec, *, fused: bool) -> list[str]:
     return [name for name in spec.maps if (name in FUSED) == fused]
 
 
@@ -210,27 +198,27 @@ def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[
     seeds = spec.seeds if weights is None else (weights,)
     item, name = survey.items[text][index], (spec.models[model].name, survey.revision)
     layers = range(survey.shape.layers) if spec.layers is None else spec.layers
-    for map in _maps(spec, fused=fused):
-        first = sample == _first(survey.items[text], item.num_tokens)
+    for map in _maps_of(spec, fused=fused):
+        first = sample == _first_sample(survey.items[text], item.num_tokens)
         asked = product([None] if map in WHOLE else layers, _inputs(spec, first))
         for (layer, (kind, radius)), metric, seed in product(asked, spec.metrics, seeds):
             question = {"map": map, "metric": metric, "input": kind, "radius": radius}
             if kind != REAL and radius is None:
-                question["radius"] = _radius(spec, survey.items[text])
+                question["radius"] = _radius_key(spec, survey.items[text])
             id = identity(
                 spec, model=name, item=item, layer=layer, dtype=dtype, seed=seed, **question
             )
             yield Job._make((id, *window, map, layer, kind, radius, metric, seed))
 
 
-def _radius(spec: Spec, items: Sequence[InputKey]) -> Any:
+def _radius_key(spec: Spec, items: Sequence[InputKey]) -> Any:
     """What says how large the tokens of a built input are; None for those of its own window."""
     if spec.radius == "inputs":
         return [one.sha256 for one in items] if len(items) > 1 else None
     return None if spec.radius == "row" else spec.radius
 
 
-def _first(items: Sequence[InputKey], num_tokens: int | None) -> int:
+def _first_sample(items: Sequence[InputKey], num_tokens: int | None) -> int:
     """Index of the first window of a length."""
     return min(one.sample for one in items if one.num_tokens == num_tokens)
 
@@ -246,10 +234,10 @@ def _inputs(spec: Spec, first: bool) -> Iterator[tuple[str, float | None]]:
 
 def row_ids(job: Job, shape: Shape) -> list[str]:
     """The ids of the rows of a job: its own, or one for each head."""
-    return [row_id(job.id, head) for head in heads_of(job, shape)]
+    return [row_id(job.id, head) for head in heads_one_by_one(job, shape)]
 
 
-def heads_of(job: Job, shape: Shape) -> Sequence[int | None]:
+def heads_one_by_one(job: Job, shape: Shape) -> Sequence[int | None]:
     """Heads that are measured one by one; None for all together."""
     if shape.heads is None or job.layer is None:
         return [None]
@@ -259,3 +247,63 @@ def heads_of(job: Job, shape: Shape) -> Sequence[int | None]:
 def row_id(job: str, head: int | None) -> str:
     """The id of a row of a job: the job's own, or one for each head."""
     return job if head is None else stable_id({"job": job, "head": head})
+
+
+# --- surveys kept in a run folder: a finished run answers without loading a model
+
+Held = Mapping[str, Mapping[str, Any]]
+
+
+def surveys_in(folder: RunFolder | None) -> Held:
+    """The surveys that a folder holds, by their keys."""
+    return {} if folder is None else folder.values(SURVEY)
+
+
+def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
+    """Digest of everything that a survey depends on; None if it cannot be told.
+
+    Args:
+        spec: The specification, with the digests of its texts.
+        model: Index of the model.
+        more: What else it depends on, such as the revision that was asked for.
+    """
+    one = spec.models[model]
+    revision = more.get("revision")
+    is_now = source_stamp(f"{one.name}@{revision}" if revision else one.name)
+    if is_now is None:
+        return None
+    pictures = Path(os.path.expanduser(spec.images)) if spec.images is not None else None
+    seen = folder_stamp(pictures) if pictures is not None and os.path.isdir(pictures) else ""
+    asked = spec.as_dict() | {"models": [one.name, one.step], "pictures": seen}
+    return stable_id({**asked, **more, "is_now": is_now, "version": version()})
+
+
+def surveyed(
+    held: Held, folder: RunFolder | None, key: str | None, look: Callable[[], Survey]
+) -> tuple[Survey, bool]:
+    """A survey, held under a key or made and kept in the folder; whether it was held."""
+    if key is not None and key in held:
+        plain = held[key]
+        layers, heads = plain["shape"]
+        items = {name: [InputKey(*one) for one in some] for name, some in plain["items"].items()}
+        return Survey(Shape(layers, heads and tuple(heads)), items, plain["revision"]), True
+    found = look()
+    if folder is not None and key is not None:
+        plain = found._asdict() | {"items": {name: [*some] for name, some in found.items.items()}}
+        folder.add_value(SURVEY, key, plain)
+    return found, False
+
+
+def tell_fewer(spec: Spec, survey: Survey) -> None:
+    """Say where a text has fewer distinct windows than were asked for."""
+    if spec.samples is None or spec.images is not None or spec.lengths is None:
+        return
+    for name, items in survey.items.items():
+        counts = Counter(one.num_tokens for one in items)
+        fewer = {n: count for n, count in counts.items() if count < spec.samples}
+        if fewer:
+            which = ", ".join(f"{count} of {n} tokens" for n, count in sorted(fewer.items()))
+            remark(
+                f"The text{f' `{name}`' * bool(name)} has fewer distinct windows than "
+                f"`samples = {spec.samples}`: {which}. Each is measured once."
+            )

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipscope.engine.classifier import Classifier, nearest_by_angle
+from lipscope.engine.classifier import Classifier
+from lipscope.engine.direction_words import (
+    Texts,
+    body_of,
+    check_reads_texts,
+    mean_outputs,
+    own_output,
+)
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
-from lipscope.engine.text_anchors import own_output
-from lipscope.engine.text_gradients import body_of
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
 from lipscope.models import (
@@ -45,7 +50,7 @@ Reads = list[tuple[str, float]]
 
 
 @dataclass(frozen=True)
-class Seen:
+class Outputs:
     """What the model makes of one input of the map.
 
     Attributes:
@@ -61,7 +66,7 @@ class Seen:
     scores: Tensor | None = None
 
 
-class Pushing:
+class PushProbe:
     """A map at its input, in the model as it is.
 
     Args:
@@ -69,9 +74,6 @@ class Pushing:
         job: The map and the input.
         among: Texts whose nearest one is read; none for the next token of a decoder.
         decides: A read-out of the layer's pooled output, with how it is pooled; or None.
-
-    Raises:
-        InputError: If the map does not move at all, or the texts cannot be read.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Pushing:
         self.run, self.job, self.decides = run, job, decides
         self._at = run.at(job)
         self._window = self._at.window
+        self._inputs = self._window.arguments
         self.built = self._at.map
         self.x = self.built.x
         (reply,) = self._at.answers
@@ -98,7 +101,7 @@ class Pushing:
         self._best = self._v.norm(dim=-1).argmax(keepdim=True)
         self.note: str | None = None
         self.reading = ""
-        self._texts: Classifier | None = None
+        self._texts: Texts | None = None
         self._watch(with_head=False)
         if among:
             self._texts, self.reading = self._nearest(among), NEAREST
@@ -111,11 +114,11 @@ class Pushing:
     # --- the model
 
     @cached_property
-    def here(self) -> Seen:
+    def here(self) -> Outputs:
         """What the model makes of X."""
         return self.at(self.x)
 
-    def at(self, x: Tensor) -> Seen:
+    def at(self, x: Tensor) -> Outputs:
         """What the model makes of another input of the map."""
         found = dict(zip(self._names, self._function(x), strict=True))
         scores = found.pop("scores", None)
@@ -126,18 +129,14 @@ class Pushing:
                 found[name] = found[name][real]
         if scores is not None:
             scores = scores[-1 if real is None else int(real[-1])]
-        return Seen(**found, scores=scores)
-
-    def layer_at(self, x: Tensor) -> Tensor:
-        """The map's own output alone: the model runs no further."""
-        return self._layer(x)
+        return Outputs(**found, scores=scores)
 
     def _watch(self, *, with_head: bool) -> None:
         """What is read of each pass: the map, its block, the model, its scores."""
         built = self.built
         self._names = ["layer"]
         if built.ends is None:
-            self._layer = built.function
+            self.layer_at = built.function
             self._function = lambda x: [built.function(x)]
             return
         prepared = model = self._window.trace.model
@@ -163,7 +162,7 @@ class Pushing:
         self._names += paths
         others = [ends.at(path) for path in paths.values()]
         self._function = ends.beside(others, model, self._inputs)
-        self._layer = ends.function(model, self._inputs)
+        self.layer_at = ends.function(model, self._inputs)  # the model runs no further
 
     @cached_property
     def patches(self) -> Patches | None:
@@ -179,10 +178,6 @@ class Pushing:
         if patches is None or patches.first(len(self.x)) <= 0:
             return False
         return self.pixels(self.direction(f"+{PATCHES}")) is not None
-
-    @cached_property
-    def _inputs(self) -> Any:
-        return self._window.arguments
 
     def pixels(self, e: Tensor) -> str | None:
         """The picture before, and what moves it for each unit of size; None if no pixels do.
@@ -238,9 +233,9 @@ class Pushing:
         x[-1] += x.norm(dim=-1).mean() * torch.nn.functional.normalize(drawn, dim=0).to(x)
         there = self.at(x)
         z = there.model if there.model is not None else there.layer
-        return apart(z[:-1], y[:-1]) <= _STILL * apart(z[-1], y[-1])
+        return frobenius_distance(z[:-1], y[:-1]) <= _STILL * frobenius_distance(z[-1], y[-1])
 
-    def reads(self, seen: Seen) -> Reads:
+    def reads(self, seen: Outputs) -> Reads:
         """The best readings, with their probabilities or cosines."""
         if seen.scores is not None:
             shares = torch.softmax(seen.scores.double(), -1)
@@ -255,7 +250,7 @@ class Pushing:
         names = [self._texts.names[i] for i in best.indices.tolist()]
         return list(zip(names, best.values.tolist(), strict=True))
 
-    def _changed(self, seen: Seen) -> Reads:
+    def _changed(self, seen: Outputs) -> Reads:
         """The tokens whose outputs of the model changed most, by their share of the square."""
         there, here = (one.layer if one.model is None else one.model for one in (seen, self.here))
         squares = (there.double() - here.double()).square().sum(-1)
@@ -266,7 +261,7 @@ class Pushing:
         names = [self.patches.name(i, len(squares)) for i in best.indices.tolist()]
         return [(n, v / total) for n, v in zip(names, best.values.tolist(), strict=True)]
 
-    def answer(self, seen: Seen) -> int | None:
+    def answer(self, seen: Outputs) -> int | None:
         """Which reading is the best one."""
         if seen.scores is not None:
             return int(seen.scores.argmax())
@@ -278,7 +273,7 @@ class Pushing:
             return self._texts.names[answer]
         return self._names_of(torch.tensor([answer]))[0]
 
-    def decision(self, seen: Seen) -> int | None:
+    def decision(self, seen: Outputs) -> int | None:
         """What the read-out of the layer decides."""
         if self.decides is None:
             return None
@@ -305,37 +300,30 @@ class Pushing:
             said.append(word if whole else str(tokenizer.convert_ids_to_tokens([i])[0]))
         return said
 
-    def _cosines(self, seen: Seen) -> Tensor:
+    def _cosines(self, seen: Outputs) -> Tensor:
         assert self._texts is not None and seen.model is not None
-        mean = torch.nn.functional.normalize(seen.model.mean(0), dim=0)
-        return self._texts.weight.to(mean) @ mean
+        return self._texts.cosines(seen.model)
 
-    def _nearest(self, among: Sequence[str]) -> Classifier:
+    def _nearest(self, among: Sequence[str]) -> Texts:
         """The texts, by the mean outputs that the model itself has for them."""
         model = self._window.trace.model
         seen = self.here.model
-        if seen is None or self.run.spec.images is not None:
-            raise InputError(
-                "`among` needs a model that reads texts and has an output for every token. Found "
-                f"`{self.run.model.name}`; leave `among` out."
-            )
+        reads = seen is not None and self.run.spec.images is None
+        check_reads_texts(reads, self.run.model.name)
+        assert seen is not None
         special, output = self.run.spec.special_tokens, own_output(model, self.x)
-        found = nearest_by_angle(among, self.run.model.loaded, special, output)
-        if found.weight.shape[1] != seen.shape[-1]:
+        found = mean_outputs(among, self.run.model.loaded, special, output)
+        if found.points.shape[1] != seen.shape[-1]:
             raise InputError(
                 f"`among` needs a model whose output is {seen.shape[-1]} wide for its texts too. "
-                f"Found {found.weight.shape[1]}."
+                f"Found {found.points.shape[1]}."
             )
         return found
 
     # --- where it goes
 
     def direction(self, name: str) -> Tensor:
-        """A direction of unit Frobenius norm; the largest entry of v is positive.
-
-        Args:
-            name: ``+v``, ``-top``, ``+patches``, ``random 1`` and the like.
-        """
+        """A direction of unit norm, such as ``+v`` (its largest entry positive) or ``random 1``."""
         kind = name[1:]
         if kind not in ("v", "top", PATCHES):
             start = start_named(f"push|{self.job.seed}|{self.job.id}|{name}")
@@ -355,27 +343,20 @@ class Pushing:
 
     def change(self, e: Tensor, eps: float) -> float:
         """``‖f(X + eps e) - f(X)‖``."""
-        return apart(self.layer_at(self.x + eps * e), self.here.layer)
+        return frobenius_distance(self.layer_at(self.x + eps * e), self.here.layer)
 
 
-def apart(there: Tensor, here: Tensor) -> float:
+def frobenius_distance(there: Tensor, here: Tensor) -> float:
     """The Frobenius norm of a difference."""
     return float((there.double() - here.double()).norm())
 
 
-def first_from(
+def size_from(
     sizes: Sequence[float], holds: Sequence[bool], test: Callable[[float], bool]
 ) -> float | None:
-    """The size from which a test holds: bisected between the first of the grid and the one before.
+    """The size from which a test holds, which holds at some sizes of a rising grid, or None.
 
-    Args:
-        sizes: The grid, rising.
-        holds: Whether the test holds at each of its sizes.
-        test: The test.
-
-    Returns:
-        A size at which it holds, at most 1 % above one at which it does not; None if it holds at
-        none of the grid.
+    Bisected between the first of these and the one before, to 1 % above one where it does not hold.
     """
     k = next((i for i, one in enumerate(holds) if one), None)
     if k is None:
@@ -389,12 +370,12 @@ def first_from(
     return high
 
 
-def as_text(reads: Reads) -> str:
+def reads_as_text(reads: Reads) -> str:
     """Readings as the JSON of a line."""
     return json.dumps(reads, ensure_ascii=False)
 
 
-def norms_of(seen: Seen) -> Mapping[str, float | None]:
+def norms_of(seen: Outputs) -> Mapping[str, float | None]:
     """Frobenius norms of what was seen."""
     return {
         f"{name}_norm": None if y is None else float(y.double().norm())

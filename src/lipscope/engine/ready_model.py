@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lipscope.attention import Attention, MultiheadAttention
-from lipscope.engine.bare_layer import map_of_layer
 from lipscope.errors import InputError, memory_for
 from lipscope.models import (
     OF_FUNCTION,
@@ -32,6 +31,7 @@ from lipscope.models import (
     choices,
     converted,
     device_of,
+    digest,
     eval_mode,
     implementation_for,
     later_positions,
@@ -50,31 +50,6 @@ from lipscope.models import (
 from lipscope.models import trace as run_traced
 
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Last(Generic[K, V]):
-    """The last thing that was made, with what it was made for; the one before is let go first."""
-
-    def __init__(self) -> None:
-        self._held: tuple[K, V] | None = None
-
-    def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value that was made for this key."""
-        if self._held is None or self._held[0] != key:
-            self._held = None
-            self._held = key, make()
-        return self._held[1]
-
-    @property
-    def held(self) -> V | None:
-        """The value that is held, whatever it was made for."""
-        return None if self._held is None else self._held[1]
-
-    def forget(self) -> None:
-        """Let go of it."""
-        self._held = None
 
 
 class Setting(NamedTuple):
@@ -140,9 +115,9 @@ class ReadyModel:
         self.loaded = loaded
         self._ready: dict[Setting, Ready] = {}
         self._copies: dict[tuple[torch.dtype, torch.device], nn.Module] = {}
-        self._windows: WeakValueDictionary[Any, Window] = WeakValueDictionary()
+        self._windows: WeakValueDictionary[Any, ModelAtInput] = WeakValueDictionary()
         self._layers: dict[tuple[Side, str | None], list[str]] = {}
-        self._state = _state(loaded.model)
+        self._state = _write_counts(loaded.model)
 
     @property
     def name(self) -> str:
@@ -210,7 +185,7 @@ class ReadyModel:
 
     def _check_unchanged(self) -> None:
         """Refuse a module whose weights are others than when it was opened."""
-        if _state(self.model) != self._state:
+        if _write_counts(self.model) != self._state:
             raise InputError(
                 f"`{self.name}` should be as it was when it was opened. Found other weights: open "
                 "it again with `load_model`."
@@ -220,12 +195,16 @@ class ReadyModel:
         """The attention modules that are layers."""
         return attention_sites(model, setting.modules, side=setting.side)
 
-    def window(self, setting: Setting, sample: Sample, *, norms: bool) -> Window:
+    def window(self, setting: Setting, sample: Sample, *, norms: bool) -> ModelAtInput:
         """The model at an input; the same object while anybody holds it."""
         key = (setting, sample.sha256, sample.kind, sample.sample, sample.start)
         found = self._windows.get(key)
-        if found is None or (norms and not found.norms) or not _same(found.sample, sample):
-            self._windows[key] = found = Window(self, setting, sample, norms)
+        if (
+            found is None
+            or (norms and not found.norms)
+            or not _same_arguments(found.sample, sample)
+        ):
+            self._windows[key] = found = ModelAtInput(self, setting, sample, norms)
         return found
 
     def check_layers(self, setting: Setting, names: list[str]) -> None:
@@ -242,7 +221,7 @@ class ReadyModel:
 AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
 
 
-class Window:
+class ModelAtInput:
     """A model at one input: traced once, when that is first asked for.
 
     Attributes:
@@ -257,8 +236,8 @@ class Window:
         self.norms = norms
         # Maps that were built before their layer was asked, and the last things that were solved.
         self.maps: dict[tuple[int | None, str], LayerMap] = {}
-        self.answers: Last[Any, Any] = Last()
-        self.built_inputs: Last[Any, Any] = Last()
+        self.answers: dict[Any, Any] = {}
+        self.built_inputs: dict[Any, Any] = {}
 
     def ready(self) -> contextlib.AbstractContextManager[Ready]:
         """The model, ready for as long as the block lasts."""
@@ -348,33 +327,15 @@ class Window:
         return ReferenceModel(function, dtype)
 
 
-def ready_model(
-    model: AnyModel,
-    *,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    seed: int = 0,
-    allow_pickle: bool = False,
-) -> ReadyModel:
+def ready_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> ReadyModel:
     """The model that is meant: open already, by its name, a module, or one attention layer."""
     if isinstance(model, ReadyModel) and tokenizer is None:
         return model
-    return ReadyModel(
-        loaded_model(
-            model, tokenizer=tokenizer, revision=revision, seed=seed, allow_pickle=allow_pickle
-        )
-    )
+    return ReadyModel(loaded_model(model, tokenizer=tokenizer, **how))
 
 
-def loaded_model(
-    model: AnyModel,
-    *,
-    tokenizer: Any = None,
-    revision: str | None = None,
-    seed: int = 0,
-    allow_pickle: bool = False,
-) -> LoadedModel:
-    """The same, as it is loaded."""
+def loaded_model(model: AnyModel, *, tokenizer: Any = None, **how: Any) -> LoadedModel:
+    """The same, as it is loaded: by its name as `load_model` of the room models does."""
     if isinstance(model, ReadyModel):
         model = model.loaded
     if isinstance(model, MultiheadAttention):
@@ -392,7 +353,7 @@ def loaded_model(
             f"`{type(model).__name__}`{other}."
         )
     else:
-        loaded = load_model(str(model), revision=revision, seed=seed, allow_pickle=allow_pickle)
+        loaded = load_model(str(model), **how)
     if tokenizer is None:
         return loaded
     if not (callable(tokenizer) and hasattr(tokenizer, "convert_ids_to_tokens")):
@@ -408,11 +369,61 @@ def masked(model: ReadyModel, causal: bool | None) -> ReadyModel:
     return model if causal is None else ReadyModel(with_mask(model.loaded, causal))
 
 
-def _state(model: nn.Module) -> list[tuple[int, int]]:
+def _write_counts(model: nn.Module) -> list[tuple[int, int]]:
     """Where the weights lie and how often they were written; buffers change in forward passes."""
     return [(p.data_ptr(), p._version) for p in model.parameters()]
 
 
-def _same(one: Sample, other: Sample) -> bool:
+def _same_arguments(one: Sample, other: Sample) -> bool:
     """Whether two samples of one digest are the same in what a model takes besides."""
     return one.arguments is other.arguments or one.kind == other.kind == "text"
+
+
+# --- a layer by itself as a model: its inputs and its maps
+
+
+def layer_inputs(data: Any) -> list[Sample]:
+    """Inputs of a layer by itself: one, ``(n, d)``, or several, ``(b, n, d)``."""
+    if not isinstance(data, Tensor) or data.ndim not in (2, 3) or not data.is_floating_point():
+        raise InputError(
+            "`data` should be the input of the layer, of shape (n, d) or (b, n, d). Found "
+            f"{tuple(data.shape) if isinstance(data, Tensor) else type(data).__name__}."
+        )
+    batch = data if data.ndim == 3 else data[None]
+    return [Sample("batch", (x,), i, None, len(x), digest(x), None) for i, x in enumerate(batch)]
+
+
+def map_of_layer(layer: Attention, item: Sample, name: str, dtype: torch.dtype) -> LayerMap:
+    """The map of a layer by itself at an input."""
+    if name not in ("attention", "heads"):
+        raise InputError(
+            f"`map` should be attention or heads for a layer by itself. Found `{name}`."
+        )
+    assert isinstance(item.arguments, tuple)
+    (x,) = item.arguments
+    own = layer if layer.query.dtype == dtype else layer.replace().to(dtype=dtype)
+    x = x.detach().to(own.query)
+    function = own if name == "attention" else own.heads
+    with torch.no_grad():
+        output = function(x)
+
+    def by_head() -> Tensor:
+        with torch.no_grad():
+            heads = own.heads(x).unflatten(1, (own.num_heads, -1)).transpose(0, 1)
+        if name == "heads" or own.output is None:
+            return heads
+        return heads @ own.output.unflatten(1, (own.num_heads, -1)).permute(1, 2, 0)
+
+    return LayerMap(
+        None,
+        name,
+        x,
+        output,
+        function,
+        lambda at, memory, per_head: own.linearise(at, memory=memory, map=name, per_head=per_head),
+        own,
+        own.num_heads,
+        by_head,
+        argument="x",
+        projection=name == "attention" and own.output is not None,
+    )

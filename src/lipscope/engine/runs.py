@@ -7,6 +7,7 @@ import copy
 import functools
 import hashlib
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,32 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from tqdm import tqdm
 
 from lipscope.attention import Attention
+from lipscope.engine.answer import explained, failed_rows
 from lipscope.engine.checks import argument, no_several, path, window_length
-from lipscope.engine.layer import MapAtInput
-from lipscope.engine.plan import Job, Shape, plan, row_ids
-from lipscope.engine.progress import Progress, told
+from lipscope.engine.plan import (
+    Job,
+    plan,
+    row_ids,
+    survey_key,
+    surveyed,
+    surveys_in,
+    tell_fewer,
+)
 from lipscope.engine.ready_model import AnyModel, ReadyModel, masked, ready_model
-from lipscope.engine.result import explained
-from lipscope.engine.rows import failed_rows, source_of
-from lipscope.engine.session import ModelKey, Session
-from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, options_of, single_spec
-from lipscope.engine.survey_cache import survey_key, surveyed, surveys_in, tell_fewer
+from lipscope.engine.session import MapAtInput, ModelKey, Session
+from lipscope.engine.spec import AXES, LENGTHS, REAL, SAMPLES, Spec, Verb, options_of, single_spec
 from lipscope.errors import InputError
-from lipscope.models import Sample, checked_data, device_of, digest, split_revision
+from lipscope.models import (
+    Sample,
+    checked_data,
+    default_text,
+    device_of,
+    digest,
+    split_revision,
+)
 from lipscope.pages import Rows
 from lipscope.records import (
     Bound,
@@ -43,6 +56,14 @@ from lipscope.records import (
 
 AnyData = str | Path | Tensor | Mapping[str, Any] | Sequence[Sample] | None
 AnyFolder = str | Path | Place | RunFolder | None
+Tell = Callable[[int, int, Measurement | None], None]
+Progress = Tell | bool
+
+# What only a measurement needs, and a map at its input does not.
+OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
+_AT = Verb("at", without=options_of("theorems"), norms=True)
+_BEGINNING = 60  # characters of a text that has no name
+_BAR = "measuring {bar:30} {n_fmt}/{total_fmt} {elapsed} left {remaining}"
 
 
 class LocalRun:
@@ -55,11 +76,8 @@ class LocalRun:
         model: A name for `load_model`, a loaded model, a module, or an `Attention` layer.
         data: What it reads, as for `measure`.
         options: Options as for `measure`.
-        verb: Whose options they are.
-        without: Options that make no sense for the verb.
-        dtype: Floating type if none is asked for; that of the weights for a layer.
+        verb: Whose options they are; a layer by itself is measured in the dtype of its weights.
         more: Entries of the specification that the verb sets itself.
-        norms: Whether the norms that feed layers are asked for.
         out: Run folder, or one that is open; None for none.
         asked: What the verb asks for besides, if its answers are of one layer at one input.
     """
@@ -69,16 +87,13 @@ class LocalRun:
         model: AnyModel,
         data: AnyData,
         options: Mapping[str, Any],
+        verb: Verb,
         *,
-        verb: str,
-        without: Sequence[str] = (),
-        dtype: str = "float32",
         more: Mapping[str, Any] | None = None,
-        norms: bool = False,
         out: AnyFolder = None,
         asked: Mapping[str, Any] | None = None,
     ) -> None:
-        options = dict(options)
+        options, dtype = dict(options), verb.dtype
         data, model = checked_data(data), str(model) if isinstance(model, Path) else model
         loading = {name: options.pop(name, None) for name in ("tokenizer", "revision")}
         if isinstance(model, str):
@@ -93,8 +108,7 @@ class LocalRun:
         if is_text(data, options):
             usual = {"lengths": LENGTHS, "samples": SAMPLES}
             options |= {key: value for key, value in usual.items() if options.get(key) is None}
-        texts = {"": _digest(data)}
-        spec = single_spec(name, texts, options, verb=verb, without=without, dtype=dtype)
+        spec = single_spec(verb, name, {"": _digest(data)}, options, dtype)
         self.spec: Spec = replace(spec, **(more or {}))
         self.data = data
         # A name, which is loaded when a job needs it.
@@ -107,8 +121,11 @@ class LocalRun:
                 self.spec.causal,
             )
         )
-        self._more = {"norms": norms, "revision": _revision(model, loading["revision"])}
-        self._norms, self._out, self._asked = norms, out, asked
+        revision = loading["revision"]
+        if isinstance(model, str):
+            revision = split_revision(model, revision)[1]
+        self._more = {"norms": verb.norms, "revision": revision}
+        self._norms, self._out, self._asked = verb.norms, out, asked
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LocalRun:
@@ -126,7 +143,7 @@ class LocalRun:
             )
             tell_fewer(self.spec, self.survey)
             self.jobs: list[Job] = plan(self.spec, [self.survey])
-            if self.folder is not None and not held:
+            if not held:
                 self._note_model()
             self._stack = stack.pop_all()
         return self
@@ -135,15 +152,7 @@ class LocalRun:
         self._stack.__exit__(*error)
 
     def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
-        """The same question except for some entries of its specification, into an open folder.
-
-        Args:
-            folder: Folder for its rows; None for none.
-            **changes: Entries of the specification.
-
-        Returns:
-            A run of the same model, which is loaded once for all of them.
-        """
+        """The same question of the same model but for some entries, into an open folder."""
         other = copy.copy(self)
         other.spec, other._out = replace(self.spec, **changes), folder
         return other
@@ -164,8 +173,8 @@ class LocalRun:
         return folder
 
     def _note_model(self) -> None:
-        assert self.folder is not None
-        self.folder.add_model(self.spec.models[0].name, self.session.about(0))
+        if self.folder is not None:
+            self.folder.add_model(self.spec.models[0].name, self.session.about(0))
 
     @property
     def model(self) -> ReadyModel:
@@ -188,27 +197,19 @@ class LocalRun:
                 )
         return [one for one in some if one.sample in chosen]
 
-    @property
-    def shape(self) -> Shape:
-        """Layers and heads of the model."""
-        return self.survey.shape
-
     def left(self) -> list[Job]:
         """The jobs that the folder does not answer."""
-        done = self._held([one for job in self.jobs for one in row_ids(job, self.shape)])
+        done = self._held([one for job in self.jobs for one in self._ids(job)])
         return [job for job in self.jobs if any(one not in done for one in self._ids(job))]
 
     def rows(self, progress: Progress | None = None, *, keep: bool = True) -> Rows:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
 
         Args:
-            progress: As for `told`.
+            progress: As for `as_callback`.
             keep: Whether they are written into the folder.
-
-        Returns:
-            The rows with their side tables.
         """
-        tell = told(progress)
+        tell = as_callback(progress)
         ids, folder = [one for job in self.jobs for one in self._ids(job)], self.folder
         if folder is not None and folder is not self._out and keep:
             folder.planned(ids)
@@ -217,11 +218,11 @@ class LocalRun:
         bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
         parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
-        for job in self.left():
+        for job in [job for job in self.jobs if any(one not in done for one in self._ids(job))]:
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
                 self._note_model()
-                new = [_with_more(one, folder.done.get(one.row.id)) for one in new]
+                new = [_with_held(one, folder.done.get(one.row.id)) for one in new]
                 folder.extend(new)
             tokens += [token for one in new for token in one.tokens]
             bounds += [bound for one in new for bound in one.bounds]
@@ -263,6 +264,15 @@ class LocalRun:
             part, key, made | ({"sha256": sha256_of(path)} if path else {})
         )
 
+    def values(self, part: str) -> dict[str, Any]:
+        """The values of a part that the folder holds, by their keys."""
+        return {} if self.folder is None else self.folder.values(part)
+
+    def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> None:
+        """Keep a value of a part in the folder, if there is one."""
+        if self.folder is not None:
+            self.folder.add_value(part, key, content)
+
     def save(self, file: str, points: Mapping[str, Tensor]) -> None:
         """Inputs into a file of the folder, in one move; nowhere if there is no folder.
 
@@ -284,14 +294,14 @@ class LocalRun:
     def keep(self, finished: Sequence[Finished]) -> None:
         """Write rows with more side tables than the run itself asks for."""
         assert self.folder is not None
-        held = {_key(one) for one in self.folder.bounds()}
+        held = {_bound_key(one) for one in self.folder.bounds()}
         for one in finished:
-            new = tuple(bound for bound in one.bounds if _key(bound) not in held)
+            new = tuple(bound for bound in one.bounds if _bound_key(bound) not in held)
             if new or one.row.id not in self.folder.done:
                 self.folder.extend([one._replace(bounds=new)])
 
     def _ids(self, job: Job) -> list[str]:
-        return row_ids(job, self.shape)
+        return row_ids(job, self.survey.shape)
 
     def _held(self, ids: Sequence[str]) -> dict[str, Measurement]:
         """Rows that the folder holds; one that other questions share may say less than is asked."""
@@ -318,10 +328,8 @@ class LocalRun:
         except InputError as problem:
             if job.input == REAL:
                 raise
-            rows = failed_rows(
-                self.spec, job, self.shape, explained(problem), self.model.loaded.about
-            )
-            return [Finished(row) for row in rows]
+            about = self.model.loaded.about
+            return failed_rows(self.spec, job, self.survey.shape, explained(problem), about)
 
     def _as_written(self) -> dict[str, Any]:
         """The specification in the words of the call."""
@@ -329,7 +337,7 @@ class LocalRun:
         return plain | {name: plain.pop(several) for name, several in AXES.items()}
 
 
-def _with_more(one: Finished, held: Measurement | None) -> Finished:
+def _with_held(one: Finished, held: Measurement | None) -> Finished:
     """An answer with what an earlier one to the same question says besides."""
     if held is None:
         return one
@@ -339,7 +347,7 @@ def _with_more(one: Finished, held: Measurement | None) -> Finished:
     return one._replace(row=replace(one.row, **more, note="; ".join(dict.fromkeys(notes)) or None))
 
 
-def _key(bound: Bound) -> tuple[str, str, float | None]:
+def _bound_key(bound: Bound) -> tuple[str, str, float | None]:
     return bound.id, bound.theorem, bound.eps
 
 
@@ -369,10 +377,6 @@ def is_text(data: AnyData, options: Mapping[str, Any]) -> bool:
     return (data is None or isinstance(data, str | Path)) and options.get("images") is None
 
 
-def _revision(model: AnyModel, revision: str | None) -> str | None:
-    return split_revision(model, revision)[1] if isinstance(model, str) else revision
-
-
 def _digest(data: Any) -> str:
     """A digest of what was given, for the manifest; inputs have digests of their own."""
     if isinstance(data, Tensor):
@@ -386,45 +390,112 @@ def _digest(data: Any) -> str:
     return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()
 
 
-# What only a measurement needs, and a map at its input does not.
-OF_INPUT = ("lengths", "samples", "windows", "images", "resolutions", "tokenizer", "revision")
+def source_of(data: Any, images: str | Path | None) -> dict[str, str]:
+    """What a manifest says about what was measured on; never compared, as rows hold digests.
+
+    ``images``, or ``text`` (``default``, or how it begins) and ``text_sha256``; of a batch nothing.
+
+    >>> source_of("It was late.", None)["text"]
+    'It was late.'
+    """
+    if images is not None:
+        return {"images": str(images)}
+    text = default_text() if data is None else data
+    if not isinstance(text, str):
+        return {}
+    begins = " ".join(text[:_BEGINNING].split()) + "…" * (len(text) > _BEGINNING)
+    sha256 = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+    return {"text": "default" if data is None else begins, "text_sha256": sha256}
 
 
 def maps_at(
     model: AnyModel,
     data: AnyData = None,
     *,
-    dtype: str = "float32",
     chosen: Sequence[int] | None = None,
     **options: Any,
 ) -> Iterator[MapAtInput]:
     """Maps of a model's layers at its inputs: for every length and sample, layer by layer.
 
+    The model is ready while the iteration lasts.
+
     Args:
         model: As for `measure`.
         data: Likewise.
-        dtype: Floating type if none is asked for.
         chosen: Only these samples; all if None.
         **options: As for `measure`; a text is cut into one window if nothing else is said.
-
-    Yields:
-        Each map; the model is ready while the iteration lasts.
 
     Raises:
         InputError: If a layer, a map or a sample does not exist.
     """
     usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
     asked = usual | {name: value for name, value in options.items() if value is not None}
-    how: dict[str, Any] = {
-        "verb": "at",
-        "without": options_of("theorems"),
-        "dtype": dtype,
-        "norms": True,
-    }
     if chosen is not None:
-        run = LocalRun(model, data, asked, **how)
+        run = LocalRun(model, data, asked, _AT)
         model, data = run.model, run.samples(chosen)
         asked = {name: value for name, value in asked.items() if name not in OF_INPUT}
-    with LocalRun(model, data, asked, **how) as run:
+    with LocalRun(model, data, asked, _AT) as run:
         for job in run.jobs:
             yield run.at(job)
+
+
+# --- progress reporting: to a function, or as a line in a terminal or a notebook
+
+
+class Bar:
+    """A line on standard error; it stays where that is no terminal, as in a notebook.
+
+    What is left is told from the rows that this run has finished, not from those of earlier ones.
+
+    Args:
+        shown: Whether there is a line at all.
+
+    Attributes:
+        anew: Whether a row was measured, and not read from the folder.
+    """
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self.anew = False
+        self._shown = shown
+        self._line: tqdm | None = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def update(self, done: int, total: int, row: Measurement | None) -> None:
+        """Move the bar; rows that an earlier run left count as done."""
+        self.anew |= row is not None
+        if not self._shown:
+            return
+        if self._line is None:
+            stays = not sys.stderr.isatty()
+            self._line = tqdm(total=total, initial=done, bar_format=_BAR, smoothing=0, leave=stays)
+        self._line.total = total
+        self._line.update(done - self._line.n)
+        if done >= total:
+            self._end()
+
+    def _end(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+
+def as_callback(progress: Progress | None) -> Tell:
+    """What is told of progress: a function, a line for True, nobody for None and False.
+
+    A verb asks once, so that all of its parts move one line.
+    """
+    if progress is None or progress is False:
+        return lambda *_: None
+    if progress is True:
+        return Bar().update
+    if not callable(progress):
+        raise InputError(
+            "`progress` should be true, or a function of `done`, `total` and the row. Found "
+            f"`{type(progress).__name__}`."
+        )
+    return progress

@@ -1,25 +1,332 @@
-"""A session of jobs: one model at a time, one forward pass for all questions at a window."""
+"""A session: maps at their inputs, and one forward pass for all questions at a window."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
-from lipscope.engine.bare_layer import layer_inputs
-from lipscope.engine.layer import MapAtInput
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention
+from lipscope.engine.answer import Answer, answer, explained, failed_rows, row_of
+from lipscope.engine.checks import COPIES, parse_bytes, parse_tokens
+from lipscope.engine.closed_form import (
+    BuiltInput,
+    built_input,
+    moved_to,
+    norm_in_front,
+    of_norms,
+    reach_of_bounds,
+    theorems_about,
+)
+from lipscope.engine.direction_words import Texts, describe_directions, slopes_of_texts, texts_for
 from lipscope.engine.plan import FUSED, InputKey, Job, Shape, Survey, WindowKey
-from lipscope.engine.ranges import parse_bytes, parse_tokens
-from lipscope.engine.ready_model import Last, ReadyModel, Setting, Window, masked, ready_model
-from lipscope.engine.result import explained
-from lipscope.engine.rows import failed_rows
+from lipscope.engine.ready_model import (
+    ModelAtInput,
+    ReadyModel,
+    Setting,
+    layer_inputs,
+    masked,
+    ready_model,
+)
 from lipscope.engine.spec import REAL, Spec
-from lipscope.engine.synthetic_inputs import front_of
-from lipscope.engine.text_gradients import Texts
-from lipscope.errors import InputError
-from lipscope.models import WHOLE, Sample, check_request, device_of, inputs_of, with_own_head
-from lipscope.records import Finished
+from lipscope.errors import InputError, memory_for
+from lipscope.linalg import Operator
+from lipscope.models import (
+    WHOLE,
+    ExactNorm,
+    LayerMap,
+    Sample,
+    check_request,
+    device_of,
+    inputs_of,
+    norm_before,
+    why_run,
+    with_own_head,
+)
+from lipscope.records import Direction, Finished, Measurement
+from lipscope.theorems import Normed, Residual, norm_of, radius_of_norm
+
+_MASKS = {
+    True: "run with a causal mask in every layer",
+    False: "run without a causal mask",
+}
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def keep_last(held: dict[K, V], key: K, make: Callable[[], V]) -> V:
+    """The value of a key; one that is made anew takes the place of the only one that is held."""
+    if key not in held:
+        held.clear()  # first: both may not fit the memory
+        held[key] = make()
+    return held[key]
+
+
+class MapAtInput:
+    """A map of a model's layer at an input, with everything that verbs want to know of it.
+
+    What is asked for is computed once, when it is first asked for; the model is ready while
+    that happens, and as it was found afterwards.
+
+    Args:
+        session: Whose specification says what is asked.
+        job: Which map, which input.
+        window: The model at the input that was given.
+        given: The map there, if it was built before.
+    """
+
+    def __init__(
+        self, session: Session, job: Job, window: ModelAtInput, given: LayerMap | None = None
+    ) -> None:
+        self._session, self.spec = session, session.spec
+        self.job, self.window, self.model = job, window, window.model
+        if given is not None:
+            self.__dict__["given"] = given
+
+    @cached_property
+    def given(self) -> LayerMap:
+        """The map at the input that was given, padding held fixed."""
+        held = self.window.maps.pop((self.job.layer, self.job.map), None)
+        if held is not None:
+            return held
+        how = {"memory": self._session.memory, "per_head": self.spec.per_head}
+        return self.window.map(self.job.layer, self.job.map, **how)
+
+    @cached_property
+    def _placed(self) -> tuple[LayerMap, Sample, list[str]]:
+        notes = self.window.notes()
+        if self.spec.causal is not None:
+            notes.append(_MASKS[self.spec.causal])
+        if self.job.input == REAL:
+            return self.given, self.window.sample, notes
+        made = self.built_input
+        with self.window.ready():
+            moved = moved_to(self.given, self.window.sample, self.job, made.x)
+        return *moved, [*notes, made.remark]
+
+    @property
+    def map(self) -> LayerMap:
+        """The map, with its input: the one that was given, or the one that was built."""
+        return self._placed[0]
+
+    @property
+    def item(self) -> Sample:
+        """The input of the model, as rows name it."""
+        return self._placed[1]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What rows say of the model, the input and the reach of bounds."""
+        notes = self._placed[2]
+        if not self.spec.theorems or self.map.attention is None:
+            return notes
+        named = self.job.map in ("normed", "residual")
+        layer = self.for_theorems if named else self.map.attention
+        if norm_in_front(layer) is None:
+            return notes
+        return [*notes, reach_of_bounds(layer, self.x, self.allowed[1])]
+
+    @property
+    def x(self) -> Float[Tensor, "n d"]:
+        """Input of the map."""
+        return self.map.x
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The tokens in the model's own words; their indices where it has none."""
+        own = self.item.tokens
+        return own if own and len(own) == len(self.x) else tuple(map(str, range(len(self.x))))
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Tensor:
+        """The map at another input."""
+        with self.window.ready():
+            return self.map(x)
+
+    def linearise(self, x: Float[Tensor, "n d"] | None = None) -> Operator:
+        """The Jacobian at the input, or at another one; the model is ready during its products."""
+        with self.window.ready():
+            found = self.map.linearise(self.x if x is None else x, memory=self._session.memory)
+
+        def ready(product: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def inside(vector: Tensor) -> Tensor:
+                with self.window.ready():
+                    return product(vector)
+
+            return inside
+
+        return replace(found, matvec=ready(found.matvec), rmatvec=ready(found.rmatvec))
+
+    # --- what theorems see
+
+    @cached_property
+    def for_theorems(self) -> Attention | Normed | Residual:
+        """The layer as theorems see it: with the norms of the maps ``normed`` and ``residual``.
+
+        Raises:
+            InputError: If its weights are not read in closed form.
+        """
+        built = self.given
+        if built.attention is None:
+            why = "it is not known"
+            if not self.model.is_layer:
+                why = why_run(self.window.trace.calls[self.job.layer or 0].module)
+            raise InputError(
+                f"Weight-based bounds are not available for this layer, because {why}. "
+                "`lipscope measure` measures it."
+            )
+        if built.norms is not None:
+            return of_norms(built.attention, built.norms)
+        if self.job.map != "normed":
+            return built.attention
+        assert self.norm is not None  # else the map does not exist
+        return Normed(built.attention, ExactNorm(self.norm))
+
+    @property
+    def attention(self) -> Attention:
+        """The attention layer in closed form.
+
+        Raises:
+            InputError: If its weights are not read in closed form.
+        """
+        found = self.for_theorems
+        branch = found.branch if isinstance(found, Residual) else found
+        return branch.attention if isinstance(branch, Normed) else branch
+
+    @cached_property
+    def norm(self) -> nn.Module | None:
+        """The normalisation that feeds the layer, or None."""
+        if self.model.is_layer:
+            return None
+        record = self.window.trace
+        found = norm_before(record, record.calls[self.job.layer or 0])
+        return None if found is None else found.module
+
+    @property
+    def radius(self) -> float:
+        """Largest token norm of the input."""
+        return float(torch.linalg.vector_norm(self.x, dim=-1).max())
+
+    def radius_of_norm(self) -> float:
+        """Largest norm that a token can have after the norm that feeds the layer.
+
+        Raises:
+            InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
+        """
+        if self.norm is None:
+            raise InputError(
+                "`radius = norm` needs a norm that feeds the layer. Found none before layer "
+                f"{self.job.layer}; give a number."
+            )
+        return radius_of_norm(norm_of(self.norm, self.given.x.shape[1]))
+
+    @cached_property
+    def allowed(self) -> tuple[float | None, float | None]:
+        """Of which tokens bounds on all inputs speak: up to a radius, or from a norm on."""
+        radius = self.spec.radius
+        if radius == "inputs":
+            return self._session.of_inputs(self.job)
+        if norm_in_front(self.for_theorems) is not None:
+            if radius != "row":
+                raise InputError(
+                    "`radius` should be left out for a layer with a norm in front, whose bounds "
+                    f"hold for tokens of every norm. Found `radius = {radius}`."
+                )
+            return None, None
+        if radius == "norm":
+            return self.radius_of_norm(), None
+        return (None if radius == "row" else float(radius)), None
+
+    @property
+    def size(self) -> float:
+        """Largest token norm of the input; the smallest with a norm in front."""
+        front, x = norm_in_front(self.for_theorems), self.given.x
+        return float(x.norm(dim=-1).max() if front is None else front.constants.size(x).min())
+
+    @cached_property
+    def built_input(self) -> BuiltInput:
+        """The input that the job builds, within the radius of which bounds on all inputs speak."""
+        job, built = self.job._replace(metric="", id=""), self.given
+
+        def make() -> BuiltInput:
+            radius = self.allowed[0] if job.radius is None else job.radius
+            largest = float(torch.linalg.vector_norm(built.x, dim=-1).max())
+            with self.window.ready():
+                return built_input(built, job, self.spec, radius or largest)
+
+        key = job, self.spec.ascent_steps, self.spec.radius
+        return keep_last(self.window.built_inputs, key, make)
+
+    # --- answers
+
+    @property
+    def answers(self) -> list[Answer]:
+        """What the map, or each of its heads, answers: singular vectors included."""
+        spec, job = self.spec, self.job
+        key = f"{spec.models[job.model].name}|{job.layer}|{job.num_tokens or ''}|{job.sample}"
+        if job.input != REAL:
+            key += f"|{job.input}|{job.radius or ''}"
+        whole_tokens = spec.move != COPIES  # the model itself has no copies
+
+        def make() -> list[Answer]:
+            with self.window.ready():
+                check = self._session.first(job) and whole_tokens
+                reference = self.window.reference(self.map) if check else None
+                return answer(self.map, spec, job, self._session.memory, key, reference)
+
+        asked = job, spec.per_head, spec.rest, spec.average, spec.directions
+        return keep_last(self.window.answers, asked, make)
+
+    @cached_property
+    def finished(self) -> list[Finished]:
+        """The rows, each with its side tables.
+
+        Raises:
+            InputError: If it cannot be answered as asked.
+        """
+        spec, found, about = self.spec, [], self.model.loaded.about
+        more: dict[str, Any] = {"device": self.window.device.type, "notes": self.remarks}
+        more |= {"of": self.map, "item": self.item}
+        for reply in self.answers:
+            row = row_of(spec, self.job, reply, about, **more)
+            tokens = reply.token_shares(row.id, self.item.tokens) if spec.tokens else []
+            bounds = ()
+            if spec.theorems:
+                with self.window.ready():
+                    bounds = theorems_about(
+                        row, self.map, spec, lambda: (self.for_theorems, self.allowed)
+                    )
+            with memory_for("The readings of a whole vocabulary", self.job.dtype):
+                parts = self._described(row, reply)
+            found.append(Finished(row, tuple(tokens), bounds, parts))
+        return found
+
+    @property
+    def rows(self) -> list[Measurement]:
+        """The row of all heads together, or one for each head."""
+        return [one.row for one in self.finished]
+
+    def _described(self, row: Measurement, reply: Answer) -> tuple[Direction, ...]:
+        if not reply.leading:
+            return ()
+        model, window, spec = self.model, self.window, self.spec
+        record = None if model.is_layer else window.trace
+        with window.ready() as ready:
+            whole = None if record is None else window.with_head(ready)
+            about = (self.map, row.id, model.loaded, self.item, record)
+            memory = self._session.memory
+            found = (*describe_directions(reply.leading, *about, memory, whole),)
+            if not spec.among:
+                return found
+            among = spec.among, model.loaded, record, spec.special_tokens
+            texts = keep_last(self._session.texts, window.setting, lambda: texts_for(*among))
+            assert record is not None  # or there are no texts for it
+            return (*found, *slopes_of_texts(reply.leading, self.map, row.id, record, texts))
 
 
 class Result(NamedTuple):
@@ -36,6 +343,11 @@ class Result(NamedTuple):
     model: int
     about: dict[str, Any]
     finished: list[Finished]
+
+
+def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:
+    """The result of a job whose workers died: rows that say so."""
+    return Result(job.id, job.model, {}, failed_rows(spec, job, shape, error, {}))
 
 
 class ModelKey(NamedTuple):
@@ -74,14 +386,15 @@ class Session:
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
         self._stack = ExitStack()
-        self._model: Last[ModelKey, ReadyModel] = Last()
         self._failed: dict[ModelKey, Exception] = {}
-        self._items: Last[tuple[ModelKey, str], list[Sample]] = Last()
-        self._ready: Last[tuple[ModelKey, Setting], None] = Last()
-        self._window: Last[WindowKey, Window] = Last()
-        self._at: Last[Job, MapAtInput] = Last()
-        self._sizes: Last[Any, dict[int | None, list[float]]] = Last()
-        self.texts: Last[Setting, Texts] = Last()
+        # Of each of these only the last one is held.
+        self._model: dict[ModelKey, ReadyModel] = {}
+        self._items: dict[tuple[ModelKey, str], list[Sample]] = {}
+        self._ready: dict[tuple[ModelKey, Setting], None] = {}
+        self._window: dict[WindowKey, ModelAtInput] = {}
+        self._at: dict[Job, MapAtInput] = {}
+        self._sizes: dict[Any, dict[int | None, list[float]]] = {}
+        self.texts: dict[Setting, Texts] = {}
 
     def __enter__(self) -> Session:
         return self
@@ -93,7 +406,7 @@ class Session:
         """Put the model back as it was, and let go of it."""
         self._stack.close()
         for held in (self._model, self._items, self._ready, self._window, self._at, self.texts):
-            held.forget()
+            held.clear()
 
     # --- what a model has
 
@@ -115,7 +428,7 @@ class Session:
             return ReadyModel(replace(found.loaded, model=with_own_head(found.loaded)))
 
         try:
-            return self._model.get(key, load)
+            return keep_last(self._model, key, load)
         except Exception as problem:
             self._failed[key] = problem
             raise
@@ -146,7 +459,7 @@ class Session:
                 position_offset=spec.position_offset,
             )
 
-        return self._items.get((key, name), cut)
+        return keep_last(self._items, (key, name), cut)
 
     def survey(self, model: int) -> Survey:
         """Layers, heads and inputs of a model; every map is built once at the first input.
@@ -166,7 +479,10 @@ class Session:
             for name in items if maps else ():
                 window = WindowKey(model, weights, spec.dtypes[0], fused, name, 0)
                 shape = self._looked_at(window, maps, [one.num_tokens for one in items[name]])
-        listed = {name: [*map(_item, some)] for name, some in items.items()}
+        listed = {
+            name: [InputKey(s.num_tokens, s.sample, s.start, s.sha256) for s in some]
+            for name, some in items.items()
+        }
         return Survey(shape, listed, self.model(key).loaded.revision)
 
     def _looked_at(
@@ -208,7 +524,7 @@ class Session:
 
     # --- a map at an input
 
-    def window(self, key: WindowKey) -> Window:
+    def window(self, key: WindowKey) -> ModelAtInput:
         """The model at an input, which stays ready until another one is asked for."""
         model_key, spec = ModelKey(key.model, key.weights), self.spec
         model, item = self.model(model_key), self.items(model_key, key.text)[key.item]
@@ -222,19 +538,19 @@ class Session:
             self._stack.close()
             self._stack.enter_context(model.ready(setting))
 
-        def make() -> Window:
-            self._at.forget()
-            self._ready.get((model_key, setting), enter)
+        def make() -> ModelAtInput:
+            self._at.clear()
+            keep_last(self._ready, (model_key, setting), enter)
             return model.window(setting, item, norms=norms)
 
-        return self._window.get(key, make)
+        return keep_last(self._window, key, make)
 
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
-        window, before = self.window(job.window), self._at.held
+        window, before = self.window(job.window), next(iter(self._at.values()), None)
         same = before is not None and before.job.place == job.place
         given = before.given if before is not None and same else None
-        return self._at.get(job, lambda: MapAtInput(self, job, window, given))
+        return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))
 
     def first(self, job: Job) -> bool:
         """Whether its input is the first one of its length."""
@@ -245,7 +561,7 @@ class Session:
     def of_inputs(self, job: Job) -> tuple[float | None, float | None]:
         """Largest token norm over all inputs of a layer; the smallest with a norm in front."""
         key = ModelKey(job.model, job.weights)
-        held = self._sizes.get((key, job.dtype, job.text, job.map), dict)
+        held = keep_last(self._sizes, (key, job.dtype, job.text, job.map), dict)
         at = self.at(job)
         if job.layer not in held:
             layers = self._layers(job, at)
@@ -257,7 +573,7 @@ class Session:
                     with suppress(InputError):  # a layer without weights says so in its own rows
                         held[layer].append(self.at(other).size)
         some = held[job.layer] or [at.size]  # which says why there is none
-        return (max(some), None) if front_of(at.for_theorems) is None else (None, min(some))
+        return (max(some), None) if norm_in_front(at.for_theorems) is None else (None, min(some))
 
     def _layers(self, job: Job, at: MapAtInput) -> Sequence[int | None]:
         if self.spec.layers is not None or at.model.is_layer:
@@ -267,33 +583,21 @@ class Session:
     # --- answers
 
     def result(self, job: Job, shape: Shape) -> Result:
-        """The result of a job; one that fails has rows that say so.
-
-        Args:
-            job: The job.
-            shape: That of its model.
-
-        Returns:
-            Its rows with their side tables, and what the model is.
-        """
+        """The result of a job, of a model of this shape; one that fails has rows that say so."""
         try:
             finished = self.at(job).finished
         except Exception as problem:  # whatever it is, the other jobs go on
             about = self._about_if_loaded(job)
-            rows = failed_rows(self.spec, job, shape, explained(problem), about)
-            finished = [Finished(row) for row in rows]
+            finished = failed_rows(self.spec, job, shape, explained(problem), about)
         return Result(job.id, job.model, self._about_if_loaded(job), finished)
 
     def seconds(self, job: Job, shape: Shape, clock: Callable[[], float]) -> tuple[float, float]:
         """Time of the forward pass of a job's window, and of the job once that is done.
 
-        Args:
-            job: The job.
-            shape: That of its model.
-            clock: What tells the time, in seconds.
+        ``clock`` tells the time, in seconds.
         """
-        self._window.forget()
-        self._at.forget()
+        self._window.clear()
+        self._at.clear()
         with suppress(Exception):  # a job that fails takes its time too
             self.window(job.window)
         began = clock()
@@ -309,7 +613,3 @@ class Session:
         with suppress(Exception):
             return self.about(job.model, job.weights)
         return {}
-
-
-def _item(sample: Sample) -> InputKey:
-    return InputKey(sample.num_tokens, sample.sample, sample.start, sample.sha256)

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 from lipscope.engine import checks
-from lipscope.engine.checks import OF_TEXT, Check
-from lipscope.engine.ranges import COPIES, parse_tokens
-from lipscope.engine.source import Source
+from lipscope.engine.checks import COPIES, OF_TEXT, Check, Entries, parse_tokens
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:  # not at run time: the command line completes options without torch
@@ -105,10 +103,10 @@ _entry, _input, _question = (partial(_option, group) for group in ("", "input", 
 _theorem, _solver = (partial(_option, group) for group in ("theorems", "solver"))
 
 
-def _named(entry: str) -> Check:
+def _when_used(entry: str) -> Check:
     """The check of an entry whose words stand in rooms that bring torch: asked when it is used."""
 
-    def check(source: Source, key: str, value: Any) -> Any:
+    def check(source: Entries, key: str, value: Any) -> Any:
         from lipscope.attacks import PER_HEAD, PER_LAYER
         from lipscope.linalg import Metric
         from lipscope.models import MAPS, SIDES
@@ -151,41 +149,43 @@ class Spec:
     models: tuple[Model, ...]
     texts: Mapping[str, str]
     layers: tuple[int, ...] | None = _entry(None, checks.layers)
-    lengths: tuple[int, ...] | None = _entry(None, checks.lengths)
-    samples: int | None = _entry(None, checks.whole(1, 100_000))
+    lengths: tuple[int, ...] | None = _entry(None, checks.integers(1, 10**7, rising=True))
+    samples: int | None = _entry(None, checks.whole_number(1, 100_000))
     windows: str = _input("spread", checks.one_of("spread", "disjoint"), "or disjoint, no overlap.")
     special_tokens: bool = _input(True, checks.flag, "Put [CLS] and the like around each window.")
     causal: bool | None = _input(
         None, checks.flag, "yes or no: with a causal mask in every layer, or without.", rare=True
     )
-    position_offset: int = _input(0, checks.whole(0, 2**31), "First position id.", named=True)
+    position_offset: int = _input(
+        0, checks.whole_number(0, 2**31), "First position id.", named=True
+    )
     images: str | None = _input(None, checks.path, "DIR or random, then @224,448.")
-    resolutions: tuple[int, ...] | None = _entry(None, checks.sides)
+    resolutions: tuple[int, ...] | None = _entry(None, checks.integers(1, 4096, rising=True))
     maps: tuple[str, ...] = _question(
         ("attention",),
-        _named("maps"),
+        _when_used("maps"),
         "heads, normed, residual, block, stack, model, logits, margin",
     )
     per_head: bool = _question(False, checks.flag, "One row per head.")
     metrics: tuple[str, ...] = _question(
-        ("frobenius",), _named("metrics"), "or token-relative, max-token, infinity.", left=True
+        ("frobenius",), _when_used("metrics"), "or token-relative, max-token, infinity.", left=True
     )
     move: str = _question(
         "all", checks.word, "first, last, not-first, a:b, a%:b%, copies.", named=True
     )
     read: str = _question("all", checks.word, "Outputs that are read.", named=True)
-    side: Side = _question("self", _named("side"), "Across: query, key.", named=True)
+    side: Side = _question("self", _when_used("side"), "Across: query, key.", named=True)
     rest: bool = _question(False, checks.flag, "Also with the top token held fixed.")
     average: bool = _question(False, checks.flag, "Also Frobenius norm and stable rank.")
     inputs: tuple[str, ...] = _theorem(
-        (REAL,), _named("inputs"), "or adversarial, ascent, a construction; several by commas."
+        (REAL,), _when_used("inputs"), "or adversarial, ascent, a construction; several by commas."
     )
     radii: tuple[float | str, ...] = _entry((OF_TEXT,), checks.radii)
     ascent_steps: int = _theorem(
-        40, checks.whole(0, 100_000), "Steps of gradient ascent.", left=True
+        40, checks.whole_number(0, 100_000), "Steps of gradient ascent.", left=True
     )
     theorems: tuple[str, ...] = _theorem(
-        (), checks.theorems, "Names, or all that are quick.", left=True
+        (), checks.theorem_names, "Names, or all that are quick.", left=True
     )
     sharp: bool | None = _theorem(
         True, checks.flag, "Bounds that may take long; unset: up to seconds.", left=True
@@ -196,13 +196,15 @@ class Spec:
         "Largest token norm of bounds: a number, norm, inputs, row.",
         left=True,
     )
-    tol: float = _solver(1e-3, checks.number, "How wide intervals may be.", named=True)
-    delta: float = _solver(0.01, checks.number, "Their failure probability.", named=True)
+    tol: float = _solver(1e-3, checks.between_0_and_1, "How wide intervals may be.", named=True)
+    delta: float = _solver(0.01, checks.between_0_and_1, "Their failure probability.", named=True)
     dtypes: tuple[str, ...] = _solver(
         ("float32",), checks.words(get_args(DType)), "float32 or float64.", left=True
     )
     device: str = _solver("auto", checks.word, "auto, cpu, cuda, …")
-    seeds: tuple[int, ...] = _solver((0,), checks.seeds, "Seed of the random starts.")
+    seeds: tuple[int, ...] = _solver(
+        (0,), checks.integers(0, 2**63 - 1), "Seed of the random starts."
+    )
     memory: str = _solver("1GiB", checks.memory, "Budget such as 1GiB.")
     modules: str | None = _solver(
         None, checks.word, "Regular expression for attention modules.", rare=True, named=True
@@ -227,6 +229,24 @@ CHECKS: dict[str, Check] = {name: one.metadata["check"] for name, one in OPTIONS
 AXES = {"map": "maps", "metric": "metrics", "dtype": "dtypes", "seed": "seeds"}
 _SINGLE = {plural: single for single, plural in AXES.items()}
 _KNOWN = (*MeasureOptions.__annotations__, "layers", "lengths", "samples", "radii")
+# Options of the question itself, which verbs with a question of their own do not have.
+OF_QUESTION = tuple(n for n in MeasureOptions.__annotations__ if n not in Options.__annotations__)
+
+
+class Verb(NamedTuple):
+    """What tells the options of one verb from those of another.
+
+    Attributes:
+        name: For the messages.
+        without: Options that make no sense for it.
+        dtype: Floating type if none is asked for.
+        norms: Whether it asks for the norms that feed layers.
+    """
+
+    name: str
+    without: Collection[str] = ()
+    dtype: str = "float32"
+    norms: bool = False
 
 
 def options_of(group: str) -> tuple[str, ...]:
@@ -240,40 +260,30 @@ def options_of(group: str) -> tuple[str, ...]:
 
 
 def single_spec(
-    model: str,
-    sources: Mapping[str, str],
-    options: Mapping[str, Any],
-    *,
-    verb: str,
-    without: Collection[str] = (),
-    dtype: str = "float32",
+    verb: Verb, model: str, sources: Mapping[str, str], options: Mapping[str, Any], dtype: str
 ) -> Spec:
     """The specification of one call of a verb.
 
     Args:
+        verb: The verb.
         model: Name of the model.
         sources: Digests of what it reads, by name.
         options: The call's options; None for what is left to its default.
-        verb: Name of the verb, for the messages.
-        without: Options that make no sense for it.
         dtype: Floating type if none is asked for.
-
-    Returns:
-        The specification.
 
     Raises:
         InputError: For an option that the verb does not have, or a value that cannot be.
     """
-    source = Source("", {name: value for name, value in options.items() if value is not None})
-    known = [name for name in _KNOWN if name not in without]
+    source = Entries("", {name: value for name, value in options.items() if value is not None})
+    known = [name for name in _KNOWN if name not in verb.without]
     for name in source.values:
-        if name in without:
-            source.fail(f"`{verb}` has no option `{name}`; leave it out.")
+        if name in verb.without:
+            source.fail(f"`{verb.name}` has no option `{name}`; leave it out.")
         if name not in known:
             twin = next((one for one in known if one in (f"{name}s", name.removesuffix("s"))), None)
             if twin is not None:
-                source.fail(f"`{verb}` has no option `{name}`; write `{twin}=`.")
-            raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
+                source.fail(f"`{verb.name}` has no option `{name}`; write `{twin}=`.")
+            raise TypeError(f"{verb.name}() got an unexpected keyword argument {name!r}")
     values: dict[str, Any] = {}
     for name, value in source.values.items():
         key = AXES.get(name, name)
@@ -314,7 +324,7 @@ def digests(sources: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def check_together(source: Source, spec: Spec) -> None:
+def check_together(source: Entries, spec: Spec) -> None:
     """Reject incompatible options."""
     import torch  # not above: see the imports
 
@@ -352,7 +362,7 @@ def check_together(source: Source, spec: Spec) -> None:
         )
 
 
-def _check_copies(source: Source, spec: Spec) -> None:
+def _check_copies(source: Entries, spec: Spec) -> None:
     """Copies of a token move against each other in self-attention whose weights are known."""
     said = "`move = copies` goes with"
     other = [one for one in spec.maps if one not in WITH_INPUTS]
@@ -364,7 +374,7 @@ def _check_copies(source: Source, spec: Spec) -> None:
         source.fail(f"{said} no theorems, which speak of whole tokens. Found some.", "theorems")
 
 
-def _check_inputs(source: Source, spec: Spec) -> None:
+def _check_inputs(source: Entries, spec: Spec) -> None:
     """Inputs that are built need whole layers whose weights are known."""
     built = [one for one in spec.inputs if one != REAL]
     other = [one for one in spec.maps if one not in WITH_INPUTS]
@@ -379,7 +389,7 @@ def _check_inputs(source: Source, spec: Spec) -> None:
         source.fail("`radii` go with inputs that are built. Found only `real`.", "radii")
 
 
-def _check_theorems(source: Source, spec: Spec) -> None:
+def _check_theorems(source: Entries, spec: Spec) -> None:
     """Theorems speak of some maps, and of all tokens."""
     if not spec.theorems:
         return

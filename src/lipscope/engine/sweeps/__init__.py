@@ -5,8 +5,7 @@ the same request on the same folder goes on with what is missing.
 """
 
 from lipscope.engine.spec import Spec
-from lipscope.engine.sweeps.driver import sweep
-from lipscope.engine.sweeps.estimate import Estimate, estimate
-from lipscope.engine.sweeps.written import read_spec
+from lipscope.engine.sweeps.driver import Estimate, estimate, sweep
+from lipscope.engine.sweeps.spec_file import read_spec
 
 __all__ = ["Estimate", "Spec", "estimate", "read_spec", "sweep"]

@@ -19,13 +19,17 @@ from distributed import (
 )
 
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.rows import failed_rows
-from lipscope.engine.session import Result, Session
+from lipscope.engine.session import Result, Session, failed
 from lipscope.engine.spec import Request, spec_of
-from lipscope.engine.sweeps.batches import Batches
-from lipscope.engine.sweeps.wire import decoded, decoded_jobs, encoded, encoded_jobs
+from lipscope.engine.sweeps.pool import (
+    Batches,
+    decoded_jobs,
+    decoded_result,
+    encoded_jobs,
+    encoded_result,
+)
 from lipscope.errors import InputError, remark
-from lipscope.records import AGAIN, Finished
+from lipscope.records import AGAIN
 
 _CONNECT = "20s"
 _MOMENT = 1.0  # seconds between looks at what else happens
@@ -63,19 +67,10 @@ class Sessions(WorkerPlugin):
 def cluster_results(
     request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], address: str
 ) -> Iterator[list[Result]]:
-    """Do jobs on a cluster.
+    """Do jobs on the cluster with this address of its scheduler; results as they come.
 
     Dask gives the jobs of a worker that dies to another one. Jobs on which workers die again
     and again are tried one by one, and then have failed.
-
-    Args:
-        request: The specification and its sources.
-        shapes: Those of the models.
-        jobs: What is to be done.
-        address: Of the scheduler.
-
-    Yields:
-        Results as they come.
 
     Raises:
         InputError: If the cluster cannot be reached or goes away, or has no lipscope.
@@ -149,7 +144,7 @@ class _Running:
     def _of(self, future: Future, jobs: list[Job]) -> list[Result]:
         """The results of a portion; if it killed its workers its jobs are tried one by one."""
         try:
-            return [decoded(line) for line in future.result()]
+            return [decoded_result(line) for line in future.result()]
         except KilledWorker as problem:
             if len(jobs) > 1:
                 self.alone += jobs
@@ -159,8 +154,7 @@ class _Running:
                 f"{AGAIN}"
             )
             (job,) = jobs
-            rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
-            return [Result(job.id, job.model, {}, [Finished(row) for row in rows])]
+            return [failed(self.spec, job, self.shapes[job.model], error)]
 
 
 def _answers(name: str, line: str) -> list[str]:
@@ -169,7 +163,7 @@ def _answers(name: str, line: str) -> list[str]:
     assert isinstance(here, Sessions)
     jobs, shape = decoded_jobs(line)
     with here.lock:
-        return [encoded(here.session.result(job, shape)) for job in jobs]
+        return [encoded_result(here.session.result(job, shape)) for job in jobs]
 
 
 def _connected(address: str) -> Any:

@@ -1,21 +1,32 @@
-"""The main verb: the local Lipschitz constant of a model's attention on an input."""
+"""Verbs that answer with rows: sigma on an input, the bounds beside it, its worst directions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.engine.progress import Progress
+from lipscope.engine.checks import COPIES, argument, flag, one_of, whole_number
+from lipscope.engine.direction_words import given_texts
 from lipscope.engine.ready_model import AnyModel
-from lipscope.engine.runs import AnyData, AnyFolder, LocalRun
-from lipscope.engine.spec import MeasureOptions
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, is_text, of_one_window
+from lipscope.engine.spec import ADVERSARIAL, OF_QUESTION, REAL, MeasureOptions, Verb
+from lipscope.errors import InputError
 from lipscope.models import LoadedModel, Sample, digest
 from lipscope.pages import Rows
 from lipscope.records import Measurement
+from lipscope.theorems import bounds_at, catalogue
+
+_MEASURE = Verb("measure")
+_BOUNDS = Verb("bounds", dtype="float64")
+_OF_DIRECTIONS = ("metric", "move", "read")
+_WITHOUT = [one for one in OF_QUESTION if one not in _OF_DIRECTIONS]
+_DIRECTIONS = Verb("directions", _WITHOUT, norms=True)
+_MOST = 100  # directions
 
 
 def measure(
@@ -107,7 +118,7 @@ def measure(
     ('converged', True)
     """
     asked = dict(options) | {"layers": layers, "lengths": lengths, "samples": samples}
-    with LocalRun(model, data, asked, verb="measure", out=out) as run:
+    with LocalRun(model, data, asked, _MEASURE, out=out) as run:
         return run.rows(progress)
 
 
@@ -137,9 +148,6 @@ def measure_built(
         out: As for `measure`.
         **options: As for `measure`.
 
-    Returns:
-        The row.
-
     >>> import torch
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
@@ -147,9 +155,153 @@ def measure_built(
     1.0
     """
     loaded = replace(of or LoadedModel("layer", layer, None, None, "float32"), model=layer)
-    item = Sample(kind, (x,), sample, None, len(x), digest(x), None)
+    items = [Sample(kind, (x,), sample, None, len(x), digest(x), None)]
     asked: dict[str, Any] = {**options, "layers": [index]}
-    no_tokens = {"tokens": False}
-    with LocalRun(loaded, [item], asked, verb="measure", more=no_tokens, out=out) as run:
+    with LocalRun(loaded, items, asked, _MEASURE, more={"tokens": False}, out=out) as run:
         (row,) = run.rows()
     return row
+
+
+def bounds(
+    model: AnyModel = "minilm",
+    data: AnyData = None,
+    *,
+    layers: Sequence[int] | int | str | Literal["all"] = 0,
+    lengths: Sequence[int] | int | str | None = None,
+    samples: int | None = None,
+    attack: bool = False,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
+    **options: Unpack[MeasureOptions],
+) -> Rows:
+    """Every bound of the Lipschitz constants of a model's layers, next to their sigma.
+
+    For every layer, length and sample: sigma with its interval, every theorem of the catalogue
+    with its value or the reason why it has none, and, if asked for, the worst input found.
+
+    Holds for families whose weights are read in closed form. A theorem is compared with a
+    measurement in its own metric and map only.
+
+    Args:
+        model: As for `measure`.
+        data: Text or a batch, as for `measure`; the default text if None.
+        layers: Indices from 0, or "all".
+        lengths: Numbers of tokens of windows of text; 64 if None.
+        samples: Windows per length; 1 if None.
+        attack: Also the worst input within the radius that `attack` finds, and its sigma; it takes
+            seconds a head.
+        out: As for `measure`.
+        progress: True for a line on standard error, or called as ``progress(done, total, row)``.
+        **options: Those of `measure`, with these defaults: ``map`` is ``attention``, ``heads``,
+            ``normed`` or ``residual``; ``metric`` asks for theorems in this metric only, and
+            measures sigma in it (all theorems, and sigma in the Frobenius norm, without);
+            ``theorems`` are all;
+            ``sharp``: always (True) or never (False) the bounds that may take long, of which the
+            row-Gram certificate is the sharpest at an input; by default where they are expected
+            to take up to 5 seconds each, else the record says how long; ``radius="inputs"``: that
+            of the largest input, not with a norm in front, whose bounds on all inputs hold for
+            tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
+    >>> import lipscope as ls, torch
+    >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
+    >>> rows = bounds(layer, torch.eye(2, dtype=torch.float64))
+    >>> value = {one.theorem: one.value for one in rows.bounds}
+    >>> rows[0].sigma <= value["local_rows"] <= value["castin_thm_3_3"]
+    True
+    """
+    attack = argument(flag, "attack", attack)
+    wanted: dict[str, Any] = {"radius": "inputs", **_given(options)}
+    if attack and (wanted.get("per_head") or wanted.get("map", "attention") != "attention"):
+        per_head = ", per head" * bool(wanted.get("per_head"))
+        raise InputError(
+            "`attack` goes with the map `attention` and all heads together. Found "
+            f"`map = {wanted.get('map', 'attention')}`{per_head}."
+        )
+    more: dict[str, Any] = {}
+    if isinstance(named := wanted.get("theorems", "all"), str) and named == "all":
+        if "sharp" not in wanted:  # else, and where theorems are named, it is as it is asked
+            more["sharp"] = None
+        metric = wanted.get("metric")
+        more["theorems"] = tuple(t.name for t in catalogue() if metric in (None, t.metric))
+        wanted["theorems"] = "all"
+    if attack:
+        more["inputs"] = (REAL, ADVERSARIAL)
+    if is_text(data, wanted):
+        lengths, samples = 64 if lengths is None else lengths, 1 if samples is None else samples
+    asked = _given(wanted) | {"layers": layers, "lengths": lengths, "samples": samples}
+    with LocalRun(model, data, asked, _BOUNDS, more=more, out=out) as run:
+        if run.left():  # refuse a layer that has no bounds, and a radius that leaves its input out
+            at = run.at(run.jobs[0])
+            radius, floor = at.allowed
+            bounds_at(at.for_theorems, at.x, radius=radius, floor=floor, names=[])
+        return run.rows(progress)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def directions(
+    model: AnyModel = "minilm",
+    data: AnyData = None,
+    *,
+    layer: Sequence[int] | int | str | Literal["all"] = 0,
+    k: int = 5,
+    among: Sequence[str] | Path | None = None,
+    length: int | None = None,
+    out: AnyFolder = None,
+    progress: Progress | None = None,
+    **options: Unpack[MeasureOptions],
+) -> Rows:
+    """The leading singular directions of a layer at an input, and what they read as.
+
+    ``J = sum_j sigma_j u_j v_j^T``: a move along ``v_1`` changes the output most, by ``sigma_1``
+    along ``u_1``; then come the best of those that are orthogonal to it. Of both vectors the
+    three tokens with the largest shares are read, as the words whose vectors have the largest
+    and the smallest cosine with theirs: tokens in this token's place (layer 0 of a text), gradients
+    of the model's own logits (decoders with a final norm), or the other tokens or patches of
+    this input. The nearest cosine, and what the ten nearest span, stand beside those of 99
+    random directions: a vector that is no nearer than all of these reads as nothing, and a
+    random one is nearer once in a hundred times.
+
+    Holds for self-attention, all heads together, in the Frobenius and the token-relative metric.
+    Each direction has its own interval, and a bound of its angle with the singular vector; equal
+    singular values have no directions of their own. That a direction reads as something does not
+    say that the model uses it so.
+
+    Args:
+        model: As for `measure`.
+        data: Text or a batch, as for `measure`; the default text if None.
+        layer: Index from 0, several, or "all".
+        k: Number of directions.
+        among: Texts, or the ``Path`` of a file with one on each line, for an encoder of texts: each
+            direction has their parts ``text``, whose ``share`` is the derivative, along v, of the
+            cosine of the mean over tokens of the model's output with that of the text.
+        length: Number of tokens of the text window; 64 if None.
+        out: Run folder, or one that is open, as for `measure`.
+        progress: Called as ``progress(done, total, row)``.
+        **options: Those of `measure` about the input, the question and the solver.
+
+    Raises:
+        InputError: For every request that cannot be answered as asked.
+
+    Source: derived here (``docs/theory/directions.md``).
+
+    >>> import lipscope as ls, torch
+    >>> layer = ls.DotProduct(*2 * [torch.zeros(2, 2)], torch.diag(torch.tensor([3.0, 2.0])))
+    >>> rows = ls.directions(layer, torch.ones(1, 2), k=2)
+    >>> [(one.rank, round(one.sigma, 3)) for one in rows.directions if one.side == "right"]
+    [(1, 3.0), (2, 2.0)]
+    """
+    k = argument(whole_number(1, _MOST), "k", k)
+    if "metric" in options:
+        argument(one_of("frobenius", "token-relative"), "metric", options["metric"])
+    if options.get("move") == COPIES:
+        raise InputError("`move` should be tokens, whose directions are read. Found `copies`.")
+    asked = {**options, **of_one_window(data, options, length), "layers": layer}
+    more = {"directions": k, "among": tuple(given_texts(among))}
+    with LocalRun(model, data, asked, _DIRECTIONS, more=more, out=out) as run:
+        return run.rows(progress)

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
-from lipscope.certificates import Pool
-from lipscope.display import Shown
-from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole
-from lipscope.engine.classifier import Classifier, classifier_of_texts, read_out_of
+from rich.table import Table
+from rich.text import Text
+
+from lipscope.certificates import Pool, certified_changes, certified_radius
+from lipscope.display import Drawing, Piece, Shown, pieces
+from lipscope.engine.answer import finite
+from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
+from lipscope.engine.classifier import Classifier, read_out_at, read_out_of
+from lipscope.engine.direction_words import given_texts
 from lipscope.engine.plan import Job
-from lipscope.engine.progress import Progress, Tell, told
+from lipscope.engine.push_probe import (
+    Outputs,
+    PushProbe,
+    frobenius_distance,
+    norms_of,
+    reads_as_text,
+    size_from,
+)
 from lipscope.engine.ready_model import AnyModel
-from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
-from lipscope.engine.spec import Options
-from lipscope.engine.text_anchors import texts_of
-from lipscope.engine.verbs.push_curve import Along
+from lipscope.engine.runs import (
+    AnyData,
+    AnyFolder,
+    LocalRun,
+    Progress,
+    Tell,
+    as_callback,
+    of_one_window,
+)
+from lipscope.engine.spec import OF_QUESTION, Options, Verb
+from lipscope.engine.verbs.certify import sharp_seconds
 from lipscope.errors import InputError, shown
 from lipscope.models import MAPS
-from lipscope.pages import Rows
+from lipscope.pages import Push, Rows, empty_table, number, pushes_in
 from lipscope.records import (
     DIRECTIONS,
     PATCHES,
@@ -32,11 +54,17 @@ from lipscope.records import (
     PushStep,
     stable_id,
 )
+from lipscope.theorems import PATIENCE
 
-_WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
-_WITHOUT += ("sharp", "radius", "rest", "average")
+_PUSH = Verb("push", OF_QUESTION, "float64")
 _MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the model never forms
 _MOST_SIZES, _MOST_DRAWS = 1000, 100
+# The default grid: four sizes a decade, from a thousandth of a token's mean norm, where the linear
+# model holds, to ‖X‖, where what is put in outweighs what was there.
+_LEAST, _A_DECADE = 1e-3, 4
+_COLUMNS = ("size", "token norms", "sigma·size", "certified", "map +v", "−v", "random", "block")
+_COLUMNS += ("model",)
+_LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,9 +133,6 @@ def push(
         progress: Called as ``progress(done, total, row)``, in directions.
         **options: Those of `measure` about the input and the solver; ``dtype`` float64.
 
-    Returns:
-        What happened.
-
     Raises:
         InputError: For every request that cannot be answered as asked.
 
@@ -120,28 +145,19 @@ def push(
     [1.0, 1.0]
     """
     wanted: dict[str, Any] = {
-        "eps": None if eps is None else _sizes(eps),
-        "draws": argument(whole(0, _MOST_DRAWS), "draws", draws),
+        "eps": None if eps is None else _grid(eps),
+        "draws": argument(whole_number(0, _MOST_DRAWS), "draws", draws),
         "pool": argument(one_of("mean", "first"), "pool", pool),
         "certificate": None if certificate is None else argument(flag, "certificate", certificate),
     }
     argument(one_of(*_MAPS), "map", options.get("map", "attention"))
-    texts = texts_of(among)
+    texts = given_texts(among)
     decides = _decision(between, read_out, options)
     wanted |= {"among": texts, "between": between, "read_out": decides and decides.digests}
     asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
-    with LocalRun(
-        model,
-        data,
-        asked,
-        verb="push",
-        without=_WITHOUT,
-        dtype="float64",
-        out=out,
-        asked={"verb": "push"},
-    ) as run:
+    with LocalRun(model, data, asked, _PUSH, out=out, asked={"verb": "push"}) as run:
         rows = run.rows()
-        found = _Pushes(run, rows, wanted, texts, between or (), decides, told(progress))
+        found = _Pushes(run, rows, wanted, texts, between or (), decides, as_callback(progress))
         for job, row in zip(run.jobs, rows, strict=True):
             found.add(job, row)
     return Pushed(rows, tuple(found.places), tuple(found.directions), tuple(found.steps))
@@ -162,9 +178,7 @@ class _Pushes:
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
         self._among, self._between, self._given = among, between, decides
-        folder = run.folder
-        parts = (PLACES, DIRECTIONS, STEPS)
-        self._held = {one: {} if folder is None else folder.values(one) for one in parts}
+        self._held = {part: run.values(part) for part in (PLACES, DIRECTIONS, STEPS)}
         self._names = ["+v", "-v", "+top", "-top"]
         self._names += [f"random {k + 1}" for k in range(wanted["draws"])]
         self._count, self._total = 0, len(rows) * len(self._names)
@@ -177,13 +191,14 @@ class _Pushes:
         if row.sigma is None:
             raise InputError(f"No push: {row.error or row.note or 'sigma is not known'}.")
         push = stable_id({"id": row.id, **self._wanted})
-        made: list[Along] = []
+        made: list[PushCurves] = []
 
-        def place() -> Along:  # not before it is needed: a finished push loads no model
+        def place() -> PushCurves:  # not before it is needed: a finished push loads no model
             if not made:
-                classes = self._classes()
-                decides = None if classes is None else (classes, self._wanted["pool"])
-                made.append(Along(self._run, job, row, push, self._among, decides))
+                pool = self._wanted["pool"]
+                classes = read_out_at(self._run, self._given, self._between, pool)
+                decides = None if classes is None else (classes, pool)
+                made.append(PushCurves(self._run, job, row, push, self._among, decides))
             return made[0]
 
         if push not in self._held[PLACES]:
@@ -198,7 +213,7 @@ class _Pushes:
             self._count += 1
         self._tell(self._count, self._total, row if made else None)
 
-    def _direction(self, about: PushPlace, name: str, place: Callable[[], Along]) -> None:
+    def _direction(self, about: PushPlace, name: str, place: Callable[[], PushCurves]) -> None:
         end = f"{about.push}/{name}"
         keys = [f"{end}/{eps!r}" for eps, _ in about.sizes]
         held, ends = self._held[STEPS], self._held[DIRECTIONS]
@@ -210,27 +225,12 @@ class _Pushes:
         self.steps += [PushStep(**held[key]) for key in keys]
         self.directions.append(PushDirection(**ends[end]))
 
-    def _classes(self) -> Classifier | None:
-        """What decides, if anything is to be decided."""
-        if self._given is not None or not self._between:
-            return self._given
-        spec = self._run.spec
-        return classifier_of_texts(
-            self._run.model,
-            self._between,
-            layer=self._run.jobs[0].layer or 0,
-            pool=self._wanted["pool"],
-            special_tokens=spec.special_tokens,
-        )
-
     def _keep(self, part: str, key: str, content: Mapping[str, Any]) -> None:
-        folder = self._run.folder
         self._held[part][key] = dict(content)
-        if folder is not None:
-            folder.add_value(part, key, content)
+        self._run.add_value(part, key, content)
 
 
-def _sizes(eps: Any) -> list[float]:
+def _grid(eps: Any) -> list[float]:
     """Sizes that rise, each once."""
     some = items(eps)
     for one in some:
@@ -253,3 +253,209 @@ def _decision(
             f"{shown(options['map'])}`; leave one of them out."
         )
     return read_out_of(between, read_out) if decides else None
+
+
+# --- one input: what happens at each size, what is promised, where something changes
+
+
+class PushCurves:
+    """One row's map at its input, and its pushes along directions, under a name."""
+
+    def __init__(
+        self,
+        run: LocalRun,
+        job: Job,
+        row: Measurement,
+        push: str,
+        among: Sequence[str],
+        decides: tuple[Classifier, Pool] | None,
+    ) -> None:
+        self.row, self.push, self.decides = row, push, decides
+        self.at = PushProbe(run, job, among, decides)
+
+    def about(self, wanted: Mapping[str, Any]) -> PushPlace:
+        """What there is before the push."""
+        at, x = self.at, self.at.x.double()
+        mean, size = float(x.norm(dim=-1).mean()), float(x.norm())
+        sizes = wanted["eps"] or _default_sizes(mean, size)
+        certificates, remark = self._certificates(sizes, wanted["certificate"])
+        radius, why = self._radius()
+        notes = (at.note, remark, why)
+        return PushPlace(
+            push=self.push,
+            id=self.row.id,
+            mean_norm=mean,
+            input_norm=size,
+            grid=json.dumps(list(zip(sizes, certificates, strict=True))),
+            reading=at.reading,
+            reads=reads_as_text(at.reads(at.here)),
+            decision=at.class_of(at.decision(at.here)),
+            decided_by=self.decides[0].by if self.decides else "",
+            radius=radius,
+            note="; ".join(filter(None, notes)) or None,
+            patches=at.patches_alone,
+            **norms_of(at.here),
+        )
+
+    def pushed(self, name: str, about: PushPlace) -> tuple[list[PushStep], PushDirection]:
+        """One direction at every size, and where something changes along it."""
+        at, here = self.at, self.at.here
+        e, sizes = at.direction(name), [eps for eps, _ in about.sizes]
+        gain, first, decided = at.gain(e), at.answer(here), at.decision(here)
+        steps: list[PushStep] = []
+        answers: list[bool] = []
+        decisions: list[bool] = []
+        for eps, certificate in about.sizes:
+            seen = at.at(at.x + eps * e)
+            answers.append(at.answer(seen) != first)
+            decisions.append(at.decision(seen) != decided)
+            steps.append(self._step(name, eps, certificate, seen))
+
+        def leaves(share: float) -> float | None:
+            def off(change: float | None, eps: float) -> bool:
+                return change is None or abs(change - gain * eps) > share * gain * eps
+
+            holds = [off(one.layer, one.eps) for one in steps]
+            return size_from(sizes, holds, lambda eps: off(at.change(e, eps), eps))
+
+        def seen_at(eps: float) -> Outputs:
+            return at.at(at.x + eps * e)
+
+        flip = size_from(sizes, answers, lambda eps: at.answer(seen_at(eps)) != first)
+        back = [
+            eps
+            for eps, other in zip(sizes, answers, strict=True)
+            if flip and eps > flip and not other
+        ]
+        reached = None if flip is None else at.answer(seen_at(flip))
+        return steps, PushDirection(
+            push=self.push,
+            id=self.row.id,
+            direction=name,
+            gain=gain,
+            most=sizes[-1],
+            leaves_1=leaves(0.01) if gain else None,
+            leaves_10=leaves(0.1) if gain else None,
+            flip=flip,
+            flip_to=None if reached is None else at.name_of(reached),
+            flips_back=back[0] if back else None,
+            decision_flip=size_from(
+                sizes, decisions, lambda eps: at.decision(seen_at(eps)) != decided
+            ),
+            pixels=at.pixels(e),
+        )
+
+    def _step(self, name: str, eps: float, certificate: float | None, seen: Outputs) -> PushStep:
+        at, here = self.at, self.at.here
+
+        def change(what: str) -> float | None:
+            there, before = getattr(seen, what), getattr(here, what)
+            return None if there is None else finite(frobenius_distance(there, before))
+
+        return PushStep(
+            push=self.push,
+            id=self.row.id,
+            direction=name,
+            eps=eps,
+            relative=eps / self.mean,
+            promise=at.sigma * eps,
+            certificate=certificate,
+            layer=change("layer"),
+            block=change("block"),
+            model=change("model"),
+            reads=reads_as_text(at.reads(seen)),
+            decision=at.class_of(at.decision(seen)),
+        )
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean norm of the tokens of the map's input."""
+        return float(self.at.x.double().norm(dim=-1).mean())
+
+    def _certificates(
+        self, sizes: Sequence[float], asked: bool | None
+    ) -> tuple[list[float | None], str | None]:
+        """What no move of each size can exceed, or why there is none."""
+        none: list[float | None] = [None] * len(sizes)
+        layer, x = self.at.built.attention, self.at.x
+        if asked is False:
+            return none, None
+        if self.at.built.map != "attention":
+            return none, f"no certificate: it is for the map attention, not {self.at.built.map}"
+        if layer is None:
+            return none, "no certificate: the layer's weights are not read in closed form"
+        if asked is None and layer.num_heads * len(x) ** 2 > _LARGE:
+            return none, (
+                f"certificates are left out: {layer.num_heads} heads at {len(x)} tokens take "
+                "minutes; ask for them"
+            )
+        sharp = sharp_seconds(layer, x, "attention") <= PATIENCE
+        try:
+            return certified_changes(layer, x, sizes, sharp=sharp), None
+        except InputError as problem:
+            return none, str(problem).rstrip(".")
+
+    def _radius(self) -> tuple[float | None, str | None]:
+        """The size of moves within which the decision stands, where that is proved."""
+        layer = self.at.built.attention
+        if self.decides is None or layer is None:
+            return None, None if self.decides is None else "no radius: no weights in closed form"
+        by, pool = self.decides
+        try:
+            found = certified_radius(
+                layer, self.at.x, by.weight, bias=by.bias, pool=pool, ball="frobenius"
+            )
+        except InputError as problem:
+            return None, f"no radius of the decision: {str(problem).rstrip('.')}"
+        if not math.isfinite(found.radius):
+            return None, "the decision does not depend on the input"
+        return found.radius, None
+
+
+def _default_sizes(mean: float, size: float) -> list[float]:
+    """Four a decade, from a thousandth of the mean norm of a token to that of all tokens."""
+    if not size > 0:
+        raise InputError("`eps` should say how far to push. Found an input that is zero.")
+    count = math.floor(_A_DECADE * math.log10(size / (_LEAST * mean)) - 1e-9) + 1
+    return [_LEAST * mean * 10 ** (k / _A_DECADE) for k in range(count)] + [size]
+
+
+# --- shown
+
+
+@pieces.register
+def _pushed(found: Pushed) -> Iterator[Piece]:
+    """Every size, what it means in words, and the chart."""
+    for push in pushes_in(found.rows, found.places, found.directions, found.steps):
+        yield _sizes_of(push)
+        yield from push.said
+        yield Drawing(lambda push=push: _chart(push), push.name)
+
+
+def _sizes_of(push: Push) -> Table:
+    reading = push.place.reading
+    made = empty_table(f"{push.name}: sigma {number(push.row.sigma)}", (), _COLUMNS)
+    if reading:
+        made.add_column("says, +v")
+    other = {one.eps: one.layer for one in push.along("-v")}
+    drawn = push.random
+    for one in push.along("+v"):
+        chance = drawn.get(one.eps)
+        ends = "–" if not chance else f"{number(min(chance), 2)}–{number(max(chance), 2)}"
+        cells = [
+            *(number(v, 3) for v in (one.eps, one.relative, one.promise)),
+            "–" if one.certificate is None else number(one.certificate * (1 + 1e-3), 3),
+            *(number(v, 3) for v in (one.layer, other.get(one.eps))),
+            ends,
+            *(number(v, 3) for v in (one.block, one.model)),
+        ]
+        said = [text for text, _ in json.loads(one.reads)[:1]]
+        made.add_row(*cells, *([Text(said[0])] if said else []))
+    return made
+
+
+def _chart(push: Push) -> str:
+    from lipscope.charts import as_svg
+    from lipscope.pages import push_charts
+
+    return "".join(as_svg(chart) for _, chart in push_charts([push]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from lipscope.attacks import ascent_move
 from lipscope.attention import Attention
 from lipscope.control import Restraint, restrain
-from lipscope.display import Shown
-from lipscope.engine.checks import argument, flag, path, whole
+from lipscope.display import Piece, Shown, pieces
+from lipscope.engine.checks import argument, flag, path, whole_number
 from lipscope.engine.ready_model import ReadyModel, loaded_model
 from lipscope.engine.verbs.measure import measure
 from lipscope.errors import InputError, memory_for, shown
 from lipscope.models import LoadedModel, checked_data, fingerprint, inputs_of, quiet
-from lipscope.pages import Rows
+from lipscope.pages import Rows, empty_table
 
 _RATE = 1e-4  # of the fine-tuning
 _LARGEST = 1e30  # sigma that anybody means
@@ -101,9 +101,6 @@ def smooth(
         allow_pickle: As for `measure`.
         progress: Told what is being done.
 
-    Returns:
-        Rows, quality and robustness before and after.
-
     Raises:
         InputError: If the target cannot be reached, the folder is taken, or the model cannot be
             measured on text.
@@ -111,13 +108,16 @@ def smooth(
     if progress is not None and not callable(progress):
         raise InputError(f"`progress` should be a function. Found `{type(progress).__name__}`.")
     tell = progress or (lambda _: None)
-    steps, force = argument(whole(0, 1_000_000), "steps", steps), argument(flag, "force", force)
-    length = argument(whole(1, 10**6), "length", length)
-    samples = argument(whole(1, 100_000), "samples", samples)
+    steps, force = (
+        argument(whole_number(0, 1_000_000), "steps", steps),
+        argument(flag, "force", force),
+    )
+    length = argument(whole_number(1, 10**6), "length", length)
+    samples = argument(whole_number(1, 100_000), "samples", samples)
     number = isinstance(target, int | float) and not isinstance(target, bool)
     if not number or not 0 < target < _LARGEST:
         raise InputError(f"`target` should be positive and finite. Found `{shown(target)}`.")
-    folder = _free(Path(argument(path, "out", out)), force)
+    folder = _new_folder(Path(argument(path, "out", out)), force)
     tell("loading")
     loaded = _loaded(model, seed, allow_pickle)
     head = _language_model(loaded, allow_pickle)
@@ -125,13 +125,13 @@ def smooth(
     asked = {"lengths": [length], "samples": samples, "seed": seed, "tol": 1e-3}
     tell("measuring")
     before = measure(loaded, text, layers=layers, **asked)
-    ids = _ids(loaded, text, length, samples)
+    ids = _window_ids(loaded, text, length, samples)
     chosen = sorted({row.layer for row in before if row.layer is not None})
     held = restrain(loaded.model, ids, "sigma-cap", layers=chosen, cap=float(target), seed=seed)
     original = _outputs(loaded.model, ids)
     start = None if head is None else _perplexity(head, ids)
     tell("attacking")
-    changes = [_change(loaded.model, ids, original, seed)]
+    changes = [_change_under_attack(loaded.model, ids, original, seed)]
     tell("rescaling")
     held.step()
     if steps:
@@ -147,16 +147,16 @@ def smooth(
         ) from None
     now = _outputs(loaded.model, ids)
     tell("attacking")
-    changes.append(_change(loaded.model, ids, now, seed))
+    changes.append(_change_under_attack(loaded.model, ids, now, seed))
     _save(loaded, head, folder)
     if head is not None and start is not None:
         end = _perplexity(head, ids)
         return Smoothed(before, after, "perplexity", start, end, *changes, path=folder)
-    agreement = _agreement(original, now)
+    agreement = _mean_cosine(original, now)
     return Smoothed(before, after, "agreement", 1.0, agreement, *changes, path=folder)
 
 
-def _free(folder: Path, force: bool) -> Path:
+def _new_folder(folder: Path, force: bool) -> Path:
     folder = Path(os.path.expanduser(folder))
     try:
         taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
@@ -210,7 +210,7 @@ def _language_model(loaded: LoadedModel, allow_pickle: bool) -> Any:
     return None if any(p.is_meta for p in found.parameters()) else found.eval()
 
 
-def _ids(loaded: LoadedModel, text: Any, length: int, samples: int) -> Tensor:
+def _window_ids(loaded: LoadedModel, text: Any, length: int, samples: int) -> Tensor:
     """The windows, one under another."""
     found = inputs_of(
         loaded, text, lengths=[length], samples=samples, windows="spread", special_tokens=True
@@ -242,7 +242,7 @@ def _perplexity(head: Any, ids: Tensor) -> float:
 
 
 @memory_for("The attack on the embeddings")
-def _change(model: Any, ids: Tensor, outputs: Sequence[Tensor], seed: int) -> float:
+def _change_under_attack(model: Any, ids: Tensor, outputs: Sequence[Tensor], seed: int) -> float:
     """``‖ΔH‖ / ‖H‖`` of the worst move found of the embeddings, mean over windows."""
     table, found = model.get_input_embeddings(), []
     for one, here in zip(ids, outputs, strict=True):
@@ -262,7 +262,7 @@ def _change(model: Any, ids: Tensor, outputs: Sequence[Tensor], seed: int) -> fl
     return sum(found) / len(found)
 
 
-def _agreement(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+def _mean_cosine(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """Mean cosine between means over tokens."""
     pooled = [torch.cat([one.mean(1) for one in some]) for some in (before, after)]
     return float(torch.cosine_similarity(*pooled, dim=-1).mean())
@@ -315,3 +315,29 @@ def _save(loaded: LoadedModel, head: Any, folder: Path) -> None:
                 loaded.tokenizer.save_pretrained(folder)
     except OSError as problem:
         raise InputError(f"`{folder}` cannot be written ({problem.strerror}).") from problem
+
+
+# --- shown
+
+
+@pieces.register
+def _smoothed(found: Smoothed) -> Iterator[Piece]:
+    """Sigma of every layer, and what it cost."""
+    made = empty_table("", (), ("layer", "sigma before", "after", "at most"))
+    for layer in dict.fromkeys(row.layer for row in found.after):
+        before, after = (
+            [row for row in rows if row.layer == layer] for rows in (found.before, found.after)
+        )
+        cells = (
+            max(row.sigma or 0.0 for row in before),
+            max(row.sigma or 0.0 for row in after),
+            max(row.upper or 0.0 for row in after),
+        )
+        made.add_row(str(layer), *(f"{value:.4g}" for value in cells))
+    yield made
+    name = "Agreement of embeddings" if found.quality == "agreement" else "Perplexity"
+    yield f"{name}: {found.quality_before:.4g} before, {found.quality_after:.4g} after."
+    yield (
+        f"Largest change found of the last hidden states, embeddings moved by {MOVE:.0%}: "
+        f"{found.change_before:.3%} before, {found.change_after:.3%} after."
+    )

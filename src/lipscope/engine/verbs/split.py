@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Unpack
 
 import torch
+from rich.text import Text
 
-from lipscope.display import Shown
-from lipscope.engine.checks import argument, one_of
+from lipscope.display import Piece, Shown, pieces
+from lipscope.engine.checks import COPIES, argument, one_of
 from lipscope.engine.plan import Job
-from lipscope.engine.progress import Progress, told
-from lipscope.engine.ranges import COPIES
 from lipscope.engine.ready_model import AnyModel
-from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, of_one_window
-from lipscope.engine.spec import Options
+from lipscope.engine.runs import AnyData, AnyFolder, LocalRun, Progress, as_callback, of_one_window
+from lipscope.engine.spec import OF_QUESTION, Options, Verb
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, TopSingular, restrict, start_named, top_singular_batch
 from lipscope.measures import own_operator
-from lipscope.pages import Rows
-from lipscope.records import GAINS, Measurement, RunFolder, TokenGain, stable_id
+from lipscope.pages import Rows, empty_table, number
+from lipscope.records import GAINS, Measurement, TokenGain, stable_id
 
-_WITHOUT = ("per_head", "metric", "move", "read", "side", "inputs", "ascent_steps", "theorems")
-_WITHOUT += ("sharp", "radius", "rest", "average")
+_SPLIT = Verb("split", OF_QUESTION)
+_TOKENS = 8  # of a layer in its table
 _TOL = 0.05  # of the gains of single tokens
 
 
@@ -84,9 +83,6 @@ def split(
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
 
-    Returns:
-        The gains.
-
     Raises:
         InputError: For every request that cannot be answered as asked.
 
@@ -101,29 +97,21 @@ def split(
     """
     argument(one_of("attention", "heads"), "map", options.get("map", "attention"))
     asked = {**options, **of_one_window(data, options, length), "layers": layers}
-    run = LocalRun(
-        model,
-        data,
-        asked,
-        verb="split",
-        without=_WITHOUT,
-        more={"move": COPIES},
-        out=out,
-        asked={"verb": "split"},
-    )
+    more = {"move": COPIES}
+    run = LocalRun(model, data, asked, _SPLIT, more=more, out=out, asked={"verb": "split"})
     with contextlib.ExitStack() as stack:
         folder = run.opened(stack)
         found: dict[str, list[Rows]] = {"all": [], COPIES: []}
         tokens: list[TokenGain] = []
-        tell = told(progress)
+        tell = as_callback(progress)
         for per_head in (False, True):
             for move, some in found.items():
                 with run.also(folder, move=move, per_head=per_head) as one:
                     some.append(one.rows(tell))
                     _check_finite(some[-1])
                     if move == COPIES and not per_head:
-                        tokens = _tokens(one, some[-1], folder)
-    return Splitting(_joined(found["all"]), _joined(found[COPIES]), tuple(tokens))
+                        tokens = _token_gains(one, some[-1])
+    return Splitting(_with_heads(found["all"]), _with_heads(found[COPIES]), tuple(tokens))
 
 
 def _check_finite(rows: Rows) -> None:
@@ -135,31 +123,29 @@ def _check_finite(rows: Rows) -> None:
             )
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
+def _with_heads(parts: Sequence[Rows]) -> Rows:
     """Rows of whole layers and of their heads; those of one head are those of its layer."""
     rows = {row.id: row for part in parts for row in part}
     return Rows([*rows.values()], tokens=[token for part in parts for token in part.tokens])
 
 
-def _tokens(run: LocalRun, rows: Rows, folder: RunFolder | None) -> list[TokenGain]:
+def _token_gains(run: LocalRun, rows: Rows) -> list[TokenGain]:
     """The gains of every token, from the folder where it holds them."""
-    held = {} if folder is None else folder.values(GAINS)
-    found = []
+    held, found = run.values(GAINS), []
     for job, row in zip(run.jobs, rows, strict=True):
         keys = [stable_id({"id": row.id, "token": i}) for i in range(row.num_tokens)]
         if row.sigma is not None and not all(key in held for key in keys):
             new = _gains(run, job, row)
             held |= {key: asdict(one) for key, one in zip(keys, new, strict=True)}
-            if folder is not None:
-                for key in keys:
-                    folder.add_value(GAINS, key, held[key])
+            for key in keys:
+                run.add_value(GAINS, key, held[key])
         found += [TokenGain(**held[key]) for key in keys if key in held]
     return found
 
 
 def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     at = run.at(job)
-    built, item = at.map, at.item
+    built = at.map
     assert built.attention is not None  # else the row has no sigma
     own = own_operator(built.attention, built.x, map=built.map)
     index = torch.arange(row.num_tokens, device=built.x.device)[:, None]
@@ -167,24 +153,54 @@ def _gains(run: LocalRun, job: Job, row: Measurement) -> list[TokenGain]:
     # Every token's matrix is an operator of its own: they share their products.
     shape = own.in_shape[1:], own.out_shape[1:]
     apart = Operator(own.matvec, own.rmatvec, *shape, own.dtype, own.device)
-    pairs = zip(
-        *(_solved(op, row, kind) for op, kind in ((apart, COPIES), (whole, "all"))), strict=True
-    )
-    names = item.tokens if item.tokens and len(item.tokens) == row.num_tokens else None
+    split, moved = _solve_tokens(apart, row, COPIES), _solve_tokens(whole, row, "all")
+    about = row.id, row.layer or 0, row.sample
     return [
-        TokenGain(
-            row.id,
-            row.layer or 0,
-            row.sample,
-            i,
-            names[i] if names else str(i),
-            *(one.sigma, one.upper),
-            *(other.sigma, other.upper),
-        )
-        for i, (one, other) in enumerate(pairs)
+        TokenGain(*about, i, name, one.sigma, one.upper, other.sigma, other.upper)
+        for i, (name, one, other) in enumerate(zip(at.tokens, split, moved, strict=True))
     ]
 
 
-def _solved(op: Operator, row: Measurement, kind: str) -> list[TopSingular]:
+def _solve_tokens(op: Operator, row: Measurement, kind: str) -> list[TopSingular]:
     starts = [start_named(f"{row.seed}|{row.id}|{kind}|{i}") for i in range(row.num_tokens)]
     return top_singular_batch(op, starts, tol=_TOL, delta=row.delta)
+
+
+# --- shown
+
+
+@pieces.register
+def _split(found: Splitting) -> Iterator[Piece]:
+    """Layers and heads, then the tokens that gain most by being split."""
+    first = found.moved[0]
+    title = f"{first.model}, map {first.map}, {first.num_tokens} tokens"
+    made = empty_table(
+        title, ("layer", "head", "token"), ("sigma, moved", "split", "split / moved")
+    )
+    names = {(one.id, one.index): one.text for one in found.split.tokens}
+    for i, (whole, apart) in enumerate(zip(found.moved, found.split, strict=True)):
+        token = names.get((apart.id, apart.top_token or 0), "")
+        cells = (str(whole.layer), "all" if whole.head is None else str(whole.head), token)
+        values = (whole.sigma, apart.sigma, found.ratio(i))
+        made.add_row(*map(Text, cells), *map(number, values))
+    yield made
+    tokens = empty_table(
+        "single tokens", ("layer", "token", ""), ("moved alone", "split", "split / moved")
+    )
+    for layer in dict.fromkeys(one.layer for one in found.tokens):
+        mine = sorted((one for one in found.tokens if one.layer == layer), key=lambda t: -t.split)
+        for one in mine[:_TOKENS]:
+            tokens.add_row(
+                *map(Text, (str(layer), str(one.index), one.text)),
+                *map(number, (one.moved, one.split, one.split / one.moved)),
+            )
+    yield tokens
+    above = sum((found.ratio(i) or 0) > 1 for i in range(len(found.moved)))
+    better = sum(one.better_split for one in found.tokens)
+    yield (
+        f"Splitting beats every move of whole tokens in {above} of {len(found.moved)} layers and "
+        f"heads; {better} of {len(found.tokens)} tokens gain more by being split than by being "
+        "moved alone."
+    )
+    for note in sorted({row.note for row in found.split if row.note}):
+        yield f"Note: {note}."

@@ -63,7 +63,7 @@ def card(result: Any) -> Iterator[Piece]:
     cells = [
         (name, said)
         for name, value in pairs
-        if value is not None and not isinstance(value, Shown) and (said := _said(value))
+        if value is not None and not isinstance(value, Shown) and (said := _value_in_words(value))
     ]
     yield Card(type(result).__name__, tuple(cells))
     for _, value in pairs:
@@ -103,7 +103,7 @@ class Sheet(Shown):
         yield from (Text(part) if isinstance(part, str) else part for part in self.parts)
 
     def __repr__(self) -> str:
-        return _cut(str(self), "; `print` shows all.")
+        return _within_height(str(self), "; `print` shows all.")
 
     def __str__(self) -> str:
         return _text(self.parts, None)
@@ -131,10 +131,10 @@ def as_text(result: Any) -> str:
         (text for most in (LINES, 8, 5, 3) if (text := _text(parts, most)).count("\n") < HEIGHT),
         _text(parts, 2),
     )
-    return _cut(text, ".")
+    return _within_height(text, ".")
 
 
-def _cut(text: str, end: str) -> str:
+def _within_height(text: str, end: str) -> str:
     lines = text.split("\n")
     if len(lines) <= HEIGHT:
         return text
@@ -142,12 +142,12 @@ def _cut(text: str, end: str) -> str:
 
 
 def _text(parts: Iterable[Piece], most: int | None) -> str:
-    texts = [_words(part, most) for part in parts if not isinstance(part, Drawing)]
+    texts = [_as_lines(part, most) for part in parts if not isinstance(part, Drawing)]
     lines = "\n".join(texts).split("\n")
     return printable("\n".join(line.rstrip() for line in lines).strip("\n"))
 
 
-def _words(part: Table | Card | str, most: int | None) -> str:
+def _as_lines(part: Table | Card | str, most: int | None) -> str:
     from rich.text import Text
 
     if isinstance(part, Card):
@@ -155,7 +155,7 @@ def _words(part: Table | Card | str, most: int | None) -> str:
         return _printed(Text(f"{part.name}({words})"))
     if isinstance(part, str):
         return _printed(Text(part))
-    shown = _printed(part if most is None else _first(part, most), width_of(part))
+    shown = _printed(part if most is None else _first_lines(part, most), width_of(part))
     return "\n".join(filter(None, [shown, _more(part.row_count, most)]))
 
 
@@ -183,16 +183,16 @@ def _room(column: Column) -> int:
     return min(_WIDEST, max(longest, min(_NARROW, max(map(cell_len, texts), default=0))))
 
 
-def _first(table: Table, count: int) -> Table:
+def _first_lines(table: Table, count: int) -> Table:
     """The first lines of a table."""
     made = copy.copy(table)
     made.columns, made.rows = [column.copy() for column in table.columns], []
-    for row, cells in list(zip(table.rows, _cells(table), strict=True))[:count]:
+    for row, cells in list(zip(table.rows, _lines_of(table), strict=True))[:count]:
         made.add_row(*cells, style=row.style, end_section=row.end_section)
     return made
 
 
-def _cells(table: Table) -> list[tuple[Any, ...]]:
+def _lines_of(table: Table) -> list[tuple[Any, ...]]:
     return list(zip(*(column.cells for column in table.columns), strict=True))
 
 
@@ -238,13 +238,13 @@ def as_html(result: Any) -> str:
 
 def _html(part: Piece, most: int | None) -> str:
     if isinstance(part, str):
-        return "".join(f"<p>{_safe(line)}</p>" for line in part.splitlines() if line.strip())
+        return "".join(f"<p>{_markup(line)}</p>" for line in part.splitlines() if line.strip())
     if isinstance(part, Drawing):
         return picture(svg, part.alt) if (svg := part.svg()) else ""
     if isinstance(part, Card):
         return table(part.name, (), part.cells)
     header = [str(column.header) for column in part.columns]
-    lines = [[str(cell) for cell in cells] for cells in _cells(part)]
+    lines = [[str(cell) for cell in cells] for cells in _lines_of(part)]
     return table(str(part.title or ""), header if any(header) else (), lines, most)
 
 
@@ -265,9 +265,9 @@ def table(
     >>> table("a < b", (), [("x", "1")])
     '<table><caption>a &lt; b</caption><tbody><tr><td>x</td><td>1</td></tr></tbody></table>'
     """
-    head = f"<thead>{_line(header, 'th')}</thead>" if header else ""
-    body = "".join(_line(cells, "td") for cells in list(lines)[:most])
-    caption = f"<caption>{_safe(title)}</caption>" if title else ""
+    head = f"<thead>{_table_row(header, 'th')}</thead>" if header else ""
+    body = "".join(_table_row(cells, "td") for cells in list(lines)[:most])
+    caption = f"<caption>{_markup(title)}</caption>" if title else ""
     more = _more(len(lines), most)
     return f"<table>{caption}{head}<tbody>{body}</tbody></table>" + f"<p>{more}</p>" * bool(more)
 
@@ -275,14 +275,16 @@ def table(
 def picture(svg: str, alt: str) -> str:
     """A drawing that no style or script of the notebook reaches, and that fetches nothing."""
     data = base64.b64encode(svg.encode()).decode()
-    return f'<img alt="{_safe(alt)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%">'
+    return (
+        f'<img alt="{_markup(alt)}" src="data:image/svg+xml;base64,{data}" style="max-width:100%">'
+    )
 
 
-def _line(cells: Iterable[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{_safe(cell)}</{tag}>' for cell in cells)}</tr>"
+def _table_row(cells: Iterable[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{_markup(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _safe(text: str) -> str:
+def _markup(text: str) -> str:
     # Half a character, which no file takes, as a question mark.
     return html.escape(text.encode(errors="replace").decode()).replace("\n", "<br>")
 
@@ -290,7 +292,7 @@ def _safe(text: str) -> str:
 # --- a value in few words
 
 
-def _said(value: Any) -> str:
+def _value_in_words(value: Any) -> str:
     """Numbers in four digits, what is large by its size, what has no words by its class."""
     if isinstance(value, float):
         return f"{value:.4g}"
@@ -301,8 +303,8 @@ def _said(value: Any) -> str:
     if isinstance(value, list | tuple | dict):
         plain = all(isinstance(one, float | int | str) for one in value) and len(value) <= _FEW
         if plain and value:
-            return f"({', '.join(map(_said, value))})"
-        return ", ".join(_counted(list(value)))
+            return f"({', '.join(map(_value_in_words, value))})"
+        return ", ".join(_counts_of_kinds(list(value)))
     text = str(value)
     if isinstance(value, str | Path):
         text = " ".join(text.split())
@@ -312,6 +314,6 @@ def _said(value: Any) -> str:
     return name if " at 0x" in text or len(text) > _WORD or "\n" in text else text
 
 
-def _counted(values: Sequence[Any]) -> Iterator[str]:
+def _counts_of_kinds(values: Sequence[Any]) -> Iterator[str]:
     kinds = [type(value).__name__ for value in values]
     yield from (f"{kinds.count(kind)} of {kind}" for kind in dict.fromkeys(kinds))

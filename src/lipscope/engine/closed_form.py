@@ -1,4 +1,4 @@
-"""Inputs that are built for a layer, and theorems asked about a row."""
+"""What weights in closed form allow: theorems about a row, and inputs built for a layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from lipscope.engine.plan import Job
 from lipscope.engine.spec import ADVERSARIAL, ASCENT, WITH_THEOREMS, Spec
 from lipscope.errors import InputError
 from lipscope.linalg import start_named
-from lipscope.models import LayerMap, Sample, digest
+from lipscope.models import ExactNorm, LayerMap, Norms, Sample, digest
 from lipscope.records import Bound, Measurement
 from lipscope.theorems import Normed, Residual, bounds_at, catalogue
 
 _RESTARTS = 4  # random starts of an ascent, besides the text itself
 _ROUGH = 0.05  # tolerance of what is only compared: sigma is measured anew at the chosen input
 _NO_WEIGHTS = "its weights are not read in closed form"
+InClosedForm = Attention | Normed | Residual
+
+
+# --- inputs that are built
 
 
 class BuiltInput(NamedTuple):
@@ -49,9 +53,6 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
         spec: The specification.
         radius: Largest token norm.
 
-    Returns:
-        The tokens, and what built them.
-
     Raises:
         InputError: If it cannot be built for this layer.
     """
@@ -59,20 +60,16 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
     name = f"{job.seed}|{spec.models[job.model].name}|{job.layer}|{job.num_tokens}|{job.input}"
-    size: dict[str, Any] = {
-        "num_tokens": len(built.x),
-        "radius": radius,
-        "generator": start_named(name),
-    }
-    compared: dict[str, Any] = size | {"tol": _ROUGH}
+    size: dict[str, Any] = {"num_tokens": len(built.x), "radius": radius}
+    size["generator"] = start_named(name)
     climb: dict[str, Any] = {"restarts": _RESTARTS, "steps": spec.ascent_steps}
     if job.input == ASCENT:
         found = ascend(layer, **size, **climb, start=built.x)
         return BuiltInput(found.x, f"radius {radius:.6g}")
     if job.input == ADVERSARIAL:
-        tried = worst(layer, **compared, **climb, given=[built.x])
+        tried = worst(layer, **size, tol=_ROUGH, **climb, given=[built.x])
     else:
-        tried = worst(layer, **compared, names=(job.input,), steps=0)
+        tried = worst(layer, **size, tol=_ROUGH, names=(job.input,), steps=0)
     best = tried[0]
     if best.x is None or best.sigma is None:
         why = (best.reason or "sigma is not finite there").rstrip(".")
@@ -88,15 +85,42 @@ def moved_to(built: LayerMap, item: Sample, job: Job, x: Tensor) -> tuple[LayerM
     return moved, replace(item, kind=job.input, start=None, sha256=digest(x), tokens=None)
 
 
-def front_of(layer: Attention | Normed | Residual) -> Normed | None:
+# --- the layer as theorems see it
+
+
+def of_norms(layer: Attention, norms: Norms) -> Residual:
+    """Attention with its norms, each in the precision of what it takes, added to its input.
+
+    A scale is taken into the output projection, or into the norm that takes the attention's output.
+    """
+    before, outer = (None if one is None else ExactNorm(one) for one in (norms.before, norms.outer))
+    second = None if norms.second is None else ExactNorm(norms.second, norms.scale)
+    if norms.scale is not None and second is None:
+        layer = _scaled(layer, norms.scale.double().cpu())
+    return Residual(layer if before is None else Normed(layer, before), second, outer)
+
+
+def _scaled(layer: Attention, scale: Tensor) -> Attention:
+    """The layer in float64, its output times one number or one for every channel."""
+    layer = layer.in_double()
+    fields = layer.fields()
+    concat, bias = layer.num_heads * layer.value_width, fields.get("output_bias")
+    output = torch.eye(concat, dtype=torch.float64) if layer.output is None else layer.output
+    changes: dict[str, Tensor] = {"output": scale.reshape(-1, 1) * output}
+    if bias is not None:
+        changes["output_bias"] = scale * bias
+    return layer.replace(**changes)
+
+
+def norm_in_front(layer: InClosedForm) -> Normed | None:
     """The layer with the norm in front of it, if there is one."""
     branch = layer.branch if isinstance(layer, Residual) else layer
     return branch if isinstance(branch, Normed) else None
 
 
-def on_all_inputs(layer: Attention | Normed | Residual, x: Tensor, floor: float | None) -> str:
+def reach_of_bounds(layer: InClosedForm, x: Tensor, floor: float | None) -> str:
     """What becomes of bounds through a norm in front near tokens of norm 0."""
-    front = front_of(layer)
+    front = norm_in_front(layer)
     assert front is not None
     norm = front.constants
     floor = float(norm.size(x).min()) if floor is None else floor
@@ -109,26 +133,28 @@ def on_all_inputs(layer: Attention | Normed | Residual, x: Tensor, floor: float 
     return f"Bounds on all inputs: no token{less} has a norm below {floor:.4g}. {reach}"
 
 
-def _in_double(layer: Attention | Normed | Residual) -> Attention | Normed | Residual:
+def _layer_in_double(layer: InClosedForm) -> InClosedForm:
     if isinstance(layer, Normed):
-        return Normed(layer.attention.in_double(), _doubled(layer.norm))
+        return Normed(layer.attention.in_double(), _norm_in_double(layer.norm))
     if isinstance(layer, Residual):
-        norms = [None if one is None else _doubled(one) for one in (layer.second, layer.outer)]
-        branch = _in_double(layer.branch)
+        norms = [
+            None if one is None else _norm_in_double(one) for one in (layer.second, layer.outer)
+        ]
+        branch = _layer_in_double(layer.branch)
         assert not isinstance(branch, Residual)
         return Residual(branch, *norms)
     return layer.in_double()
 
 
-def _doubled(norm: nn.Module) -> nn.Module:
+def _norm_in_double(norm: nn.Module) -> nn.Module:
     return copy.deepcopy(norm).double()
 
 
-def asked(
+def theorems_about(
     row: Measurement,
     built: LayerMap,
     spec: Spec,
-    about: Callable[[], tuple[Attention | Normed | Residual, tuple[float | None, float | None]]],
+    view: Callable[[], tuple[InClosedForm, tuple[float | None, float | None]]],
 ) -> tuple[Bound, ...]:
     """Every theorem of the specification about a row, with its value or why it has none.
 
@@ -136,7 +162,7 @@ def asked(
         row: The row.
         built: Its map at its input.
         spec: The specification.
-        about: Gives the layer as theorems see it, and the radius and the floor of which bounds
+        view: Gives the layer as theorems see it, and the radius and the floor of which bounds
             on all inputs speak; None for those of the row's own input.
 
     Returns:
@@ -150,9 +176,9 @@ def asked(
         if one.name in spec.theorems and row.metric in ("frobenius", one.metric)
     ]
     try:
-        layer, (radius, floor) = about()
+        layer, (radius, floor) = view()
         found = bounds_at(
-            _in_double(layer),
+            _layer_in_double(layer),
             built.x,
             map="heads" if row.map == "heads" else "attention",
             head=row.head,

@@ -1,4 +1,9 @@
-"""Worker processes on this machine: each holds one model and does one job at a time."""
+"""Worker processes on this machine, both ends: each holds one model and does one job at a time.
+
+A worker is spoken to through its standard streams, one JSON object a line and no pickles. The first
+line of its input holds the specification and the texts, every further one some jobs. It says that
+it begins a job, answers it, and meanwhile that it lives. It ends when its input does.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +16,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TextIO
 
 from lipscope.engine.plan import Job, Shape
-from lipscope.engine.rows import failed_rows
-from lipscope.engine.session import Result
-from lipscope.engine.spec import Request
-from lipscope.engine.sweeps.batches import TRIES, Batches
-from lipscope.engine.sweeps.wire import ALIVE, decoded, encoded_jobs, has_begun
+from lipscope.engine.session import Result, Session, failed
+from lipscope.engine.spec import Request, spec_of
 from lipscope.errors import InputError, remark
-from lipscope.records import AGAIN, Finished
+from lipscope.records import AGAIN, Bound, Finished, Measurement, TokenShare
 
-COMMAND = [sys.executable, "-m", "lipscope.engine.sweeps.worker"]
+# Not `-m`: that would import this module twice.
+COMMAND = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+TRIES = 3  # a job whose worker dies so often has failed
+SILENCE = 90.0
+"""Seconds after which a worker that says nothing is replaced."""
+ALIVE, BEAT = '"alive"', 2.0
+"""What a worker says between its answers, and every how many seconds."""
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MOMENT = 0.5  # seconds between looks at what else happens
 _UNBORN = 5  # deaths of each worker before it begins a job, in a row
-SILENCE = 90.0
-"""Seconds after which a worker that says nothing is replaced."""
+_LARGEST = 64  # jobs of a portion: what a lost message costs at most
+_SHARES = 4  # portions for each worker, so that none is left alone with the last of them
 _Told = queue.SimpleQueue[tuple["_Worker", bytes | None]]
 
 
 def local_results(
     request: Request, shapes: Sequence[Shape], jobs: Sequence[Job], workers: int
 ) -> Iterator[list[Result]]:
-    """Do jobs in worker processes.
+    """Do jobs in worker processes; results as they come, those that are there at once together.
 
     A worker that dies, or is silent for long, gives its jobs back; the job that it had begun is
     tried three times.
-
-    Args:
-        request: The specification and its texts.
-        shapes: Those of the models.
-        jobs: What is to be done.
-        workers: Number of processes.
-
-    Yields:
-        Results as they come, those that are there at once together.
 
     Raises:
         InputError: If processes cannot be started.
@@ -95,6 +95,71 @@ def _environment(threads: int) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | dict.fromkeys(_THREADS, str(threads))
 
 
+# --- what is still to be given out
+
+
+class Batches:
+    """The jobs that are still to be done, model by model, in the portions that workers take.
+
+    Args:
+        jobs: Jobs, those of one model and one window together.
+        workers: Number of workers that take them.
+    """
+
+    def __init__(self, jobs: Sequence[Job], workers: int) -> None:
+        self._waiting: dict[int, deque[list[Job]]] = {}
+        for model, some in groupby(jobs, lambda job: job.model):
+            self._waiting.setdefault(model, deque()).extend(_portions(list(some), workers))
+        self._tries: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def take(self, model: int | None, busy: Collection[int | None]) -> list[Job]:
+        """The next portion for a worker; empty if nothing is left.
+
+        Args:
+            model: The model that it holds, whose jobs come first.
+            busy: Models that other workers hold: a model that nobody holds comes next.
+        """
+        left = {m: len(portions) for m, portions in self._waiting.items() if portions}
+        if not left:
+            return []
+        if model not in left:
+            free = [m for m in left if m not in busy]
+            model = free[0] if free else max(left, key=lambda m: left[m])
+        return self._waiting[model].popleft()
+
+    def give_back(self, jobs: Sequence[Job], *, begun: bool = True) -> Job | None:
+        """Take back the jobs of a worker that died on the first of them.
+
+        Args:
+            jobs: What it had not answered.
+            begun: Whether it had begun the first: else its death says nothing of that job.
+
+        Returns:
+            The first job if it was tried often enough: then it is not done again.
+        """
+        first, *rest = jobs
+        self._tries[first.id] += begun
+        lost = first if begun and self._tries[first.id] >= TRIES else None
+        again = rest if lost else [first, *rest]
+        if again:
+            self._waiting[first.model].appendleft(again)
+        return lost
+
+
+def _portions(jobs: list[Job], workers: int) -> Iterator[list[Job]]:
+    size = min(_LARGEST, max(1, len(jobs) // (_SHARES * workers)))
+    for _, some in groupby(jobs, lambda job: job.window):
+        window = list(some)
+        for start in range(0, len(window), size):
+            yield window[start : start + size]
+
+
+# --- the driver's end
+
+
 class _Worker:
     """A process, the model that it holds and the jobs that it was given."""
 
@@ -132,7 +197,6 @@ class _Pool:
         self.told: _Told = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Start the processes."""
         for _ in range(self.count):
             self._start_one()
 
@@ -155,7 +219,7 @@ class _Pool:
             with contextlib.suppress(queue.Empty):
                 worker, line = self.told.get(timeout=_MOMENT)
                 worker.silent = 0.0
-                results += self._died(worker) if line is None else self._said(worker, line)
+                results += self._died(worker) if line is None else self._heard(worker, line)
             self._look_for_silent(min(time.monotonic() - began, 2 * _MOMENT))
             if self.told.empty() and results:
                 return results
@@ -168,14 +232,19 @@ class _Pool:
                 remark(f"A worker has said nothing for {SILENCE:.0f} s and is replaced.")
                 worker.process.kill()
 
-    def _said(self, worker: _Worker, line: bytes) -> list[Result]:
+    def _heard(self, worker: _Worker, line: bytes) -> list[Result]:
         if line.strip() == ALIVE.encode():
             return []
-        job = has_begun(line)
-        if job is None:
-            return [self._answered(worker, line)]
-        worker.begun, self.unborn = job, 0
-        return []
+        said = json.loads(line)
+        if isinstance(said, dict):
+            worker.begun, self.unborn = said["begun"], 0
+            return []
+        result, job = decoded_result(line), worker.jobs.popleft()
+        assert job.id == result.job
+        worker.answered = True
+        if not worker.jobs:
+            self._give(worker)
+        return [result]
 
     def _start_one(self) -> None:
         try:
@@ -190,7 +259,7 @@ class _Pool:
             raise InputError(f"A worker process could not start: {problem}.") from None
         worker = _Worker(process)
         self.workers.append(worker)
-        threading.Thread(target=_listen, args=(worker, self.told), daemon=True).start()
+        threading.Thread(target=_pass_on, args=(worker, self.told), daemon=True).start()
         worker.send(self.start_line)
         self._give(worker)
 
@@ -202,15 +271,6 @@ class _Pool:
             worker.model = jobs[0].model
             worker.jobs.extend(jobs)
             worker.send(encoded_jobs(jobs, self.shapes[worker.model]))
-
-    def _answered(self, worker: _Worker, line: bytes) -> Result:
-        result = decoded(line)
-        job = worker.jobs.popleft()
-        assert job.id == result.job
-        worker.answered = True
-        if not worker.jobs:
-            self._give(worker)
-        return result
 
     def _died(self, worker: _Worker) -> list[Result]:
         status = _closed(worker.process)
@@ -234,8 +294,7 @@ class _Pool:
 
     def _lost(self, job: Job, status: int) -> Result:
         error = f"The worker process {_how(status)}, {TRIES} times in a row; {AGAIN}"
-        rows = failed_rows(self.spec, job, self.shapes[job.model], error, {})
-        return Result(job.id, job.model, {}, [Finished(row) for row in rows])
+        return failed(self.spec, job, self.shapes[job.model], error)
 
 
 def _how(status: int) -> str:
@@ -246,7 +305,7 @@ def _how(status: int) -> str:
     return f"was killed by {name}" + ", perhaps for want of memory" * (status == -9)
 
 
-def _listen(worker: _Worker, told: _Told) -> None:
+def _pass_on(worker: _Worker, told: _Told) -> None:
     """Pass on what a worker says, and at last that it is gone; half a line says nothing."""
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
@@ -262,3 +321,92 @@ def _closed(process: subprocess.Popen[Any]) -> int:
             with contextlib.suppress(OSError, ValueError):
                 stream.close()
     return status
+
+
+# --- what is said, line by line
+
+
+def encoded_result(result: Result) -> str:
+    """A result as one line."""
+    finished = [
+        (one.row.to_dict(), [vars(t) for t in one.tokens], [vars(b) for b in one.bounds])
+        for one in result.finished
+    ]
+    return json.dumps([*result[:3], finished], ensure_ascii=True)
+
+
+def decoded_result(line: str | bytes) -> Result:
+    """The result of a line."""
+    job, model, about, finished = json.loads(line)
+    return Result(job, model, about, [_finished(*one) for one in finished])
+
+
+def _finished(row: Mapping[str, Any], tokens: Sequence[Any], bounds: Sequence[Any]) -> Finished:
+    return Finished(
+        Measurement(**row),
+        tuple(TokenShare(**one) for one in tokens),
+        tuple(Bound(**one) for one in bounds),
+    )
+
+
+def encoded_jobs(jobs: Sequence[Job], shape: Shape) -> str:
+    """Jobs of one window as one line."""
+    return json.dumps([jobs, shape])
+
+
+def decoded_jobs(line: str | bytes) -> tuple[list[Job], Shape]:
+    """The jobs of a line, and the shape of their model."""
+    jobs, (layers, heads) = json.loads(line)
+    return [Job(*one) for one in jobs], Shape(layers, None if heads is None else tuple(heads))
+
+
+# --- the worker's end
+
+
+def serve() -> None:
+    """Answer jobs until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when to stop
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_take_lines, args=(lines,), daemon=True).start()
+    say = _Voice(answers)
+    threading.Thread(target=say.that_it_lives, daemon=True).start()
+    _work(json.loads(lines.get()), lines, say)
+
+
+def _take_lines(lines: queue.SimpleQueue[bytes]) -> None:
+    """Take lines as they come; end at once when the driver is gone, even in mid-job."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    os._exit(0)
+
+
+class _Voice:
+    """The stream of answers, in which two threads take turns line by line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.turn = stream, threading.Lock()
+
+    def __call__(self, line: str) -> None:
+        with self.turn:
+            self.stream.write(line + "\n")
+            self.stream.flush()
+
+    def that_it_lives(self) -> None:
+        """Say so again and again: a process that is stopped, or stuck in a call, is silent."""
+        while True:
+            self(ALIVE)
+            time.sleep(BEAT)
+
+
+def _work(start: dict[str, Any], lines: queue.SimpleQueue[bytes], say: _Voice) -> None:
+    import torch
+
+    torch.set_num_threads(start["threads"])
+    session = Session(spec_of(start["spec"]), start["sources"])
+    while True:
+        jobs, shape = decoded_jobs(lines.get())
+        for job in jobs:
+            say(json.dumps({"begun": job.id}))
+            say(encoded_result(session.result(job, shape)))

@@ -1,7 +1,7 @@
 """Ctrl-C while the command imports torch, which takes seconds: it ends without a traceback.
 
-Only where Python is starting the command (`lipscope`, or `python -m lipscope.…`); a program that
-imports lipscope keeps its own ways.
+Only where Python is starting the command (`lipscope`, or `python -m lipscope.cli`); a program that
+imports this keeps its own ways.
 """
 
 from __future__ import annotations
