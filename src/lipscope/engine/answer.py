@@ -40,7 +40,7 @@ _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
 
 
 @dataclass(frozen=True)
-class Found:
+class LeadingMove:
     """One of the leading directions of a map, on all of its tokens.
 
     Attributes:
@@ -88,7 +88,7 @@ class Answer:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     error: str | None = None
-    leading: tuple[Found, ...] = ()
+    leading: tuple[LeadingMove, ...] = ()
 
     def columns(self) -> dict[str, Any]:
         """The columns of the row that the computation fills."""
@@ -272,7 +272,7 @@ class _Solve:
             for i, (head, top) in enumerate(zip(self.heads, tops, strict=True))
         ]
 
-    def _leading(self, top: TopSingular) -> tuple[Found, ...]:
+    def _leading(self, top: TopSingular) -> tuple[LeadingMove, ...]:
         """The leading directions of all heads together, on all tokens."""
         if not top.sigma > 0:
             return ()
@@ -293,7 +293,7 @@ class _Solve:
             for one in found
         ]
         scale = 1.0 if self.scale is None else self.scale[:, None]
-        return tuple(Found(one, one.v * scale) for one in whole)
+        return tuple(LeadingMove(one, one.v * scale) for one in whole)
 
     def _beside(
         self, reference: ReferenceModel, tops: list[TopSingular]

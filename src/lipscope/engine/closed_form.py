@@ -52,9 +52,6 @@ def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltIn
         job: What is asked for.
         spec: The specification.
         radius: Largest token norm.
-
-    Raises:
-        InputError: If it cannot be built for this layer.
     """
     layer = built.attention
     if layer is None:

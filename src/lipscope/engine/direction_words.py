@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lipscope.engine.answer import Found
+from lipscope.engine.answer import LeadingMove
 from lipscope.errors import InputError, shown
 from lipscope.linalg import Leading, difference, start_named
 from lipscope.models import (
@@ -43,7 +43,7 @@ _DRAWS = 99  # random directions: one more exceeds all of them once in a hundred
 
 
 def describe_directions(
-    found: Sequence[Found],
+    found: Sequence[LeadingMove],
     built: LayerMap,
     row_id: str,
     loaded: LoadedModel,
@@ -187,7 +187,7 @@ class _BestReadings:
 
 
 def head_shares(
-    found: Sequence[Found], built: LayerMap, record: Trace | None, memory: int
+    found: Sequence[LeadingMove], built: LayerMap, record: Trace | None, memory: int
 ) -> list[list[float]]:
     """``<u, J_h D v> / sigma`` of every head, where ``J`` is the sum of the heads' ``J_h``.
 
@@ -322,11 +322,7 @@ def check_reads_texts(reads: bool, name: str) -> None:
 def texts_for(
     among: Sequence[str], loaded: LoadedModel, record: Trace | None, special_tokens: bool
 ) -> Texts:
-    """The texts, by the mean outputs that the model itself has for them.
-
-    Raises:
-        InputError: If the model reads no text, or has no output for every token.
-    """
+    """The texts, by the mean outputs that the model itself has for them."""
     one = record.inputs if record is not None else None
     words = isinstance(one, Mapping) and "input_ids" in one
     y = record.output if record is not None and words else None
@@ -337,7 +333,7 @@ def texts_for(
 
 
 def slopes_of_texts(
-    found: Sequence[Found], built: LayerMap, row_id: str, record: Trace, texts: Texts
+    found: Sequence[LeadingMove], built: LayerMap, row_id: str, record: Trace, texts: Texts
 ) -> Iterator[Direction]:
     """Derivatives of the cosines with some texts along some directions, through the model itself.
 
@@ -347,9 +343,6 @@ def slopes_of_texts(
         row_id: Row that they belong to.
         record: Its trace.
         texts: The texts.
-
-    Raises:
-        InputError: If the derivative is not that of the model, by a finite difference of it.
     """
     if not found:
         return

@@ -124,7 +124,7 @@ class OpenModel(Shown, ReadyModel):
         for one in maps_at(self, data, **cut, **asked):
             yield LayerAtInput(one, None, asked)
 
-    def said(self) -> Iterator[tuple[str, str]]:
+    def display_lines(self) -> Iterator[tuple[str, str]]:
         """The lines of its display."""
         count = sum(p.numel() for p in self.model.parameters())
         yield from (
@@ -317,7 +317,7 @@ class LayerAtInput(Shown):
 
     # --- shown
 
-    def said(self) -> Iterator[tuple[str, str]]:
+    def display_lines(self) -> Iterator[tuple[str, str]]:
         """The lines of its display: where it is, its sigma, and what carries it."""
         row, tokens = self.row, self.tokens
         yield "model", self.model.name
@@ -341,12 +341,12 @@ class LayerAtInput(Shown):
 
 @pieces.register
 def _show_model(model: OpenModel) -> Iterator[Piece]:
-    yield Card("OpenModel", tuple(model.said()))
+    yield Card("OpenModel", tuple(model.display_lines()))
 
 
 @pieces.register
 def _show_layer(at: LayerAtInput) -> Iterator[Piece]:
-    yield Card("LayerAtInput", tuple(at.said()))
+    yield Card("LayerAtInput", tuple(at.display_lines()))
 
 
 def load_model(

@@ -147,34 +147,14 @@ def check_one_input(jobs: Sequence[Job]) -> None:
         raise InputError(f"`data` should be one input here. Found {found}; give one of them.")
 
 
-def identity(
-    spec: Spec,
-    *,
-    model: Sequence[str | None],
-    item: InputKey,
-    layer: int | None,
-    dtype: str,
-    seed: int,
-    **asked: Any,
-) -> str:
-    """The id, for all heads, of everything that determines a sigma and its interval.
-
-    Args:
-        spec: What its question shares with others.
-        model: Name and revision of the model.
-        item: The input; what a built input starts from.
-        layer: Index of the layer.
-        dtype: Floating type.
-        seed: Of the random starts.
-        **asked: ``map``, ``metric``, ``input`` and ``radius`` of the job; what else was asked.
-    """
+def _identity(spec: Spec, item: InputKey, asked: Mapping[str, Any]) -> str:
+    """The id, for all heads, of everything that determines a sigma and its interval."""
     parts = {name: getattr(spec, name) for name in _SHARED}
     if spec.causal is not None:
         parts["causal"] = spec.causal
-    parts |= asked | {"model": model, "layer": layer, "dtype": dtype, "seed": seed}
-    if asked.get("input") in (ADVERSARIAL, ASCENT):
+    if asked["input"] in (ADVERSARIAL, ASCENT):
         parts["ascent_steps"] = spec.ascent_steps
-    return stable_id(parts | {"item": item[1:]})
+    return stable_id({**parts, **asked, "item": item[1:]})
 
 
 def _windows_of(
@@ -202,12 +182,11 @@ def _of_window(spec: Spec, survey: Survey, window: tuple[Any, ...]) -> Iterator[
         first = sample == _first_sample(survey.items[text], item.num_tokens)
         asked = product([None] if map in WHOLE else layers, _inputs(spec, first))
         for (layer, (kind, radius)), metric, seed in product(asked, spec.metrics, seeds):
-            question = {"map": map, "metric": metric, "input": kind, "radius": radius}
+            asks = {"map": map, "metric": metric, "input": kind, "radius": radius}
+            asks |= {"model": name, "layer": layer, "dtype": dtype, "seed": seed}
             if kind != REAL and radius is None:
-                question["radius"] = _radius_key(spec, survey.items[text])
-            id = identity(
-                spec, model=name, item=item, layer=layer, dtype=dtype, seed=seed, **question
-            )
+                asks["radius"] = _radius_key(spec, survey.items[text])
+            id = _identity(spec, item, asks)
             yield Job._make((id, *window, map, layer, kind, radius, metric, seed))
 
 

@@ -260,11 +260,7 @@ class ModelAtInput:
 
     @cached_property
     def trace(self) -> Trace:
-        """The record of the forward pass.
-
-        Raises:
-            InputError: If the model does not run on the input as it should.
-        """
+        """The record of the forward pass."""
         forward = memory_for("The model's own forward pass", self.setting.dtype)
         with forward, self.ready() as ready:
             setting, sample = self.setting, self.sample

@@ -274,11 +274,7 @@ class LocalRun:
             self.folder.add_value(part, key, content)
 
     def save(self, file: str, points: Mapping[str, Tensor]) -> None:
-        """Inputs into a file of the folder, in one move; nowhere if there is no folder.
-
-        Raises:
-            InputError: If the disk is full.
-        """
+        """Inputs into a file of the folder, in one move; nowhere if there is no folder."""
         if self.folder is None:
             return
         content, folder = io.BytesIO(), self.folder.path
@@ -424,9 +420,6 @@ def maps_at(
         data: Likewise.
         chosen: Only these samples; all if None.
         **options: As for `measure`; a text is cut into one window if nothing else is said.
-
-    Raises:
-        InputError: If a layer, a map or a sample does not exist.
     """
     usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
     asked = usual | {name: value for name, value in options.items() if value is not None}

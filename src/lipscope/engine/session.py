@@ -166,11 +166,7 @@ class MapAtInput:
 
     @cached_property
     def for_theorems(self) -> Attention | Normed | Residual:
-        """The layer as theorems see it: with the norms of the maps ``normed`` and ``residual``.
-
-        Raises:
-            InputError: If its weights are not read in closed form.
-        """
+        """The layer as theorems see it: with the norms of the maps ``normed`` and ``residual``."""
         built = self.given
         if built.attention is None:
             why = "it is not known"
@@ -189,11 +185,7 @@ class MapAtInput:
 
     @property
     def attention(self) -> Attention:
-        """The attention layer in closed form.
-
-        Raises:
-            InputError: If its weights are not read in closed form.
-        """
+        """The attention layer in closed form."""
         found = self.for_theorems
         branch = found.branch if isinstance(found, Residual) else found
         return branch.attention if isinstance(branch, Normed) else branch
@@ -213,11 +205,7 @@ class MapAtInput:
         return float(torch.linalg.vector_norm(self.x, dim=-1).max())
 
     def radius_of_norm(self) -> float:
-        """Largest norm that a token can have after the norm that feeds the layer.
-
-        Raises:
-            InputError: If there is no such norm, or it is neither RMSNorm nor LayerNorm.
-        """
+        """Largest norm that a token can have after the norm that feeds the layer."""
         if self.norm is None:
             raise InputError(
                 "`radius = norm` needs a norm that feeds the layer. Found none before layer "
@@ -284,11 +272,7 @@ class MapAtInput:
 
     @cached_property
     def finished(self) -> list[Finished]:
-        """The rows, each with its side tables.
-
-        Raises:
-            InputError: If it cannot be answered as asked.
-        """
+        """The rows, each with its side tables."""
         spec, found, about = self.spec, [], self.model.loaded.about
         more: dict[str, Any] = {"device": self.window.device.type, "notes": self.remarks}
         more |= {"of": self.map, "item": self.item}
@@ -462,11 +446,7 @@ class Session:
         return keep_last(self._items, (key, name), cut)
 
     def survey(self, model: int) -> Survey:
-        """Layers, heads and inputs of a model; every map is built once at the first input.
-
-        Raises:
-            InputError: If the model, an input, a layer, a map or its memory is not to be had.
-        """
+        """Layers, heads and inputs of a model; every map is built once at the first input."""
         spec = self.spec
         weights = spec.seeds[0] if spec.models[model].name.startswith("random:") else None
         key = ModelKey(model, weights)

@@ -270,9 +270,6 @@ def single_spec(
         sources: Digests of what it reads, by name.
         options: The call's options; None for what is left to its default.
         dtype: Floating type if none is asked for.
-
-    Raises:
-        InputError: For an option that the verb does not have, or a value that cannot be.
     """
     source = Entries("", {name: value for name, value in options.items() if value is not None})
     known = [name for name in _KNOWN if name not in verb.without]

@@ -71,9 +71,6 @@ def cluster_results(
 
     Dask gives the jobs of a worker that dies to another one. Jobs on which workers die again
     and again are tried one by one, and then have failed.
-
-    Raises:
-        InputError: If the cluster cannot be reached or goes away, or has no lipscope.
     """
     name = f"lipscope-{uuid4().hex}"
     with _connected(address) as client:

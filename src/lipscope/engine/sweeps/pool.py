@@ -49,9 +49,6 @@ def local_results(
 
     A worker that dies, or is silent for long, gives its jobs back; the job that it had begun is
     tried three times.
-
-    Raises:
-        InputError: If processes cannot be started.
     """
     pool = _Pool(request, shapes, Batches(jobs, workers), workers)
     left = len(jobs)
