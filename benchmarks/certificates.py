@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lipscope as ls
 from lipscope.attacks import attack_in_ball
-from lipscope.certificates.certify import certify_ball
+from lipscope.certificates.balls import certify_ball
 from lipscope.linalg.singular import top_singular_batch
 from lipscope.theorems import Head, HeadAt, heads_of
 from lipscope.theorems.derived.global_bounds import global_rows, global_rows_capped

@@ -13,8 +13,7 @@ from scipy.special import betaincinv
 from solvers import start
 from tables import Raw, Section, Target, quantiles, say, table
 
-from lipscope.linalg.interval import Evidence, start_threshold
-from lipscope.linalg.krylov import golub_kahan
+from lipscope.linalg.singular import Evidence, golub_kahan, start_threshold
 
 TOL, DELTA, RULE = 1e-3, 1e-6, 1e-2
 STEPS = 36

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from lipscope import DotProduct, to_dense
-from lipscope.certificates.decision import Decision
-from lipscope.certificates.read_out import ReadOut
+from lipscope.certificates.decision import Decision, ReadOut
 from lipscope.theorems import (
     BallName,
     HeadAt,
@@ -25,10 +24,8 @@ from lipscope.theorems import (
     heads_of,
 )
 from lipscope.theorems.derived.ball import Ball
-from lipscope.theorems.derived.column_gram import JacobianColumns
-from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import local_rows
-from lipscope.theorems.derived.row_gram import weighted_rows
+from lipscope.theorems.derived.row_gram import JacobianColumns, JacobianRows, weighted_rows
 from lipscope.theorems.spectrum import eigenvalue
 
 

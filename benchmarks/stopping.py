@@ -19,8 +19,8 @@ from solvers import start, truth
 from tables import Raw, Section, Target, finite, quantiles, say, table
 
 import lipscope as ls
-from lipscope.linalg.krylov import golub_kahan
 from lipscope.linalg.operator import Operator
+from lipscope.linalg.singular import golub_kahan
 from lipscope.records.sampling import share_interval
 
 TOL = 1e-3

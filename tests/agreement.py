@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lipscope.attention import Attention
-from lipscope.attention.chunked import ChunkedCore
+from lipscope.attention.jacobian import ChunkedCore
 
 MEMORY = (2**30, 400)  # everything kept; nothing kept, a row or a head at a time
 SIZES = {"rtol": 1e-11, "atol": 1e-11}

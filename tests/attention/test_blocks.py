@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import lipscope as ls
-from lipscope.attention.chunked import ChunkedCore
+from lipscope.attention.jacobian import ChunkedCore
 
 N, D, HEADS = 150, 12, 4
 LAYERS: dict[str, dict[str, Any]] = {

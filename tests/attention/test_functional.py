@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import lipscope as ls
 from agreement import gaussian
-from lipscope.attention import passes
+from lipscope.attention import functional
 
 B, H, N, M = 2, 3, 5, 7
 SHAPES = ((B, H, N, 2), (B, H, M, 2), (B, H, M, 3))
@@ -38,7 +38,7 @@ each_case = pytest.mark.parametrize("case", CASES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch) -> None:
     """Two rows of a head at a time."""
-    monkeypatch.setattr(passes, "BLOCK_BYTES", 8 * M * 2)
+    monkeypatch.setattr(functional, "BLOCK_BYTES", 8 * M * 2)
 
 
 def eager(
@@ -129,7 +129,7 @@ def test_torch_s_own_checks_of_gradients(case: str) -> None:
 
 @each_case
 def test_the_axis_of_vmap(case: str, monkeypatch) -> None:
-    monkeypatch.setattr(passes, "BLOCK_BYTES", 8 * M * N * 40)  # as many as tangents, about
+    monkeypatch.setattr(functional, "BLOCK_BYTES", 8 * M * N * 40)  # as many as tangents, about
     x, functions = both(case)
     two = [torch.stack([t, 2 * t], 1) for t in x]
     same(lambda f: vmap(f, 1)(*two), functions)
@@ -236,7 +236,7 @@ def test_no_pass_holds_all_scores(monkeypatch) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     n = 512
-    monkeypatch.setattr(passes, "BLOCK_BYTES", 4 * n * 16)
+    monkeypatch.setattr(functional, "BLOCK_BYTES", 4 * n * 16)
     sizes: list[int] = []
 
     class Sizes(TorchDispatchMode):

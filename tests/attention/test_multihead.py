@@ -16,8 +16,8 @@ from torch.nn.utils import parametrizations
 
 import lipscope as ls
 from agreement import gaussian
-from lipscope.attention import Attention, passes
-from lipscope.attention.layer_arguments import arguments
+from lipscope.attention import Attention, functional
+from lipscope.attention.layer import arguments
 
 D, HEADS, B, N, M = 8, 2, 3, 5, 7
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ CALLS: dict[str, dict[str, Any]] = {
 def test_it_is_torch_s_module(call, batch_first, blocks, monkeypatch) -> None:
     """Cross-attention; with weights, and without, at once and in blocks."""
     if blocks:
-        monkeypatch.setattr(passes, "BLOCK_BYTES", 8 * M * 2)
+        monkeypatch.setattr(functional, "BLOCK_BYTES", 8 * M * 2)
     ours = build(batch_first=batch_first)
     other = theirs(ours)
     x, c = gaussian(B, N, D), gaussian(B, M, D)

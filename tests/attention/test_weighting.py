@@ -11,7 +11,7 @@ from torch import Tensor
 from agreement import agree, gaussian
 from lipscope import to_dense
 from lipscope.attention import DotProduct, L2Attention, Softmax, Weighting
-from lipscope.attention.chunked import ChunkedCore
+from lipscope.attention.jacobian import ChunkedCore
 from lipscope.attention.weighting import At
 from lipscope.errors import InputError
 from lipscope.measures import repeated_tokens

@@ -10,10 +10,9 @@ from scipy.optimize import minimize
 
 from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_in_ball
-from lipscope.certificates.certify import certify_ball
+from lipscope.certificates.balls import certify_ball
 from lipscope.theorems import HeadAt, heads_of
-from lipscope.theorems.derived.ball import Ball, ball_certificate
-from lipscope.theorems.derived.intervals import softmax_over
+from lipscope.theorems.derived.ball import Ball, ball_certificate, softmax_over
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
 from lipscope.theorems.derived.row_gram import weighted_head
 from small_layers import KINDS, case, move

@@ -8,9 +8,8 @@ import torch
 
 from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_decision
-from lipscope.certificates.decision import certified_radius
-from lipscope.certificates.hessian import largest_form as form_bound
-from lipscope.certificates.read_out import ReadOut
+from lipscope.certificates.decision import ReadOut, certified_radius
+from lipscope.certificates.decision import largest_form as form_bound
 from small_layers import KINDS, case, move
 
 BALLS, POOLS = ("token", "frobenius"), ("mean", "first")

@@ -9,7 +9,7 @@ import torch
 
 from hostile import EXTENDED, KINDS, hostile, jacobian, sigma_from_below
 from lipscope import DotProduct, InputError
-from lipscope.certificates.certify import certify_ball
+from lipscope.certificates.balls import certify_ball
 from lipscope.certificates.decision import certified_radius
 from lipscope.theorems import bounds_at
 

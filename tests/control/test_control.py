@@ -14,10 +14,9 @@ from transformers import AutoModel
 import lipscope as ls
 from lipscope import InputError
 from lipscope.control import restraints
-from lipscope.control.after_step import cap_singular_values
+from lipscope.control.restraint import cap_singular_values
 from lipscope.theorems import AskedLayer
-from lipscope.theorems.derived.gram_rows import JacobianRows
-from lipscope.theorems.derived.row_gram import weighted_rows
+from lipscope.theorems.derived.row_gram import JacobianRows, weighted_rows
 from opened import layer_of
 from tiny import encoder, tiny
 

@@ -311,7 +311,7 @@ def test_what_would_take_long_says_how_long(sharp):
 
 
 def test_theorems_that_are_named_are_computed_whatever_they_take(monkeypatch):
-    monkeypatch.setattr("lipscope.theorems.table.PATIENCE", 0.0)
+    monkeypatch.setattr("lipscope.theorems.layer_bounds.PATIENCE", 0.0)
     named = ls.bounds(BERT, TEXT, lengths=[4], theorems=["row_gram_joint"]).bounds
     assert [b.applicable for b in named] == [True]
     assert "row_gram_joint" not in values_of(ls.bounds(BERT, TEXT, lengths=[4]))

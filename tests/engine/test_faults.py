@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lipscope as ls
-from lipscope.attention import chunked
+from lipscope.attention import jacobian as chunked
 from lipscope.errors import InputError
 from opened import layer_of
 from rows import lines

@@ -210,8 +210,7 @@ def test_mistakes_are_one_line(unchecked):
 
 
 def test_a_signal_is_told_once_until_it_was_calm_and_another_layer_if_it_goes_further():
-    from lipscope.control.alarm import CALM, Alarm
-    from lipscope.control.signals import Reading
+    from lipscope.control.alarm import CALM, Alarm, Reading
 
     def reading(step: int, layer: int, sigma: float) -> Reading:
         rest = dict.fromkeys(

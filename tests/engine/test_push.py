@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import lipscope as ls
 from command import BERT, TEXT
-from lipscope.certificates.certify import certified_changes, certify_ball
+from lipscope.certificates.balls import certified_changes, certify_ball
 from opened import layer_of
 from tiny import TINY, tiny
 

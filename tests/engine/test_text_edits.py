@@ -11,7 +11,7 @@ import torch
 
 import lipscope as ls
 from lipscope.attacks import RECIPES, EditSearch
-from lipscope.linalg.starts import start_named
+from lipscope.linalg import start_named
 from lipscope.models import (
     Embedded,
     WindowDecoder,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import layers
 import lipscope as ls
-from lipscope.attention import stretch as module
+from lipscope.attention import jacobian as module
 
 REGIMES = (
     "medium",

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from lipscope import linearise
-from lipscope.linalg.interval import Cycle, Evidence, closed_form_factor, start_threshold
-from lipscope.linalg.krylov import golub_kahan
+from lipscope.linalg.singular import (
+    Cycle,
+    Evidence,
+    closed_form_factor,
+    golub_kahan,
+    start_threshold,
+)
 
 N, M, STEPS, STARTS = 60, 65, 5, 200
 SPECTRA = {

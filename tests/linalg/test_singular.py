@@ -11,9 +11,12 @@ from scipy import integrate, special
 
 from lipscope import Operator, linearise, top_singular
 from lipscope.errors import InputError
-from lipscope.linalg.interval import closed_form_factor, start_threshold
-from lipscope.linalg.krylov import golub_kahan
-from lipscope.linalg.singular import top_singular_batch
+from lipscope.linalg.singular import (
+    closed_form_factor,
+    golub_kahan,
+    start_threshold,
+    top_singular_batch,
+)
 
 
 def seeded(number: int) -> torch.Generator:

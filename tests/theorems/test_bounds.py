@@ -31,7 +31,7 @@ from lipscope.theorems import (
 )
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows
-from lipscope.theorems.softmax import balanced_mass, softmax_norm, top_two
+from lipscope.theorems.spectrum import balanced_mass, softmax_norm, top_two
 from searched import searched
 
 ROUNDING = 1e-9

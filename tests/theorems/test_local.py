@@ -10,8 +10,6 @@ import torch
 from lipscope import DotProduct, to_dense
 from lipscope.attention import Rotary
 from lipscope.theorems import AskedLayer, HeadAt, HeadsAt, NotApplicableError, heads_of
-from lipscope.theorems.derived.column_gram import JacobianColumns
-from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import (
     local_blocks,
     local_norms,
@@ -19,6 +17,8 @@ from lipscope.theorems.derived.local_bounds import (
     local_rows_scalar,
 )
 from lipscope.theorems.derived.row_gram import (
+    JacobianColumns,
+    JacobianRows,
     castin_lemma_3_8,
     row_gram,
     row_gram_joint,

@@ -21,9 +21,8 @@ from lipscope.theorems import (
     max_token_norm,
     norm_of,
 )
-from lipscope.theorems.derived.gram_rows import JacobianRows
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
-from lipscope.theorems.derived.row_gram import row_gram_joint
+from lipscope.theorems.derived.row_gram import JacobianRows, row_gram_joint
 from opened import layer_of
 from tiny import TINY
 

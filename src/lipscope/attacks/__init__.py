@@ -5,19 +5,30 @@ where the tokens go; what is measured is the layer with its biases, heads and pr
 """
 
 from lipscope.attacks.ascent import Ascent, ascend, check_size, confirm
-from lipscope.attacks.ball_attack import BallAttack, attack_in_ball
-from lipscope.attacks.constructions.clusters import (
+from lipscope.attacks.ball_attack import (
+    BallAttack,
+    Flip,
+    Function,
+    ascent_move,
+    attack_decision,
+    attack_in_ball,
+    of_size,
+    random_move,
+    sign_move,
+)
+from lipscope.attacks.constructions import (
+    Construction,
+    constant,
+    dominant_token,
     gamma_star,
+    l2_opposed,
+    large_radius,
+    quadratic,
     two_cluster,
     unbalanced,
     weighted_two_atoms,
 )
-from lipscope.attacks.constructions.construction import Construction
-from lipscope.attacks.constructions.distances import l2_opposed
-from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
-from lipscope.attacks.decision_attack import Flip, attack_decision
 from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
-from lipscope.attacks.moves import Map, ascent_move, of_size, random_move, sign_move
 from lipscope.attacks.worst_known import DRAWN, KNOWN, PER_HEAD, PER_LAYER, WorstInput, worst
 from lipscope.measures import Repeated
 
@@ -33,7 +44,7 @@ __all__ = [
     "Draft",
     "EditSearch",
     "Flip",
-    "Map",
+    "Function",
     "Repeated",
     "Scores",
     "WorstInput",

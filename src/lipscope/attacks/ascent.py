@@ -81,9 +81,6 @@ def ascend(
         memory: Bytes for one batch of restarts, roughly.
         progress: Called as ``progress(done, total)`` after every step of every batch.
 
-    Returns:
-        `Ascent`.
-
     Raises:
         InputError: For sizes out of range or starts of another shape.
 
@@ -127,15 +124,6 @@ def sigma_gradient(
 
     Holds where the top singular value is simple; elsewhere the result is a subgradient-like
     direction of one branch. The value is a Ritz value, hence a lower bound.
-
-    Args:
-        layer: The layer.
-        x: Inputs.
-        v: Starts of the iteration, not zero.
-        steps: Steps of the iteration.
-
-    Returns:
-        Values ``(b,)``, gradients and right vectors ``(b, n, d)``.
     """
     tape = Tape(layer, x)
     op = Operator(
@@ -155,21 +143,13 @@ def confirm(
     *,
     etas: Sequence[float] = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5),
 ) -> list[tuple[float, float]]:
-    """Finite steps along a direction: ``‖f(X + eta u) − f(X)‖ / ‖eta u‖``.
+    """Finite steps along a direction: ``‖eta u‖`` and ``‖f(X + eta u) − f(X)‖ / ‖eta u‖``.
 
     The ratio tends to ``‖J u‖`` as ``eta -> 0``: to sigma for the top right singular vector.
     By Lemma 3.1 of [castin2024] it is at most the largest sigma on the segment.
 
-    Holds for every layer; computed in float64, where the difference keeps its digits.
-
-    Args:
-        layer: The layer.
-        x: The point.
-        direction: For example ``top.v``; its length does not matter.
-        etas: Lengths of the steps as shares of ``‖X‖`` (of 1 at ``X = 0``).
-
-    Returns:
-        Pairs ``(‖eta u‖, ratio)``, in the order of ``etas``.
+    Holds for every layer; computed in float64, where the difference keeps its digits. ``etas`` are
+    shares of ``‖X‖`` (of 1 at ``X = 0``).
 
     Raises:
         InputError: If the direction is zero or has another shape than ``x``.

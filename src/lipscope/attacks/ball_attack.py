@@ -1,7 +1,9 @@
-"""Search inside a ball: lower values that a certificate must exceed."""
+"""Search inside a ball: lower values that a certificate must exceed, moves, changed decisions."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,9 +11,70 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.certificates import check_ball, in_double, sigma_of, tokens_of
+from lipscope.certificates import Decision, Pool, check_ball, in_double, sigma_of, tokens_of
 from lipscope.display import Shown
 from lipscope.theorems import BallName, per_token
+
+Function = Callable[[Tensor], Tensor]
+_FIRST = 1e-3  # share of the size at which the first gradient is taken: at 0 it vanishes
+
+
+def of_size(move: Float[Tensor, "n d"], size: float) -> Float[Tensor, "n d"]:
+    """A move scaled to ``‖E‖_F = size``."""
+    return move * (size / move.norm().clamp_min(1e-30))
+
+
+def random_move(x: Float[Tensor, "n d"], size: float, seed: int) -> Float[Tensor, "n d"]:
+    """A move uniform on the sphere ``‖E‖_F = size``."""
+    gen = torch.Generator().manual_seed(seed)
+    return of_size(torch.randn(x.shape, generator=gen).to(x), size)
+
+
+def sign_move(f: Function, x: Float[Tensor, "n d"], size: float, seed: int) -> Float[Tensor, "n d"]:
+    """One step along the sign of a gradient (FGSM), scaled to ``‖E‖_F = size``.
+
+    The gradient of ``‖f(X + E) - f(X)‖²`` is taken at a small random ``E``, since it vanishes
+    at 0.
+
+    Holds for every differentiable map.
+
+    Source: the fast gradient sign method (Goodfellow et al. 2015), in another norm.
+    """
+    return of_size(_gradient(f, x, random_move(x, _FIRST * size, seed)).sign(), size)
+
+
+def ascent_move(
+    f: Function, x: Float[Tensor, "n d"], size: float, seed: int, *, steps: int = 20
+) -> Float[Tensor, "n d"]:
+    """Projected gradient ascent of ``‖f(X + E) - f(X)‖`` on the sphere ``‖E‖_F = size`` (PGD).
+
+    Each step replaces ``E`` by its gradient, scaled back to the sphere: a power iteration as
+    the size goes to 0. The best of all iterates is kept.
+
+    Holds for every differentiable map; a lower value of the largest change.
+    """
+    with torch.no_grad():
+        here = f(x)
+    best = move = random_move(x, size, seed)
+    most = 0.0
+    for _ in range(steps):
+        slope = _gradient(f, x, move)
+        move = of_size(slope, size)
+        with torch.no_grad():
+            change = float((f(x + move) - here).norm())
+        if change > most:
+            best, most = move, change
+    return best
+
+
+def _gradient(f: Function, x: Tensor, move: Tensor) -> Tensor:
+    with torch.no_grad():
+        here = f(x)
+    point = move.detach().requires_grad_(True)
+    with torch.enable_grad():
+        change = (f(x + point) - here).square().sum()
+        (slope,) = torch.autograd.grad(change, point)
+    return slope
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,28 +110,10 @@ def attack_in_ball(
     """Random and gradient-ascent attempts to exceed a certificate inside its ball.
 
     Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
-    singular vectors at the current point; every iterate is put back into the ball.
+    singular vectors at the current point; every iterate is put back into the ball. The first start
+    along the top singular vector at X, towards both sides.
 
     Holds for any layer; its values are lower ones, found and not proved largest.
-
-    Args:
-        layer: The layer.
-        x: Centre.
-        eps: Radius, as for `certify`.
-        ball: ``token`` or ``frobenius``.
-        head: One head alone, or None.
-        map: ``attention`` or ``heads``.
-        random: Random points.
-        ascents: Ascents of each kind; the first start along the top singular vector,
-            towards both sides.
-        steps: Steps of each.
-        seed: Of the random points.
-
-    Returns:
-        The largest values found.
-
-    Raises:
-        InputError: As `certify` does.
     """
     check_ball(ball)
     own = in_double(layer, head)
@@ -91,16 +136,7 @@ def attack_in_ball(
 
 
 class _Search:
-    """The best values seen so far, and moves that stay inside the ball.
-
-    Args:
-        layer: The layer, in float64.
-        x: Centre.
-        radii: One per token, ``(n,)``.
-        ball: ``token`` or ``frobenius``.
-        map: ``attention`` or ``heads``.
-        seed: Of random directions and of the solver's starts.
-    """
+    """The best values seen so far, and moves that stay inside the ball."""
 
     def __init__(
         self,
@@ -174,3 +210,141 @@ class _Search:
             again = sigma_of(self.layer, self.x + at, self.map, self.seed + 10_000)
             self.sigma = max(self.sigma, again.sigma)
             self.see(at)
+
+
+# --- decisions
+
+_RIVALS = 5  # classes that an attack tries to reach, those nearest to first order
+_GROWTH, _ENLARGED = 1.2, 25  # balls that are tried: up to a hundred times the first
+_BISECTIONS = 7
+
+
+@dataclass(frozen=True, repr=False)
+class Flip(Shown):
+    """The smallest move found that changes a decision; what a certified radius must not exceed.
+
+    Attributes:
+        radius: Its size in the ball's norm; inf if none was found.
+        decision: Class there.
+        point: The X' itself, or X.
+        attempts: Random points and descents tried.
+    """
+
+    radius: float
+    decision: int
+    point: Tensor
+    attempts: int
+
+
+def attack_decision(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    weight: Float[Tensor, "c d_out"],
+    *,
+    radius: float,
+    bias: Float[Tensor, " c"] | None = None,
+    pool: Pool = "mean",
+    ball: BallName = "token",
+    random: int = 20,
+    ascents: int = 2,
+    steps: int = 20,
+    seed: int = 0,
+) -> Flip:
+    """Try to change a decision inside a ball, then in larger and larger ones.
+
+    Descents on the margin, which step towards the steepest move of the ball (Frank and
+    Wolfe's method), for the rivals that are nearest to first order: in the first ball from X
+    and from random points, in the larger ones from X; then bisection on the radius.
+
+    Holds for dot-product layers; a radius found is an upper value of the true one.
+    """
+    check_ball(ball)
+    search = _FlipSearch(Decision(layer, x, weight, bias, pool), ball, steps, seed)
+    if 0 < radius < math.inf:  # around a tie there is no ball
+        search.sample(radius, random)
+        if not search.flips(radius, ascents):
+            search.approach(radius)
+    at = search.at
+    return Flip(search.radius, search.reached, at.x + search.best, search.attempts)
+
+
+class _FlipSearch:
+    """Moves that stay in a ball, and the smallest one that changed the decision."""
+
+    def __init__(self, at: Decision, ball: BallName, steps: int, seed: int) -> None:
+        self.at, self.ball, self.steps = at, ball, steps
+        self.generator = torch.Generator().manual_seed(seed)
+        self.radius, self.reached = math.inf, at.decision
+        self.best = torch.zeros_like(at.x)
+        self.attempts = 0
+        slopes = [self._size(self._slope(self.best, int(r))) for r in at.rivals]
+        first = at.margins[at.rivals] / torch.tensor(slopes, dtype=at.x.dtype)
+        order = first.argsort()[:_RIVALS]
+        self.rivals: list[int] = at.rivals[order].tolist()
+        self.first = float(first[order[0]])
+
+    def sample(self, radius: float, count: int) -> None:
+        """Random points on the boundary."""
+        for _ in range(count):
+            self.attempts += 1
+            self._see(self._steepest(self._draw(), radius))
+
+    def flips(self, radius: float, ascents: int = 0) -> bool:
+        """Whether a descent inside the ball changes the decision."""
+        for rival in self.rivals:
+            starts = [self._steepest(self._draw(), radius) for _ in range(ascents)]
+            for start in (torch.zeros_like(self.at.x), *starts):
+                self.attempts += 1
+                self._descend(start, rival, radius)
+        return self.radius <= radius * (1 + 1e-12)
+
+    def approach(self, radius: float) -> None:
+        """The smallest ball in which a descent succeeds."""
+        low, high = radius, max(radius * _GROWTH, self.first)
+        if not math.isfinite(high):
+            return
+        for _ in range(_ENLARGED):
+            if self.flips(high):
+                break
+            low, high = high, high * _GROWTH
+        else:
+            return
+        for _ in range(_BISECTIONS):
+            middle = (low + self.radius) / 2
+            if not self.flips(middle):
+                low = middle
+
+    def _descend(self, e: Tensor, rival: int, radius: float) -> None:
+        for i in range(self.steps):
+            target = self._steepest(-self._slope(e, rival), radius)
+            e = e + (target - e) * (1.0 if i < 3 else 2 / i)  # a mean of moves in the ball
+            if self._see(e):
+                return
+
+    def _see(self, e: Tensor) -> bool:
+        with torch.no_grad():
+            found = int(self.at.scores(self.at.x + e).argmax())
+        if found == self.at.decision:
+            return False
+        size = float(e.norm() if self.ball == "frobenius" else e.norm(dim=-1).max())
+        if size < self.radius:
+            self.radius, self.reached, self.best = size, found, e
+        return True
+
+    def _slope(self, e: Tensor, rival: int) -> Tensor:
+        point = (self.at.x + e).requires_grad_(True)
+        with torch.enable_grad():
+            scores = self.at.scores(point)
+            (found,) = torch.autograd.grad(scores[self.at.decision] - scores[rival], point)
+        return found
+
+    def _size(self, slope: Tensor) -> float:
+        return float(slope.norm() if self.ball == "frobenius" else slope.norm(dim=-1).sum())
+
+    def _steepest(self, direction: Tensor, radius: float) -> Tensor:
+        whole = self.ball == "frobenius"
+        norm = direction.norm() if whole else direction.norm(dim=-1, keepdim=True)
+        return direction * (radius / norm.clamp_min(1e-300))
+
+    def _draw(self) -> Tensor:
+        return torch.randn(self.at.x.shape, generator=self.generator, dtype=self.at.x.dtype)

@@ -170,13 +170,7 @@ class EditSearch:
     def run(self, recipe: Recipe, *, budget: int, queries: int) -> Edited:
         """Edit at most ``budget`` tokens, and run the model on at most ``queries`` texts.
 
-        Args:
-            recipe: ``sigma``, ``hotflip``, ``duplicate`` or ``random``.
-            budget: Tokens that are substituted, or copies that are put in.
-            queries: At least ``budget``; they are shared out evenly among the steps.
-
-        Returns:
-            The best text that was found.
+        These are shared out evenly among the steps.
         """
         self._queries = self._products = 0
         draft, best, read = self.start, -math.inf, None
@@ -351,14 +345,8 @@ class EditSearch:
 def leading(op: Operator, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Singular values and right singular vectors of an operator on a Krylov space of 12 steps.
 
-    With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``.
-
-    Args:
-        op: The operator.
-        generator: Of the random start.
-
-    Returns:
-        ``S``, ``(k,)``, the largest a lower bound of sigma, and ``V Q``, ``(k, *in_shape)``.
+    With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``: ``S``,
+    ``(k,)``, and ``V Q``, ``(k, *in_shape)``.
     """
     start = torch.randn(1, *op.in_shape, generator=generator).to(op.device, op.dtype)
     *_, state = golub_kahan(op, start, min(_STEPS, op.in_size))

@@ -12,10 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attacks.ascent import ascend, check_size, clamp
-from lipscope.attacks.constructions.clusters import gamma_star, two_cluster, unbalanced
-from lipscope.attacks.constructions.construction import Construction
-from lipscope.attacks.constructions.distances import l2_opposed
-from lipscope.attacks.constructions.tokens import constant, dominant_token, large_radius, quadratic
+from lipscope.attacks.constructions import (
+    Construction,
+    constant,
+    dominant_token,
+    gamma_star,
+    l2_opposed,
+    large_radius,
+    quadratic,
+    two_cluster,
+    unbalanced,
+)
 from lipscope.attention import Attention
 from lipscope.display import Shown
 from lipscope.errors import InputError

@@ -6,9 +6,7 @@ Called, ``lipscope.attention(q, k, v)`` is the function `lipscope.attention.func
 import sys
 from types import ModuleType
 
-from lipscope.attention.ball import on_ball, row_gain
 from lipscope.attention.core import VARIANTS, Attention, transformed, variant, variants
-from lipscope.attention.distance import Distance
 from lipscope.attention.functional import attention
 from lipscope.attention.kinds.clipped import ClippedAttention
 from lipscope.attention.kinds.cosine import ScaledCosineAttention
@@ -18,13 +16,19 @@ from lipscope.attention.kinds.l2 import L2Attention, phi_inverse
 from lipscope.attention.kinds.lipschitz_norm import CONSTANT, LipschitzNormAttention
 from lipscope.attention.kinds.sigmoid import SigmoidAttention
 from lipscope.attention.kinds.sinkhorn import SinkhornAttention
-from lipscope.attention.layer import Map, MovingSide
-from lipscope.attention.layer_arguments import arguments
+from lipscope.attention.layer import (
+    Clip,
+    Map,
+    MovingSide,
+    Rotary,
+    TokenNorm,
+    arguments,
+    exact,
+    uncast,
+)
 from lipscope.attention.multihead import MultiheadAttention
-from lipscope.attention.norms import Clip, TokenNorm
-from lipscope.attention.precision import exact, uncast
-from lipscope.attention.rotary import Rotary
-from lipscope.attention.spectral import of_heads, product_norm, spectral_norm
+from lipscope.attention.scores import Distance
+from lipscope.attention.spectral import of_heads, on_ball, product_norm, row_gain, spectral_norm
 from lipscope.attention.weighting import Softmax, Weighting
 
 __all__ = [

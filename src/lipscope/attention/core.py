@@ -15,12 +15,26 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lipscope.attention.chunked import CHUNK_BYTES, SURE, ChunkedCore
-from lipscope.attention.layer import Layer, Map, MovingSide
-from lipscope.attention.precision import returned, uncast, wide
-from lipscope.attention.projections import AllHeads, Frame, OneSide, PerHead, around
-from lipscope.attention.shapes import check_log_weights
-from lipscope.attention.stretch import stretch
+from lipscope.attention.jacobian import (
+    CHUNK_BYTES,
+    SURE,
+    AllHeads,
+    ChunkedCore,
+    Frame,
+    OneSide,
+    PerHead,
+    around,
+    stretch,
+)
+from lipscope.attention.layer import (
+    Layer,
+    Map,
+    MovingSide,
+    check_log_weights,
+    returned,
+    uncast,
+    wide,
+)
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, over_leading, start_named
 from lipscope.plugins import check_name, load_plugins
@@ -226,14 +240,7 @@ class Attention(Layer):
         *,
         memory: int = 2**30,
     ) -> Float[Tensor, ""]:
-        """``<g, J(x) e>``, differentiable in everything, one chunk at a time.
-
-        Args:
-            x: The point.
-            g: Direction in the output.
-            e: Direction in the input.
-            memory: Bytes that one chunk may take, derivatives included, roughly.
-        """
+        """``<g, J(x) e>``, differentiable in everything, one chunk at a time."""
         return stretch(self, x, g, e, memory)
 
 

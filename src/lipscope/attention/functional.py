@@ -1,15 +1,300 @@
-"""Attention as a function of queries, keys and values: twice differentiable in linear memory."""
+"""Attention as a function of queries, keys and values: twice differentiable in linear memory.
+
+Weights are built anew block by block. Four maps: the output ``o``, its derivative ``J e``
+(`_Push`), the transpose ``J^T g`` (`_Pull`), and ``h(e, g)`` (`_Bend`), the gradient of
+``<g, J e>`` in queries, keys and values. The derivatives of ``J e`` are ``J^T g`` and ``h(e, g)``;
+those of ``J^T g`` along ``e`` are the same ``h(e, g)``, as second derivatives are symmetric, and
+``J e``.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
-from lipscope.attention.passes import Rules, attend
+from lipscope.attention.jacobian import Block, parted
+from lipscope.attention.layer import exact
 from lipscope.errors import InputError, check_finite_number, shown
+
+BLOCK_BYTES = 2**22  # of scores: four or five such tensors stay in the cache of a core
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides on the scores and is no tensor."""
+
+    causal: bool
+    own: tuple[int, ...]
+    wanted: bool = False
+
+    def part(self, masks: Tensor, block: Block) -> Tensor:
+        """The masks ``(c, n or 1, m or 1)`` in a block; of all its heads if they share one."""
+        own = self.own[block.heads]
+        found = _within(masks, block)
+        return found[own[0]] if len(set(own)) == 1 else found[list(own)]
+
+    def spread(self, masks: Tensor, block: Block, gs: Tensor) -> None:
+        """Add the cotangent of a block of scores to that of the masks."""
+        found, own = _within(masks, block), torch.tensor(self.own[block.heads], device=gs.device)
+        found.index_add_(0, own, gs.sum_to_size(len(gs), *found.shape[1:]))
+
+
+def _within(masks: Tensor, block: Block) -> Tensor:
+    rows = block.rows if masks.shape[1] > 1 else slice(None)
+    return masks[:, rows, block.keys if masks.shape[2] > 1 else slice(None)]
+
+
+def _weights(
+    rules: Rules, q: Tensor, k: Tensor, mask: Tensor | None, more: int = 0
+) -> Iterator[tuple[Block, Tensor, list[Tensor]]]:
+    """Every block with its weights, and 1 + ``more`` tensors of its size to write into."""
+    limit = BLOCK_BYTES // q.element_size()
+    blocks = parted(len(q), q.shape[1], k.shape[1], limit, causal=rules.causal)
+    scratch = q.new_empty(2 + more, max((b.size for b in blocks), default=0))
+    for block in blocks:
+        s, p, *rest = (room[: block.size].view(block.shape) for room in scratch)
+        torch.bmm(q[block.heads, block.rows], k[block.heads, block.keys].mT, out=s)
+        if rules.causal:
+            unmasked = torch.ones(block.shape[1:], dtype=torch.bool, device=q.device)
+            s.masked_fill_(unmasked.triu_(1 + block.rows.start), -torch.inf)
+        if mask is not None and mask.dtype == torch.bool:
+            s.masked_fill_(~rules.part(mask, block), -torch.inf)
+        elif mask is not None:
+            s.add_(rules.part(mask, block))
+        torch.softmax(s, dim=-1, out=p)
+        if mask is not None:  # torch's softmax of a row that reads nothing is NaN
+            p.masked_fill_(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
+        yield block, p, [s, *rest]
+
+
+def _change(
+    rules: Rules, block: Block, left: Tensor, right: Tensor, dmask: Tensor | None, room: Tensor
+) -> Tensor:
+    """``ds = dq k^T + q dk^T + dmask`` of a block, for ``[dq, q]`` and ``[k, dk]``."""
+    own, other = left[block.heads, block.rows], right[block.heads, block.keys]
+    ds = torch.bmm(own, other.mT, out=room)
+    return ds if dmask is None else ds.add_(rules.part(dmask, block))
+
+
+class _Blockwise(torch.autograd.Function):
+    """A pass over blocks; ``rules, q, k, v, masks`` come first, heads in front."""
+
+    masks: tuple[int, ...] = (4,)  # which arguments are masks
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rules, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @classmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any
+    ) -> tuple[Any, Any]:
+        """The new axis is one more of heads; masks that do not have it stay shared."""
+        size, rules = info.batch_size, inputs[0]
+        several = rules.wanted or any(in_dims[i] is not None for i in cls.masks)
+        flat: list[Any] = []
+        for i, (t, axis) in enumerate(zip(inputs[1:], in_dims[1:], strict=True), start=1):
+            if t is None or (i in cls.masks and not several):
+                flat.append(t)
+                continue
+            every = t.expand(size, *t.shape) if axis is None else t.movedim(axis, 0)
+            flat.append(every.flatten(0, 1))
+        count = len(flat[3]) // size if several and flat[3] is not None else 0
+        own = tuple(i * count + one for i in range(size) for one in rules.own)
+        found = cls.apply(replace(rules, own=own), *flat)
+        if isinstance(found, Tensor):
+            return found.unflatten(0, (size, -1)), 0
+        parts = [None if t is None else t.unflatten(0, (size, -1)) for t in found]
+        return tuple(parts), tuple(None if t is None else 0 for t in parts)
+
+
+class _Attend(_Blockwise):
+    """``o = P v``."""
+
+    @staticmethod
+    @exact
+    def forward(rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        o = v.new_empty(*q.shape[:2], v.shape[-1])
+        for block, p, _ in _weights(rules, q, k, mask):
+            o[block.heads, block.rows] = torch.bmm(p, v[block.heads, block.keys])
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, go: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
+        if go is None:
+            return (None,) * 5
+        return None, *_pull(ctx, 4, *ctx.saved_tensors, go)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *moves: Tensor | None) -> Tensor:  # pyright: ignore
+        at = ctx.saved_tensors
+        return _Push.apply(ctx.rules, *at, *_filled(at, moves))  # pyright: ignore
+
+
+class _Push(_Blockwise):
+    """``J e``: ``do = dP v + P dv`` with ``dP = P (ds - rowsum(P ds))``."""
+
+    masks = (4, 8)
+
+    @staticmethod
+    @exact
+    def forward(rules: Rules, *inputs: Any) -> Tensor:
+        q, k, v, mask, dq, dk, dv, dmask = inputs
+        left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
+        do = v.new_empty(*q.shape[:2], v.shape[-1])
+        for block, p, (room,) in _weights(rules, q, k, mask):
+            other = (block.heads, block.keys)
+            dp = _change(rules, block, left, right, dmask, room).mul_(p)
+            dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
+            do[block.heads, block.rows] = torch.bmm(dp, v[other]).baddbmm_(p, dv[other])
+        return do
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
+        at, e = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        first = second = (None,) * 4
+        if g is not None and any(ctx.needs_input_grad[1:5]):
+            first = _bend(ctx, 4, *at, *e, g)
+        if g is not None and any(ctx.needs_input_grad[5:9]):
+            second = _pull(ctx, 8, *at, g)
+        return None, *first, *second
+
+    @staticmethod
+    def jvp(ctx: Any, *moves: Any) -> Tensor:  # pyright: ignore
+        raise InputError(_TOO_MANY.format("a forward-mode derivative in forward mode"))
+
+
+class _Pull(_Blockwise):
+    """``J^T g``: with ``gp = g v^T`` and ``gs = P (gp - rowsum(P gp))``, ``(gs k, gs^T q, P^T g)``.
+
+    The cotangent of the masks, the last, is None unless it is wanted.
+    """
+
+    @staticmethod
+    @exact
+    def forward(
+        rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
+        for block, p, (room,) in _weights(rules, q, k, mask):
+            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            gs = torch.bmm(g[own], v[other].mT, out=room).mul_(p)
+            gs.addcmul_(p, gs.sum(-1, keepdim=True), value=-1)
+            gq[own] = torch.bmm(gs, k[other])
+            gk[other].baddbmm_(gs.mT, q[own])
+            gv[other].baddbmm_(p.mT, g[own])
+            if gmask is not None:
+                rules.spread(gmask, block, gs)
+        return gq, gk, gv, gmask
+
+    @staticmethod
+    def backward(ctx: Any, *e: Tensor | None) -> tuple[Any, ...]:
+        *at, g = ctx.saved_tensors
+        moves = _filled(at, e)
+        first = _bend(ctx, 4, *at, *moves, g) if any(ctx.needs_input_grad[1:5]) else (None,) * 4
+        last = _Push.apply(ctx.rules, *at, *moves) if ctx.needs_input_grad[5] else None
+        return None, *first, last
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *moves: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
+        (*at, g), (*e, dg) = ctx.saved_tensors, moves
+        rules = ctx.rules
+        found = _Bend.apply(rules, *at, *_filled(at, e), g)
+        if dg is None:
+            return found  # pyright: ignore
+        more: Any = _Pull.apply(rules, *at, dg)
+        return tuple(
+            None if a is None else a + b
+            for a, b in zip(found, more, strict=True)  # pyright: ignore
+        )
+
+
+class _Bend(_Blockwise):
+    """``h(e, g)``, the gradient of ``<g, J e>`` in queries, keys, values and masks.
+
+    With ``a = ds - rowsum(P ds)``, ``b = gp - rowsum(P gp)`` and ``t = a b + g dv^T``:
+    ``gs = P (t - rowsum(P t))``, and ``(gs k + P b dk, gs^T q + (P b)^T dq, (P a)^T g)``.
+    """
+
+    masks = (4, 8)
+
+    @staticmethod
+    @exact
+    def forward(rules: Rules, *inputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, dq, dk, dv, dmask, g = inputs
+        left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
+        gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
+        for block, p, rooms in _weights(rules, q, k, mask, more=3):
+            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            a = _change(rules, block, left, right, dmask, rooms[0])
+            b = torch.bmm(g[own], v[other].mT, out=rooms[1])
+            t = torch.bmm(g[own], dv[other].mT, out=rooms[2])
+            a.sub_(torch.mul(p, a, out=rooms[3]).sum(-1, keepdim=True))
+            b.sub_(torch.mul(p, b, out=rooms[3]).sum(-1, keepdim=True))
+            gs = t.addcmul_(a, b).mul_(p)
+            gs.addcmul_(p, gs.sum(-1, keepdim=True), value=-1)
+            pa, pb = a.mul_(p), b.mul_(p)
+            gq[own] = torch.bmm(gs, k[other]).baddbmm_(pb, dk[other])
+            gk[other].baddbmm_(gs.mT, q[own]).baddbmm_(pb.mT, dq[own])
+            gv[other].baddbmm_(pa.mT, g[own])
+            if gmask is not None:
+                rules.spread(gmask, block, gs)
+        return gq, gk, gv, gmask
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise InputError(_TOO_MANY.format("a third derivative"))
+
+    @staticmethod
+    def jvp(ctx: Any, *moves: Any) -> Any:
+        raise InputError(_TOO_MANY.format("a third derivative"))
+
+
+_TOO_MANY = (
+    "`attention` should be differentiated at most twice, at most once of it in forward mode. "
+    "Found {}; write softmax(scale q k^T) v for that."
+)
+
+
+def _cotangents(
+    rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What the blocks fill, or add up in; of masks where it is wanted."""
+    gmask = torch.zeros_like(mask) if mask is not None and rules.wanted else None
+    return torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v), gmask
+
+
+def _filled(at: Any, moves: Any) -> list[Tensor | None]:
+    """Moves of queries, keys, values and masks: zeros for none, but of masks."""
+    *first, last = moves
+    found = [torch.zeros_like(x) if e is None else e for x, e in zip(at, first, strict=False)]
+    return [*found, last]
+
+
+def _pull(ctx: Any, masks: int, *inputs: Any) -> Any:
+    return _Pull.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
+
+
+def _bend(ctx: Any, masks: int, *inputs: Any) -> Any:
+    return _Bend.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
+
+
+# As `torch.compiler.disable`, which imports all of Dynamo first: it cannot trace functions with a
+# forward-mode derivative of their own, and would unroll the blocks of those without one.
+@_disable_dynamo
+def attend(rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """``P v``; its arguments as `_Attend` has them."""
+    return cast(Tensor, _Attend.apply(rules, q, k, v, mask))
 
 
 def attention(

@@ -1,24 +1,275 @@
-"""The parts of a layer: weights, heads, score, weighting, mask; its calculus is in `core`."""
+"""A layer and its parts: arguments, norms, rotary embedding, mask; its calculus is in `core`."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, final
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, TypeVar, cast, final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from lipscope.attention.layer_arguments import arguments, check_frame
-from lipscope.attention.norms import Clip, TokenNorm
-from lipscope.attention.precision import exact, wide
-from lipscope.attention.rotary import Rotary
-from lipscope.attention.shapes import check_shapes
 from lipscope.attention.weighting import Softmax, Weighting
-from lipscope.errors import InputError
+from lipscope.errors import (
+    InputError,
+    check_count,
+    check_finite_number,
+    check_positive,
+    shown,
+)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def wide(t: Tensor) -> Tensor:
+    """The numbers in float32 where they are in half precision: squares of 256 exceed float16.
+
+    >>> wide(torch.ones(1).half()).dtype, wide(torch.ones(1).double()).dtype
+    (torch.float32, torch.float64)
+    """
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def returned(x: Tensor) -> torch.dtype:
+    """The dtype of linear maps of ``x``: its own, or that of autocast."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not _casts(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def uncast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast, which would round again what is wide."""
+    if not _casts(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def exact(function: _Function) -> _Function:
+    """A function in the dtype of its arguments, one of which is a tensor, under autocast too."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        found = next(one for one in args if isinstance(one, Tensor))
+        with uncast(found.device):
+            return function(*args, **options)
+
+    return cast("_Function", run)
+
+
+def _casts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+class TokenNorm(nn.Module):
+    """RMSNorm of consecutive parts of a token, each as wide as the weight.
+
+    ``z ↦ w z / √(|z|²/k + ε)`` with ``k`` the width of ``w``: as wide as a head, it normalises
+    every head by itself; as wide as all heads together, the whole projection.
+
+    Args:
+        weight: ``w``, ``(k,)``.
+        eps: ``ε``, added to the mean square.
+
+    >>> import torch
+    >>> TokenNorm(torch.ones(2), eps=0.0)(torch.tensor([[3.0, 4.0]])) * 12.5**0.5
+    tensor([[3., 4.]])
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Float[Tensor, " k"], eps: float) -> None:
+        super().__init__()
+        if isinstance(weight, nn.Parameter):
+            self.register_parameter("weight", weight)
+        else:
+            self.register_buffer("weight", weight)
+        self.eps = eps
+
+    def forward(self, z: Float[Tensor, "*b n w"]) -> Float[Tensor, "*b n w"]:
+        """The normalised tokens."""
+        at = self.at(z)
+        return (at.unit * self.weight * len(self.weight) ** 0.5).flatten(-2).to(z.dtype)
+
+    def at(self, z: Float[Tensor, "*b n w"]) -> NormAt:
+        """The norm linearised at ``z``."""
+        parts = wide(z).unflatten(-1, (-1, len(self.weight)))
+        length = (parts.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return NormAt(parts / length / len(self.weight) ** 0.5, self.weight / length)
+
+
+class Clip(nn.Module):
+    """The nearest point of a ball: ``x ↦ x min(1, R / |x|)`` for every token.
+
+    >>> import torch
+    >>> Clip(2.5)(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
+    tensor([[1.5000, 2.0000],
+            [0.0000, 1.0000]])
+    """
+
+    def __init__(self, radius: float) -> None:
+        super().__init__()
+        self.radius = radius
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """The tokens in the ball."""
+        z = wide(x)
+        squares = z.square().sum(-1, keepdim=True)  # whose root has no derivative at zero
+        return (z * (self.radius * squares.clamp_min(self.radius**2).rsqrt())).to(x.dtype)
+
+    def at(self, x: Float[Tensor, "*b n d"]) -> NormAt:
+        """Its derivative: that of ``R x / |x|`` outside the ball, the identity in it."""
+        x = wide(x)[..., None, :]
+        length = x.square().sum(-1, keepdim=True).sqrt()
+        outside = length > self.radius
+        unit = torch.where(outside, x / length.clamp_min(self.radius), 0.0)
+        gain = torch.where(outside, self.radius / length.clamp_min(self.radius), 1.0)
+        return NormAt(unit, gain)
+
+
+@dataclass(frozen=True)
+class NormAt:
+    """A norm at one input: its derivative is ``D_g (I - u u^T)`` in every part.
+
+    Attributes:
+        unit: ``u = z / (√k r)``, ``r`` the root mean square with ``ε``; ``(*b, n, parts, k)``.
+        gain: ``g = w / r``, ``(*b, n, parts, k)``.
+    """
+
+    unit: Tensor
+    gain: Tensor
+
+    def derivative(self, dz: Tensor) -> Tensor:
+        """``D_g (I - u u^T) dz`` for tokens ``(*b, n, w)``."""
+        dz = dz.unflatten(-1, (-1, self.unit.shape[-1]))
+        along = (self.unit * dz).sum(-1, keepdim=True)
+        return (self.gain * (dz - self.unit * along)).flatten(-2)
+
+    def transpose(self, gy: Tensor) -> Tensor:
+        """``(I - u u^T) D_g gy`` for cotangents ``(*b, n, w)``."""
+        gz = self.gain * gy.unflatten(-1, (-1, self.unit.shape[-1]))
+        return (gz - self.unit * (self.unit * gz).sum(-1, keepdim=True)).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of one window, in half-split layout.
+
+    ``rot(x) = x cos + half(x) sin`` with ``half((a, b)) = (-b, a)`` on the two halves of a
+    head. Widths beyond that of ``cos`` are left as they are.
+    """
+
+    cos: Float[Tensor, "n r"]
+    sin: Float[Tensor, "n r"]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys ``(..., n, k)``."""
+        turned, rest = x.split([self.cos.shape[-1], x.shape[-1] - self.cos.shape[-1]], dim=-1)
+        a, b = turned.chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([-b, a], dim=-1) * self.sin
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+    def transpose(self, g: Tensor) -> Tensor:
+        """Apply the transposed (inverse up to scale) rotation to cotangents ``(..., n, k)``."""
+        turned, rest = g.split([self.cos.shape[-1], g.shape[-1] - self.cos.shape[-1]], dim=-1)
+        a, b = (turned * self.sin).chunk(2, dim=-1)
+        turned = turned * self.cos + torch.cat([b, -a], dim=-1)
+        return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def check_shapes(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, heads: int, groups: int
+) -> None:
+    """Say which weight does not fit the number of heads or the other weights."""
+    check_count("heads", heads)
+    check_count("groups", groups)
+    if heads % groups:
+        raise InputError(
+            "`heads` should be a positive multiple of `groups`. "
+            f"Found `heads = {heads}`, `groups = {groups}`."
+        )
+    for name, weight, parts in (
+        ("query", query, heads),
+        ("key", key, groups),
+        ("value", value, groups),
+    ):
+        if weight.shape[0] % parts or weight.shape[1] != query.shape[1]:
+            raise InputError(
+                f"`{name}` should have shape ({parts} * head width, {query.shape[1]}). "
+                f"Found {tuple(weight.shape)}."
+            )
+    if query.shape[0] // heads != key.shape[0] // groups:
+        raise InputError(
+            "Queries and keys should have one head width. Found "
+            f"{query.shape[0] // heads} and {key.shape[0] // groups}."
+        )
+    concat = heads * (value.shape[0] // groups)
+    if output is not None and output.shape[1] != concat:
+        raise InputError(f"`output` should have {concat} columns. Found {output.shape[1]}.")
+
+
+def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
+    """Say where there is not one number for each key."""
+    if log_weights is None:
+        return
+    if not isinstance(log_weights, Tensor) or log_weights.shape != keys.shape[-2:-1]:
+        found = tuple(log_weights.shape) if isinstance(log_weights, Tensor) else shown(log_weights)
+        raise InputError(
+            f"`log_weights` should be one number for each of {keys.shape[-2]} keys. Found {found}."
+        )
+
+
+class Framed(TypedDict, total=False):
+    """What softmax and its like take besides weights: `Biased` explains it."""
+
+    heads: int
+    query_bias: Float[Tensor, " hk"] | None
+    key_bias: Float[Tensor, " hk"] | None
+    value_bias: Float[Tensor, " hv"] | None
+    output_bias: Float[Tensor, " d_out"] | None
+    scale: float | None
+    causal: bool
+    mask: Bool[Tensor, "*h n n"] | None
+
+
+def arguments(kind: type) -> dict[str, inspect.Parameter]:
+    """The arguments of a constructor, with those that it hands on to the one above it."""
+    above = (one for one in kind.__mro__ if "__init__" in vars(one))
+    found: dict[str, inspect.Parameter] = {}
+    for one in above:
+        own = dict(inspect.signature(vars(one)["__init__"]).parameters)
+        hands_on = [n for n, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+        found = {n: p for n, p in own.items() if n not in ("self", *hands_on)} | found
+        if not hands_on:
+            break
+    return found
+
+
+def check_frame(
+    causal: object, mask: object, scale: object, softcap: object, window: object
+) -> None:
+    """Refuse what decides on scores and masks, and is no such thing."""
+    if scale is not None:
+        check_finite_number("scale", scale)
+    if softcap is not None:
+        check_positive("softcap", softcap)
+    if window is not None:
+        check_count("window", window)
+    if not isinstance(causal, bool):
+        raise InputError(f"`causal` should be True or False. Found `causal = {shown(causal)}`.")
+    if mask is None:
+        return
+    kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+    if str(kind) != "torch.bool":
+        raise InputError(f"`mask` should be a tensor of booleans. Found {kind!s}.")
+
 
 Map = Literal["heads", "attention"]
 MovingSide = Literal["query", "key"]
@@ -242,14 +493,8 @@ class Layer(nn.Module, ABC):
     ) -> Tensor:
         """Attention weights ``(..., h, c, m)`` of scaled queries and keys, for autograd.
 
-        Args:
-            q: Queries of ``c`` consecutive rows.
-            k: Keys.
-            start: The first of the rows.
-            heads: Which heads these are.
-            log_weights: As in `Attention.forward`.
-            num_keys: How many keys there are, where ``k`` holds the first of them only.
-            added: What a call adds to the scores, -inf where it hides.
+        Queries are those of ``c`` rows from ``start`` on. ``num_keys`` counts the keys where ``k``
+        holds the first of them only; ``added`` is added to the scores, -inf where it hides.
         """
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
@@ -289,11 +534,7 @@ class Layer(nn.Module, ABC):
         return q * self.scale, self.repeat_groups(k), self.repeat_groups(v)
 
     def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values as the weights make them, heads side by side.
-
-        Raises:
-            InputError: If there is no token.
-        """
+        """Queries, keys and values as the weights make them, heads side by side."""
         others: Tensor = x if context is None else context
         if not x.shape[-2] or not others.shape[-2]:
             raise InputError("A layer should have at least one token. Found none.")
@@ -376,11 +617,7 @@ class Layer(nn.Module, ABC):
         return found
 
     def empty_rows(self, k: Tensor) -> Tensor | None:
-        """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none.
-
-        Raises:
-            InputError: If there are some and the weighting needs all rows at once.
-        """
+        """Rows that may read no token, ``(n,)`` or ``(h, n)``; None if there is none."""
         if self.mask is None:
             return None
         rows, keys = slice(0, self.mask.shape[-2]), slice(0, k.shape[-2])

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipscope.attention import passes
+from lipscope.attention import functional
 from lipscope.attention.core import Attention, variants
-from lipscope.attention.functional import attention
 from lipscope.attention.kinds.dot_product import DotProduct
-from lipscope.attention.layer_arguments import arguments
-from lipscope.attention.precision import returned, uncast
+from lipscope.attention.layer import arguments, returned, uncast
 from lipscope.attention.weighting import Softmax
 from lipscope.errors import InputError, check_count
 from lipscope.linalg import Operator
@@ -154,7 +152,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             with uncast(x.device):
                 o, p = p @ v, p.to(dtype)
         else:
-            o = attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
+            o = functional.attention(q, k, v, mask=mask, causal=layer.causal, scale=1.0)
         y = layer.project_out(o.transpose(-3, -2).flatten(-2).to(dtype)).movedim(0, axis)
         y = y.squeeze(1) if single else y
         if not need_weights or p is None:
@@ -189,7 +187,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not plain or any(one is not None for one in other) or torch.compiler.is_compiling():
             return False
         size = q.shape[:-1].numel() * k.shape[-2] * q.element_size()
-        return size > passes.BLOCK_BYTES
+        return size > functional.BLOCK_BYTES
 
     def _mask(
         self, x: Tensor, c: Tensor, padding: Tensor | None, attn_mask: Tensor | None

@@ -1,14 +1,16 @@
 """Certificates that hold all over a ball, and decisions that cannot change within one."""
 
-from lipscope.certificates.balls import in_double, sigma_of, tokens_of
-from lipscope.certificates.certify import (
+from lipscope.certificates.balls import (
     BallCertificate,
     HeadCertificate,
     certified_changes,
     certify_ball,
+    check_ball,
+    in_double,
+    sigma_of,
+    tokens_of,
 )
-from lipscope.certificates.decision import Decision, certified_radius
-from lipscope.certificates.read_out import Pool, check_ball
+from lipscope.certificates.decision import Decision, Pool, certified_radius
 
 __all__ = [
     "BallCertificate",

@@ -1,19 +1,23 @@
-"""Several heads over a ball.
+"""Certificates over a ball around X: how far outputs can move.
 
-Derived here; proofs: ``docs/theory/ball-certificate.md``.
+Deterministic up to float64 rounding, unlike the interval of a measurement. Derived here; proofs:
+``docs/theory/ball-certificate.md``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
 from lipscope.certificates.expansion import rest
+from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.linalg import TopSingular, start_named, top_singular
 from lipscope.theorems import (
@@ -25,6 +29,7 @@ from lipscope.theorems import (
     Weighted,
     check_scores,
     least,
+    per_token,
     row_gram_joint,
     weighted_head,
 )
@@ -32,13 +37,7 @@ from lipscope.theorems import (
 
 @dataclass(frozen=True)
 class BallValue:
-    """A bound of sigma over a ball.
-
-    Attributes:
-        total: Of all heads together.
-        form: How they were put together.
-        heads: Value and smallest form of each.
-    """
+    """A bound of sigma over a ball."""
 
     total: float
     form: str
@@ -46,15 +45,7 @@ class BallValue:
 
 
 class BallLayer:
-    """All heads of a layer at one centre.
-
-    Args:
-        layer: The layer.
-        x: Centre of the ball.
-        map: ``attention``: heads add up; ``heads``: they stand side by side.
-        sharp: Also use the row-Gram certificate at the centre, and what is left of all heads
-            together beyond it (`around`).
-    """
+    """All heads of a layer at one centre; ``sharp`` uses the row-Gram certificate there."""
 
     def __init__(self, layer: DotProduct, x: Tensor, map: Map, sharp: bool) -> None:
         self.layer = AskedLayer(layer, map, x=x)
@@ -84,8 +75,7 @@ class BallLayer:
     def around(self, radii: Tensor, ball: BallName) -> tuple[float, list[float]]:
         """``>= ‖f(X') - f(X)‖ / ‖X' - X‖`` from X itself: sigma there plus the rest.
 
-        Returns:
-            Of the layer, infinite without ``sharp``, and of each head.
+        Of the layer, infinite without ``sharp``, and of each head.
         """
         output = self.layer.attention.output if self.layer.projected else None
         together, each = rest(self.bare, output, radii, ball, together=self.sharp)
@@ -136,12 +126,14 @@ def sigma_of(layer: DotProduct, x: Tensor, map: Map = "attention", seed: int = 0
     return top_singular(layer.linearise(x, map=map), tol=1e-4, generator=start)
 
 
-def in_double(layer: Attention, head: int | None) -> DotProduct:
-    """The layer, or one head of it, in float64 on the CPU.
+def check_ball(ball: str) -> None:
+    """Refuse other names than those of the two balls."""
+    if ball not in ("token", "frobenius"):
+        raise InputError(f"`ball` should be token or frobenius. Found `{ball}`.")
 
-    Raises:
-        InputError: For other variants, or a head that it does not have.
-    """
+
+def in_double(layer: Attention, head: int | None) -> DotProduct:
+    """The layer, or one head of it, in float64 on the CPU."""
     if not isinstance(layer, DotProduct):
         raise InputError(
             f"No certificate: the proof is for dot-product attention. Found "
@@ -155,11 +147,7 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
 
 
 def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:
-    """Tokens in float64 on the CPU, checked.
-
-    Raises:
-        InputError: If they do not fit the layer or are not finite.
-    """
+    """Tokens in float64 on the CPU, checked."""
     width = layer.query.shape[1]
     if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
         raise InputError(
@@ -168,3 +156,235 @@ def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:
     if not bool(torch.isfinite(x).all()):
         raise InputError("`x` should be finite. Found NaN or infinite tokens.")
     return x.detach().to("cpu", torch.float64)
+
+
+_OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."
+_WIDE = 100.0  # times sigma at X, from which on a certificate says so
+
+
+@dataclass(frozen=True)
+class HeadCertificate(Shown):
+    """One head's part.
+
+    Attributes:
+        head: Query head.
+        value: Its certificate, as in `BallCertificate`.
+        form: ``expansion``, or the form of the mean over radii that is the smallest at the full
+            radius.
+    """
+
+    head: int
+    value: float
+    form: str
+
+
+@dataclass(frozen=True, repr=False)
+class BallCertificate(Shown):
+    """A bound on how far a layer's output moves while its input stays in a ball.
+
+    Attributes:
+        value: ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
+        sigma_bound: ``>= sigma(X')`` for every X' in the ball; hence also a bound of
+            ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two of its points.
+        eps: Radius (the largest one if per token).
+        ball: ``token`` or ``frobenius``.
+        relative_eps: ``eps / max_i |x_i|``.
+        heads: Per head.
+        form: Where the value comes from. Means over radii: ``one head``, or how heads were put
+            together, ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a
+            bound of the second order, all heads in one matrix.
+        sigma: Sigma at X, from below; ``upper``: from above, with probability ``1 - delta``.
+        ratio: ``value / sigma``.
+        note: What to know, or None.
+    """
+
+    value: float
+    sigma_bound: float
+    eps: float
+    ball: BallName
+    relative_eps: float
+    heads: tuple[HeadCertificate, ...]
+    form: str
+    sigma: float
+    upper: float
+    ratio: float
+    note: str | None = None
+
+
+def certify_ball(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    *,
+    eps: float | Tensor,
+    ball: BallName = "token",
+    head: int | None = None,
+    map: Map = "attention",
+    steps: int = 4,
+    sharp: bool = True,
+    sigma: tuple[float, float] | None = None,
+) -> BallCertificate:
+    """``L(eps)`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
+
+    The lesser of ``(1/m) sum_s B(s eps / m)``, where ``B(r)`` bounds sigma over the ball of
+    radius ``r`` (per head the least of four forms; heads together by their sum, by the norm of
+    the projection, or as a bound of the whole layer at X plus every head's change), and of a
+    bound of sigma at X plus one of ``‖f(X') - f(X) - J(X)(X' - X)‖ / ‖X' - X‖``.
+
+    Holds for dot-product attention with any mask, biases, grouped heads and rotary
+    embedding; up to float64 rounding.
+
+    Args:
+        layer: The layer.
+        x: Centre of the ball.
+        eps: Radius; one per token if wanted (ball ``token``).
+        ball: ``token``: every token moves by at most ``eps``; ``frobenius``: all together.
+        head: One query head alone, or None for all.
+        map: ``attention``, or ``heads`` for the map before the output projection.
+        steps: Radii ``m`` of the mean; the cost grows with it.
+        sharp: Also use the row-Gram certificate at X; all heads together take long.
+        sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate,
+            because every form overflows, or because the value exceeds 100 times sigma at X and
+            would let the output move further than a mean of values can.
+
+    Tokens at the origin with ``Q = K = V = I`` average, so sigma is 1 there:
+
+    >>> import torch
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> round(certify_ball(layer, torch.zeros(3, 2), eps=0.0).value, 6)
+    1.0
+    """
+    if steps < 1:
+        raise InputError(f"`steps` should be at least 1. Found `steps = {steps}`.")
+    check_ball(ball)
+    own = in_double(layer, head)
+    x = tokens_of(own, x)
+    radii = per_token(eps, len(x), ball)
+    try:
+        bound = BallLayer(own, x, map, sharp)
+        found = [bound.at(radii * (s / steps), ball) for s in range(1, steps + 1)]
+        around, alone = bound.around(radii, ball)
+    except NotApplicableError as error:
+        raise _refusal(error) from error
+    except OverflowError:  # of a power of plain numbers; tensors become infinite
+        raise InputError(_OVERFLOW) from None
+    value, last = sum(each.total for each in found) / steps, found[-1]
+    if not math.isfinite(value):
+        raise InputError(_OVERFLOW)
+    value, form = min((value, last.form), (around, "expansion"))
+    if sigma is None:
+        top = sigma_of(own, x, map)
+        sigma = top.sigma, top.upper
+    norm, largest = float(x.norm(dim=-1).max()), float(radii.max())
+    ratio = value / sigma[0] if sigma[0] > 0 else (1.0 if value == 0 else math.inf)
+    note = None
+    if ratio > _WIDE:
+        _refuse_if_vacuous(bound, radii, ball, value)
+        note = f"valid, but {ratio:.3g} times sigma at X: choose a smaller `eps`"
+    return BallCertificate(
+        value=value,
+        sigma_bound=last.total,
+        eps=largest,
+        ball=ball,
+        relative_eps=largest / norm if norm > 0 else math.inf,
+        heads=tuple(
+            HeadCertificate(
+                h if head is None else head,
+                *min(
+                    (sum(each.heads[h][0] for each in found) / steps, last.heads[h][1]),
+                    (alone[h], "expansion"),
+                ),
+            )
+            for h in range(own.num_heads)
+        ),
+        form=form,
+        sigma=sigma[0],
+        upper=sigma[1],
+        ratio=ratio,
+        note=note,
+    )
+
+
+def certified_changes(
+    layer: Attention,
+    x: Float[Tensor, "n d"],
+    sizes: Sequence[float],
+    *,
+    sharp: bool = True,
+) -> list[float | None]:
+    """``C(eps) >= ‖f(X') - f(X)‖`` for every X' in the Frobenius ball, at sizes that rise.
+
+    The least of ``sum_(j <= k) (eps_j - eps_(j-1)) B(eps_j)``, which is no less than the integral
+    of sigma's bound ``B`` along the way; of the expansion at X times ``eps``; and of how far means
+    of values reach. All three are those of `certify_ball`, for one curve instead of one radius.
+
+    Holds for what `certify_ball` holds for, up to float64 rounding; None where that leaves nothing.
+
+    Raises:
+        InputError: For a layer or an ``x`` that has no certificate.
+
+    Source: derived here (``docs/theory/ball-certificate.md``).
+
+    >>> import torch
+    >>> from lipscope import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> [round(c, 6) for c in certified_changes(layer, torch.zeros(3, 2), [1e-9])]
+    [0.0]
+    """
+    own = in_double(layer, None)
+    x = tokens_of(own, x)
+    try:
+        bound = BallLayer(own, x, "attention", sharp)
+    except NotApplicableError as error:
+        raise _refusal(error) from error
+    found: list[float | None] = []
+    along = before = 0.0
+    for size in sizes:
+        radii = per_token(size, len(x), "frobenius")
+        reach = _reach(bound, radii)
+        if along < reach:  # else it stays above: B grows, and the reach is a line
+            try:
+                along += (size - before) * bound.at(radii, "frobenius").total
+                straight = size * bound.around(radii, "frobenius")[0]
+            except (NotApplicableError, OverflowError):
+                along = straight = math.inf
+            reach = min(_or_infinite(along), _or_infinite(straight), reach)
+        before = size
+        found.append(reach if math.isfinite(reach) else None)
+    return found
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _refusal(error: NotApplicableError) -> InputError:
+    return InputError(f"No certificate: {str(error).removeprefix('no certificate: ')}.")
+
+
+def _reach(bound: BallLayer, radii: Tensor) -> float:
+    """How far the output can move at all, by what its values are.
+
+    Row i of a head is a mean of values: ``|o'_i - o_i| <= max_j |v_j - o_i| + ‖V‖ max_j eps_j``.
+    """
+    wide = float(radii.max())
+    rows = [c.nu.masked_fill(~c.allowed, 0.0).amax(-1) for c in bound.centres]
+    pairs = zip(rows, bound.centres, strict=True)
+    return sum(float((r + c.head.norm_v * wide).norm()) for r, c in pairs)
+
+
+def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
+    """Raise where the bound lets outputs move further than their values let them."""
+    moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
+    reach, wide = _reach(bound, radii), float(radii.max())
+    if moved > reach:
+        raise InputError(
+            f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "
+            f"more than the {reach:.3g} that values allow at all; choose a smaller `eps`."
+        )

@@ -35,15 +35,8 @@ def rest(
 ) -> tuple[float, list[float]]:
     """``>= ‖f(X + E) - f(X) - J(X) E‖ / ‖E‖`` for every ``E`` of the ball but zero.
 
-    Args:
-        centres: One per head, values not folded with the output projection.
-        output: Output projection, ``(d_out, H k_v)``; None where outputs stand side by side.
-        eps: Radius per token, ``(n,)``.
-        ball: ``frobenius`` if the whole move is at most ``eps`` (all entries equal).
-        together: Whether the first value is wanted where there are several heads.
-
-    Returns:
-        Of all heads together, and of each alone; infinite where it overflows.
+    Of all heads ``together``, whose values are not folded with ``output`` (None: side by side), and
+    of each alone; infinite where it overflows.
     """
     widths = [c.v.shape[1] for c in centres]
     if output is None:
@@ -58,11 +51,7 @@ def rest(
 
 
 class Summed:
-    """The rest of several heads, ``sum_h W_h r_h``, from a bound of each ``r_h``.
-
-    Args:
-        heads: Centre, ``W_h`` and what bounds ``r_h``, of each.
-    """
+    """The rest of several heads, ``sum_h W_h r_h``, from a bound of each ``r_h``."""
 
     def __init__(self, heads: Sequence[tuple[HeadAt, Tensor, Channel]]) -> None:
         self.centres = [centre for centre, _, _ in heads]
@@ -90,8 +79,7 @@ class Summed:
     def _rows(self, channels: list[Channel], gamma: Tensor) -> tuple[Tensor, Tensor]:
         """Top eigenvalue of ``sum_h gamma_h W_h N_h W_h^T`` per row, and what carries it.
 
-        Returns:
-            ``(n,)``; and ``|z^T W_h N_h W_h^T z|^(1/2)`` for ``z`` near the top, ``(H, n)``.
+        That is ``|z^T W_h N_h W_h^T z|^(1/2)`` for ``z`` near the top, ``(H, n)``.
         """
         m, n = self.parts[0].shape[0], gamma.shape[1]
         step = max(1, _CHUNK // (8 * m * m))
@@ -175,13 +163,7 @@ class Channel:
 
 
 class Way:
-    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each.
-
-    Args:
-        centre: The head at X.
-        eps: Radius per token.
-        ball: Which moves.
-    """
+    """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each."""
 
     def __init__(self, centre: HeadAt, eps: Tensor, ball: BallName) -> None:
         self.c, self.eps = centre, eps

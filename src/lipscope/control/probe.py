@@ -104,9 +104,6 @@ class Probe:
     def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[Seen]:
         """Every layer that was chosen at every entry, entry by entry.
 
-        Args:
-            data: Another batch instead of the probe's own.
-
         Raises:
             InputError: If the weights of a layer are not read in closed form, its input is not
                 finite, or tokens are padding.

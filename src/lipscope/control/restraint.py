@@ -1,19 +1,30 @@
-"""Restraints that keep layers smooth, under one face; each kind is registered by name."""
+"""Restraints that keep layers smooth in training: constraints and penalties, each by its name."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
-from lipscope.control.probe import Probe
+from lipscope.attention import (
+    Attention,
+    DotProduct,
+    ScaledCosineAttention,
+    Softmax,
+    TokenNorm,
+    uncast,
+)
+from lipscope.control.alarm import largest_logits
+from lipscope.control.probe import Layers, Probe, Seen
 from lipscope.errors import InputError, check_count, shown
+from lipscope.linalg import sigma, start_named, top_singular
+from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
 
 Batch = Tensor | Mapping[str, Any] | None
-
-
 _LARGEST = 1e30  # cap that anybody means
 
 
@@ -41,27 +52,15 @@ class Restraint:
         self.probe, self.cap, self.seed = probe, _checked(type(self), cap), seed
 
     def penalty(self, data: Batch = None) -> Tensor:
-        """The term to add to the loss, times a weight of your own.
+        """The term to add to the loss, times a weight of your own; 0 for a constraint.
 
-        Args:
-            data: Batch at whose layer inputs it is taken; that of the call of `restrain` if None.
-
-        Returns:
-            A scalar with gradients for the weights of the layers; 0 for a constraint.
+        It is taken at the layers' inputs on ``data``, or on the batch of `restrain` if None.
         """
         del data
         return torch.zeros((), device=self.probe.device)
 
     def step(self, data: Batch = None) -> dict[int, float]:
-        """The action after each step of the optimiser, or every so often.
-
-        Args:
-            data: As for `penalty`.
-
-        Returns:
-            By layer, the smallest factor by which something in it was multiplied; empty if
-            nothing was.
-        """
+        """The action after a step of the optimiser; by layer, the least factor of a change in it."""
         del data
         return {}
 
@@ -99,3 +98,598 @@ def restraint(name: str) -> Callable[[_Kind], _Kind]:
 def restraints() -> dict[str, type[Restraint]]:
     """Every kind of restraint by its name."""
     return dict(sorted(_REGISTER.items()))
+
+
+# --- constraints that act at once, on weights and queries computed in every pass
+
+_ROUNDS = 30  # of the power iteration when it begins; afterwards one in each training pass
+_EPS = 1e-6
+
+
+class Gain(nn.Module):
+    """A matrix times a factor, learnt or not."""
+
+    def __init__(self, value: Tensor, *, learnt: bool) -> None:
+        super().__init__()
+        if learnt:
+            self.value = nn.Parameter(value)
+        else:
+            self.register_buffer("value", value)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The product."""
+        return self.value * weight
+
+
+class _Parametrised(Restraint):
+    learnt: bool
+
+    def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
+        super().__init__(probe, cap=cap, seed=seed)
+        self._held = [one for i in probe.indices for one in probe.weights(i)]
+        for holder, name in self._held:
+            if parametrize.is_parametrized(holder, name):
+                raise InputError(
+                    f"`{self.name}` needs weights without a parametrisation. Found one on "
+                    f"`{name}` of `{type(holder).__name__}`."
+                )
+        devices = {getattr(*one).device for one in self._held if getattr(*one).is_cuda}
+        with torch.random.fork_rng(devices=list(devices)):  # torch draws its start itself
+            torch.manual_seed(seed)
+            for holder, name in self._held:
+                weight: Tensor = getattr(holder, name)
+                with torch.no_grad():
+                    size = torch.linalg.matrix_norm(weight, 2)
+                parametrizations.spectral_norm(holder, name, n_power_iterations=_ROUNDS)
+                holder.parametrizations[name][0].n_power_iterations = 1  # pyright: ignore
+                size = size if self.learnt else torch.full_like(size, self.cap or 1.0)
+                gain = Gain(size, learnt=self.learnt)
+                parametrize.register_parametrization(holder, name, gain)
+
+    def remove(self) -> None:
+        """Leave the weights as they are now, parameters again."""
+        for holder, name in self._held:
+            parametrize.remove_parametrizations(holder, name)
+        self._held = []
+
+
+@restraint("spectral-norm")
+class SpectralNorm(_Parametrised):
+    """``W cap / ‖W‖`` instead of every weight matrix, the norm by one power step a pass.
+
+    The norm is approached from below, so that weights that move fast are a little too large.
+
+    Source: ``torch.nn.utils.parametrizations.spectral_norm``.
+    """
+
+    learnt = False
+
+
+@restraint("spectral-gain")
+class SpectralGain(_Parametrised):
+    """``g W / ‖W‖`` with a learnt ``g`` for each matrix, at first its norm: nothing changes then.
+
+    Make the optimiser afterwards, so that it knows ``g``.
+    """
+
+    learnt = True
+    cap_is = "none"
+
+
+@restraint("query-key-norm")
+class QueryKeyNorm(Restraint):
+    """RMSNorm on the queries and keys of every head, with learnt gains.
+
+    A gain begins as the root mean square of what it replaces, so that logits keep their usual
+    size. Logits are then at most ``k max|g_Q| max|g_K|`` times the scale, whatever the gains'
+    signs.
+    The layers stay known in closed form. `remove` leaves the norms where they are.
+
+    Holds for families with linear maps of their own for queries and keys.
+    """
+
+    cap_is = "none"
+
+    def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
+        super().__init__(probe, cap=cap, seed=seed)
+        sums: dict[int, list[list[Tensor]]] = {i: [[], []] for i in probe.indices}
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        widths: dict[int, int] = {}
+        for seen in probe.seen():
+            layer = seen.attention
+            if layer.query_norm is not None or layer.key_norm is not None:
+                raise InputError(
+                    "`query-key-norm` needs queries and keys without a norm. Found one in layer "
+                    f"{seen.index}."
+                )
+            places[seen.index] = [
+                self._place(seen.index, weight) for weight in (layer.query, layer.key)
+            ]
+            widths[seen.index] = layer.head_width
+            with torch.no_grad():
+                for held, z in zip(sums[seen.index], layer.project_in(seen.x), strict=False):
+                    held.append(z.square().mean())
+        for i, both in places.items():
+            for (holder, name), squares in zip(both, sums[i], strict=True):
+                size = torch.stack(squares).mean().sqrt()
+                weight = nn.Parameter(size * torch.ones(widths[i]).to(size))
+                old = getattr(holder, name)
+                setattr(holder, name, nn.Sequential(old, TokenNorm(weight, _EPS)))
+
+    def _place(self, index: int, weight: Tensor) -> tuple[nn.Module, str]:
+        """Who holds the linear map with this weight, and under which name."""
+        for holder in self.probe.module(index).modules():
+            for name, child in holder.named_children():
+                if isinstance(child, nn.Linear) and child.weight is weight:
+                    return holder, name
+        raise InputError(
+            "`query-key-norm` needs linear maps of their own for queries and keys. Found none in "
+            f"layer {index} (`{type(self.probe.module(index)).__name__}`)."
+        )
+
+
+# --- constraints that act after a step of the optimiser
+
+_CAP_TOL = 1e-2  # how far below its cap a sigma may end
+_ROUNDING = 1e-4
+
+
+@restraint("spectral-cap")
+class SpectralCap(Restraint):
+    """Singular values of weight matrices above the cap become the cap; the others stay.
+
+    Exact, from the eigenvalues of the smaller Gram matrix in float64: no iteration that
+    overshoots. The price is that of an eigenvalue problem for each matrix.
+    """
+
+    cap_is = "needed"
+
+    @torch.no_grad()
+    def step(self, data: Batch = None) -> dict[int, float]:
+        """As `Restraint.step`."""
+        del data
+        assert self.cap is not None
+        found = {}
+        for i in self.probe.indices:
+            for holder, name in self.probe.weights(i):
+                if parametrize.is_parametrized(holder, name):
+                    raise _not_own(self.name, i)
+                factor = cap_singular_values(getattr(holder, name), self.cap)
+                found[i] = min(found.get(i, 1.0), factor)
+        return {i: factor for i, factor in found.items() if factor < 1}
+
+
+def cap_singular_values(weight: Tensor, cap: float) -> float:
+    """Bring singular values above ``cap`` down to it, in place: ``W - W V (1 - cap / S) V^T``.
+
+    Returns:
+        The factor of the largest singular value, 1 if none is above.
+    """
+    w = weight.detach().double()
+    flat = w if w.shape[0] >= w.shape[1] else w.T
+    values, vectors = torch.linalg.eigh(flat.T @ flat)
+    above = values > cap**2
+    if not bool(above.any()):
+        return 1.0
+    size, v = values[above].sqrt(), vectors[:, above]
+    flat = flat - (flat @ v) * (1 - cap / size) @ v.T
+    weight.copy_((flat if w.shape[0] >= w.shape[1] else flat.T).to(weight))
+    return float(cap / size.max())
+
+
+class _Scaling(Restraint):
+    """Weights of layers above a cap are multiplied, and the layers are looked at again.
+
+    Earlier layers move the inputs of later ones: each pass settles one layer more.
+    """
+
+    cap_is = "needed"
+    what: ClassVar[str]  # is capped, and whatever is multiplied, in words
+
+    @torch.no_grad()
+    def step(self, data: Batch = None) -> dict[int, float]:
+        """As `Restraint.step`; afterwards every layer is below the cap, at this batch.
+
+        Raises:
+            InputError: If what is capped is not finite, the weights are not the model's own, or
+                the cap is out of reach; the weights are then as they were.
+        """
+        done: dict[int, Tensor] = {}
+        before: list[tuple[Tensor, Tensor]] = []
+        try:
+            for _ in range(len(self.probe.indices) + 1):
+                over = self._above(data)
+                if not over:
+                    return {i: float(factor.min()) for i, factor in done.items()}
+                for i, (layer, factor, _) in over.items():
+                    done[i] = done.get(i, 1.0) * factor
+                    for tensor, by in self._scaled(i, layer, factor):
+                        if not self.probe.owns(tensor):
+                            raise _not_own(self.name, i)
+                        before.append((tensor.detach(), tensor.detach().clone()))
+                        tensor.detach().mul_(by)
+            if over := self._above(data):
+                i, found = min(over), over[min(over)][2]
+                raise InputError(
+                    f"`{self.name}` should bring layer {i} to {self.cap:g}. "
+                    f"Found {self.what.format(found)}."
+                )
+        except InputError:
+            for tensor, old in reversed(before):
+                tensor.copy_(old)
+            raise
+        return {i: float(factor.min()) for i, factor in done.items()}
+
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
+        """Layers above the cap: what would bring each there, and what was found."""
+        raise NotImplementedError
+
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The weights that are multiplied, each with what it is multiplied by."""
+        raise NotImplementedError
+
+
+@restraint("query-key-clip")
+class QueryKeyClip(_Scaling):
+    """Queries and keys of every head whose largest logit at the batch is above the cap.
+
+    Both are multiplied by ``√(cap / largest)``; where heads share keys, the queries alone by
+    ``cap / largest``; of scaled cosine attention, its one temperature, if trained, by the least of
+    these. The largest logit at the batch is then the cap.
+
+    Holds for scores that are products of queries and keys: no other norms of them, no soft cap,
+    no divisor and no shared memory.
+    """
+
+    what = "a largest logit of {:.4g} whatever its queries and keys are scaled by"
+
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
+        assert self.cap is not None
+        largest: dict[int, Tensor] = {}
+        layers: dict[int, Attention] = {}
+        for seen in self.probe.seen(data):
+            found = largest_logits(seen.attention, seen.x)
+            if not bool(found.isfinite().all()):
+                raise InputError(
+                    f"Logits of layer {seen.index} should be finite. Found {float(found.max())}."
+                )
+            layers[seen.index] = seen.attention
+            largest[seen.index] = torch.maximum(found, largest.get(seen.index, found))
+        return {
+            i: (layers[i], (self.cap / most).where(most > self.cap, 1.0), float(most.max()))
+            for i, most in largest.items()
+            if bool((most > self.cap * (1 + _ROUNDING)).any())
+        }
+
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if isinstance(layer, ScaledCosineAttention) and self.probe.owns(layer.temperature):
+            return [(layer.temperature, factor.min())]
+        normed = any(norm is not None for norm in layer.norms()[:2])
+        if normed or layer.softcap is not None or not layer.by_token:
+            raise InputError(
+                f"`{self.name}` needs logits that follow the weights. Found a norm, a divisor or a "
+                f"soft cap of them in layer {index} (`{type(layer).__name__}`)."
+            )
+        shared = layer.num_groups != layer.num_heads
+        if layer.key is layer.query:
+            raise _not_own(self.name, index)
+        each = factor if shared else factor.sqrt()
+        sides = [layer.query, layer.query_bias] + [layer.key, layer.key_bias] * (not shared)
+        rows = [each.repeat_interleave(layer.head_width) for _ in sides]
+        return [
+            (tensor, by.view(-1, *[1] * (tensor.ndim - 1)).to(tensor))
+            for tensor, by in zip(sides, rows, strict=True)
+            if tensor is not None
+        ]
+
+
+@restraint("sigma-cap")
+class SigmaCap(_Scaling):
+    """Output projections (values where there is none) of layers whose sigma is above the cap.
+
+    Each is multiplied by ``cap / upper``, ``upper`` the upper end of the interval of its largest
+    sigma over the batch (tolerance 1 %, failure probability 1 %): sigma is at most the cap, at
+    this batch. Of scaled cosine attention without an output projection, its gain is.
+    """
+
+    what = "sigma up to {:.4g} whatever its values are scaled by (they are normalised)"
+
+    def _above(self, data: Batch) -> dict[int, tuple[Attention, Tensor, float]]:
+        assert self.cap is not None
+        found: dict[int, tuple[Attention, Tensor, float]] = {}
+        for seen in self.probe.seen(data):
+            start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
+            top = top_singular(seen.attention.linearise(seen.x), tol=_CAP_TOL, generator=start)
+            if top.status == "non_finite":
+                raise InputError(f"Sigma of layer {seen.index} should be finite. Found {top.note}.")
+            least = found[seen.index][2] if seen.index in found else self.cap * (1 + _ROUNDING)
+            if top.upper > least:
+                factor = torch.tensor(self.cap / top.upper, dtype=torch.float64)
+                found[seen.index] = seen.attention, factor, top.upper
+        return found
+
+    def _scaled(self, index: int, layer: Attention, factor: Tensor) -> list[tuple[Tensor, Tensor]]:
+        if layer.output is not None:
+            return [(layer.output, factor)]
+        if isinstance(layer, ScaledCosineAttention):
+            return [(layer.gain, factor)]
+        return [(t, factor) for t in (layer.value, layer.value_bias) if t is not None]
+
+
+def _not_own(name: str, index: int) -> InputError:
+    return InputError(
+        f"`{name}` should change the model's own weights. Found that those of layer {index} are "
+        "computed from others (a parametrisation, tied or interleaved weights), or not trained."
+    )
+
+
+# --- penalties
+
+_PENALTY_TOL = 1e-3  # of the solver, for a gradient that is as good as the step it is taken in
+_CHUNK = 2**28  # bytes of scores of rows that are pulled back at a time, roughly
+_FOLLOWED = 20  # subspace iterations for the directions of the certificate, three each
+_SMALLEST = 1e-30  # a spread below it is none
+
+
+class Penalty(Restraint, ABC):
+    """The mean of a quantity over layers and entries; above a cap, if there is one."""
+
+    @abstractmethod
+    def of(self, seen: Seen) -> Tensor:
+        """The quantity of one layer."""
+
+    def penalty(self, data: Batch = None) -> Tensor:
+        """As `Restraint.penalty`."""
+        with uncast(self.probe.device):
+            values = torch.stack([self.of(seen) for seen in self.probe.seen(data)])
+        return _above(values, self.cap)
+
+
+def _above(values: Tensor, cap: float | None) -> Tensor:
+    """The mean of what values have above a cap; their mean where there is none."""
+    return (values if cap is None else (values - cap).clamp_min(0)).mean()
+
+
+@restraint("sigma")
+class Sigma(Penalty):
+    """Sigma of the layer, to a relative tolerance of 1e-3, solved anew each time."""
+
+    def of(self, seen: Seen) -> Tensor:
+        """As `lipscope.sigma`."""
+        start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
+        return sigma(seen.attention, seen.x, tol=_PENALTY_TOL, generator=start)
+
+
+@restraint("sigma-estimate")
+class SigmaEstimate(Penalty):
+    """``‖J^T u‖`` with ``u = J v / ‖J v‖``: two products, from the ``v`` of the call before.
+
+    Never above sigma, and nearer to it with each call at the same inputs while the weights move
+    slowly. Another batch starts from the ``v`` of the same place where its length is the same.
+    How far below it stays: ``docs/benchmarks-tables.md``.
+    """
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # pyright: ignore[reportArgumentType]
+        self._held: dict[tuple[int, int], Tensor] = {}
+
+    def of(self, seen: Seen) -> Tensor:
+        """``<u, J v>``, whose gradient is that of sigma where ``u`` and ``v`` are its own."""
+        place = seen.index, seen.entry
+        v = self._held.get(place)
+        if v is None or v.shape != seen.x.shape or v.dtype != seen.x.dtype:
+            start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
+            v = torch.randn(seen.x.shape, generator=start, dtype=torch.float64).to(seen.x)
+        op = seen.attention.linearise(seen.x)
+        u = _unit(op.matvec(v))
+        v = _unit(op.rmatvec(u))
+        if bool(v.any()) and bool(v.isfinite().all()):  # else a new start is as good
+            self._held[place] = v
+        return seen.attention.stretch(seen.x, u, v)
+
+
+@restraint("row-gram")
+class RowGram(Penalty):
+    """The row-Gram certificate by rows, an upper bound of sigma at every step.
+
+    ``sqrt(max_j sum_i p_ij ω_i)``, ``ω_i = sum_j |J_ij^T z_i|^2 / p_ij`` with ``z_i`` the direction
+    that makes it largest. The value is that of float64; its gradient is taken with ``p`` and ``z``
+    held, which is exact where ``z`` is single.
+
+    Holds for dot-product attention. Takes seconds for some hundred tokens.
+
+    Source: `lipscope.theorems.derived.row_gram`.
+    """
+
+    def of(self, seen: Seen) -> Tensor:
+        """The certificate of one layer."""
+        layer, x = seen.attention, seen.x
+        if not isinstance(layer, DotProduct):
+            raise InputError(
+                f"`row-gram` is a bound of dot-product attention. Found `{type(layer).__name__}`."
+            )
+        try:
+            at = AskedLayer(layer, x=x).together
+            rows = JacobianRows(at)
+            found = weighted_rows(rows)
+        except NotApplicableError as problem:
+            raise InputError(
+                f"`row-gram` should hold for layer {seen.index}. Found none: {problem}."
+            ) from problem
+        if not 0 < found.value < float("inf"):
+            return x.new_tensor(found.value)
+        probes = torch.eye(rows.width, dtype=torch.float64)[:, -8:].expand(len(x), -1, -1)
+        for _ in range(_FOLLOWED):
+            _, probes, _ = rows.probe(found.weights, probes)
+        omega = rows.eigenvalues(found.weights)
+        z = probes[..., -1]
+        if at.output is not None:  # ‖W Y‖ = ‖R Y‖ for W = U R
+            z = z @ torch.linalg.qr(at.output).Q.T
+        column = int((found.weights * omega[:, None]).sum(0).argmax())
+        inverse = torch.where(rows.support, 1 / found.weights, 0.0)
+        share = (found.weights[:, column, None] * inverse).to(x)
+        total = _pulled_rows(layer, x, z.to(x), share)
+        return found.value + (total - total.detach()) / (2 * found.value)
+
+
+def _pulled_rows(layer: Attention, x: Tensor, z: Tensor, share: Tensor) -> Tensor:
+    """``sum_ij share_ij |J_ij^T z_i|^2``, differentiable in the weights."""
+    point = x.detach().requires_grad_()
+    y = layer(point)
+    n, total = len(x), y.new_zeros(())
+    step = max(1, _CHUNK // (layer.num_heads * n * n * 4))
+    for i in range(0, n, step):
+        rows = torch.arange(i, min(i + step, n), device=x.device)
+        g = y.new_zeros(len(rows), *y.shape)
+        g[torch.arange(len(rows)), rows] = z[rows]
+        (pulled,) = torch.autograd.grad(y, point, g, is_grads_batched=True, create_graph=True)
+        total = total + (share[rows] * pulled.square().sum(-1)).sum()
+    return total
+
+
+@restraint("softmax-spread")
+class SoftmaxSpread(Penalty):
+    """``log max_i g_1(P_i)``, ``g_1(p) = p_(1) (1 - p_(1) + p_(2))``: mean over heads.
+
+    ``g_1`` bounds the norm of the softmax's Jacobian. Refused for sigmoid and Sinkhorn weights,
+    whose derivatives are others, whether or not rows are divided by their sums.
+
+    Source: the penalty of [yudin2025], as quoted by others.
+    """
+
+    cap_is = "none"
+    over: int | None = None
+
+    def of(self, seen: Seen) -> Tensor:
+        """The mean over heads."""
+        if not isinstance(seen.attention.weighting, Softmax):
+            raise InputError(
+                f"`{self.name}` bounds the derivative of the softmax. Found "
+                f"`{type(seen.attention).__name__}` in layer {seen.index}, which has none."
+            )
+        q, k, _ = seen.attention.project(seen.x)
+        p = seen.attention.weights(q, k)
+        most = 3 if self.over is None else self.over + 1
+        top = p.topk(min(most, p.shape[-1]), dim=-1).values
+        top = torch.nn.functional.pad(top, (0, most - top.shape[-1]))
+        value = _spread(top, 1).clamp_min(_SMALLEST).log()
+        if self.over is not None:
+            # Rows that spread over fewer tokens have no ratio.
+            under = _spread(top, self.over)
+            value = torch.where(under > _SMALLEST, value - under.clamp_min(_SMALLEST).log(), 0.0)
+        return value.amax(-1).mean()
+
+
+@restraint("softmax-spread-ratio")
+class SoftmaxSpreadRatio(SoftmaxSpread):
+    """``log max_i g_1(P_i) / g_2(P_i)``, ``g_k(p) = p_(k) (1 - p_(k) + p_(k+1))``: mean over heads.
+
+    The baseline beside ``softmax-spread``; ``k = 2`` is ours. Rows that see one token count 0;
+    those that see two have the ratio 2 whatever their weights.
+    """
+
+    over = 2
+
+
+def _spread(top: Tensor, k: int) -> Tensor:
+    first, second = top[..., k - 1], top[..., k]
+    return first * (1 - first + second)
+
+
+@restraint("weight-norms")
+class WeightNorms(Restraint):
+    """The mean spectral norm of the weight matrices of a layer, whatever the input."""
+
+    def penalty(self, data: Batch = None) -> Tensor:
+        """As `Restraint.penalty`; the same for every batch."""
+        del data
+        with uncast(self.probe.device):
+            values = [
+                torch.stack([_spectral_norm(getattr(*one)) for one in held]).mean()
+                for held in map(self.probe.weights, self.probe.indices)
+            ]
+        return _above(torch.stack(values), self.cap)
+
+
+def _spectral_norm(weight: Tensor) -> Tensor:
+    """``u^T W v`` with the top singular vectors, found without gradients: those of ``‖W‖``."""
+    w = weight if weight.shape[0] >= weight.shape[1] else weight.T
+    with torch.no_grad():
+        v = torch.linalg.eigh(w.T @ w).eigenvectors[:, -1]
+        u = _unit(w @ v)
+    return u @ w @ v
+
+
+def _unit(x: Tensor) -> Tensor:
+    norm = x.norm()
+    return x / norm if norm > 0 else x
+
+
+def restrain(
+    model: nn.Module,
+    data: Tensor | Mapping[str, Any],
+    how: str,
+    *,
+    layers: Layers = "all",
+    cap: float | None = None,
+    modules: str | None = None,
+    seed: int = 0,
+) -> Restraint:
+    """Keep attention layers smooth in training: one penalty or constraint, by its name.
+
+    Penalties, each the mean over layers and entries of the batch of:
+
+    - ``sigma``: sigma, solved anew each time
+    - ``sigma-estimate``: a lower estimate of sigma, two products a call, warm start
+    - ``row-gram``: the row-Gram certificate, never below sigma
+    - ``softmax-spread``: the log of the largest ``g_1`` of a row [yudin2025]
+    - ``softmax-spread-ratio``: the log of the largest ``g_1 / g_2``, its baseline form
+    - ``weight-norms``: the mean spectral norm of the weight matrices
+
+    Constraints:
+
+    - ``spectral-norm``, at once: weight matrices ``W cap / ‖W‖``, cap 1 if None
+    - ``spectral-gain``, at once: ``g W / ‖W‖`` with a learnt ``g``, at first ``‖W‖``
+    - ``query-key-norm``, at once: RMSNorm with a learnt gain on queries and keys
+    - ``spectral-cap``, after a step: singular values of weights above the cap
+    - ``query-key-clip``, after a step: queries and keys of heads with a larger logit
+    - ``sigma-cap``, after a step: output projections of layers with a larger sigma
+
+    All are of the map ``attention`` at the layer's own input, which is held fixed: a penalty has
+    gradients for the weights of its own layer alone.
+
+    Holds for layers whose weights are read in closed form; constraints on weight matrices and
+    ``weight-norms`` for all.
+
+    Args:
+        model: The model in training, or an `Attention` layer.
+        data: A few sequences without padding: input ids, embeddings, pixels or a mapping of
+            arguments. Layers are looked at there.
+        how: Name of the restraint.
+        layers: Indices from 0 as in the rows of `measure`, or "all".
+        cap: Of a penalty: only what is above counts, all if None. Of a constraint: see above.
+        modules: Regular expression for the attention modules, as for `measure`.
+        seed: Of random starts; torch's own generators are left alone.
+
+    Returns:
+        What has `penalty`, to be added to the loss, and `step`, to be called after a step of the
+        optimiser.
+
+    Raises:
+        InputError: If there is no such restraint or layer, or it cannot act on this layer.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProduct
+    >>> weights = [torch.nn.Parameter(2 * torch.eye(3)) for _ in range(3)]
+    >>> layer, x = DotProduct(*weights), torch.zeros(4, 3)  # sigma = 2, the norm of the values
+    >>> round(restrain(layer, x, "sigma").penalty().item(), 3)
+    2.0
+    >>> capped = restrain(layer, x, "sigma-cap", cap=1.0)
+    >>> {i: round(factor, 2) for i, factor in capped.step().items()}
+    {0: 0.5}
+    """
+    kind = restraints().get(how) if isinstance(how, str) else None
+    if kind is None:
+        raise InputError(f"`how` should be one of {', '.join(restraints())}. Found `{shown(how)}`.")
+    probe = Probe(model, data, layers=layers, modules=modules)
+    return kind(probe, cap=cap, seed=seed)

@@ -1,19 +1,21 @@
 """Tokens that flow through attention: particles, normal laws, clusters, and sigma along depth."""
 
-from lipscope.dynamics.clusters import (
-    Clusters,
-    Phase,
-    clusters,
-    consensus,
-    diameter,
-    leaders,
-    outgrows,
-    phases,
-)
 from lipscope.dynamics.depth import Depth, sigma_along, sigma_of_blocks, sigma_through
 from lipscope.dynamics.gaussian import GaussianTrajectory, closure, gaussian_flow
 from lipscope.dynamics.integrate import Event, Happened
-from lipscope.dynamics.particles import Trajectory, evolve, residual
+from lipscope.dynamics.particles import (
+    Clusters,
+    Phase,
+    Trajectory,
+    clusters,
+    consensus,
+    diameter,
+    evolve,
+    leaders,
+    outgrows,
+    phases,
+    residual,
+)
 
 __all__ = [
     "Clusters",

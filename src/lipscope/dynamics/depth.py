@@ -12,9 +12,8 @@ from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.display import Shown
-from lipscope.dynamics.fields import Field, Function
 from lipscope.dynamics.integrate import Happened, integrate
-from lipscope.dynamics.particles import residual
+from lipscope.dynamics.particles import Field, Function, residual
 from lipscope.errors import InputError
 from lipscope.linalg import (
     Operator,
@@ -72,15 +71,6 @@ def sigma_along(
     logarithmic norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of
     thickness h tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
 
-    Args:
-        f: The layer, or a differentiable function ``(n, d) -> (n, d)`` in float64.
-        x: The start; at most 1,024 numbers.
-        times: Depths; increasing, from 0 on.
-        rtol: Relative tolerance of a step.
-
-    Returns:
-        `Depth`, exact up to the tolerance.
-
     Raises:
         InputError: As `evolve`, or for a larger start.
 
@@ -128,18 +118,8 @@ def sigma_through(
 ) -> Depth:
     """Sigma of residual layers ``x <- x + step f(X)`` together, and the product of them one by one.
 
-    By products with the closed form of every layer: any number of tokens and widths.
-
-    Args:
-        f: The layer, or one for every step.
-        x: The start.
-        step: Size of a step.
-        layers: How many; as many as were given if None.
-        tol: As for `top_singular`, likewise the next.
-        delta: Failure probability of each upper value.
-
-    Returns:
-        `Depth` at every layer.
+    By products with the closed form of every layer, given alone or one for each step: any number of
+    tokens and widths.
 
     Raises:
         InputError: As `residual`.
@@ -165,15 +145,8 @@ def sigma_of_blocks(
 ) -> Depth:
     """Sigma from the entrance of the first block to the end of others, and the products.
 
-    Args:
-        blocks: Jacobians, one after another: each at the output of the one before, such as those of
-            the map ``block`` at all layers of a model on one input.
-        depths: Ends: numbers of blocks, increasing; every one if None.
-        tol: As for `top_singular`, likewise the next.
-        delta: Failure probability of each upper value.
-
-    Returns:
-        `Depth` at 0 and those.
+    Blocks are Jacobians, each at the output of the one before, such as those of the map ``block``
+    at all layers of a model on one input; ``depths`` are numbers of blocks, every one if None.
 
     Raises:
         InputError: If there is none, shapes do not follow each other, or a depth is none.

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, L2Attention, SinkhornAttention
-from lipscope.dynamics.fields import value_maps
 from lipscope.dynamics.integrate import Event, Solution, integrate
+from lipscope.dynamics.particles import value_maps
 from lipscope.errors import InputError
 
 Closure = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -122,17 +122,6 @@ def gaussian_flow(
 
     Under dot products it may become infinite in finite time: the event ``blow-up``, told when
     what is left at the present rate is 1e-9 of the time that has passed.
-
-    Args:
-        layer: As for `closure`.
-        mean: ``m`` at time 0.
-        covariance: ``Σ`` then; positive semidefinite.
-        times: When to report; increasing, from 0 on.
-        rtol: Relative tolerance of a step.
-        max_evaluations: Of the closure.
-
-    Returns:
-        `GaussianTrajectory`.
 
     Raises:
         InputError: For a layer without closure, or a law that is none.

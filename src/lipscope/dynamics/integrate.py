@@ -134,11 +134,7 @@ def integrate(
 
 
 def times_of(times: Sequence[float] | Tensor) -> list[float]:
-    """Times as numbers: increasing, finite, from 0 on.
-
-    Raises:
-        InputError: If they are none.
-    """
+    """Times as numbers: increasing, finite, from 0 on."""
     try:
         at = [float(t) for t in times]
     except (TypeError, ValueError):
@@ -151,11 +147,7 @@ def times_of(times: Sequence[float] | Tensor) -> list[float]:
 
 
 def events_of(events: Sequence[Event]) -> Sequence[Event]:
-    """Events, and nothing else.
-
-    Raises:
-        InputError: If there is something else.
-    """
+    """Events, and nothing else."""
     if not isinstance(events, Sequence) or not all(isinstance(one, Event) for one in events):
         raise InputError(f"`events` should be a list of `Event`. Found {shown(events)}.")
     return events

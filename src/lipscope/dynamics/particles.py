@@ -1,16 +1,20 @@
-"""Tokens that follow attention: continuous flows, and the residual layers that discretise them."""
+"""Tokens that follow attention: continuous flows, residual layers that discretise them, clusters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float, Int
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from lipscope.attention import Attention
-from lipscope.dynamics.fields import Field, Function, Norm
+from lipscope.attention import Attention, DotProduct
+from lipscope.display import Shown
 from lipscope.dynamics.integrate import (
     LIMIT,
     Event,
@@ -21,7 +25,237 @@ from lipscope.dynamics.integrate import (
     integrate,
 )
 from lipscope.errors import InputError, check_count, check_positive
-from lipscope.measures import TokenMeasure
+from lipscope.linalg import start_named
+from lipscope.measures import TokenMeasure, token_map
+
+Function = Callable[[Tensor], Tensor]
+Norm = Literal["rms", "layer"]
+
+# The logarithm of how large tokens, and a row of scores, may grow: weights are those of the limit
+# long before, and products of two tokens stay far from the end of the float range.
+_SHARPEST = 230.0
+_STEEPEST = 700.0  # the same of a query: the end of the float range
+_SHAKEN = 4 * torch.finfo(torch.float64).eps  # what rounding does to a token in some steps
+_LOST = 1e-3  # part of the largest velocity by which rounding may change one
+_AT_ONCE = 2**22  # scores up to which weights are formed at once: faster than in blocks
+_COMMUTES = 1e-12
+
+
+class Field:
+    """The velocity ``(t, X) -> X'`` of tokens under a layer.
+
+    Attributes:
+        start: Where the flow begins: the tokens, centred where the norm is ``layer``.
+        rate: ``V`` of the renormalisation; None without one.
+        fastest: The largest real part of its eigenvalues.
+    """
+
+    def __init__(
+        self,
+        f: Attention | Function,
+        x: Tensor | TokenMeasure,
+        *,
+        renormalise: bool = False,
+        norm: Norm | None = None,
+    ) -> None:
+        self.measure = x if isinstance(x, TokenMeasure) else None
+        self.start = _tokens(x.points.detach() if isinstance(x, TokenMeasure) else x)
+        self.f = _in_double(f)
+        self.norm, self.radii, self.rate = norm, None, None
+        if norm not in (None, "rms", "layer"):
+            raise InputError(f"`norm` should be None, rms or layer. Found `{norm}`.")
+        if renormalise and norm is not None:
+            raise InputError("`renormalise` goes with no `norm`. Found both; leave one out.")
+        if norm is not None:
+            self.start = self._centred(self.start)
+            self.radii = self.start.norm(dim=-1, keepdim=True)
+            if not bool((self.radii > 0).all()):
+                raise InputError("`x` should have tokens that are not zero once normalised.")
+        if renormalise:
+            self.rate = self._rate()
+            self.fastest = float(torch.linalg.eigvals(self.rate).real.max())
+            self.relative = self.rate - self.fastest * torch.eye(len(self.rate)).to(self.rate)
+            self._prepare()
+        self._check_fits()
+
+    def __call__(self, t: float, x: Tensor) -> Tensor:
+        """The velocity at a time and a state."""
+        if self.rate is not None:
+            return self._renormalised(t, x)
+        if self.radii is None:
+            return self.read(x)
+        x = self.onto(x)
+        v = self._centred(self.read(x))
+        return v - x * ((x * v).sum(-1, keepdim=True) / self.radii.square())
+
+    def onto(self, x: Tensor) -> Tensor:
+        """The nearest state that the flow can have: on its spheres, if it has some."""
+        if self.radii is None:
+            return x
+        x = self._centred(x)
+        return x * (self.radii / x.norm(dim=-1, keepdim=True))
+
+    def read(self, x: Tensor) -> Tensor:
+        """What every token reads: the layer's output."""
+        if self.measure is not None:
+            assert isinstance(self.f, Attention)
+            mu = self.measure.moved(x)
+            return token_map(self.f, mu, mu.points, mu.positions)
+        pairs = len(x) ** 2 * (self.f.num_heads if isinstance(self.f, Attention) else 0)
+        with torch.set_grad_enabled(0 < pairs <= _AT_ONCE):
+            out = self.f(x if pairs else x.clone())  # a function may write into its argument
+        if not isinstance(out, Tensor):
+            raise InputError(f"`f` should give a tensor. Found `{type(out).__name__}`.")
+        return out.detach()
+
+    def weights(self, t: float, x: Tensor) -> Tensor:
+        """The attention weights at a state, ``(h, n, n)``."""
+        if not isinstance(self.f, Attention) or self.measure is not None:
+            raise InputError("not available: attention weights are those of a layer on tokens.")
+        return self.f.weights(*self._queries_and_keys(t, x))
+
+    def certain(self, t: float, y: Tensor) -> float:
+        """What rounding leaves of the digits of a renormalised velocity: none below 0.
+
+        The velocity of tokens that are moved as rounding moves them, with other limits for what
+        leaves the float range, may differ by a thousandth of what ``V`` makes of the state, or made
+        of the start.
+        """
+        if (size := max(self.size, self._size(y))) == 0:  # one point, which stays
+            return math.inf
+        apart = y.abs().amax(0) if self.sums else y.abs()  # differences are taken, or none are
+        try:
+            off = self._renormalised(t, y + self.shake * apart, 0.9) - self._renormalised(t, y)
+        except InputError:  # the next step says why
+            return math.inf
+        return _LOST * size - float(off.abs().max())
+
+    def _prepare(self) -> None:
+        """What a renormalised velocity is made of at all times."""
+        f, x = self.f, self.start
+        assert isinstance(f, Attention) and self.rate is not None
+        empty = f.empty_rows(f.project(x)[1])
+        # Rows of weights add up to 1: what all tokens have in common moves none of them.
+        self.sums = f.weighting.normalised and (empty is None or not bool(empty.any()))
+        self.plain: DotProduct | None = None
+        held = (f.softcap, f.rotary, f.query_norm, f.key_norm)
+        if type(f) is DotProduct and self.sums and all(one is None for one in held):
+            self.plain = f.replace(query_bias=None, key_bias=None)
+            self.query_bias = f.project(torch.zeros_like(x[:1]))[0]
+        self.size = self._size(x)
+        signs = torch.randint(2, x.shape, generator=start_named("rounding")) * 2 - 1
+        # What all tokens have in common from the start on is never rounded apart.
+        self.shake = _SHAKEN * signs * (x != x[:1]).any(0)
+
+    def _size(self, y: Tensor) -> float:
+        """The largest entry of what ``V`` makes of tokens, or of their differences."""
+        assert self.rate is not None
+        return float(((y - y[:1] if self.sums else y) @ self.rate.T).abs().max())
+
+    def _queries_and_keys(self, t: float, y: Tensor, part: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Of ``x = e^(tV) y``, such that all weights are theirs, within the float range.
+
+        For dot products from logarithms of sizes, row by row, and from differences of keys, which
+        a softmax does not tell from keys; elsewhere all tokens are made smaller alike.
+        """
+        assert isinstance(self.f, Attention)
+        if self.rate is None:
+            return self.f.project(y)[:2]
+        growth, log_size = torch.linalg.matrix_exp(t * self.relative), t * self.fastest
+        if self.plain is None:
+            x = y @ growth.T
+            reach = float(x.abs().max())
+            if reach > 0:
+                x = x * math.exp(min(log_size, part * _SHARPEST - math.log(reach)))
+            return self.f.project(x)[:2]
+        up = max(log_size, 0.0)
+        q, of_q = _of_size_one(
+            self.plain.project(math.exp(log_size - up) * y @ growth.T)[0]
+            + math.exp(-up) * self.query_bias
+        )
+        k, of_k = _of_size_one(self.plain.project((y - y[:1]) @ growth.T)[1], -2)
+        row = self.plain.score(q, k).abs().amax(-1, keepdim=True).log()  # -inf where all are 0
+        most = (part * _SHARPEST - row).clamp_max(part * _STEEPEST)
+        return q * torch.minimum(of_q + of_k + up + log_size, most).exp(), k
+
+    def _renormalised(self, t: float, y: Tensor, part: float = 1.0) -> Tensor:
+        """``P V y - V y`` with the weights of ``e^(tV) y``."""
+        assert self.rate is not None and isinstance(self.f, Attention)
+        p = self.f.weights(*self._queries_and_keys(t, y, part))
+        if not self.sums:
+            heads = p @ self.f.project(y)[2]
+            return self._out(heads) - y @ self.rate.T
+        v = self.f.project(y - y[:1])[2]
+        return self._out(p @ v - v)
+
+    def _out(self, heads: Tensor) -> Tensor:
+        assert isinstance(self.f, Attention)
+        return self.f.project_out(heads.transpose(-3, -2).flatten(-2))
+
+    def _rate(self) -> Tensor:
+        """``V = Σ_h W_h V_h``, if it commutes with every head."""
+        f = self.f
+        if self.measure is not None or not isinstance(f, Attention):
+            raise InputError("`renormalise` goes with a layer on tokens. Found another flow.")
+        held = (f.value_bias, f.output_bias, f.value_norm, f.entrance())
+        if any(one is not None for one in held):
+            raise InputError("not available: `renormalise` needs values that are linear in tokens.")
+        maps = value_maps(f)
+        total = maps.sum(0)
+        off = (maps @ total - total @ maps).abs().max()
+        if not float(off) <= _COMMUTES * max(float(maps.abs().max() ** 2), 1e-300):
+            raise InputError(
+                "not available: `renormalise` needs heads whose value maps commute with their "
+                f"sum. Found some that do not, by {float(off):.2g}."
+            )
+        return total
+
+    def _centred(self, x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True) if self.norm == "layer" else x
+
+    def _check_fits(self) -> None:
+        try:
+            out = self.read(self.start)
+        except RuntimeError as problem:
+            raise InputError(
+                f"The layer should read tokens {tuple(self.start.shape)}. Found that it cannot: "
+                f"{problem}"
+            ) from problem
+        if out.shape != self.start.shape:
+            raise InputError(
+                "A flow needs a layer that keeps the width of its tokens. Found tokens "
+                f"{tuple(self.start.shape)} and outputs {tuple(out.shape)}."
+            )
+
+
+def _of_size_one(z: Tensor, *axes: int) -> tuple[Tensor, Tensor]:
+    """Rows, or matrices, whose largest entry is 1, and the logarithms of what it was."""
+    size = z.abs().amax((-1, *axes), keepdim=True)
+    size = torch.where(size > 0, size, 1.0)
+    return z / size, size.log()
+
+
+def value_maps(layer: Attention) -> Tensor:
+    """``W_h V_h`` of every head, ``(h, d_out, d)``: what the values become in the output."""
+    _, _, value = layer.projections()
+    groups = value.unflatten(0, (layer.num_groups, -1))
+    by_head = layer.repeat_groups(groups)
+    width = layer.num_heads * layer.value_width
+    output = torch.eye(width).to(value) if layer.output is None else layer.output
+    return output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1) @ by_head
+
+
+def _tokens(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.ndim != 2 or not x.numel() or not x.is_floating_point():
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise InputError(f"`x` should be tokens, (n, d), at least one. Found `{found}`.")
+    if not bool(x.isfinite().all()):
+        raise InputError("`x` should be finite. Found NaN or Inf in it.")
+    return x.detach().to("cpu", torch.float64)
+
+
+def _in_double(f: Attention | Function) -> Attention | Function:
+    return f.in_double() if isinstance(f, Attention) else f
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,9 +263,6 @@ class Trajectory(Solution):
     """Tokens at several times.
 
     The fields of `Solution`; states are ``(t, n, d)``, where renormalised those of ``y``.
-
-    Attributes:
-        field: What moved them.
     """
 
     field: Field
@@ -122,18 +353,8 @@ def residual(
     """Residual layers ``x <- x + step f(X)``: Euler's steps of fixed size, of order 1.
 
     With a norm ``x <- N(x + step f(X))``, which keeps every token's norm. Its distance to `evolve`
-    is of the order of the step where the step is small; where it is not, nothing is promised.
-
-    Args:
-        f: The layer, or one for every step.
-        x: As for `evolve`, likewise the last two.
-        step: Size of a step, ``1 / L`` for L layers in unit time.
-        layers: How many; as many as were given if None.
-        renormalise: Steps of the renormalised flow instead.
-        norm: Norm after every layer.
-
-    Returns:
-        `Trajectory` with every state; it ends early with the event ``overflow`` or ``rounding``.
+    is of the order of the step where the step is small; where it is not, nothing is promised. One
+    layer for all steps, or one for each; it ends early with the event ``overflow`` or ``rounding``.
 
     Raises:
         InputError: As `evolve`, or for a step or number of layers that is none.
@@ -167,3 +388,99 @@ def residual(
         times.append((layer + 1) * step)
     at, taken = torch.tensor(times, dtype=torch.float64), len(times) - 1
     return Trajectory(at, torch.stack(states), happened, status, why, taken, taken, of[0])
+
+
+# --- clusters
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Clusters(Shown):
+    """Groups of points within reach of each other.
+
+    Attributes:
+        count: How many.
+        labels: The group of every point, from 0, in the order of their first points.
+        sizes: Points in each.
+    """
+
+    count: int
+    labels: Int[Tensor, " n"]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A time during which the number of clusters stays as it is."""
+
+    count: int
+    start: float
+    end: float
+
+
+def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
+    """Connected components of the graph of pairs with ``|x_i - x_j| <= radius``.
+
+    Single linkage: two points are in one cluster if a chain of points, each within the radius of
+    the next one, leads from one to the other. So the count falls with the radius, and does
+    not depend on the order or the position of the points.
+
+    Raises:
+        InputError: For a radius that is not positive, or points that are not finite.
+
+    >>> clusters(torch.tensor([[0.0], [3.0], [1.0], [2.0], [9.0]]), 1.0).sizes
+    (4, 1)
+    """
+    _check_radius(radius)
+    if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
+        found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
+        raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
+    points = points.double()
+    near = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist") <= radius
+    count, found = connected_components(csr_matrix(near.numpy()), directed=False)
+    labels = torch.as_tensor(found).long()
+    return Clusters(int(count), labels, tuple(labels.bincount(minlength=count).tolist()))
+
+
+def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phase, ...]:
+    """Times of constant count, in order; a long one that is not the last is metastable.
+
+    >>> phases([0.0, 1.0, 2.0, 3.0], [5, 2, 2, 1])[1]
+    Phase(count=2, start=1.0, end=3.0)
+    """
+    at = [float(t) for t in times]
+    starts = [i for i in range(len(counts)) if i == 0 or counts[i] != counts[i - 1]]
+    ends = [*starts[1:], len(counts) - 1]
+    return tuple(Phase(counts[i], at[i], at[j]) for i, j in zip(starts, ends, strict=True))
+
+
+def leaders(weights: Float[Tensor, "h n n"], share: float = 0.5) -> tuple[int, ...]:
+    """Tokens to which some token gives more than ``share`` of its weight, mean over heads.
+
+    In the limit of the renormalised flow every token reads one leader alone.
+
+    >>> leaders(torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]))
+    (0,)
+    """
+    return tuple((weights.mean(0) > share).any(0).nonzero()[:, 0].tolist())
+
+
+def consensus(radius: float, *, terminal: bool = True) -> Event:
+    """The event ``consensus``: no two tokens are further apart than the radius."""
+    _check_radius(radius)
+    return Event("consensus", lambda _, x: diameter(x) - radius, terminal)
+
+
+def diameter(points: Float[Tensor, "n d"]) -> float:
+    """The largest distance between two points."""
+    return float(torch.pdist(points.double()).max()) if len(points) > 1 else 0.0
+
+
+def outgrows(radius: float, *, terminal: bool = True) -> Event:
+    """The event ``outgrown``: some token is further from the origin than the radius."""
+    _check_radius(radius)
+    return Event("outgrown", lambda _, x: radius - float(x.norm(dim=-1).max()), terminal)
+
+
+def _check_radius(radius: float) -> None:
+    if not 0 < radius < float("inf"):
+        raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")

@@ -1,9 +1,7 @@
 """Linear algebra of Jacobians: operators, the top singular value, its interval and its gradient."""
 
-from lipscope.linalg.finite_difference import difference
+from lipscope.linalg.finite_difference import Segment, difference, segment
 from lipscope.linalg.gradient import sigma
-from lipscope.linalg.krylov import golub_kahan
-from lipscope.linalg.line_segment import Segment, segment
 from lipscope.linalg.norms import (
     Metric,
     NormInterval,
@@ -22,11 +20,17 @@ from lipscope.linalg.operator import (
     over_leading,
     plus_identity,
     restrict,
+    start_named,
     stretch,
     to_dense,
 )
-from lipscope.linalg.singular import SMALLEST_TOL, TopSingular, top_singular, top_singular_batch
-from lipscope.linalg.starts import start_named
+from lipscope.linalg.singular import (
+    SMALLEST_TOL,
+    TopSingular,
+    golub_kahan,
+    top_singular,
+    top_singular_batch,
+)
 from lipscope.linalg.top_subspace import Leading, leading
 
 __all__ = [

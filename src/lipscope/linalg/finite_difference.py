@@ -1,12 +1,16 @@
-"""The check of a Jacobian against central differences of its function, where they settle."""
+"""Checks against differences of a function: its Jacobian, and the largest sigma on a segment."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lipscope.linalg.operator import linearise, start_named
+from lipscope.linalg.singular import top_singular
 
 # Sizes of the steps, as multiples of the cube root of the rounding unit, at which rounding and
 # curvature weigh alike: smaller where the function bends, larger where it is noisy.
@@ -47,15 +51,6 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
     of the mean norm where it has none. Where that does not settle, it is such that the output
     moves by no more than a small part of its norm, by ``J e``: a norm takes a token that is zero
     apart within its epsilon. Two evaluations, unless they disagree.
-
-    Args:
-        f: The function, of token matrices in the dtype of its own computation.
-        x: The point, ``(n, d)``, in that dtype.
-        e: The direction, ``(n, d)``, not zero.
-        product: ``J e``.
-
-    Returns:
-        What was found.
 
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> difference(lambda x: x**2, x, x, 2 * x).status, difference(lambda x: x**2, x, x, x).status
@@ -137,3 +132,46 @@ def _sides(here: Tensor, now: _Tried, other: _Tried, limit: float) -> tuple[floa
 def _apart(a: Tensor, b: Tensor) -> float:
     largest = max(float(a.norm()), float(b.norm()))
     return float((a - b).norm()) / largest if largest > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A finite difference and sigma between its two ends.
+
+    Attributes:
+        slope: ``‖f(Y) - f(X)‖ / ‖Y - X‖``.
+        mean: Mean of sigma over the segment, by Gauss–Legendre quadrature.
+        largest: Largest sigma (upper end of its interval) among the points.
+        holds: Whether ``slope ≤ largest``, up to 1e-6.
+    """
+
+    slope: float
+    mean: float
+    largest: float
+    holds: bool
+
+
+def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, points: int = 8) -> Segment:
+    """Compare a finite difference with sigma along the segment.
+
+    ``‖f(Y) - f(X)‖ ≤ ∫_0^1 ‖J(X + t (Y - X)) (Y - X)‖ dt ≤ max_t sigma · ‖Y - X‖``.
+
+    Holds for continuously differentiable maps. Sigma is seen at finitely many points, so a
+    segment on which it varies fast needs more of them.
+
+    Source: Lemma 3.1 of [castin2024].
+
+    >>> segment(lambda x: x**2, torch.zeros(1), torch.ones(1)).slope
+    1.0
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(points)
+    sigmas = []
+    for t in (nodes + 1) / 2:
+        point = x + float(t) * (y - x)
+        start = start_named("segment", point)
+        top = top_singular(linearise(f, point), tol=1e-3, generator=start)
+        sigmas.append(top.upper)
+    with torch.no_grad():
+        slope = float((f(y) - f(x)).norm() / (y - x).norm())
+    mean = float(np.dot(weights, sigmas) / 2)
+    return Segment(slope, mean, max(sigmas), slope <= max(sigmas) * (1 + 1e-6))

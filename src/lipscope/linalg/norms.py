@@ -14,9 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lipscope.linalg.operator import Operator, to_dense
+from lipscope.linalg.operator import Operator, start_named, to_dense
 from lipscope.linalg.singular import TopSingular
-from lipscope.linalg.starts import start_named
 
 # How inputs and outputs are measured. ``frobenius``: by the root of the sum of squares, which makes
 # the norm of a Jacobian its top singular value. ``token-relative``: the same, each token's move in
@@ -50,16 +49,6 @@ def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int)
 
     Its interval holds without a probability; there are no singular vectors, so ``u`` and ``v``
     are NaN.
-
-    Args:
-        op: The operator.
-        metric: Name of the metric.
-        tol: Relative width up to which the interval counts as ``converged``.
-        delta: For the record.
-        seed: Of the starts.
-
-    Returns:
-        The record; ``upper`` is infinite where only the lower end was computed.
     """
     norm = max_token_norm if metric == "max-token" else infinity_norm
     found = norm(op, seed=seed)
@@ -85,14 +74,6 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
     a lower value by Hager's iteration on the transpose.
 
     Holds for any real operator.
-
-    Args:
-        op: The operator.
-        dense: Most entries to compute exactly.
-        seed: Of the starts of the iteration.
-
-    Returns:
-        Both sides of the norm.
 
     Source: [higham2000], block size 1 with several starts.
 
@@ -130,14 +111,6 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     ``Σ_j ‖J_ij‖``.
 
     Holds for operators on tokens, ``(n, d) -> (m, d')``; exact for outputs of one entry.
-
-    Args:
-        op: The operator.
-        dense: Most entries for which the upper value is computed.
-        seed: Of the starts of the iteration.
-
-    Returns:
-        Both sides of the norm.
 
     Source: the power method of [boyd1974] for norms between spaces that are not Euclidean.
 
@@ -222,15 +195,6 @@ def frobenius_interval(
 
     Holds because ``X`` is a weighted sum of chi-squares with weights ``s_i^2 / probes``,
     ``sum s_i^4 <= sigma^2 F^2``, and Lemma 1 of [laurent2000] bounds both of its tails.
-
-    Args:
-        value: Root of the mean squared probe.
-        sigma: Upper bound of the spectral norm.
-        probes: Number of probes.
-        delta: Failure probability.
-
-    Returns:
-        Lower and upper end.
 
     >>> low, high = frobenius_interval(10.0, 1.0, 16, 0.01)
     >>> low < 10.0 < high

@@ -8,6 +8,7 @@ batch axes in front of their shape.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipscope.display import Shown
 from lipscope.errors import InputError, out_of_memory
-from lipscope.linalg.starts import start_named
+
+
+def start_named(name: str, *at: Tensor) -> torch.Generator:
+    """A generator whose seed is a digest of a name, and of tensors if there are some.
+
+    An input that a user drew with ``manual_seed(0)`` shares its numbers with every other draw
+    from that seed, and a start must not depend on the Jacobian.
+
+    >>> torch.randn(1, generator=start_named("a")).equal(torch.randn(1, generator=start_named("b")))
+    False
+    """
+    digest = hashlib.sha256(name.encode())
+    for tensor in at:
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return torch.Generator().manual_seed(int.from_bytes(digest.digest()[:8], "big") >> 1)
+
 
 Product = Callable[[Tensor], Tensor]
 
@@ -172,9 +188,6 @@ class Tape:
         point: ``x``, a leaf of its own.
         y: ``f(point)``, with its graph.
         constant: Whether ``y`` does not depend on the point, so that there are no products.
-
-    Raises:
-        InputError: If ``f(x)`` is no tensor of real numbers, or torch has no derivative of it.
     """
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -216,14 +229,7 @@ class Tape:
 
 
 def stretch(y: Tensor, x: Tensor, g: Tensor, e: Tensor) -> Tensor:
-    """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in everything.
-
-    Args:
-        y: Output of the function.
-        x: Its input, in the graph of ``y``.
-        g: Direction in the output.
-        e: Direction in the input.
-    """
+    """``<g, J e>`` for ``y = f(x)`` with its graph, differentiable in everything."""
     return (_pulled(y, x, g) * e).sum()
 
 
@@ -264,15 +270,8 @@ def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
     Checks ``<J e, g> = <e, J^T g>`` on one pair of vectors, always the same. It catches
     layers whose forward and backward passes belong to different functions, and mistakes of
     torch's own: in 2.13 `nn.BatchNorm2d` in eval mode has a wrong gradient on the CPU where one
-    sample's output is read with channels last (RT-DETR).
-
-    Args:
-        op: The operator.
-        rounding: What rounding may leave of a product with a unit vector: a Jacobian that is
-            zero comes out of that size.
-
-    Raises:
-        InputError: If the identity fails by more than rounding explains.
+    sample's output is read with channels last (RT-DETR). ``rounding`` is what may be left of a
+    product with a unit vector where the Jacobian is zero.
     """
     gen = start_named("the adjoint")
     e = torch.randn(op.in_shape, generator=gen).to(op.device, op.dtype)
@@ -333,9 +332,6 @@ def restrict(
             entry of a leading batch axis; None for all.
         read: Indices of the output tokens that are read, ``(m,)``, or None for all.
         scale: Factor per input token, shape ``(n,)``, or None for 1.
-
-    Returns:
-        Operator from ``(..., m, d)`` to ``(..., m_out, d_out)``.
     """
     n, n_out = op.in_shape[-2], op.out_shape[-2]
     factor = None if scale is None else scale[:, None].to(op.device, op.dtype)

@@ -1,7 +1,7 @@
-"""The top singular value of an operator, with a two-sided interval.
+"""The top singular value of an operator, with a two-sided interval, by Golub–Kahan.
 
 The lower end is a Ritz value, hence never above the truth; the upper end holds with
-probability ``1 - delta`` over the random start (``docs/theory/interval.md``).
+probability ``1 - delta`` over the random start. Statements and proofs: ``docs/theory/interval.md``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,269 @@ from typing import Literal
 
 import numpy as np
 import torch
+from scipy.special import betaincinv
 from torch import Tensor
 
 from lipscope.display import Shown
 from lipscope.errors import InputError
-from lipscope.linalg.interval import Cycle, Evidence, start_threshold
-from lipscope.linalg.krylov import Bidiagonal, golub_kahan
 from lipscope.linalg.operator import Operator
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one finished restart cycle tells the upper bound of the next.
+
+    Attributes:
+        alpha: Diagonal of its bidiagonal matrix.
+        beta: Superdiagonal, and the coupling to the vector after the last.
+        weights: Its top right singular vector in the basis, all entries positive.
+    """
+
+    alpha: np.ndarray
+    beta: np.ndarray
+    weights: np.ndarray
+
+
+def start_threshold(size: int, delta: float) -> float:
+    """``t`` with ``P(|b_1| < t) = delta`` for a coordinate of a uniform unit vector.
+
+    ``b_1^2`` follows the Beta(1/2, (N - 1)/2) law for ``N = size``.
+
+    >>> round(start_threshold(1, 0.1), 3)
+    1.0
+    """
+    if size == 1:
+        return 1.0
+    return math.sqrt(float(betaincinv(0.5, (size - 1) / 2, delta)))
+
+
+def closed_form_factor(steps: int, threshold: float) -> float:
+    """``cosh(arccosh(1/t) / (2k - 1))``: the a-priori bound on ``sigma_1 / theta_k``.
+
+    Holds with the probability of ``threshold`` for one cycle from a uniform start.
+    Source: derived here (``docs/theory/interval.md``, closed form).
+    """
+    return math.cosh(math.acosh(1 / threshold) / (2 * steps - 1))
+
+
+class Evidence:
+    """What a run has shown about singular values beyond its top Ritz value.
+
+    The function ``sum_j p_j(lam)^2 prod_c q_c(lam)^2`` of ``lam = x^2`` in units of
+    ``theta^2``, with the Lanczos polynomials ``p_0..p_k`` of ``B^T B`` and one factor ``q_c``
+    per earlier cycle; it increases beyond the top Ritz value. If ``sigma_1 = x theta``, the
+    start had a part of at most its inverse square root on the top direction.
+
+    Args:
+        alpha: ``alpha_1..alpha_k`` of the last cycle.
+        beta: ``beta_2..beta_{k+1}`` of the last cycle.
+        cycles: Earlier cycles.
+        theta: Top Ritz value of the last cycle.
+        floor: Rounding level relative to ``theta^2``: a coupling below it is not known to be
+            smaller, so an invariant subspace is trusted to this level only.
+
+    Source: derived here (``docs/theory/interval.md``, a-posteriori bound and restarts).
+    """
+
+    def __init__(
+        self,
+        alpha: np.ndarray,
+        beta: np.ndarray,
+        cycles: Sequence[Cycle],
+        theta: float,
+        floor: float = 0.0,
+    ) -> None:
+        self.last = _Lanczos(alpha / theta, beta / theta, floor)
+        self.earlier = [
+            (_Lanczos(c.alpha / theta, c.beta / theta, floor), c.weights) for c in cycles
+        ]
+
+    def excludes(self, factor: float, threshold: float) -> bool:
+        """Whether ``sigma_1 > factor theta`` would need a start below the threshold."""
+        excess = np.array([(factor - 1) * (factor + 1)])
+        return bool(self._log(excess)[0] >= -2 * math.log(threshold))
+
+    def upper_factor(self, threshold: float) -> float:
+        """Smallest ``x >= 1`` such that ``sigma_1 <= x theta`` unless the start was unlucky.
+
+        Solves ``sum_j p_j(lam)^2 prod_c q_c(lam)^2 = 1 / t^2``.
+        """
+        goal = -2 * math.log(threshold)
+        if goal <= 0:
+            return 1.0
+        low, high = 1e-17, max(1 / threshold**2, 2.0)
+        for _ in range(6):  # each round narrows the bracket by 64 on a logarithmic grid
+            grid = np.geomspace(low, high, 65)
+            above = self._log(grid) >= goal
+            first = int(np.argmax(above)) if above.any() else len(grid) - 1
+            low, high = grid[max(first - 1, 0)], grid[first]
+        factor = math.sqrt(1 + high)
+        if not self.earlier:
+            factor = min(factor, closed_form_factor(len(self.last.alpha), threshold))
+        return factor
+
+    def _log(self, excess: np.ndarray) -> np.ndarray:
+        lam = 1 + excess
+        total = _log_christoffel(self.last, lam)
+        for lanczos, weights in self.earlier:
+            total += 2 * _log_growth(lanczos, weights, lam)
+        return total
+
+
+@dataclass(frozen=True)
+class _Lanczos:
+    """The tridiagonal matrix ``T = B^T B`` in units of ``theta^2``, and its polynomials."""
+
+    alpha: np.ndarray
+    beta: np.ndarray
+    floor: float
+
+    def polynomials(self, lam: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """``p_0, p_1, …, p_k`` at ``lam``, each as (value, log of the scale it is in)."""
+        before, now = np.zeros_like(lam), np.ones_like(lam)
+        scale = np.zeros_like(lam)
+        yield now, scale
+        link = 0.0
+        for j in range(len(self.alpha)):
+            diagonal = self.alpha[j] ** 2 + (self.beta[j - 1] ** 2 if j else 0.0)
+            following = max(self.alpha[j] * self.beta[j], self.floor, 1e-300)
+            new = ((lam - diagonal) * now - link * before) / following
+            size = np.maximum(np.abs(new), 1.0)
+            before, now, scale = now / size, new / size, scale + np.log(size)
+            link = following
+            yield now, scale
+
+
+def _log_christoffel(lanczos: _Lanczos, lam: np.ndarray) -> np.ndarray:
+    """``log sum_{j<=k} p_j(lam)^2``."""
+    total = np.full_like(lam, -np.inf)
+    for value, scale in lanczos.polynomials(lam):
+        with np.errstate(divide="ignore"):
+            total = np.logaddexp(total, 2 * (np.log(np.abs(value)) + scale))
+    return total
+
+
+def _log_growth(lanczos: _Lanczos, weights: np.ndarray, lam: np.ndarray) -> np.ndarray:
+    """``log q(lam)``: how much a restart raised the start's part on the top direction."""
+    total = np.full_like(lam, -np.inf)
+    for weight, (value, scale) in zip(weights, lanczos.polynomials(lam), strict=False):
+        with np.errstate(divide="ignore"):
+            total = np.logaddexp(total, np.log(weight) + np.log(np.abs(value)) + scale)
+    return total
+
+
+# A new direction shorter than this many rounding units of the operator's size is noise:
+# the subspace is numerically invariant and the recurrence has ended.
+_BREAKDOWN = 16.0
+
+
+@dataclass(frozen=True)
+class Bidiagonal:
+    """The state after ``k`` steps of a batch of ``b`` runs.
+
+    ``J V_k = U_k B_k`` and ``J^T U_k = V_k B_k^T + beta_{k+1} v_{k+1} e_k^T``, with ``B_k``
+    upper bidiagonal: diagonal ``alpha_1..alpha_k``, superdiagonal ``beta_2..beta_k``.
+
+    Attributes:
+        alpha: ``(b, k)`` float64, on the CPU.
+        beta: ``(b, k)`` float64: ``beta_2 .. beta_{k+1}``.
+        v: ``(b, k + 1, N)`` right vectors; the last one starts the next step.
+        u: ``(b, k, M)`` left vectors; None where they are not kept.
+        products: Products with ``J`` or ``J^T`` so far, for each run of the batch.
+    """
+
+    alpha: Tensor
+    beta: Tensor
+    v: Tensor
+    u: Tensor | None
+    products: int
+
+    @property
+    def steps(self) -> int:
+        """Number of steps k."""
+        return self.alpha.shape[1]
+
+    def matrix(self) -> Tensor:
+        """``B_k``, shape ``(b, k, k)``."""
+        return torch.diag_embed(self.alpha) + torch.diag_embed(self.beta[:, :-1], offset=1)
+
+
+def golub_kahan(
+    op: Operator, start: Tensor, capacity: int, *, keep_left: bool = True
+) -> Iterator[Bidiagonal]:
+    """Bidiagonalise ``op`` from ``start``, yielding the decomposition after every step.
+
+    The right vectors are reorthogonalised against all earlier ones (a second pass where
+    the first one cancelled); the left ones follow from the two-term recurrence, which
+    suffices for the leading singular values [simon2000] and halves that cost. Memory is
+    ``capacity (N + M)`` numbers a run, and ``capacity N`` where left vectors are not kept.
+
+    Holds for any real operator. A run whose subspace is exhausted goes on with zeros,
+    so that a batch may hold runs of different lengths.
+
+    Yields:
+        The state after 1, 2, …, ``capacity`` steps. Its tensors are views that the next
+        step extends; copy what must outlive it.
+    """
+    b = start.shape[0]
+    size_in, size_out = op.in_size, math.prod(op.out_shape)
+    # Memory that is not written to yet costs nothing.
+    right = torch.empty(b, capacity + 1, size_in, dtype=op.dtype, device=op.device)
+    left = start.new_empty(b, capacity if keep_left else 1, size_out)
+    eps = torch.finfo(op.dtype).eps * _BREAKDOWN
+    alpha, beta = (torch.zeros(b, capacity, dtype=torch.float64) for _ in range(2))
+    size = torch.zeros(b, dtype=torch.float64)  # largest coefficient so far
+
+    v = start.reshape(b, size_in)
+    right[:, 0] = v / v.norm(dim=1, keepdim=True)
+    before = left[:, 0]
+    for k in range(capacity):
+        now = left[:, k if keep_left else 0]
+        w = op.matvec(right[:, k].reshape(b, *op.in_shape)).reshape(b, size_out)
+        if k > 0:
+            w = w - beta[:, k - 1, None].to(w) * before
+        alpha[:, k], now[:] = _normalise(w, size * eps)
+        size = torch.maximum(size, alpha[:, k])
+
+        z = op.rmatvec(now.reshape(b, *op.out_shape)).reshape(b, size_in)
+        z = z - alpha[:, k, None].to(z) * right[:, k]
+        z = _orthogonalise(z, right[:, : k + 1])
+        beta[:, k], right[:, k + 1] = _normalise(z, size * eps)
+        size = torch.maximum(size, beta[:, k])
+        before = now
+        yield Bidiagonal(
+            alpha[:, : k + 1],
+            beta[:, : k + 1],
+            right[:, : k + 2],
+            left[:, : k + 1] if keep_left else None,
+            2 * (k + 1),
+        )
+
+
+def _normalise(w: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of the rows (float64, CPU) and unit rows; a row at the floor becomes zero."""
+    # Squares of small float32 entries underflow; the sum is taken in float64.
+    norm = torch.linalg.vector_norm(w, dim=1, dtype=torch.float64)
+    alive = norm > floor.to(norm.device)
+    inverse = torch.where(alive, 1.0 / norm, torch.zeros_like(norm)).to(w)
+    # NaN compares false; keep it visible, so that the solver can report it.
+    length = torch.where(alive | norm.isnan(), norm, torch.zeros_like(norm))
+    return length.cpu(), w * inverse[:, None]
+
+
+def _orthogonalise(z: Tensor, basis: Tensor) -> Tensor:
+    """``z`` minus its projection on the rows of ``basis``, twice where it cancels."""
+    before = torch.linalg.vector_norm(z, dim=1)
+    z = _project_out(z, basis)
+    if (torch.linalg.vector_norm(z, dim=1) < 0.7 * before).any():
+        z = _project_out(z, basis)
+    return z
+
+
+def _project_out(z: Tensor, basis: Tensor) -> Tensor:
+    coefficients = torch.bmm(basis, z[:, :, None])
+    return torch.baddbmm(z[:, :, None], basis.mT, coefficients, alpha=-1)[:, :, 0]
+
 
 SolverStatus = Literal["converged", "max_steps", "non_finite"]
 
@@ -132,21 +388,7 @@ def top_singular_batch(
 
     ``op.matvec`` and ``op.rmatvec`` take and return a leading axis of length ``b`` whose entries
     belong to different operators. Each entry has its own start and its own stop, so that
-    an answer does not depend on its neighbours.
-
-    Args:
-        op: Operator whose products map ``(b, *in_shape)`` to ``(b, *out_shape)``.
-        generators: One source of the random start per entry; its length is ``b``.
-        tol: As in `top_singular`.
-        delta: As in `top_singular`, for each entry.
-        max_steps: As in `top_singular`.
-        memory: As in `top_singular`, for the whole batch.
-
-    Returns:
-        One record per entry.
-
-    Raises:
-        InputError: As in `top_singular`.
+    an answer does not depend on its neighbours; ``memory`` is that of the whole batch.
     """
     _check(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)

@@ -56,16 +56,6 @@ def leading(
 
     Holds for any real operator; equal singular values have no directions of their own, and no sine.
 
-    Args:
-        op: Operator whose products accept leading axes.
-        first: Its top singular triplet, of a positive value.
-        start: Source of the random start for each rank, counted from 1.
-        count: How many; fewer where the operator has no more.
-        **solver: ``tol``, ``delta`` and ``memory`` of `top_singular`.
-
-    Returns:
-        The directions.
-
     Source: derived here (``docs/theory/directions.md``), after [davis1970].
 
     >>> matrix = torch.diag(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64))

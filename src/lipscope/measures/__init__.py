@@ -1,26 +1,32 @@
 """Token measures: transport between them, attention on them, and mass splitting."""
 
-from lipscope.measures.atoms import Repeated, repeated_tokens, uniform_gain
 from lipscope.measures.mean_field import (
+    TokenMeasure,
+    in_order,
     local_constant,
     push_forward,
     token_map,
     weighted_jacobian,
 )
-from lipscope.measures.ratios import (
-    Worst,
-    lipschitz_ratio,
-    search_ratio,
-    tiny_mass_gain,
-    tiny_mass_ratio,
+from lipscope.measures.splitting import (
+    Repeated,
+    Split,
+    finite_split,
+    own_operator,
+    repeated_tokens,
+    split_at,
+    uniform_gain,
 )
-from lipscope.measures.splitting import Split, finite_split, own_operator, split_at
-from lipscope.measures.tokens import TokenMeasure, in_order
 from lipscope.measures.transport import (
     Plan,
+    Worst,
     conditional_distance,
+    lipschitz_ratio,
     optimal_plan,
+    search_ratio,
     sinkhorn_divergence,
+    tiny_mass_gain,
+    tiny_mass_ratio,
     wasserstein,
 )
 

@@ -17,8 +17,7 @@ from lipscope.attention import Attention, Softmax
 from lipscope.display import Shown
 from lipscope.errors import InputError, shown
 from lipscope.linalg import Operator, linearise, start_named, top_singular_batch
-from lipscope.measures.mean_field import largest, push_forward, weighted
-from lipscope.measures.tokens import TokenMeasure
+from lipscope.measures.mean_field import TokenMeasure, largest, push_forward, weighted
 from lipscope.measures.transport import wasserstein
 
 Function = Callable[[Tensor], Tensor]
@@ -79,9 +78,6 @@ def split_at(
         log_weights: Logarithms of the tokens' weights, for `Attention`; norms are weighted by
             them. Uniform if None.
 
-    Returns:
-        `Split`, exact up to rounding; to 1e-6 for large inputs.
-
     Raises:
         InputError: If the input is not finite, or a function tells copies or permuted tokens
             apart, or has weights.
@@ -135,22 +131,7 @@ def own_operator(
     map: str = "attention",
     per_head: bool = False,
 ) -> Operator:
-    """``(e_i) -> (T_i e_i)``: what tokens do by their own queries alone.
-
-    Args:
-        layer: A layer that is `in_closed_form`.
-        x: The input.
-        log_weights: As for `split_at`.
-        memory: As for `Attention.linearise`, likewise the next two.
-        map: ``attention`` or ``heads``.
-        per_head: One operator for each head.
-
-    Returns:
-        Operator ``(n, d) -> (n, d_out)``, block-diagonal in the tokens.
-
-    Raises:
-        InputError: If the layer is not in closed form.
-    """
+    """``(e_i) -> (T_i e_i)``: what tokens do by their own queries alone."""
     if not in_closed_form(layer):
         raise InputError("not available: copies count otherwise than as a weight of their key.")
     options = {"memory": memory, "map": map, "per_head": per_head}
@@ -167,14 +148,7 @@ def blocks(own: Operator) -> Float[Tensor, "n d_out d"]:
 def token_gains(
     own: Operator, *, tol: float = _TOL, delta: float = 0.01, name: str = "split"
 ) -> Float[Tensor, " n"]:
-    """``‖T_i‖`` of every token by the solver, all tokens in one product; upper ends.
-
-    Args:
-        own: Block-diagonal operator.
-        tol: As for the solver.
-        delta: As for the solver.
-        name: Names the random starts.
-    """
+    """``‖T_i‖`` of every token by the solver, all tokens in one product; upper ends."""
     return torch.tensor([top.upper for top in _solved(own, tol, delta, name)], dtype=torch.float64)
 
 
@@ -183,17 +157,8 @@ def finite_split(
 ) -> float:
     """``W_2(F(μ'), F(μ)) / W_2(μ', μ)``: halves of one token moved by ``± size`` along a direction.
 
-    Exact transport: as the size tends to 0 the ratio tends to ``found.splitting``.
-
-    Args:
-        layer: As for `push_forward`, without positions.
-        mu: The measure of the input.
-        found: The token and the direction.
-        size: Length of the move of each half.
-        whole: Move both halves the same way instead.
-
-    Returns:
-        The ratio.
+    Exact transport: as the size tends to 0 the ratio tends to ``found.splitting``. With ``whole``,
+    both halves move the same way.
     """
     halves = mu.copied(torch.tensor([0.5, 0.5]))
     points = halves.points.clone()
@@ -270,3 +235,110 @@ def _solved(own: Operator, tol: float, delta: float, name: str) -> list:
     alone = Operator(own.matvec, own.rmatvec, (d,), (d_out,), own.dtype, own.device)
     starts = [start_named(f"{name}|{i}") for i in range(n)]
     return top_singular_batch(alone, starts, tol=tol, delta=delta)
+
+
+# --- few different tokens, repeated any number of times
+
+_LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is computed
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Sigma of a layer on repeated tokens, and what it is made of.
+
+    Attributes:
+        sigma: The larger of the two below.
+        moving: Largest gain of moves that keep equal tokens equal.
+        splitting: Largest gain of moves that take equal tokens apart; 0 if none is repeated.
+        num_tokens: All tokens, copies counted.
+    """
+
+    sigma: float
+    moving: float
+    splitting: float
+    num_tokens: int
+
+
+def repeated_tokens(
+    layer: Attention, atoms: Float[Tensor, "m d"], counts: tuple[int, ...]
+) -> Repeated:
+    """Sigma of ``layer`` on ``counts[i]`` copies of each ``atoms[i]``, at the cost of m tokens.
+
+    ``‖J(X)‖ = max( ‖D^(1/2) J_w D^(-1/2)‖, max_i ‖T_i‖ )``: ``J_w`` is the Jacobian of
+    attention with weights ``w = counts / n`` (``log w`` added to the logits),
+    ``D = diag(w)``, and ``T_i`` is the derivative of token i's output along its own query,
+    keys and values held fixed (``sum_h W_h V_h C_i^h A_h`` for dot products); the maximum
+    runs over tokens that occur at least twice.
+
+    Holds for unmasked softmax layers without rotary embedding or bias of the scores, whose
+    queries, keys and values are made token by token, with any number of heads, biases and the
+    output projection. With a causal mask the copies differ in
+    what they read.
+
+    Raises:
+        InputError: For a masked or rotary layer, another weighting, or counts that do not fit.
+
+    Source: derived here (``docs/theory/inputs.md``); weights as in Appendix C of [castin2024].
+
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(torch.eye(2), torch.eye(2), torch.eye(2))
+    >>> repeated_tokens(layer, torch.zeros(1, 2), (10**9,)).sigma
+    1.0
+    """
+    _check(layer, atoms, counts)
+    layer = layer.in_double()
+    x = atoms.detach().to("cpu", torch.float64)
+    log_weights = torch.tensor(counts, dtype=torch.float64).log()
+    found = split_at(layer, x, log_weights=log_weights)
+    gains = found.gains[torch.tensor(counts) > 1]
+    moving, splitting = found.moving, float(gains.max()) if len(gains) else 0.0
+    return Repeated(max(moving, splitting), moving, splitting, sum(counts))
+
+
+def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
+    """Sigma of the layer on equal tokens: ``‖P‖ ‖sum_h W_h V_h‖``, ``P`` uniform over its rows.
+
+    With equal tokens ``x_j - m_i = 0``, so only ``P ⊗ V`` is left of the Jacobian.
+
+    Holds for unmasked and causal layers of every variant whose values are linear and whose
+    weights add up to 1 row by row, without rotary embedding or a bias of the scores; None for
+    the others, for other masks, and with a causal mask beyond 1,024 tokens.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    n = num_tokens
+    if layer.mask is not None and not bool(layer.mask.all()):
+        return None
+    if layer.positional or layer.window is not None or layer.norms()[2] is not None:
+        return None
+    if layer.entrance() is not None or not layer.weighting.normalised:
+        return None
+    if layer.causal and n > _LARGEST_DENSE:
+        return None
+    value = layer.projections()[2].unflatten(0, (layer.num_groups, -1))
+    value = layer.repeat_groups(value).flatten(0, 1)
+    value = value.detach().to("cpu", torch.float64)
+    if layer.output is not None:
+        value = layer.output.detach().to("cpu", torch.float64) @ value
+    if not layer.causal:
+        return _norm(value)
+    rows = torch.arange(1, n + 1, dtype=torch.float64)[:, None]
+    return _norm(torch.ones(n, n, dtype=torch.float64).tril() / rows) * _norm(value)
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(matrix, 2))
+
+
+def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
+    if layer.positional:
+        raise InputError("not available: logits depend on position; copies are not alike.")
+    if not (layer.by_token and isinstance(layer.weighting, Softmax)):
+        raise InputError("not available: copies do not act like a weight of their key.")
+    hides = layer.mask is not None and not bool(layer.mask.all())
+    if layer.causal or layer.window is not None or hides:
+        raise InputError("not available: the layer is masked, so copies read different tokens.")
+    if len(counts) != atoms.shape[0] or min(counts, default=0) < 1:
+        raise InputError(
+            f"`counts` should be {atoms.shape[0]} numbers of at least 1. Found `counts = {counts}`."
+        )

@@ -11,14 +11,13 @@ from lipscope.theorems.papers import (
     yudin2025,
     emadi2026,
 )
-from lipscope.theorems.derived import global_bounds, other_kinds, local_bounds, row_gram, ball
+from lipscope.theorems.derived import global_bounds, local_bounds, row_gram, ball
 
 # isort: on
 from lipscope.linalg import Metric, NormInterval, Segment, infinity_norm, max_token_norm, segment
-from lipscope.theorems.derived.ball import Ball, least, per_token
-from lipscope.theorems.derived.gram_rows import JacobianRows
-from lipscope.theorems.derived.intervals import BallName
+from lipscope.theorems.derived.ball import Ball, BallName, least, per_token
 from lipscope.theorems.derived.row_gram import (
+    JacobianRows,
     Weighted,
     row_gram_joint,
     weighted_head,
@@ -32,10 +31,15 @@ from lipscope.theorems.directions import (
     star_direction,
     value_direction,
 )
-from lipscope.theorems.head import UNIT, Head, check_scores, heads_of
-from lipscope.theorems.head_at import HeadAt, HeadsAt
-from lipscope.theorems.layer_bounds import AskedLayer, evaluate
-from lipscope.theorems.normed import Norm, Normed, absorb, norm_of, radius_of_norm
+from lipscope.theorems.head import UNIT, Head, HeadAt, HeadsAt, check_scores, heads_of
+from lipscope.theorems.layer_bounds import (
+    AskedLayer,
+    Bound,
+    bounds_at,
+    evaluate,
+    expected_seconds,
+    how_long,
+)
 from lipscope.theorems.papers.castin2024 import castin_thm_3_7_limit, castin_thm_e_3
 from lipscope.theorems.papers.kim2021 import kim_thm_3_2_infinity, tight_input, tight_value
 from lipscope.theorems.register import (
@@ -47,9 +51,8 @@ from lipscope.theorems.register import (
     catalogue,
     theorem,
 )
-from lipscope.theorems.residual import Residual
+from lipscope.theorems.residual import Norm, Normed, Residual, absorb, norm_of, radius_of_norm
 from lipscope.theorems.spectrum import eigenvalue
-from lipscope.theorems.table import Bound, bounds_at, expected_seconds, how_long
 
 # What enters theorems into the catalogue by being imported.
 PAPERS = (
@@ -61,7 +64,6 @@ PAPERS = (
     yudin2025,
     emadi2026,
     global_bounds,
-    other_kinds,
     local_bounds,
     row_gram,
     ball,

@@ -1,21 +1,32 @@
-"""One head of dot-product attention as the theorems see it, in float64 and in factors.
+"""One head of dot-product attention as the theorems see it, alone and at an input.
 
 ``f(X)_i = V m_i`` with ``m_i = sum_j P_ij x_j`` and logits ``S_ij = <A x_i + b, x_j> + B_ij``,
 where ``A = K^T Q / sqrt(k)`` has rank at most ``k``: nothing here forms a ``d x d`` product.
 A bias ``B`` of the logits does not depend on ``X``: it changes ``P`` and no derivative of ``S``.
+
+With ``a_i = A x_i + b`` and ``y_ij = x_j - m_i``, the block of the Jacobian is
+``J_ij = P_ij (V + V y_ij a_ij^T) + delta_ij V C_i A``. Under a rotary embedding ``R_j``,
+``a_ij = K^T R_j^T R_i q_i`` depends on ``j`` and ``V C_i A`` becomes
+``Cov_i(V x, R K x) R_i Q`` [A10 of the theory page]; else ``a_ij = K^T q_i``. With
+``z_ij = Q^T R_i^T k_j``, ``|A^T y_ij| = |z_ij - zbar_i|``; ``Q^T`` is replaced by its triangular
+factor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct, Rotary, Softmax
+from lipscope.errors import InputError
 from lipscope.theorems.register import NotApplicableError
+from lipscope.theorems.spectrum import norm_in_double, norms_of_many
 
 UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, with room
 
@@ -97,11 +108,7 @@ class Head:
         return torch.arange(1, n + 1) if self.causal else torch.full((n,), n)
 
     def allowed(self, num_tokens: int) -> Bool[Tensor, "n n"]:
-        """True where row i may read key j.
-
-        Raises:
-            NotApplicableError: If the layer's mask was made for another number of tokens.
-        """
+        """True where row i may read key j."""
         n = num_tokens
         allowed = torch.ones(n, n, dtype=torch.bool)
         if self.causal:
@@ -117,12 +124,7 @@ class Head:
         return allowed
 
     def biased(self, scores: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-        """Logits from inner products: with the bias, -inf where hidden.
-
-        Raises:
-            NotApplicableError: If mask or bias were made for another number of tokens, or a
-                row may read no token.
-        """
+        """Logits from inner products: with the bias, -inf where hidden."""
         n = len(scores)
         allowed = self.allowed(n)
         if not bool(allowed.any(-1).all()):
@@ -178,17 +180,10 @@ class Head:
 
 
 def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list[Head]:
-    """The query heads of a layer, on the CPU in float64.
+    """The query heads of a layer, on the CPU in float64; grouped keys and values are repeated.
 
-    Args:
-        layer: The layer; grouped keys and values are repeated.
-        fold: Whether the head's part of the output projection is part of ``V``
-            (map ``attention``) or not (map ``heads``).
-        turn: Whether the outputs of a folded head may be turned, which keeps all norms; not
-            where something is added to them.
-
-    Returns:
-        One `Head` per query head.
+    ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``), and
+    ``turn`` lets its outputs be turned then, which keeps all norms; not where something is added.
 
     Raises:
         NotApplicableError: If the logits are not those of a `Head`.
@@ -245,3 +240,311 @@ def _product_norm(left: Tensor, right: Tensor) -> float:
     """``‖L R^T‖`` for tall ``L`` and ``R`` with the same number of columns."""
     small = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right, mode="r").R.T
     return float(torch.linalg.matrix_norm(small, 2))
+
+
+_CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core
+_SETTLED = 750.0  # a logit so far below another one has the weight 0 in float64
+_UNDERFLOW = 1e-140  # a norm below the root of the smallest number may be lost in squares
+_KNOWN = 0.01  # largest rounding of logits whose weights still mean something
+
+
+class AtInput:
+    """Heads at ``X``, in float64 on the CPU; every quantity is computed when first asked for.
+
+    ``HeadsAt`` puts an axis of heads in front of every tensor, ``HeadAt`` does not: ``*h``.
+
+    Raises:
+        InputError: If ``x`` does not fit the heads or is not finite.
+        NotApplicableError: Where a quantity is asked for whose mask, bias or rotary embedding
+            is for another number of tokens, or whose row reads nothing.
+    """
+
+    # What a theorem about such an object must be told.
+    needs: ClassVar[tuple[str, ...]] = ("x",)
+
+    def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
+        self.heads, self.x = tuple(heads), _checked(heads[0], x)
+
+    def joined(self, parts: Iterable[Tensor]) -> Tensor:
+        """One tensor from those of the heads."""
+        return torch.stack(list(parts))
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary embedding, or None; with one, ``a_ij`` depends on ``j``."""
+        return self.heads[0].rotary
+
+    @cached_property
+    def q(self) -> Float[Tensor, "*h n k"]:
+        """Queries, scaled, rotated if so."""
+        return self._rotated(self.joined(self.x @ h.query.T + h.query_bias for h in self.heads))
+
+    @cached_property
+    def k(self) -> Float[Tensor, "*h n k"]:
+        """Keys, rotated if so."""
+        return self._rotated(self.joined(self.x @ h.key.T + h.key_bias for h in self.heads))
+
+    @cached_property
+    def v(self) -> Float[Tensor, "*h n kv"]:
+        """``V x_j``; biases of values shift the output only."""
+        return self.joined(self.x @ h.value.T for h in self.heads)
+
+    @cached_property
+    def p(self) -> Float[Tensor, "*h n n"]:
+        """Probabilities."""
+        return torch.softmax(self.s, -1)
+
+    @cached_property
+    def o(self) -> Float[Tensor, "*h n kv"]:
+        """``V m_i``."""
+        return self.p @ self.v
+
+    @cached_property
+    def mean_key(self) -> Float[Tensor, "*h n k"]:
+        """Means of the keys under every row."""
+        return self.p @ self.k
+
+    @cached_property
+    def s(self) -> Float[Tensor, "*h n n"]:
+        """What the softmax is taken of: logits with the bias, -inf where masked."""
+        scores = (self.q @ self.k.mT).view(len(self.heads), len(self.x), len(self.x))
+        return self.joined(h.biased(s) for h, s in zip(self.heads, scores, strict=True))
+
+    @cached_property
+    def rounding(self) -> Float[Tensor, "*h n"]:
+        """How far float64 may shift a logit of a row; 0 where one token has all weight."""
+        heads, size = self.heads, self.x.norm(dim=-1)
+        turned = 1.0 if self.rotary is None else max(h.rotation_norm for h in heads) ** 2
+        queries, keys = (
+            self.joined(size * w.norm() + b.norm() for w, b in pairs)
+            for pairs in (
+                [(h.query, h.query_bias) for h in heads],
+                [(h.key, h.key_bias) for h in heads],
+            )
+        )
+        terms = sum(heads[0].query.shape)
+        shift = UNIT * terms**0.5 * turned * queries * keys.amax(-1, keepdim=True)
+        if any(h.score_bias is not None for h in heads):
+            shift = shift + UNIT * self.s.masked_fill(self.s == -torch.inf, 0.0).abs().amax(-1)
+        best, second = self.s.topk(min(2, len(size)), -1).values[..., (0, -1)].unbind(-1)
+        alone = (self.s > -torch.inf).sum(-1) == 1
+        shift = shift.masked_fill(alone | (best - second > _SETTLED + 2 * shift), 0.0)
+        if not bool((shift < _KNOWN).all()):
+            raise NotApplicableError(
+                "its logits are too large for float64 to know the attention weights"
+            )
+        return shift
+
+    @cached_property
+    def slack(self) -> float:
+        """``>= ‖J~ - J‖`` for the Jacobian ``J~`` that a bound sees in float64, to first order.
+
+        Relative to what cancels in it: differences of values and keys, and heads. Also in the
+        largest token norm. Derived here (``docs/theory/local-certificates.md``).
+        """
+        n, total = len(self.x), _UNDERFLOW if self.alive else 0.0
+        kept = (self.p, self.q, self.k, self.v, self.o, self.mean_key, self.rounding)
+        unit = UNIT * n**0.5
+        for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
+            p, q, k, v, o, middle, shift = (t.view(len(self.heads), n, -1)[h] for t in kept)
+            turned = 1.0 if head.rotary is None else head.rotation_norm
+            reach = turned * head.key.norm() * q.norm(dim=-1)
+            turn = turned * head.query.norm()
+            apart = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+            keys = torch.cdist(middle, k, compute_mode="donot_use_mm_for_euclid_dist")
+            most_v = head.size_v * self.x.norm(dim=-1).max()
+            most_k = k.norm(dim=-1).max()
+            once = (p * apart).sum(-1), (p * keys).sum(-1), (p * apart * keys).sum(-1)
+            # P is off by a share, y and the keys' differences by units of what they are made of.
+            share = 2 * shift.view(-1) + unit
+            off = share * (head.size_v + once[0] * reach + once[2] * turn)
+            off = off + unit * (most_v * reach + (most_v * once[1] + most_k * once[0]) * turn)
+            off = off + unit**2 * most_v * most_k * turn
+            total += outer * n**0.5 * float(off.max())
+        return total
+
+    @cached_property
+    def written_off(self) -> Float[Tensor, " n"]:
+        """``>= |o~_i - o_i|``, all heads together: rounding of what attention writes, no biases."""
+        n, kept = len(self.x), (self.p, self.v, self.o, self.rounding)
+        total = self.x.new_zeros(n)
+        for h, (head, outer) in enumerate(zip(self.heads, self.outer, strict=True)):
+            p, v, o, shift = (t.view(len(self.heads), n, -1)[h] for t in kept)
+            apart = torch.cdist(o, v, compute_mode="donot_use_mm_for_euclid_dist")
+            moved = 2 * shift.view(-1) * (p * apart).sum(-1)
+            most = head.size_v * self.x.norm(dim=-1).max()
+            total = total + outer * (moved + UNIT * n**0.5 * most)
+        return total
+
+    @property
+    def alive(self) -> bool:
+        """Whether any weight lets a value through: the Jacobian is not zero by construction."""
+        return any(bool(head.value.any()) for head in self.heads)
+
+    @property
+    def outer(self) -> list[float]:
+        """Bounds of the norm of what follows every head."""
+        return [1.0] * len(self.heads)
+
+    def columns(self, slope: Float[Tensor, " n"] | None) -> Float[Tensor, " n"]:
+        """What a norm in front multiplies every column of blocks by: its slope, else ones."""
+        return self.x.new_ones(len(self.x)) if slope is None else slope
+
+    def y(self, rows: slice) -> Float[Tensor, "*h r n kv"]:
+        """``V y_ij = v_j - o_i``; differences, never of squares."""
+        return self.v[..., None, :, :] - self.o[..., rows, None, :]
+
+    def pulled(self, rows: slice) -> Float[Tensor, "*h r m k"]:
+        """``R_j^T R_i q_i``, ``a_ij`` before ``K^T``: m = 1 if all j are alike, else n."""
+        q = self.q[..., rows, None, :]
+        if self.rotary is None:
+            return q
+        return self.rotary.transpose(q.expand(*q.shape[:-2], len(self.x), -1))
+
+    def covariance(self, rows: slice) -> Float[Tensor, "*h r kv k"]:
+        """``Cov_i(V x, k)`` with the last axis turned back to that of ``Q``."""
+        keys = self.k[..., None, :, :] - self.mean_key[..., rows, None, :]
+        return self._back(rows, (self.p[..., rows, :, None] * self.y(rows)).mT @ keys)
+
+    def chunks(self) -> Iterator[slice]:
+        """Rows whose tensors ``(h, rows, n, k)`` fit the cache of one pass."""
+        n, width = len(self.x), max(self.q.shape[-1], self.v.shape[-1])
+        rows = max(1, _CHUNK_BYTES // (8 * n * width * len(self.heads)))
+        return (slice(i, min(i + rows, n)) for i in range(0, n, rows))
+
+    def _rotated(self, w: Tensor) -> Tensor:
+        if self.rotary is None:
+            return w
+        known = len(self.rotary.cos)
+        if known != len(self.x):
+            raise NotApplicableError(
+                f"its rotary embedding was captured for {known} tokens, not for {len(self.x)}"
+            )
+        return self.rotary(w)
+
+    def _back(self, rows: slice, w: Tensor) -> Tensor:
+        """Every row ``(h, r, m, k)`` turned back by its own position."""
+        if self.rotary is None:
+            return w
+        own = Rotary(self.rotary.cos[rows], self.rotary.sin[rows])
+        return own.transpose(w.transpose(-3, -2)).transpose(-3, -2)
+
+
+class HeadsAt(AtInput):
+    """Several unfolded heads at ``X``, with the projection ``[W_1 … W_H]`` that adds them up."""
+
+    def __init__(
+        self,
+        heads: Sequence[Head],
+        x: Float[Tensor, "n d"],
+        output: Float[Tensor, "d_out hkv"] | None = None,
+    ) -> None:
+        super().__init__(heads, x)
+        self.output = output
+
+    @property
+    def alive(self) -> bool:
+        """Whether any weight lets a value through."""
+        return super().alive and (self.output is None or bool(self.output.any()))
+
+    @property
+    def outer(self) -> list[float]:
+        """``‖W_h‖_F``, or ones."""
+        if self.output is None:
+            return super().outer
+        return [float(part.norm()) for part in self.output.chunk(len(self.heads), 1)]
+
+    @cached_property
+    def query(self) -> Float[Tensor, "h k d"]:
+        """``Q`` of every head, scaled."""
+        return self.joined(head.query for head in self.heads)
+
+    @cached_property
+    def key(self) -> Float[Tensor, "h k d"]:
+        """``K`` of every head."""
+        return self.joined(head.key for head in self.heads)
+
+    @cached_property
+    def value(self) -> Float[Tensor, "h kv d"]:
+        """``V`` of every head."""
+        return self.joined(head.value for head in self.heads)
+
+
+class HeadAt(AtInput):
+    """One head at ``X``: what depends on the two only, once for many theorems and radii."""
+
+    def __init__(self, head: Head, x: Float[Tensor, "n d"]) -> None:
+        super().__init__((head,), x)
+        self.head = head
+
+    def joined(self, parts: Iterable[Tensor]) -> Tensor:
+        """That of the only head."""
+        (one,) = parts
+        return one
+
+    @cached_property
+    def allowed(self) -> Bool[Tensor, "n n"]:
+        """True where row i may read token j."""
+        return self.head.allowed(len(self.x))
+
+    @cached_property
+    def norm_a(self) -> float:
+        """``‖A‖``, or what bounds every ``‖A_ij‖`` under a rotary embedding."""
+        head = self.head
+        if head.rotary is None:
+            return head.norm_a
+        return head.rotation_norm**2 * norm_in_double(head.query) * norm_in_double(head.key)
+
+    @cached_property
+    def gram_v(self) -> Float[Tensor, "kv kv"]:
+        """``V V^T``."""
+        return self.head.value @ self.head.value.T
+
+    @cached_property
+    def factor_q(self) -> Float[Tensor, "r k"]:
+        """Triangular factor of ``Q^T``."""
+        return torch.linalg.qr(self.head.query.T, mode="r").R
+
+    @cached_property
+    def nu(self) -> Float[Tensor, "n n"]:
+        """``|V y_ij|``."""
+        return torch.cdist(self.o, self.v, compute_mode="donot_use_mm_for_euclid_dist")
+
+    @cached_property
+    def mu(self) -> Float[Tensor, "n n"]:
+        """``|A^T y_ij|``: how fast logit ij grows with token i."""
+        return torch.cat([self.z(rows).norm(dim=-1) for rows in self.chunks()])
+
+    @cached_property
+    def rho(self) -> Float[Tensor, "n m"]:
+        """``|a_ij|``: how fast logit ij grows with token j; ``(n, 1)`` without rotary."""
+        factor = torch.linalg.qr(self.head.key.T, mode="r").R.T
+        sizes = [(self.pulled(rows) @ factor).norm(dim=-1) for rows in self.chunks()]
+        return torch.cat(sizes)
+
+    @cached_property
+    def drift(self) -> Float[Tensor, " n"]:
+        """``‖V C_i A‖`` (rotary: of its counterpart)."""
+        factor = self.factor_q.T
+        return torch.cat([norms_of_many(self.covariance(r) @ factor) for r in self.chunks()])
+
+    def z(self, rows: slice) -> Float[Tensor, "r n k"]:
+        """``A^T y_ij`` in the basis of ``Q``'s factor."""
+        difference = self.k[None] - self.mean_key[rows, None]
+        return self._back(rows, difference) @ self.factor_q.T
+
+    def tokens_in_queries(self) -> Float[Tensor, "n k"]:
+        """``A^T x_i`` in the basis of ``Q``'s factor, without a bias or a rotation."""
+        return (self.x @ self.head.key.T) @ self.factor_q.T
+
+
+def _checked(head: Head, x: Tensor) -> Tensor:
+    """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
+    x, width = x.detach().to("cpu", torch.float64, copy=True), head.query.shape[1]
+    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
+        raise InputError(
+            f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise InputError("`x` should be finite. Found NaN or infinite tokens.")
+    return x

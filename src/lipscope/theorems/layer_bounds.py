@@ -1,9 +1,9 @@
-"""From one head to a layer: the combinations of Lemma 3.8, in one place.
+"""Every bound for a layer, with its value or the reason why it has none.
 
 A layer is ``Σ_h W_h f_h``. In every norm of outputs in which the heads' parts add up,
 ``‖J‖ ≤ Σ_h ‖W_h J_h‖`` (each ``W_h`` folded into its head), and, where ``‖·‖`` is the
-Frobenius norm or the largest token norm, ``‖J‖ ≤ ‖W_O‖ √(Σ_h ‖J_h‖²)``. Neither is always
-the smaller one.
+Frobenius norm or the largest token norm, ``‖J‖ ≤ ‖W_O‖ √(Σ_h ‖J_h‖²)`` (Lemma 3.8). Neither is
+always the smaller one.
 
 The map ``normed`` is reached from the layer that has taken up the norm (`Normed.absorbed`), at
 radius 1 and with the slope of the norm: by the chain rule, ``‖J_f N'‖ ≤ ‖J_f‖ max_j s_j``, or
@@ -14,20 +14,23 @@ by ``1 + ‖J‖`` and the norms that follow, or by a theorem that takes the ide
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention import Attention, DotProduct, Map
-from lipscope.theorems.head import Head, heads_of
-from lipscope.theorems.head_at import AtInput, HeadAt, HeadsAt
-from lipscope.theorems.register import NotApplicableError, Theorem
-from lipscope.theorems.residual_context import Around
-from lipscope.theorems.spectrum import spectral_norm
+from lipscope.errors import InputError
+from lipscope.linalg import Metric
+from lipscope.records import Bound
+from lipscope.theorems.head import AtInput, Head, HeadAt, HeadsAt, heads_of
+from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
+from lipscope.theorems.residual import Around, Normed, Residual
+from lipscope.theorems.spectrum import norm_in_double
 
 _TOO_LARGE = "its value exceeds the float64 range"
 # Tokens up to which heads at an input are kept: each then holds some tensors of 2 MiB.
@@ -36,14 +39,7 @@ _KEPT = 512
 
 @dataclass(frozen=True)
 class AskedLayer:
-    """A layer as theorems ask for it: heads, and heads at its input, are made once for all.
-
-    Attributes:
-        attention: The layer.
-        map: ``attention`` or ``heads``.
-        head: One query head alone, or None for all.
-        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
-    """
+    """A layer as theorems ask for it: heads, and heads at its input, are made once for all."""
 
     attention: Attention
     map: Map = "attention"
@@ -88,7 +84,7 @@ class AskedLayer:
     def norm_output(self) -> float:
         """``‖W_O‖``."""
         assert self.attention.output is not None
-        return spectral_norm(self.attention.output)
+        return norm_in_double(self.attention.output)
 
     def each(self, subject: type, *, bare: bool = False) -> Iterator[Head | HeadAt]:
         """The heads, at the input for theorems about `HeadAt`."""
@@ -122,21 +118,9 @@ def evaluate(
     """The value of a theorem for a whole layer.
 
     Upper bounds of one head become bounds of the layer by the smaller of the two forms of
-    Lemma 3.8; lower bounds do not add up and stand for layers of one head only.
-
-    Args:
-        theorem: An entry of the catalogue.
-        layer: The layer, or an `AskedLayer` made of it, whose ``map`` and ``x`` then count.
-        x: ``(n, d)``, for local theorems.
-        num_tokens: For theorems on all inputs of that length.
-        radius: For theorems on all inputs with tokens of at most that norm.
-        map: ``attention``, or ``heads`` for the concatenation before the projection.
-        slope: For the map ``normed``, whose norm ``layer`` has taken up: `Norm.slope` of every
-            token at ``x``, or the largest one for all inputs.
-        around: For the map ``residual``: what stands around attention, at ``x`` or at all inputs.
-
-    Returns:
-        The value, finite.
+    Lemma 3.8; lower bounds do not add up and stand for layers of one head only. For the map
+    ``normed``, ``slope`` is `Norm.slope` of every token, or the largest one for all inputs; for the
+    map ``residual``, ``around`` is what surrounds attention.
 
     Raises:
         NotApplicableError: If a hypothesis does not hold or something it asks for is not
@@ -238,3 +222,284 @@ def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], flo
         return math.hypot(*values)
     bare = [value(head) for head in layer.each(theorem.subject, bare=True)]
     return min(sum(values), layer.norm_output * math.hypot(*bare))
+
+
+# An a-priori radius is computed in float64, the tokens it must cover often in float32.
+_ROUNDING = 1e-5
+
+TheoremMap = Literal["attention", "heads", "normed"]
+
+
+def bounds_at(
+    layer: Attention | Normed | Residual,
+    x: Float[Tensor, "n d"] | None = None,
+    *,
+    num_tokens: int | None = None,
+    radius: float | None = None,
+    floor: float | None = None,
+    map: Map = "attention",
+    head: int | None = None,
+    metric: Metric | None = None,
+    names: Collection[str] | None = None,
+    sharp: bool | None = None,
+) -> list[Bound]:
+    """Ask every theorem of the catalogue about a layer.
+
+    Theorems at an input read ``x``; those for all inputs read ``num_tokens`` and ``radius``,
+    which are those of ``x`` if not given.
+
+    A layer with the norm in front of it, `Normed`, is asked about the map ``normed``. Tokens may
+    then have any norm; only near zero the normalisation stretches without end. Bounds on
+    all inputs hold where no token is smaller than ``floor``, for LayerNorm after its mean is
+    taken away; without ``x`` and ``floor`` on the whole space, with ``1 / √(d ε)`` for the norm.
+    A layer with its input added to its output, `Residual`, is asked about the map ``residual``.
+
+    Args:
+        layer: An attention layer, captured or built from weights, `Normed` or `Residual`.
+        x: Its input, ``(n, d)``, or None for theorems on all inputs only.
+        num_tokens: Number of tokens; that of ``x`` if None.
+        radius: Largest token norm; that of ``x`` if None. Not with a norm in front.
+        floor: Smallest token norm, with a norm in front only; that of ``x`` if None.
+        map: ``attention``, or ``heads`` for the concatenation before the projection.
+        head: One query head alone; all together if None. Not for `Residual`.
+        metric: Only bounds in this metric; all if None.
+        names: Only these theorems; all if None.
+        sharp: Whether forms that may take long are computed: always (True), never (False),
+            or where `Theorem.cost` says that they take a few seconds here (None).
+
+    Returns:
+        One entry per theorem: what does not apply says why.
+
+    Raises:
+        InputError: If an argument makes no sense for any theorem.
+
+    >>> import torch
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
+    >>> for bound in bounds_at(layer, num_tokens=4, radius=1.0):
+    ...     if bound.theorem in ("castin_thm_3_3", "global_rows_capped", "yudin_thm_3"):
+    ...         print(bound.theorem, f"{bound.value:.2f}" if bound.applicable else bound.reason)
+    castin_thm_3_3 6.12
+    yudin_thm_3 it asks for `x`
+    global_rows_capped 2.56
+    """
+    question = _question(layer, x, num_tokens, radius, floor, map, head)
+    found = []
+    for theorem in catalogue():
+        if metric is not None and theorem.metric != metric:
+            continue
+        if names is not None and theorem.name not in names:
+            continue
+        value, reason = None, ""
+        try:
+            if "eps" in theorem.needs:
+                raise NotApplicableError("it holds in a ball; ask `certify`")
+            seconds = 0.0 if sharp else expected_seconds(theorem, question.layer)
+            if seconds > PATIENCE or (seconds and sharp is False):
+                raise NotApplicableError(how_long(seconds))
+            value = question.answer(theorem)
+        except NotApplicableError as error:
+            reason = str(error)
+        radius = None if question.map == "normed" else question.radius
+        found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
+    return found
+
+
+def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
+    """About how long a theorem takes for a layer at its input, on one core; 0 where never long.
+
+    It depends on shapes alone, so that the same question always has the same answer.
+    """
+    if theorem.cost is None or layer.x is None or not isinstance(layer.attention, DotProduct):
+        return 0.0
+    subjects = [layer.bare] if theorem.subject is HeadsAt else [[head] for head in layer.heads]
+    if theorem.subject is HeadAt and layer.projected and len(subjects) > 1:
+        subjects += [[head] for head in layer.bare]
+    widths = [sum(len(head.value) for head in some) for some in subjects]
+    return sum(theorem.cost(len(layer.x), width) for width in widths)
+
+
+def how_long(seconds: float) -> str:
+    """Why something is left out that takes so long."""
+    return f"it takes about {max(seconds, 1):.0f} s here; `sharp` (`--sharp`) computes it"
+
+
+@dataclass(frozen=True)
+class _Question:
+    """The subject of theorems: a layer, an input, what all inputs have in common.
+
+    For the map ``normed`` the layer has taken up the norm, its ``x`` is on the unit sphere, and the
+    slopes are those at ``x`` and the largest one of all inputs.
+    """
+
+    layer: AskedLayer
+    map: TheoremMap
+    num_tokens: int | None
+    radius: float | None
+    slope: Tensor | None = None
+    steepest: Tensor | None = None
+    floor: float | None = None
+    residual: Residual | None = None
+    x: Tensor | None = None
+
+    def answer(self, theorem: Theorem) -> float:
+        """The value of a theorem, or `NotApplicableError`."""
+        return evaluate(
+            theorem,
+            self.layer,
+            num_tokens=self.num_tokens,
+            radius=self.radius,
+            slope=self.slope if "x" in theorem.needs else self.steepest,
+            around=self._around("x" in theorem.needs),
+        )
+
+    def _around(self, here: bool) -> Around | None:
+        if self.residual is None:
+            return None
+        return self._here if here and self.x is not None else self.residual.everywhere()
+
+    @cached_property
+    def _here(self) -> Around:
+        assert self.residual is not None and self.x is not None
+        plain = self.residual.second is None and self.residual.outer is None
+        heads = None if plain else self.layer.together
+        return self.residual.at(self.layer.attention, heads, self.x)
+
+
+def _question(
+    layer: Attention | Normed | Residual,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    map: Map,
+    head: int | None,
+) -> _Question:
+    if isinstance(layer, Normed):
+        return _normed_question(layer, x, num_tokens, radius, floor, map, head)
+    if isinstance(layer, Residual):
+        return _residual_question(layer, x, num_tokens, radius, floor, map, head)
+    _only_normed(floor)
+    x, num_tokens, radius = _checked(layer, x, num_tokens, radius, map, head)
+    return _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
+
+
+def _residual_question(
+    layer: Residual,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    map: Map,
+    head: int | None,
+) -> _Question:
+    """The question about attention, or about it and the norm in front, with what is around it."""
+    if head is not None or map != "attention":
+        raise InputError(
+            "`map` and `head` should be left out for a layer that is added to its input. Found "
+            f"`map = {map!r}`, `head = {head}`."
+        )
+    _ = layer.width, layer.norms  # refused at once
+    question = _question(layer.branch, x, num_tokens, radius, floor, map, head)
+    x = None if x is None else x.detach().to("cpu", torch.float64)
+    return replace(question, residual=layer, x=x)
+
+
+def _normed_question(
+    layer: Normed,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    floor: float | None,
+    map: Map,
+    head: int | None,
+) -> _Question:
+    """The question about the absorbed layer that answers the one about a layer and its norm."""
+    if radius is not None:
+        raise InputError(
+            "`radius` should be left out for a layer with a norm in front, which takes tokens of "
+            f"every norm to one ellipsoid. Found `radius = {radius}`."
+        )
+    if map != "attention":
+        raise InputError(
+            f"`map` should be 'attention' for a layer with a norm in front. Found `map = {map!r}`."
+        )
+    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, map, head)
+    norm = layer.constants
+    sphere, slope, smallest = None, None, 0.0
+    if x is not None:
+        sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
+    floor = smallest if floor is None else floor
+    if not 0 <= floor < float("inf"):
+        raise InputError(f"`floor` should be 0 or positive. Found `floor = {floor}`.")
+    if x is not None and floor > (1 + _ROUNDING) * smallest:
+        raise InputError(
+            f"`floor` should be at most the smallest token norm of `x`, {smallest:.6g}. "
+            f"Found `floor = {floor:g}`."
+        )
+    floor = floor if x is None else min(floor, smallest)
+    steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
+    asked = AskedLayer(layer.absorbed, "attention", head, sphere)
+    return _Question(asked, "normed", num_tokens, 1.0, slope, steepest, floor)
+
+
+def _only_normed(floor: float | None) -> None:
+    if floor is not None:
+        raise InputError(
+            "`floor` should be left out for attention without a norm in front. Found "
+            f"`floor = {floor}`."
+        )
+
+
+def _checked(
+    layer: Attention,
+    x: Tensor | None,
+    num_tokens: int | None,
+    radius: float | None,
+    map: str,
+    head: int | None,
+) -> tuple[Tensor | None, int | None, float | None]:
+    """The arguments, completed from ``x``; one line for what makes no sense."""
+    if not isinstance(layer, Attention):
+        raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
+    if map not in ("attention", "heads"):
+        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
+    if head is not None and not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+    for name, weight in layer.state_dict().items():
+        if not bool(weight.isfinite().all()):
+            raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
+    if x is not None:
+        x = _checked_tokens(x, layer.query.shape[1])
+        if num_tokens not in (None, len(x)):
+            raise InputError(
+                f"`num_tokens` should be that of `x`, {len(x)}. Found `num_tokens = {num_tokens}`."
+            )
+        num_tokens = len(x)
+        size = x.abs().max()  # squares of tiny tokens must not underflow
+        largest = float(size * (x / torch.where(size > 0, size, 1.0)).norm(dim=1).max())
+        radius = largest if radius is None else radius
+        if 0 < radius < (1 - _ROUNDING) * largest:
+            raise InputError(
+                f"`radius` should be at least the largest token norm of `x`, {largest:.6g}. "
+                f"Found `radius = {radius:g}`."
+            )
+        radius = max(radius, largest) if radius > 0 else radius  # outward: no token is left out
+    if num_tokens is not None and num_tokens < 1:
+        raise InputError(f"`num_tokens` should be at least 1. Found `num_tokens = {num_tokens}`.")
+    zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
+    if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
+        raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
+    return x, num_tokens, radius
+
+
+def _checked_tokens(x: Tensor, width: int) -> Tensor:
+    x = x.detach().to("cpu", torch.float64)
+    if x.ndim != 2 or x.shape[1] != width or not len(x):
+        raise InputError(f"`x` should have shape (n, {width}), n ≥ 1. Found {tuple(x.shape)}.")
+    if not bool(x.isfinite().all()):
+        bad = int((~x.isfinite()).any(1).nonzero()[0])
+        raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")
+    return x

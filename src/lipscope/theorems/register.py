@@ -140,9 +140,6 @@ def theorem(
         recalled: Whether its printed formula was not seen, see `RECALLED`.
         cost: About how many seconds it takes, of tokens and width, if that may be many.
         note: What a reader must know, in one sentence.
-
-    Returns:
-        The decorator, which leaves the function as it is.
     """
 
     def enter(function: Callable[..., float]) -> Callable[..., float]:

@@ -1,11 +1,19 @@
-"""The map ``residual``: attention, the stream that it is added to, and norms on the way.
+"""What surrounds attention: a norm in front, the stream beside it, norms after it.
 
-Bounds go from attention, or from the map ``normed``, to it by ``1 + ‖J‖``, or take the identity
-into their diagonal blocks. Proofs: ``docs/theory/local-certificates.md``, on the map ``residual``.
+After a norm every token lies on an ellipsoid, whose shape can be taken into the weights:
+attention of normalised tokens is another attention layer on the unit sphere, and every bound
+for radius 1 holds for all inputs of the model.
+
+The map ``residual`` is ``x -> N_o(x + N_s(f(x)))``; either norm may be missing, and ``f`` may have
+a norm in front. Block ij of its Jacobian is ``L_i J_ij + δ_ij D_i`` with ``D_i`` the derivative of
+``N_o`` at token i, the identity without it, and ``L_i`` that times the derivative of ``N_s``. Bounds
+go from attention to it by ``1 + ‖J‖``, or take the identity into their diagonal blocks. Proofs:
+``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these maps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,14 +21,364 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lipscope.attention import Attention
+from lipscope.attention import Attention, DotProduct
 from lipscope.errors import InputError
 from lipscope.linalg import Operator, compose, linearise, plus_identity
-from lipscope.theorems.head import UNIT
-from lipscope.theorems.layer_bounds import AskedLayer
-from lipscope.theorems.normed import Norm, Normed, norm_of
+from lipscope.theorems.head import UNIT, HeadsAt
 from lipscope.theorems.register import NotApplicableError
-from lipscope.theorems.residual_context import Around, Behind
+
+_LARGE = 1e4  # size of a token beside which ε is nothing
+_SIZES = tuple(10.0**-k for k in range(13))  # of a token that feels ε
+_AGREEMENT = 1e-5  # of a norm with what was read off it; some compute in float32
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``N(x) = g ∘ c(x) / √(|c(x)|² / d + ε) + β`` for one token, float64.
+
+    With ``u(x) = c(x) / √(|c(x)|² + d ε)``, in the unit ball, ``N(x) = √d g ∘ u(x) + β``. The
+    derivative of ``u`` is ``s (I - u u^T)``, for LayerNorm after the mean is taken away, with
+    the slope ``s = 1 / √(|c(x)|² + d ε)``.
+
+    Attributes:
+        gain: ``g``, ``(d,)``.
+        shift: ``β``, ``(d,)``; zeros for RMSNorm.
+        centred: Whether ``c`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
+        eps: ``ε``.
+    """
+
+    gain: Float[Tensor, " d"]
+    shift: Float[Tensor, " d"]
+    centred: bool
+    eps: float = 0.0
+
+    def direction(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+        """``u``: where tokens end up in the unit ball, before gain and shift."""
+        slope = self.slope(x)
+        if not bool(slope.isfinite().all()):
+            bad = int((~slope.isfinite()).nonzero()[0])
+            raise InputError(
+                "`x` should have no token that the norm divides by zero. Found token "
+                f"{bad}, {'constant' if self.centred else 'zero'}, and a norm with ε = 0."
+            )
+        return self._centre(x) * slope[:, None]
+
+    def slope(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """``s``: the norm of the derivative of `direction` at every token is at most this."""
+        return 1 / (self.size(x).square() + len(self.gain) * self.eps).sqrt()
+
+    def size(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """``|c(x_i)|`` of every token."""
+        return self._centre(x).norm(dim=1)
+
+    def steepest(self, floor: float) -> float:
+        """The largest slope where ``|c(x_i)|`` is at least ``floor``; infinite for 0 and ε = 0."""
+        square = floor**2 + len(self.gain) * self.eps
+        return 1 / math.sqrt(square) if square else math.inf
+
+    def _centre(self, x: Tensor) -> Tensor:
+        x = x.detach().to("cpu", torch.float64)
+        return x - x.mean(1, keepdim=True) if self.centred else x
+
+
+@dataclass(frozen=True)
+class Normed:
+    """The map ``normed``, ``x -> f(N(x))``: attention after a normalisation.
+
+    Holds for any normalisation module; bounds from weights read RMSNorm and LayerNorm.
+
+    Attributes:
+        attention: ``f``.
+        norm: ``N``, over the last axis of ``(n, d)``.
+
+    >>> layer = DotProduct(*3 * [torch.eye(4)])
+    >>> Normed(layer, nn.LayerNorm(4))(torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+    """
+
+    attention: Attention
+    norm: nn.Module
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
+        """``f(N(x))``."""
+        return self.attention(self.norm(x))
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return self.attention.num_heads
+
+    def linearise(
+        self, x: Float[Tensor, "n d"], *, memory: int = 2**30, per_head: bool = False
+    ) -> Operator:
+        """The Jacobian at ``x``; the norm's part by automatic differentiation."""
+        with torch.no_grad():
+            u = self.norm(x)
+        outer = self.attention.linearise(u, memory=memory, per_head=per_head)
+        return compose(outer, linearise(self.norm, x))
+
+    @cached_property
+    def constants(self) -> Norm:
+        """Gain, shift and ε of the norm; `InputError` if it is neither of the two kinds."""
+        return norm_of(self.norm, self.attention.query.shape[1])
+
+    @cached_property
+    def absorbed(self) -> DotProduct:
+        """The attention layer that does the same on the unit sphere, see `absorb`."""
+        if not isinstance(self.attention, DotProduct):
+            raise InputError(
+                "`layer.attention` should be dot-product attention, whose weights can take up "
+                f"a norm. Found `{type(self.attention).__name__}`."
+            )
+        return absorb(self.attention, self.constants)
+
+
+def norm_of(module: nn.Module, width: int) -> Norm:
+    """Gain, shift and ε of a normalisation module, found by asking it.
+
+    What a module calls its weights does not matter (some store ``g - 1``): gain, shift and
+    ε are read off its outputs, and random inputs confirm them.
+
+    Raises:
+        InputError: If the module is neither.
+
+    >>> norm_of(nn.LayerNorm(4), 4).centred, norm_of(nn.RMSNorm(4), 4).centred
+    (True, False)
+    >>> f"{norm_of(nn.LayerNorm(4, eps=1e-3), 4).eps:.2g}"
+    '0.001'
+    """
+    try:
+        norm = _read(module, width)
+        same = _agrees(module, norm)
+    except RuntimeError:  # not over the last axis
+        same, norm = False, None
+    if norm is None or not same:
+        raise InputError(
+            f"`norm` should be an RMSNorm or a LayerNorm. Found `{type(module).__name__}`, "
+            "which does something else."
+        )
+    return norm
+
+
+def _read(module: nn.Module, width: int) -> Norm:
+    """The norm that a module is if it is one."""
+    token = _alternating(width)
+    turned = token.roll(1)  # no entry is zero in both
+    large = torch.stack([token, -token, turned, -turned, 2 + token])
+    plus, minus, plus_turned, minus_turned, raised = _ask(module, _LARGE * large)
+    shift = (plus + minus) / 2
+    gain = torch.where(
+        token == 0, (plus_turned - minus_turned) / (2 * turned), (plus - minus) / (2 * token)
+    )
+    # The mean is seen in every entry, or in none.
+    centred = bool((raised - shift - gain * token).abs().max() <= 0.1 * gain.abs().max())
+    eps = _epsilon(module, token, shift, gain * token)
+    return Norm(gain * math.sqrt(1 + eps / _LARGE**2), shift, centred, eps)
+
+
+def _agrees(module: nn.Module, norm: Norm) -> bool:
+    """Whether random tokens, large ones and some that feel ε, come out as they should."""
+    tolerance = max(_AGREEMENT, 4 * torch.finfo(_tensor_of(module).dtype).eps)
+    gen = torch.Generator().manual_seed(0)
+    probe = torch.randn(3, len(norm.gain), generator=gen, dtype=torch.float64)
+    for x in (100 * probe, (math.sqrt(norm.eps) or 1.0) * probe):
+        expected = norm.direction(x) * probe.shape[1] ** 0.5 * norm.gain + norm.shift
+        error = (_ask(module, x) - expected).abs().max()
+        if not error <= tolerance * expected.abs().max():
+            return False
+    return True
+
+
+def _ask(module: nn.Module, x: Tensor) -> Tensor:
+    tensor = _tensor_of(module)
+    with torch.no_grad():
+        y = module(x[None].to(tensor.device, tensor.dtype))[0]
+    return y.to("cpu", torch.float64)
+
+
+def _tensor_of(module: nn.Module) -> Tensor:
+    """A tensor on the device and of the type that the module works with."""
+    return next(iter([*module.parameters(), *module.buffers()]), torch.zeros(1))
+
+
+def _alternating(width: int) -> Tensor:
+    """A token of mean 0 and mean square 1 with entries of one size; the last is 0 if odd."""
+    signs = torch.ones(width, dtype=torch.float64)
+    signs[1::2] = -1
+    if width % 2:
+        signs[-1] = 0
+    return signs / signs.square().mean().sqrt()
+
+
+def _epsilon(module: nn.Module, token: Tensor, shift: Tensor, full: Tensor) -> float:
+    """ε from the first token that is small enough to feel it: it shrinks by ``r < 1``.
+
+    A token of mean square ``t²`` comes out as ``t / √(t² + ε) · √(1 + ε / L²)`` of what one of
+    mean square ``L²`` does.
+    """
+    smallest = 16 * torch.finfo(_tensor_of(module).dtype).tiny  # half precision ends early
+    for size in _SIZES:
+        if size < smallest:
+            break
+        seen = _ask(module, size * token[None])[0] - shift
+        r = float(seen @ full / full.square().sum().clamp_min(1e-300))
+        if 0 < r <= 0.9:
+            rest = r**2 - (size / _LARGE) ** 2  # 0 for what does not normalise
+            return size**2 * (1 - r**2) / rest if rest > 0 else 0.0
+    return 0.0
+
+
+def radius_of_norm(norm: Norm) -> float:
+    """The largest norm that a token can have after a normalisation.
+
+    ``√d |g|_∞ (+ |β|)``.
+
+    Holds for every input and every ``ε ≥ 0``.
+
+    A module in float32 is read to its own rounding:
+
+    >>> round(radius_of_norm(norm_of(nn.RMSNorm(9, eps=0.0), 9)), 5)
+    3.0
+    """
+    width = len(norm.gain)
+    return float(width**0.5 * norm.gain.abs().max() + norm.shift.norm())
+
+
+def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
+    """The layer that does on the unit sphere what ``layer`` does on normalised tokens.
+
+    ``f(N(x)) = f'(u(x))``, ``u`` the norm's `Norm.direction`, with weights ``√d W D_g`` and
+    biases ``b + W β``: for LayerNorm with a shift, attention with biases on a sphere. Where
+    the norm takes the mean away, so do the weights: they see only what tokens can be.
+
+    Holds for every ``ε ≥ 0``: tokens lie in the unit ball.
+
+    Source: section 2.3 of [castin2024] (RMSNorm); with a shift, derived here.
+    """
+    own = layer.in_double()
+
+    def weight(w: Tensor) -> Tensor:
+        scaled = w * norm.gain * len(norm.gain) ** 0.5
+        return scaled - scaled.mean(1, keepdim=True) if norm.centred else scaled
+
+    def bias(w: Tensor, b: Tensor | None) -> Tensor:
+        return w @ norm.shift if b is None else w @ norm.shift + b
+
+    return own.replace(
+        query=weight(own.query),
+        key=weight(own.key),
+        value=weight(own.value),
+        query_bias=bias(own.query, own.query_bias),
+        key_bias=bias(own.key, own.key_bias),
+        value_bias=bias(own.value, own.value_bias),
+    )
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
+
+    Attributes:
+        gain: ``√d g``, ``(d,)``.
+        centred: Whether ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
+        slope: ``s_i`` from above, ``(n,)``; the largest one, ``(1,)``, for all inputs.
+        u: Where tokens end up in the unit ball, ``(n, d)``; None for all inputs.
+        error: ``>= `` what rounding of the norm's input changes in the derivative, ``(n,)``.
+    """
+
+    gain: Float[Tensor, " d"]
+    centred: bool
+    slope: Float[Tensor, " n"]
+    u: Float[Tensor, "n d"] | None = None
+    error: Float[Tensor, " n"] | None = None
+
+    @property
+    def sizes(self) -> Float[Tensor, " n"]:
+        """Bounds of the norms of the rows' derivatives."""
+        return self.gain.abs().max() * self.slope * (1 + UNIT)
+
+    def at(self, rows: slice) -> Float[Tensor, "r d d"]:
+        """The derivative at some tokens."""
+        assert self.u is not None
+        u = self.u[rows]
+        m = torch.eye(u.shape[1], dtype=u.dtype) - u[:, :, None] * u[:, None]
+        m = m - m.mean(-1, keepdim=True) if self.centred else m
+        return self.slope[rows, None, None] * self.gain[:, None] * m
+
+
+@dataclass(frozen=True)
+class Around:
+    """What stands around attention, at an input or at all of them.
+
+    Attributes:
+        tokens: Their number; 1 for all inputs.
+        width: Of a token.
+        second: ``N_s``, which takes the attention's own output, or None.
+        outer: ``N_o``, which takes the sum, or None.
+        here: Whether it speaks of one input, so that the identity can go inside a certificate.
+    """
+
+    tokens: int
+    width: int
+    second: Behind | None = None
+    outer: Behind | None = None
+    here: bool = True
+
+    @cached_property
+    def beside(self) -> Float[Tensor, " n"]:
+        """``>= ‖D_i‖``."""
+        return self._sizes(self.outer)
+
+    @cached_property
+    def lefts(self) -> Float[Tensor, " n"]:
+        """``>= ‖L_i‖``."""
+        return self.beside * self._sizes(self.second)
+
+    @property
+    def plain(self) -> bool:
+        """Whether ``D_i`` and ``L_i`` are identities: no norm after attention."""
+        return self.second is None and self.outer is None
+
+    def own(self, rows: slice) -> Float[Tensor, "r d d"]:
+        """``D_i`` of some tokens; of all alike ``(1, d, d)``."""
+        if self.outer is None:
+            return torch.eye(self.width, dtype=torch.float64)[None]
+        return self.outer.at(rows)
+
+    def through(self, rows: slice, blocks: Float[Tensor, "r d m"]) -> Float[Tensor, "r d m"]:
+        """``L_i B_i``."""
+        blocks = blocks if self.second is None else self.second.at(rows) @ blocks
+        return blocks if self.outer is None else self.outer.at(rows) @ blocks
+
+    def back(self, rows: slice, blocks: Float[Tensor, "r d m"]) -> Float[Tensor, "r d m"]:
+        """``L_i^T B_i``."""
+        blocks = blocks if self.outer is None else self.outer.at(rows).mT @ blocks
+        return blocks if self.second is None else self.second.at(rows).mT @ blocks
+
+    def of(self, value: float) -> float:
+        """``max ‖D_i‖ (1 + max ‖S_i‖ value)``, ``S_i`` the derivative of ``N_s``."""
+        outer, second = (float(self._sizes(one).max()) for one in (self.outer, self.second))
+        return outer * (1 + second * value)
+
+    def slack(self, hidden: float) -> float:
+        """What rounding may hide from a bound with the identity inside.
+
+        Args:
+            hidden: The same for attention alone, so that ``hidden / u`` bounds its norm.
+        """
+        norm = hidden / UNIT
+        second = float(self._sizes(self.second).max())
+        off = [0.0 if one is None else float(one.max()) for one in self._errors]
+        total = float(self.lefts.max()) * hidden + UNIT * self.width * float(self.beside.max())
+        return total + off[1] * (1 + second * norm) + float(self.beside.max()) * off[0] * norm
+
+    @property
+    def _errors(self) -> list[Tensor | None]:
+        return [None if one is None else one.error for one in (self.second, self.outer)]
+
+    def _sizes(self, norm: Behind | None) -> Tensor:
+        return torch.ones(self.tokens, dtype=torch.float64) if norm is None else norm.sizes
+
 
 _KNOWN = 0.01  # largest rounding of a norm's input, beside it, that still says something
 
@@ -63,15 +421,7 @@ class Residual:
         return self.attention.num_heads
 
     def linearise(self, x: Float[Tensor, "n d"], *, memory: int = 2**30) -> Operator:
-        """The Jacobian at ``x``; norms by automatic differentiation.
-
-        Args:
-            x: ``(n, d)``.
-            memory: As in `Attention.linearise`.
-
-        Returns:
-            Operator ``(n, d) -> (n, d)``.
-        """
+        """The Jacobian at ``x``; norms by automatic differentiation."""
         op = self.branch.linearise(x, memory=memory)
         with torch.no_grad():
             y = self.branch(x)
@@ -112,23 +462,15 @@ class Residual:
         )
         return Around(1, self.width, second, outer, here=False)
 
-    def at(self, layer: AskedLayer, x: Float[Tensor, "n d"]) -> Around:
-        """What is around attention at ``x``.
-
-        Args:
-            layer: The attention at its own input, a norm in front taken up.
-            x: The input of this map.
-
-        Raises:
-            NotApplicableError: Where a norm takes what rounding hides.
-        """
+    def at(self, attention: Attention, heads: HeadsAt | None, x: Float[Tensor, "n d"]) -> Around:
+        """What is around attention at ``x``; heads, at their own input, where a norm follows."""
         second, outer = self.norms
         if second is None and outer is None:
             return Around(len(x), self.width)
-        assert layer.x is not None
         with torch.no_grad():
-            y = layer.attention.in_double()(layer.x)
-        off, after = layer.together.written_off + UNIT * _biases(layer.attention), None
+            assert heads is not None
+            y = attention.in_double()(heads.x)
+        off, after = heads.written_off + UNIT * _biases(attention), None
         if second is not None:
             after = _behind_at(second, y, off)
             y = len(second.gain) ** 0.5 * second.gain * second.direction(y) + second.shift

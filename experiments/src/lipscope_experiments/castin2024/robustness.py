@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope import Attention, InputError, LayerAtInput, Operator, TopSingular, top_singular
-from lipscope.attacks import Map, ascent_move, of_size, random_move, sign_move
+from lipscope.attacks import Function, ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
 from lipscope.models import LoadedModel
@@ -363,7 +363,7 @@ def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: i
     twice = torch.cat([x, x])
     inner = layer.linearise(twice)
 
-    def apart(product: Map, e: Tensor) -> Tensor:
+    def apart(product: Function, e: Tensor) -> Tensor:
         y = product(torch.cat([e, -e], dim=-2) / 2**0.5)
         first, second = y.chunk(2, dim=-2)
         return (first - second) / 2**0.5

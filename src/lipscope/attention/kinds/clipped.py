@@ -8,12 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.ball import on_ball
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import Biased
-from lipscope.attention.layer_arguments import Framed
-from lipscope.attention.norms import Clip, TokenNorm
-from lipscope.attention.spectral import of_heads
+from lipscope.attention.layer import Clip, Framed, TokenNorm
+from lipscope.attention.scores import Biased
+from lipscope.attention.spectral import of_heads, on_ball
 from lipscope.errors import InputError, check_positive
 
 

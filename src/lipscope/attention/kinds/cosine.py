@@ -7,9 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
-from lipscope.attention.norms import TokenNorm
-from lipscope.attention.precision import wide
+from lipscope.attention.layer import TokenNorm, wide
+from lipscope.attention.scores import InnerProduct
 from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import check_finite_number, check_positive
 

@@ -8,11 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.ball import BallBound, on_ball
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import Biased
-from lipscope.attention.layer_arguments import Framed
-from lipscope.attention.precision import uncast
+from lipscope.attention.layer import Framed, uncast
+from lipscope.attention.scores import Biased
+from lipscope.attention.spectral import BallBound, on_ball
 from lipscope.errors import InputError, check_count, check_positive
 
 
@@ -89,11 +88,7 @@ class DividedAttention(Biased):
         return self.query, self.key, (self.value / divisor[:, None]).to(self.value.dtype)
 
     def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """As in every layer.
-
-        Raises:
-            InputError: If there are more tokens than the bound holds for.
-        """
+        """As in every layer."""
         found = (x if context is None else context).shape[-2]
         if max(found, x.shape[-2]) > self.num_tokens:
             raise InputError(

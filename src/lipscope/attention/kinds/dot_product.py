@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.scores import InnerProduct
 
 
 @variant

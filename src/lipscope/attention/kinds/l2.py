@@ -9,7 +9,7 @@ from scipy.special import lambertw
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.distance import Distance
+from lipscope.attention.scores import Distance
 from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import InputError
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.scores import InnerProduct
 from lipscope.attention.spectral import of_heads, spectral_norm
 
 CONSTANT = math.sqrt(5 + (math.e + 1) ** 2)  # of the map from queries, keys and values
@@ -23,16 +23,6 @@ class LipschitzNormAttention(InnerProduct):
 
     Holds without mask. Where a maximum is attained by several tokens, the derivative is that of
     their mean, as in automatic differentiation; there the layer has none.
-
-    Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
-
-    Raises:
-        InputError: If the shapes do not fit together.
 
     Source: the quadratic form of LipschitzNorm in [dasoulas2021], as in the authors' code.
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import Biased
-from lipscope.attention.layer_arguments import Framed
+from lipscope.attention.layer import Framed
+from lipscope.attention.scores import Biased
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import check_finite_number
 

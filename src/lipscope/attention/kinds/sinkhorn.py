@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components, maximum_bipartite_matchin
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.inner_product import InnerProduct
+from lipscope.attention.scores import InnerProduct
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import InputError
 

@@ -1,26 +1,106 @@
 """The ball certificate of one head: every Jacobian within a radius of X, bounded at once.
 
-Derived here; statement and proof, line by line: ``docs/theory/ball-certificate.md``.
-A ball is ``token`` (every token moves by at most ``eps``, which contains the next) or
-``frobenius`` (all of them together do).
+Derived here; statement and proof, line by line, with the names used here (``mu, nu, rho, eta``):
+``docs/theory/ball-certificate.md``. A ball is ``token`` (every token moves by at most ``eps``, which
+contains the next) or ``frobenius`` (all of them together do).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
-from lipscope.theorems.derived.intervals import BallName, SoftmaxIntervals, softmax_over
 from lipscope.theorems.derived.row_gram import Weighted
-from lipscope.theorems.head import Head
-from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.head import Head, HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import eigenvalue, nonnegative_norm, of_both_parts
+
+BallName = Literal["token", "frobenius"]
+
+
+@dataclass(frozen=True)
+class SoftmaxIntervals:
+    """Intervals of the attention weights over a ball.
+
+    Attributes:
+        upper: ``U_ij >= P'_ij``.
+        lower: ``L_ij <= P'_ij``.
+        apart: ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1.
+        change: ``D_ij >= |P'_ij - P_ij|``.
+        free: ``>= 1 - sum_j L_ij``, the weight that may be anywhere, ``(n,)``.
+    """
+
+    upper: Tensor
+    lower: Tensor
+    apart: Tensor
+    change: Tensor
+    free: Tensor
+
+
+def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> SoftmaxIntervals:
+    """Intervals of ``P'_ij`` over the ball: the box of logits, and Jensen's inequality.
+
+    ``P'_ij <= min( box, P_ij exp(jensen_ij) )``: in the box every logit of a row moves by
+    ``eta`` on its own; Jensen's inequality knows that the row's mean moves too.
+    """
+    p, allowed, e = at.p, at.allowed, eps
+    rho = at.rho + at.norm_a * e[:, None]  # of the moved query
+    keyed = rho * e
+    rounding = at.rounding[:, None]  # of the logits themselves
+    eta = (at.mu * e[:, None] + keyed + rounding).masked_fill(~allowed, 0.0)
+    above = at.s + eta - _others(at.s - eta)
+    below = at.s - eta - _others(at.s + eta)
+    # in the log domain: P may underflow where P exp(jensen) does not, and 1 - P where P is 1
+    odds = at.s - _others(at.s)
+    log_p, rest = torch.nn.functional.logsigmoid(odds), torch.sigmoid(-odds)  # rest = 1 - P
+    if ball == "frobenius":
+        moved = ((rho * rest).square() + _without((p * rho).square())).sqrt() * e
+    else:
+        moved = _without(p * keyed) + keyed * rest
+    jensen = at.mu * e[:, None] + moved + 2 * rounding
+    widest = eta.amax(-1, keepdim=True)
+    log_upper = (log_p + jensen).clamp_max(0.0)
+    upper = torch.maximum(torch.minimum(torch.sigmoid(above), log_upper.exp()), p)
+    log_lower = log_p - jensen - widest.square() / 2
+    lower = torch.maximum(torch.sigmoid(below), log_lower.exp())
+    lower = torch.minimum(lower, p)
+    apart = torch.maximum(torch.minimum(torch.sigmoid(-below), -torch.expm1(log_lower)), rest)
+    least = torch.maximum(torch.sigmoid(-above), -torch.expm1(log_upper))
+    # P - P' = (1 - P') - (1 - P), which keeps its digits where P is near 1
+    fall = torch.where(p > 0.5, apart - rest, p - lower).clamp_min(0.0)
+    rise = torch.where(p > 0.5, rest - least, upper - p).clamp_min(0.0)
+    return SoftmaxIntervals(
+        upper.masked_fill(~allowed, 0.0),
+        lower,
+        apart,
+        torch.maximum(fall, rise).masked_fill(~allowed, 0.0),
+        fall.masked_fill(~allowed, 0.0).sum(-1),
+    )
+
+
+def _without(w: Tensor) -> Tensor:
+    """``sum_{l != j} w_il`` of nonnegative numbers, without taking the largest from itself."""
+    best = w.argmax(-1, keepdim=True)
+    alone = w.scatter(-1, best, 0.0).sum(-1, keepdim=True)
+    return (w.sum(-1, keepdim=True) - w).clamp_min(0.0).scatter(-1, best, alone)
+
+
+def _others(t: Tensor) -> Tensor:
+    """``log sum_{l != j} exp t_il`` without overflow or cancellation."""
+    whole = t.logsumexp(-1, keepdim=True)
+    # below the row's maximum a share is at most 1/2, so that 1 - share loses no digit
+    rest = whole + torch.log1p(-(t - whole).exp().clamp_max(0.5))
+    best = t.argmax(-1, keepdim=True)
+    alone = t.scatter(-1, best, -torch.inf).logsumexp(-1, keepdim=True)
+    return rest.scatter(-1, best, alone)
+
 
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 
@@ -28,14 +108,7 @@ _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 class Ball:
     """One head over the ball of radius ``eps`` around its centre: every form, lazily.
 
-    Args:
-        centre: The head at the centre.
-        eps: Radius; one for all tokens, or one each (``token`` only).
-        ball: Which moves it holds.
-        weighted: The head's row-Gram certificate at the centre, for `by_weights`, or None.
-
-    Raises:
-        InputError: If ``eps`` is negative, not finite or of the wrong shape.
+    ``eps`` is one for all tokens, or one each (``token`` only); `by_weights` needs ``weighted``.
     """
 
     def __init__(
@@ -271,11 +344,7 @@ class Ball:
         return _global(self.c.head, float(norms.max()), self.c.allowed)
 
     def forms(self, local: float | None = None) -> dict[str, float]:
-        """Every form that is finite, by name.
-
-        Args:
-            local: A certificate at the centre; the lesser of F1 and F2 if None.
-        """
+        """Every form that is finite, by name."""
         if local is None:
             at = Ball(self.c, 0.0)
             local = min(at.by_rows, at.by_blocks)
@@ -343,11 +412,7 @@ def ball_radius(at: HeadAt, eps: float) -> float:
 
 
 def least(forms: dict[str, float]) -> float:
-    """The least of the forms, which all hold.
-
-    Raises:
-        NotApplicableError: If none is finite.
-    """
+    """The least of the forms, which all hold."""
     finite = [value for value in forms.values() if math.isfinite(value)]
     if not finite:
         raise NotApplicableError("no certificate: every form overflows; choose a smaller `eps`")

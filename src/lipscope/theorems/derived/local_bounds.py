@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import DERIVED, theorem
-from lipscope.theorems.residual_context import Around
-from lipscope.theorems.spectrum import eigenvalue, of_both_parts, spectral_norm
+from lipscope.theorems.residual import Around
+from lipscope.theorems.spectrum import eigenvalue, norm_in_double, of_both_parts
 
 
 @theorem(cite=DERIVED, statement="F1: three norms")
@@ -27,8 +27,8 @@ def local_norms(at: HeadAt, slope: Tensor | None = None) -> float:
     """
     s = at.columns(slope)
     p = at.p * s
-    rank_one = spectral_norm(p * at.nu * at.rho)
-    return spectral_norm(p) * at.head.norm_v + float((at.drift * s).max()) + rank_one
+    rank_one = norm_in_double(p * at.nu * at.rho)
+    return norm_in_double(p) * at.head.norm_v + float((at.drift * s).max()) + rank_one
 
 
 @theorem(cite=DERIVED, statement="F2: rows by Cauchy–Schwarz")
@@ -89,7 +89,7 @@ def local_blocks(at: HeadAt, slope: Tensor | None = None, around: Around | None 
     beta = beta * at.columns(slope)
     beta = beta if around is None else around.lefts[:, None] * beta
     beta.diagonal().copy_(_diagonal_norms(at, slope, around))
-    return spectral_norm(beta)
+    return norm_in_double(beta)
 
 
 def _eigenproblems(tokens: int, width: int) -> float:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lipscope.theorems.directions import Direction, eigen_directions
-from lipscope.theorems.head import Head
-from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.head import Head, HeadAt
 from lipscope.theorems.register import NotApplicableError, theorem
 
 _SLIDES = (
@@ -257,15 +256,6 @@ def two_cluster_value(head: Head, direction: Direction, num_tokens: int, radius:
     (first - rest) (A rest)^T)`` for ``i ≥ 2``.
 
     Holds without mask and for causal ones; no bias, no rotary embedding.
-
-    Args:
-        head: The head.
-        direction: Where the tokens are.
-        num_tokens: Number of tokens.
-        radius: Largest token norm.
-
-    Returns:
-        A lower bound of sigma there, the best that one direction ``e`` gives.
     """
     _plain(head)
     seen = head.visible(num_tokens)[1:].to(torch.float64)

@@ -6,9 +6,9 @@ below follows from it by two lines, in the geometry of the paper (largest token 
 
 from __future__ import annotations
 
-from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import theorem
-from lipscope.theorems.softmax import balanced_mass
+from lipscope.theorems.spectrum import balanced_mass
 
 
 @theorem(cite="emadi2026", statement="Abstract: the balanced-mass factor", metric="max-token")

@@ -17,7 +17,7 @@ from lipscope.attention import L2Attention, phi_inverse
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import spectral_norm
+from lipscope.theorems.spectrum import norm_in_double
 
 
 def phi(x: float) -> float:
@@ -92,10 +92,10 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
     _visible_self(layer)
     w, v, output = _weights(layer)
     heads = math.hypot(
-        *[spectral_norm(a) ** 2 * spectral_norm(b) for a, b in zip(w, v, strict=True)]
+        *[norm_in_double(a) ** 2 * norm_in_double(b) for a, b in zip(w, v, strict=True)]
     )
     constant = math.sqrt(num_tokens / layer.head_width) * (4 * phi_inverse(num_tokens - 1.0) + 1)
-    return constant * heads * (1.0 if output is None else spectral_norm(output))
+    return constant * heads * (1.0 if output is None else norm_in_double(output))
 
 
 @theorem(cite=DERIVED, statement="Kim et al., Theorem 3.2, smaller constant")
@@ -117,15 +117,6 @@ def tight_input(num_tokens: int) -> Float[Tensor, "n 1"]:
 
     One token at 0, half of the others at ``c``, half at ``-c``, ``c² = 1 + φ⁻¹(N-1)``, for
     one head of width 1 with all weights 1.
-
-    Args:
-        num_tokens: ``N``, odd, at least 3.
-
-    Returns:
-        ``(N, 1)``, float64.
-
-    Raises:
-        InputError: For an even or too small ``num_tokens``.
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """

@@ -6,7 +6,7 @@ import math
 
 from lipscope.attention import ScaledCosineAttention
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import spectral_norm
+from lipscope.theorems.spectrum import norm_in_double
 
 
 @theorem(cite="lipsformer2023", statement="Theorem 1", recalled=True)
@@ -26,14 +26,14 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     n, tau = num_tokens, abs(float(layer.temperature.detach()))
 
     parts = (layer.query, layer.key, layer.value)
-    norms = [[spectral_norm(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
+    norms = [[norm_in_double(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
     heads = math.hypot(
         *[
             2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
             for query, key, value in zip(*norms, strict=True)
         ]
     )
-    output = 1.0 if layer.output is None else spectral_norm(layer.output)
+    output = 1.0 if layer.output is None else norm_in_double(layer.output)
     return abs(float(layer.gain.detach())) * layer.eps**-0.5 * heads * output
 
 

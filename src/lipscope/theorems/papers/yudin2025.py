@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from lipscope.theorems.head_at import HeadAt
+from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import theorem
-from lipscope.theorems.softmax import softmax_norm, top_two
+from lipscope.theorems.spectrum import softmax_norm, top_two
 
 
 @theorem(cite="yudin2025", statement="Theorem 3")

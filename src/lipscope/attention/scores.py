@@ -1,4 +1,4 @@
-"""The score of every variant whose logits are inner products of projected tokens."""
+"""Scores that variants share: inner products and distances of projected tokens."""
 
 from __future__ import annotations
 
@@ -28,22 +28,7 @@ class InnerProduct(Attention):
 
 
 class Biased(InnerProduct):
-    """Those with biases, masks and a scale, and nothing else of the frame.
-
-    Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
-        query_bias: ``(heads * k,)``.
-        key_bias: ``(heads * k,)``.
-        value_bias: ``(heads * d_v,)``.
-        output_bias: ``(d_out,)``.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
-    """
+    """Those with biases, masks and a scale, and nothing else of the frame."""
 
     def __init__(
         self,
@@ -75,3 +60,31 @@ class Biased(InnerProduct):
             causal=causal,
             mask=mask,
         )
+
+
+class Distance(Attention):
+    """Attention with ``S_ij = -|q_i - k_j|²``, whatever a layer makes ``q`` and ``k`` of."""
+
+    def score(self, q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """``-|q_i - k_j|²``."""
+        s = torch.matmul(2 * q, k.mT, out=out)
+        return s - q.square().sum(-1, keepdim=True) - k.square().sum(-1)[..., None, :]
+
+    def score_jvp(
+        self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *, out: Tensor | None = None
+    ) -> Tensor:
+        """``-2 <q_i - k_j, dq_i - dk_j>``."""
+        s = torch.matmul(torch.cat([dq, q], -1), torch.cat([2 * k, 2 * dk], -1).mT, out=out)
+        own, other = (q * dq).sum(-1, keepdim=True), (k * dk).sum(-1)[..., None, :]
+        return s - 2 * own - 2 * other
+
+    def score_size(self, q: Tensor, k: Tensor) -> Tensor:
+        """``(|q_i| + max_j |k_j|)²``: of what the distance is a difference."""
+        q, k = q.double().norm(dim=-1), k.double().norm(dim=-1)
+        return (q + k.amax(-1, keepdim=True)).square()
+
+    def score_vjp(self, q: Tensor, k: Tensor, gs: Tensor) -> tuple[Tensor, Tensor]:
+        """``2 (gs k - rowsum(gs) q)`` and ``2 (gs^T q - colsum(gs) k)``."""
+        gq = torch.matmul(gs, k) - gs.sum(-1)[..., None] * q
+        gk = torch.matmul(gs.mT, q) - gs.sum(-2)[..., None] * k
+        return 2 * gq, 2 * gk

@@ -1,0 +1,381 @@
+"""Inputs on which attention is far from smooth, each built from one head's ``A`` and ``V``.
+
+A head is given by its index. Errors say "not available" where a construction does not hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.attacks.ascent import check_size
+from lipscope.attention import Attention, DotProduct, L2Attention, phi_inverse
+from lipscope.errors import InputError
+from lipscope.measures import Repeated, repeated_tokens, uniform_gain
+from lipscope.theorems import (
+    DERIVED,
+    Direction,
+    Head,
+    NotApplicableError,
+    eigen_directions,
+    first_token_gain,
+    heads_of,
+    split_gain,
+    star_direction,
+    value_direction,
+)
+
+PredictionKind = Literal["lower", "exact", "limit"]
+
+
+@dataclass(frozen=True)
+class Construction:
+    """An input and what is known about sigma there.
+
+    Attributes:
+        x: The tokens, ``(n, d)``, in the layer's dtype and on its device.
+        name: The function that built it, with the case where there are several.
+        statement: Where it comes from.
+        cite: Key of the bibliography, or "derived here".
+        predicted: What theory says about sigma of the head's contribution (or of the whole
+            layer where ``head`` is None) with its biases, or None.
+        kind: Whether ``predicted`` is a proved lower bound, the exact value, or the limit of
+            large radii, which a finite radius need not have reached.
+        head: The head that it was built for; None if it does not depend on one.
+    """
+
+    x: Float[Tensor, "n d"]
+    name: str
+    statement: str
+    cite: str
+    predicted: float | None
+    kind: PredictionKind = "lower"
+    head: int | None = None
+
+
+def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, least: int) -> Head:
+    """One head of a dot-product layer for which constructions hold, after all checks."""
+    check_size(num_tokens, radius, least=least)
+    if not isinstance(layer, DotProduct):
+        raise InputError(
+            f"not available: made for dot-product attention. Found `{type(layer).__name__}`."
+        )
+    if not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+    if layer.positional:
+        raise InputError("not available: logits depend on position; use ascent.")
+    try:
+        (one,) = heads_of(layer.head(head))
+        if one.mask is not None:
+            one.allowed(num_tokens)  # the mask was made for this many tokens
+        one.causal_or_unmasked()
+    except NotApplicableError as why:
+        raise InputError(f"not available: {why}.") from None
+    return one
+
+
+def pair(first: Tensor, rest: Tensor, num_tokens: int) -> Tensor:
+    """One token, then ``n - 1`` equal ones."""
+    return torch.cat([first[None], rest.expand(num_tokens - 1, -1)])
+
+
+_CASTIN = "castin2024"
+_RADII = 60  # tried between 0 and the radius where the best one is not known in closed form
+
+
+def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+    """One token against all others, along a real eigenvector of ``A``.
+
+    With ``gamma = max(-gamma_min, gamma_max / 8)`` over the real eigenvalues of ``A``:
+    ``x_1 = R u``, the rest at ``-R u`` (first case) or ``R u / 2`` (second). Then for ``V = I``
+    ``sigma >= sqrt(n-1) p``, ``p = 1 / (1 + (n-1) exp(-2 gamma R^2))``; ``predicted`` is the
+    sharper ``sqrt(n-1) p ‖V (I + 2 gamma R^2 (1-p) u u^T)‖``, and with a causal mask the same
+    sum over rows with the number of tokens that each of them reads.
+
+    Holds for one head of dot-product attention, unmasked or causal, without rotary embedding.
+
+    Source: Proposition 3.4 of [castin2024]; the factor is derived here
+    (``docs/theory/inputs.md``).
+
+    >>> from lipscope.attention import DotProduct
+    >>> layer = DotProduct(torch.eye(1), -torch.eye(1), torch.eye(1))
+    >>> two_cluster(layer, num_tokens=3, radius=2.0).x.flatten().abs()
+    tensor([2., 2., 2.])
+    """
+    one = head_for(layer, head, num_tokens, radius, least=2)
+    directions = eigen_directions(one)
+    if not directions:
+        raise InputError(f"not available: `A` of head {head} has no nonzero real eigenvalue.")
+    best = directions[0]
+    name = f"two_cluster ({best.case} eigenvalue)"
+    x, value = _along(one, best, num_tokens, [radius])
+    return Construction(x.to(layer.query), name, "Proposition 3.4", _CASTIN, value, head=head)
+
+
+def gamma_star(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+    """One token against all others, in the best pair of directions; no eigenvalue is needed.
+
+    ``x_1 = R Av / |Av|``, the rest at ``R v``, where ``v`` maximises
+    ``gamma* = (|Av| - <v, Av>) / 2`` over ``|v| <= 1``. For ``V = I``
+    ``sigma >= sqrt(n-1) p (1 + 2 gamma* R^2 (1-p))``.
+
+    Holds for any head of dot-product attention with ``A != 0``, unmasked or causal, without
+    rotary embedding.
+
+    Source: derived here (``docs/theory/inputs.md``), after Proposition 3.4 of [castin2024].
+    """
+    one = head_for(layer, head, num_tokens, radius, least=2)
+    x, value = _along(one, _star(one, head), num_tokens, [radius])
+    return Construction(
+        x.to(layer.query), "gamma_star", "after Proposition 3.4", DERIVED, value, head=head
+    )
+
+
+def unbalanced(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+    """Two unbalanced clusters at the norm ``r <= R`` where they do most for this ``n``.
+
+    The two clusters of `two_cluster` or `gamma_star` at norm ``r``. Sigma is largest near
+    ``n - 1 = exp(2 gamma r^2)``, where the others give half of their attention to ``x_1``:
+    ``sigma ~ (gamma / 2) r^2 exp(gamma r^2)``. Beyond, attention saturates and sigma falls.
+
+    Holds as `gamma_star`. ``r`` is the best of 60 values and of the closed form.
+
+    Source: Proposition 3.6 of [castin2024], solved for ``r``.
+    """
+    one = head_for(layer, head, num_tokens, radius, least=2)
+    candidates = []
+    for way in [*eigen_directions(one)[:1], _star(one, head)]:
+        known = math.sqrt(math.log(num_tokens - 1) / (2 * way.gamma))
+        radii = [min(known, radius), *(radius * (i + 1) / _RADII for i in range(_RADII))]
+        candidates.append(_along(one, way, num_tokens, [r for r in radii if r > 0]))
+    x, value = max(candidates, key=lambda one: one[1])
+    return Construction(
+        x.to(layer.query), "unbalanced", "Proposition 3.6", _CASTIN, value, head=head
+    )
+
+
+def weighted_two_atoms(
+    layer: Attention,
+    *,
+    head: int = 0,
+    radius: float,
+    num_tokens: int | None = None,
+    factor: float = 1.0,
+) -> Repeated:
+    """Sigma of the layer on the clusters of Proposition 3.6, for any ``n``, in O(1).
+
+    ``n - 1 = factor · exp(2 gamma R^2)`` tokens (rounded up) against one at radius ``R``. For
+    ``V = I`` and factor 1, ``sigma / ((gamma / 2) R^2 exp(gamma R^2)) -> 1`` like
+    ``1 + 1 / (gamma R^2)``; factor 3 has the larger limit ``3 sqrt(3) / 4 = 1.299``.
+
+    Holds for unmasked dot-product attention without rotary embedding; biases, other heads and
+    the projection are measured with it.
+
+    Source: Proposition 3.6 and Lemma C.8 of [castin2024]; splitting derived here
+    (``docs/theory/inputs.md``).
+    """
+    one = head_for(layer, head, 2 if num_tokens is None else num_tokens, radius, least=2)
+    way = (eigen_directions(one) or [_star(one, head)])[0]
+    if num_tokens is None:
+        exponent = 2 * way.gamma * radius**2
+        if exponent > 600:
+            raise InputError(f"not available: exp({exponent:.4g}) tokens are beyond float64.")
+        num_tokens = 1 + max(1, math.ceil(factor * math.exp(exponent)))
+    atoms = radius * torch.stack([way.first, way.rest])
+    return repeated_tokens(layer, atoms, (1, num_tokens - 1))
+
+
+def _star(one: Head, head: int) -> Direction:
+    best = star_direction(one)
+    if best is None:
+        raise InputError(f"not available: `A` of head {head} is zero.")
+    return best
+
+
+def _along(
+    one: Head, way: Direction, num_tokens: int, radii: Sequence[float]
+) -> tuple[Tensor, float]:
+    """Tokens along a direction, and the gain of the first one; the best radius and sign."""
+    # Without a bias both signs are the same up to symmetry.
+    signs = (1.0, -1.0) if one.norm_b > 0 else (1.0,)
+    sizes = torch.tensor([sign * r for r in radii for sign in signs], dtype=torch.float64)[:, None]
+    gains = first_token_gain(one, sizes * way.first, sizes * way.rest, num_tokens)
+    best = int(gains.nan_to_num(nan=-1.0).argmax())
+    tokens = pair(sizes[best] * way.first, sizes[best] * way.rest, num_tokens)
+    return tokens, float(gains[best])
+
+
+# --- one special token, many that agree, or all equal
+
+
+_DRAWS = 64
+
+
+def large_radius(
+    layer: Attention, *, head: int = 0, num_tokens: int, radius: float
+) -> Construction:
+    """Tokens on the sphere, many of which attend to one: the regime of large radii.
+
+    If row i has one largest logit, at ``m_i``, the Jacobian at ``R X`` tends exponentially to
+    ``E -> (V e_{m_i})_i``, so that ``sigma -> ‖V‖ sqrt(max_j #{i : m_i = j})``.
+
+    Holds for one head, unmasked or causal, without rotary embedding, in the limit; of 64
+    random draws the one with the largest limit is taken.
+
+    Source: Theorems 3.7 and 4.5 of [castin2024]; the value of the limit is derived here.
+    """
+    one = head_for(layer, head, num_tokens, radius, least=1)
+    gen = torch.Generator().manual_seed(0)
+    best, most = None, 0
+    for _ in range(_DRAWS):
+        mix = torch.randn(num_tokens, 2 * len(one.query), generator=gen, dtype=torch.float64)
+        x = mix @ torch.cat([one.query, one.key])
+        x = radius * x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
+        logits = (x @ one.query.T) @ (one.key @ x.T)
+        logits = logits.masked_fill(~one.allowed(num_tokens), -torch.inf)
+        count = int(logits.argmax(1).bincount().max())
+        if count > most:
+            best, most = x, count
+    assert best is not None
+    value = one.norm_v * math.sqrt(most)
+    name, where = "large_radius", "Theorem 4.5" if layer.causal else "Theorem 3.7"
+    return Construction(best.to(layer.query), name, where, _CASTIN, value, "limit", head)
+
+
+def dominant_token(
+    layer: Attention, *, head: int = 0, num_tokens: int, radius: float
+) -> Construction:
+    """One token of norm ``R``; small ones that give it half of their attention.
+
+    ``x_1 = R u``, the rest at ``c A^T u / |A^T u|`` with ``c R |A^T u| = log(n-1)`` (at most
+    ``R``), so that ``p = 1/2``. ``u`` makes ``|Vu| |A^T u|`` large: each small token's output
+    moves with its own query by ``p (1-p) |V s| |A^T s|``, ``s = x_1 - x_j``.
+
+    Holds for one head, unmasked or causal, without rotary embedding.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    one = head_for(layer, head, num_tokens, radius, least=2)
+    u = value_direction(one)
+    pull = (u @ one.key.T) @ one.query
+    if not pull.norm() > 0:
+        raise InputError(f"not available: `A` of head {head} is zero.")
+    size = min(radius, math.log(num_tokens - 1) / (radius * float(pull.norm())))
+    first, rest = radius * u, size * pull / pull.norm()
+    x = pair(first, rest, num_tokens)
+    gain = float(first_token_gain(one, first, rest, num_tokens))
+    value = max(gain, split_gain(one, first, rest, num_tokens))
+    return Construction(
+        x.to(layer.query), "dominant_token", "one large token", DERIVED, value, head=head
+    )
+
+
+def quadratic(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+    """A token at the origin that reads the others at ``± R u``: sigma grows like ``R^2``.
+
+    Its attention is uniform, so ``sigma >= ‖V (I / n + C A)‖`` with ``C`` the covariance of the
+    tokens: ``(n-1)/n R^2 u u^T`` for odd ``n``. Also the family on which dot-product attention
+    is seen not to be Lipschitz. The origin is the last token under a causal mask, where it
+    reads all others, and the first one otherwise.
+
+    Holds for one head, unmasked or causal, without rotary embedding; with a query bias ``b``
+    the row's true weights are used.
+
+    Source: Appendix C.7 of [castin2024]; a token at the origin: Theorem 3.1 of [kim2021].
+    """
+    one = head_for(layer, head, num_tokens, radius, least=2)
+    u = value_direction(one)
+    at = torch.zeros(num_tokens, dtype=torch.float64)
+    at[1 : 1 + num_tokens // 2], at[1 + num_tokens // 2 :] = radius, -radius
+    x = at[:, None] * u
+    b = one.query_bias @ one.key
+    p = torch.softmax(x @ b, dim=0)
+    mean = float(p @ at)
+    spread = float(p @ at**2) - mean**2
+    vu, pull = one.value @ u, (u @ one.key.T) @ one.query
+    block = p[0] * (one.value - mean * torch.outer(vu, b)) + spread * torch.outer(vu, pull)
+    value = float(torch.linalg.matrix_norm(block, 2))
+    x = x.flip(0) if layer.causal else x
+    return Construction(x.to(layer.query), "quadratic", "Appendix C.7", _CASTIN, value, head=head)
+
+
+def constant(layer: Attention, *, num_tokens: int, radius: float) -> Construction:
+    """All tokens equal: every row averages, ``sigma = ‖P‖ ‖sum_h W_h V_h‖``.
+
+    ``P`` is uniform over what a row reads: ``‖P‖ = 1`` unmasked, and the norm of the Cesàro
+    matrix (below 2) with a causal mask.
+
+    Holds for every variant of attention, all heads together, exactly; with a rotary embedding
+    the rows are not uniform and nothing is predicted.
+
+    Source: derived here (``docs/theory/inputs.md``).
+    """
+    check_size(num_tokens, radius)
+    d = layer.query.shape[1]
+    one = torch.randn(d, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (radius * one / one.norm()).expand(num_tokens, d)
+    value = uniform_gain(layer, num_tokens)
+    return Construction(
+        x.to(layer.query).contiguous(), "constant", "equal tokens", DERIVED, value, "exact"
+    )
+
+
+def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: float) -> Construction:
+    """A token at the origin and the others at ``± r u``, ``r |W u| / k^(1/4) = c``.
+
+    ``c^2 = 1 + phi^{-1}(n-1)`` with ``phi(x) = x e^{x+1}`` maximises the mean squared distance
+    ``sum_j P_1j |x_j - x_1|^2 = phi^{-1}(n-1)`` that token 1 sees. For ``D = H = 1``, unit
+    weights and odd ``n`` the infinity norm of the Jacobian is
+    ``4 phi^{-1} - 1 + 2 / (1 + phi^{-1})``, within 2 of the upper bound. ``predicted`` is
+    ``‖V (P_11 I + 2 C W W^T / sqrt(k))‖ <= sigma``. ``u`` is the top right singular vector of
+    the queries, ``r`` at most the radius; the origin comes last under a causal mask.
+
+    Holds for one head of `L2Attention` without a mask other than the causal one.
+
+    Source: Theorem 3.2 of [kim2021]; the configuration is derived here
+    (``docs/theory/inputs.md``).
+    """
+    check_size(num_tokens, radius, least=2)
+    if not isinstance(layer, L2Attention):
+        raise InputError(f"not available: made for L2 attention. Found `{type(layer).__name__}`.")
+    if not 0 <= head < layer.num_heads:
+        raise InputError(
+            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
+        )
+    if layer.mask is not None and not bool(layer.mask.all()):
+        raise InputError("not available: its mask is neither empty nor causal.")
+    query, value = (
+        w.detach().to("cpu", torch.float64).unflatten(0, (layer.num_heads, -1))[head]
+        for w in (layer.query, layer.value)
+    )
+    if layer.output is not None:
+        parts = layer.output.detach().to("cpu", torch.float64).unflatten(1, (layer.num_heads, -1))
+        value = parts[:, head] @ value
+    _, size, right = torch.linalg.svd(query, full_matrices=False)
+    if not size[0] > 0:
+        raise InputError(f"not available: the queries of head {head} are zero.")
+    c = math.sqrt(1 + phi_inverse(float(num_tokens - 1)))
+    u, r = right[0], min(radius, c / float(size[0]))
+    at = torch.zeros(num_tokens, dtype=torch.float64)
+    at[1 : 1 + num_tokens // 2], at[1 + num_tokens // 2 :] = r, -r
+    p = torch.softmax(-((at * size[0]) ** 2), dim=0)
+    spread = float(p @ at**2 - (p @ at) ** 2)
+    block = p[0] * value + 2 * spread * float(size[0]) ** 2 * torch.outer(value @ u, u)
+    x = at[:, None] * u
+    x = x.flip(0) if layer.causal else x
+    return Construction(
+        x.to(layer.query),
+        "l2_opposed",
+        "Theorem 3.2",
+        "kim2021",
+        float(torch.linalg.matrix_norm(block, 2)),
+        head=head,
+    )

@@ -1,0 +1,555 @@
+"""The Jacobian of a layer in closed form, in blocks of heads and rows.
+
+Notation: tokens are rows, ``q, k, v`` carry the heads in front, ``p`` are the weights of a row
+of logits, ``o = p v``. Logits are scores, soft-capped where the layer does so, plus a bias and
+the mask; what becomes of them is the weighting's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.func import jvp
+from torch.utils.checkpoint import checkpoint
+
+from lipscope.attention.layer import Layer, Map, MovingSide, NormAt, Rotary, exact, of_heads, uncast
+from lipscope.attention.weighting import At
+
+_FEWEST_ROWS = 128  # of a chunk where heads can be parted instead: shorter products are slow
+# A mask of one side is followed in this many steps: each costs calls, and saves half of its
+# square. Steps of fewer rows cost more than they save.
+_STEPS, _SMALLEST_STEP = 8, 64
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some heads and rows, and the keys that these rows may read."""
+
+    heads: slice
+    rows: slice
+    keys: slice
+    index: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Numbers of heads, rows and keys."""
+        return tuple(s.stop - s.start for s in (self.heads, self.rows, self.keys))
+
+    @property
+    def size(self) -> int:
+        """Number of scores."""
+        heads, rows, keys = self.shape
+        return heads * rows * keys
+
+
+def parted(
+    heads: int,
+    n: int,
+    m: int,
+    limit: int,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    all_rows: bool = False,
+) -> list[Block]:
+    """Blocks of at most ``limit`` scores, or the fewest rows of one head (``all_rows``: all)."""
+    fewest = n if all_rows else min(n, _FEWEST_ROWS)
+    together = max(1, min(heads, limit // (m * max(1, fewest))))
+    rows = max(1, min(n, limit // (m * together)))
+    if causal:
+        rows = min(rows, max(_SMALLEST_STEP, -(-n // _STEPS)))
+    if window is not None:
+        rows = min(rows, max(_SMALLEST_STEP, window // _STEPS))
+    if all_rows:
+        rows = n
+    found: list[Block] = []
+    for h in range(0, heads, together):
+        for i in range(0, n, rows):
+            chunk = slice(i, min(i + rows, n))
+            part = slice(h, min(h + together, heads))
+            found.append(Block(part, chunk, reach(chunk, m, causal, window), len(found)))
+    return found
+
+
+def reach(rows: slice, num_keys: int, causal: bool, window: int | None) -> slice:
+    """The keys that some of these rows may read: causal layers and windows see no others."""
+    last = min(rows.stop, num_keys) if causal else num_keys
+    first = 0 if window is None else rows.start - window + 1
+    return slice(min(max(first, 0), last - 1), last)
+
+
+# One chunk of scores stays near the last-level cache; larger ones are bound by memory.
+CHUNK_BYTES = 2**24
+SURE = 1e-4  # a shift of scores that changes no weight by more than its own share
+_SHARE = 0.5  # of the memory, for stored weights; the rest is the solver's
+
+
+class ChunkedCore:
+    """``(dq, dk, dv) -> do`` and its transpose at one input, by blocks of heads and rows.
+
+    A block holds no keys that a causal mask or a window hides from all of its rows. At most half of
+    ``memory``, in bytes, keeps weights.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        x: Tensor,
+        memory: int,
+        context: Tensor | None = None,
+        log_weights: Tensor | None = None,
+    ) -> None:
+        self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
+        self.q, self.k, self.v = (t.contiguous() for t in layer.project(x, context))
+        with uncast(x.device):
+            self._attend(memory)
+
+    def _attend(self, memory: int) -> None:
+        """Outputs, and what the derivatives ask for."""
+        layer, (heads, n, _) = self.layer, self.q.shape
+        self.blocks = parted(
+            heads,
+            n,
+            self.k.shape[1],
+            int(min(CHUNK_BYTES, memory // 8)) // self.q.element_size(),
+            causal=layer.causal,
+            window=layer.window,
+            all_rows=self.weighting.all_rows,
+        )
+        # A soft cap needs its slope besides.
+        kept = self.weighting.kept + (layer.softcap is not None)
+        total = sum(b.size for b in self.blocks) * self.q.element_size()
+        fits = kept * total <= _SHARE * memory
+        # Every pass over scores goes through this memory: fresh pages cost as much as flops.
+        largest = max(b.size for b in self.blocks)
+        self.scratch = self.q.new_empty(1 if fits else 2, largest)
+        self.o = self.v.new_empty(heads, n, self.v.shape[-1])
+        # Derivatives of weights that add up to 1 see differences of values only: what values have
+        # in common is taken away, and cannot round.
+        self.middle = self.v.mean(-2, keepdim=True) if self.weighting.normalised else None
+        # Rows whose weights do not move at all: head and row of each, by block.
+        self.settled: list[tuple[Tensor, ...] | None] = []
+        empty = layer.empty_rows(self.k)
+        self.empty = None if empty is None else empty[..., None]
+        # Either the weights are kept, or a number for each row to rebuild them from.
+        self.stored: list[tuple[At, Tensor | None]] = []
+        self.statistics: list[Tensor | None] = []
+        for block in self.blocks:
+            s, slope = self._logits(block)
+            if fits:
+                at = self.weighting.at(s)
+                self.stored.append((at, slope))
+            else:
+                self.statistics.append(self.weighting.statistic(s))
+                at = self.weighting.again(s, self.statistics[-1])
+            self.o[block.heads, block.rows] = torch.bmm(at[0], self.v[block.heads, block.keys])
+            self.settled.append(self._settled(at[0]))
+        if self.empty is not None:
+            self.o.masked_fill_(self.empty, 0.0)
+        self.apart = (self.v, self.o)
+        if self.middle is not None:
+            self.apart = (self.v - self.middle, self.o - self.middle)
+
+    def _settled(self, p: Tensor) -> tuple[Tensor, ...] | None:
+        """Rows in which one token has all weight, to rounding: no score moves any of it.
+
+        Left to the products, the two halves of ``w_j (v_j - o)`` would leave their rounding, as
+        large as the scores are.
+        """
+        if not self.weighting.normalised:
+            return None
+        head, row = (p.amax(-1) == 1.0).nonzero(as_tuple=True)
+        return (head, row) if len(row) else None
+
+    def doubt(self) -> float:
+        """How far rounding may shift a score, where that may change a weight."""
+        info, cap = torch.finfo(self.q.dtype), self.layer.softcap
+        shift = info.eps * self.layer.score_size(self.q, self.k)
+        shift = shift if cap is None else shift.clamp_max(1.5 * cap * info.eps)
+        if not float(shift.max()) > SURE:
+            return 0.0
+        worst = 0.0
+        for block in self.blocks:
+            own = shift[block.heads, block.rows]
+            open_ = self.weighting.open(self._logits(block)[0], own)
+            worst = max(worst, float(own.where(open_, 0.0).max()))
+        return worst
+
+    def _room(self, block: Block, which: int = 0) -> Tensor:
+        return self.scratch[which, : block.size].view(block.shape)
+
+    def _logits(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Logits of a block, and the soft cap's slope there, ``1 - tanh(s / c)²``."""
+        q, k = self.q[block.heads, block.rows], self.k[block.heads, block.keys]
+        s = self.layer.score(q, k, out=self._room(block))
+        cap, slope = self.layer.softcap, None
+        if cap is not None:
+            s = s.div_(cap).tanh_()
+            slope = 1 - s.square()
+            s = s.mul_(cap)
+        bias = self.layer.bias(self.k, block.rows, block.keys, self.log_weights)
+        return s if bias is None else s.add_(of_heads(bias, block.heads)), slope
+
+    def _at(self, block: Block) -> tuple[At, Tensor | None]:
+        """What the weighting keeps of a block, and the slope of the soft cap."""
+        if self.stored:
+            return self.stored[block.index]
+        s, slope = self._logits(block)
+        return self.weighting.again(s, self.statistics[block.index]), slope
+
+    def jvp(self, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+        """``do``, shape ``(h, n, d_v)``, for ``dq, dk, dv`` with heads in front."""
+        do, (v, o) = torch.empty_like(self.o), self.apart
+        for block in self.blocks:
+            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            at, slope = self._at(block)
+            ds = self.layer.score_jvp(
+                self.q[own], self.k[other], dq[own], dk[other], out=self._room(block, -1)
+            )
+            ds = ds if slope is None else ds.mul_(slope)
+            if (still := self.settled[block.index]) is not None:
+                ds[still] = 0.0
+            do[own] = self.weighting.push(at, ds, v[other], dv[other], o[own])
+        return do if self.empty is None else do.masked_fill_(self.empty, 0.0)
+
+    def vjp(self, go: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(gq, gk, gv)`` for the cotangent ``go`` of the heads, ``(h, n, d_v)``."""
+        gq = torch.empty_like(self.q)
+        gk, gv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        if self.empty is not None:
+            go = go.masked_fill(self.empty, 0.0)
+        v, o = self.apart
+        mean = (go * o).sum(-1, keepdim=True)
+        for block in self.blocks:
+            own, other = (block.heads, block.rows), (block.heads, block.keys)
+            at, slope = self._at(block)
+            gp = torch.bmm(go[own], v[other].mT, out=self._room(block, -1))
+            gs = self.weighting.pull(at, gp, mean[own])
+            gs = gs if slope is None else gs.mul_(slope)
+            if (still := self.settled[block.index]) is not None:
+                gs[still] = 0.0
+            gq[own], more = self.layer.score_vjp(self.q[own], self.k[other], gs)
+            gk[other] += more
+            gv[other] += torch.bmm(at[0].mT, go[own])
+        return gq, gk, gv
+
+
+# --- linear maps into queries, keys and values, and out of the heads
+
+
+@runtime_checkable
+class Frame(Protocol):
+    """What stands around the core: linear maps into queries, keys and values, and out."""
+
+    axes: int
+    width_out: int
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
+        ...
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        ...
+
+    def leave(self, o: Tensor) -> Tensor:
+        """From the heads' outputs to the map's output."""
+        ...
+
+    def leave_t(self, g: Tensor) -> Tensor:
+        """The transpose of `leave`."""
+        ...
+
+
+class AllHeads:
+    """The linear maps around the core, all heads together, norms linearised at ``x``."""
+
+    axes = 2
+
+    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
+        self.layer = layer
+        query, key, value = layer.projections()
+        self.weight = torch.cat([query * layer.scale, key, value])
+        self.norms = _norms_at(layer, x)
+        self.out = layer.output if map == "attention" else None
+        self.heads = layer.num_heads
+        self.sizes = [query.shape[0], key.shape[0], value.shape[0]]
+        concat = layer.num_heads * layer.value_width
+        self.width_out = concat if self.out is None else self.out.shape[0]
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
+        layer = self.layer
+        parts = (e @ self.weight.T).split(self.sizes, dim=-1)
+        q, k, v = (
+            (x if norm is None else norm.derivative(x)).unflatten(-1, (h, -1)).transpose(0, 1)
+            for x, norm, h in zip(parts, self.norms, _counts(layer), strict=True)
+        )
+        q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
+        return q, layer.repeat_groups(k), layer.repeat_groups(v)
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        layer = self.layer
+        gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
+        gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
+        flat = (x.transpose(0, 1).flatten(1) for x in (gq, gk, gv))
+        parts = [
+            x if norm is None else norm.transpose(x)
+            for x, norm in zip(flat, self.norms, strict=True)
+        ]
+        return torch.cat(parts, dim=-1) @ self.weight
+
+    def leave(self, o: Tensor) -> Tensor:
+        """From the heads' outputs to the map's output."""
+        heads = o.transpose(0, 1).flatten(1)
+        return heads if self.out is None else heads @ self.out.T
+
+    def leave_t(self, g: Tensor) -> Tensor:
+        """The transpose of `leave`."""
+        heads = g if self.out is None else g @ self.out
+        return heads.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+
+
+class PerHead:
+    """The same maps with each head on its own copy of the input."""
+
+    axes = 3
+
+    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
+        self.layer = layer
+        query, key, value = layer.projections()
+        weights = (query * layer.scale, key, value)
+        heads, counts = layer.num_heads, _counts(layer)
+        by_head = [_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+        self.weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
+        self.sizes = [w.shape[1] for w in by_head]
+        self.norms = [
+            None if norm is None else _HeadNormAt(norm, w, c, heads)
+            for norm, w, c in zip(_norms_at(layer, x), weights, counts, strict=True)
+        ]
+        self.out = None
+        self.width_out = layer.value_width
+        if map == "attention" and layer.output is not None:
+            self.out = layer.output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)
+            self.width_out = layer.output.shape[0]
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
+        parts = (e @ self.weight.mT).split(self.sizes, dim=-1)
+        q, k, v = (
+            x if norm is None else norm.derivative(x, e)
+            for x, norm in zip(parts, self.norms, strict=True)
+        )
+        return _rotate(self.layer.rotary, q), _rotate(self.layer.rotary, k), v
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        gq, gk = _rotate_t(self.layer.rotary, gq), _rotate_t(self.layer.rotary, gk)
+        parts, along = [], gq.new_zeros(())
+        for g, norm in zip((gq, gk, gv), self.norms, strict=True):
+            parts.append(g if norm is None else norm.gain * g)
+            if norm is not None:
+                along = along + norm.along(parts[-1])
+        return torch.cat(parts, dim=-1) @ self.weight - along
+
+    def leave(self, o: Tensor) -> Tensor:
+        """From the heads' outputs to the map's output."""
+        return o if self.out is None else o @ self.out.mT
+
+    def leave_t(self, g: Tensor) -> Tensor:
+        """The transpose of `leave`."""
+        return g if self.out is None else g @ self.out
+
+
+class _HeadNormAt:
+    """A linearised norm as one head feels it that has a copy ``e`` of the input to itself.
+
+    Where the norm runs over all heads together, a head's own copy moves all of them:
+    ``dy_h = g_h (W_h e - u_h <W^T u, e>)``, with ``W`` and ``u`` of the norm's whole part.
+    """
+
+    def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
+        parts = norm.unit.shape[-2]
+        self.gain, self.unit = (
+            _by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
+        )
+        pulled = norm.unit.transpose(0, 1) @ weight.unflatten(0, (parts, -1))  # (parts, n, d)
+        self.pulled = pulled.repeat_interleave(heads // parts, dim=0)
+
+    def derivative(self, dz: Tensor, e: Tensor) -> Tensor:
+        """``dy`` for ``dz = W_h e``, each ``(h, n, ·)``."""
+        return self.gain * (dz - self.unit * (self.pulled * e).sum(-1, keepdim=True))
+
+    def along(self, gz: Tensor) -> Tensor:
+        """What the transpose takes from the cotangent of the input, for ``gz = g_h gy``."""
+        return self.pulled * (self.unit * gz).sum(-1, keepdim=True)
+
+
+@dataclass
+class OneSide:
+    """Another frame of which only the queries, or only the keys and values, move."""
+
+    inner: Frame
+    side: MovingSide
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        self.axes, self.width_out = self.inner.axes, self.inner.width_out
+        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, 0, 0)`` or ``(0, dk, dv)``."""
+        dq, dk, dv = self.inner.enter(e)
+        if self.side == "query":
+            return dq, torch.zeros_like(self.k), torch.zeros_like(self.v)
+        return torch.zeros_like(self.q), dk, dv
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        if self.side == "query":
+            length = gq.shape[1]
+            return self.inner.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
+        return self.inner.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
+
+
+@dataclass
+class Entered:
+    """Another frame whose tokens go through `Layer.entrance` first."""
+
+    inner: Frame
+    at: NormAt
+
+    def __post_init__(self) -> None:
+        self.axes, self.width_out = self.inner.axes, self.inner.width_out
+        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)`` for the perturbation ``e`` before the entrance."""
+        return self.inner.enter(self.at.derivative(e))
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        return self.at.transpose(self.inner.enter_t(gq, gk, gv))
+
+
+class Coupled:
+    """Another frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
+
+    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
+    computed once.
+    """
+
+    def __init__(self, inner: Frame, layer: Layer, x: Tensor, context: Tensor | None) -> None:
+        self.inner = inner
+        self.axes, self.width_out = inner.axes, inner.width_out
+        self.leave, self.leave_t = inner.leave, inner.leave_t
+        with torch.enable_grad():
+            parts = [z.detach().requires_grad_() for z in layer.undivided(x, context)]
+            divisor = layer.divisor(parts[0], parts[1], parts[2])
+            assert divisor is not None
+            slopes = torch.autograd.grad(divisor.sum(), parts)
+        self.divisor = divisor.detach()
+        self.slopes = [slope / self.divisor for slope in slopes]  # of log c
+        self.q = parts[0].detach() / self.divisor
+
+    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(dq, dk, dv)``, queries divided."""
+        dq, dk, dv = self.inner.enter(e)
+        moves = zip(self.slopes, (dq, dk, dv), strict=True)
+        change = torch.stack([(s * d).sum((-2, -1), keepdim=True) for s, d in moves]).sum(0)
+        return dq / self.divisor - self.q * change, dk, dv
+
+    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        """The transpose of `enter`."""
+        change = (self.q * gq).sum((-2, -1), keepdim=True)
+        own = (gq / self.divisor, gk, gv)
+        return self.inner.enter_t(*(g - s * change for g, s in zip(own, self.slopes, strict=True)))
+
+
+def around(
+    layer: Layer, frame: Frame, moved: Tensor, x: Tensor, context: Tensor | None = None
+) -> Frame:
+    """The frame with what a layer does to tokens first, and to its queries last."""
+    if (entrance := layer.entrance()) is not None:
+        frame = Entered(frame, entrance.at(moved))
+    return frame if layer.by_token else Coupled(frame, layer, x, context)
+
+
+def _zeros(like: Tensor, tokens: int) -> Tensor:
+    return like.new_zeros(like.shape[0], tokens, like.shape[-1])
+
+
+def _counts(layer: Layer) -> tuple[int, int, int]:
+    """How many heads queries, keys and values have."""
+    return layer.num_heads, layer.num_groups, layer.num_groups
+
+
+def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
+    """The norms of queries, keys and values at the tokens ``x``."""
+    norms = layer.norms()
+    if all(norm is None for norm in norms):
+        return [None, None, None]
+    z = layer.project_in(x)
+    return [None if norm is None else norm.at(part) for norm, part in zip(norms, z, strict=True)]
+
+
+def _by_head(w: Tensor, count: int, heads: int) -> Tensor:
+    """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
+    return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
+
+
+def _rotate(rotary: Rotary | None, x: Tensor) -> Tensor:
+    return x if rotary is None else rotary(x)
+
+
+def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
+    return g if rotary is None else rotary.transpose(g)
+
+
+# --- ``<g, J(x) e>``, differentiable in everything
+
+_COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
+
+
+@exact
+def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
+    """As `Attention.stretch`."""
+    (q, k, v), (dq, dk, dv) = cast(Any, jvp(layer.project, (x,), (e,)))
+    heads = g if layer.output is None else g @ layer.output
+    go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
+
+    num_keys = k.shape[-2]
+
+    def part(h: slice, start: int, *tensors: Tensor) -> Tensor:
+        q, dq, go, k, v, dk, dv = tensors
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return layer.weights(q, k, start=start, heads=h, num_keys=num_keys) @ v
+
+        return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
+
+    total = x.new_zeros(())
+    chunks = _chunks(layer, q.shape[-2], k.shape[-2], memory // (_COPIES * x.element_size()))
+    for h, rows in chunks:
+        keys = slice(0, reach(rows, k.shape[-2], layer.causal, layer.window).stop)
+        tensors = [*(t[h, rows] for t in (q, dq, go)), *(t[h, keys] for t in (k, v, dk, dv))]
+        if len(chunks) == 1:
+            return part(h, rows.start, *tensors)
+        total = total + checkpoint(part, h, rows.start, *tensors, use_reentrant=False)
+    return total
+
+
+def _chunks(layer: Layer, n: int, m: int, limit: int) -> list[tuple[slice, slice]]:
+    """Heads and rows of at most ``limit`` scores, or the fewest that can be."""
+    heads = layer.num_heads
+    if layer.weighting.all_rows:
+        step = max(1, limit // (n * m))
+        return [(slice(h, h + step), slice(0, n)) for h in range(0, heads, step)]
+    step = max(1, limit // (heads * m))
+    return [(slice(0, heads), slice(i, min(i + step, n))) for i in range(0, n, step)]

@@ -1,0 +1,554 @@
+"""Invertible residual blocks: contractions, their inverse and log-determinant, densities of sets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention, spectral_norm, transformed
+from lipscope.display import Shown
+from lipscope.errors import InputError, check_count, check_positive, shown
+
+_ROUNDING = 128  # units: of singular values, and of products of some of them
+
+
+class Contraction(nn.Module, ABC):
+    """``g`` with ``‖g(X) - g(Y)‖_F ≤ c ‖X - Y‖_F``, ``c < 1``, for all X, Y of one length."""
+
+    def __init__(self, c: float) -> None:
+        super().__init__()
+        if not isinstance(c, int | float) or not 0 < c < 1:
+            raise InputError(f"`c` should be above 0 and below 1 to contract. Found `c = {c}`.")
+        self.c = c
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``g(X)``."""
+
+    @property
+    @abstractmethod
+    def first(self) -> Tensor:
+        """The weights that a token meets first, ``(_, d)``."""
+
+    def check(self, name: str, x: object) -> None:
+        """Refuse what is no tokens of the width and the dtype of the weights."""
+        d, dtype = self.first.shape[1], self.first.dtype
+        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != d or x.dtype != dtype:
+            found = type(x).__name__
+            if isinstance(x, Tensor):
+                found = f"{tuple(x.shape)} in {str(x.dtype)[6:]}"
+            raise InputError(
+                f"`{name}` should have shape (..., n, {d}) in {str(dtype)[6:]}, as the weights. "
+                f"Found {found}."
+            )
+
+
+class ContractiveAttention(Contraction):
+    """``c F(X) / L``, ``L = layer.constant(n)``: attention that contracts at all inputs.
+
+    ``L`` is derived from the weights and the number of tokens in every pass, so that the layer
+    is a contraction whatever training does to it, and gradients go through ``L``.
+
+    Holds for variants with a bound at all inputs: `L2Attention`, `ScaledCosineAttention`,
+    `LipschitzNormAttention`, `ClippedAttention`; not for dot products, Sinkhorn, sigmoid
+    or divided attention, whose bounds are on a ball.
+
+    Raises:
+        InputError: For another ``c``, a layer of which no constant is known, or another width;
+            in a pass, for a constant that is no bound (NaN, negative).
+
+    Source: Contractive-L2-MHA of [kim2021], for every variant with a constant.
+
+    >>> from lipscope.attention import L2Attention
+    >>> g = ContractiveAttention(L2Attention(torch.eye(2), torch.eye(2)), c=0.9)
+    >>> round(g(torch.tensor([[3.0, 4.0]])).norm().item(), 3)  # one token: F(x) = x / √2, as L
+    4.5
+    """
+
+    def __init__(self, layer: Attention, c: float) -> None:
+        super().__init__(c)
+        if not isinstance(layer, Attention):
+            raise InputError(
+                "`layer` should be an attention layer, such as `attention` of a "
+                f"`lipscope.MultiheadAttention`. Found `{type(layer).__name__}`."
+            )
+        d = layer.query.shape[1]
+        width = layer.num_heads * layer.value_width if layer.output is None else len(layer.output)
+        if width != d:
+            raise InputError(f"The output should be as wide as the input, {d}. Found {width}.")
+        layer.constant(1 if layer.mask is None else layer.mask.shape[-1])
+        self.layer = layer
+
+    @property
+    def first(self) -> Tensor:
+        """The weights of the queries."""
+        return self.layer.query
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``c F(X) / L``."""
+        return self.layer(x) * self._share(x.shape[-2])
+
+    def as_layer(self, num_tokens: int) -> Attention:
+        """The same function of so many tokens as one attention layer, which can be measured."""
+        layer, share = self.layer, self._share(num_tokens)
+        last = torch.eye(layer.query.shape[1]).to(share) if layer.output is None else layer.output
+        bias = {} if layer.output_bias is None else {"output_bias": share * layer.output_bias}
+        return layer.replace(output=share * last, **bias)
+
+    def _share(self, num_tokens: int) -> Tensor:
+        with torch.autocast(self.first.device.type, enabled=False):
+            return _share(self.c, self.layer.constant(num_tokens), self.first.dtype)
+
+
+class ContractiveMLP(Contraction):
+    """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` between them.
+
+    Raises:
+        InputError: For another ``c``, or widths that do not end as they begin.
+
+    >>> g = ContractiveMLP([2, 8, 2], c=0.5)
+    >>> g(torch.zeros(5, 1, 2)).shape
+    torch.Size([5, 1, 2])
+    """
+
+    def __init__(
+        self, widths: Sequence[int], c: float, *, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(c)
+        whole = isinstance(widths, Sequence) and all(type(w) is int and w > 0 for w in widths)
+        if not whole or len(widths) < 2 or widths[0] != widths[-1]:
+            raise InputError(
+                "`widths` should be two or more positive integers, the last as the first. "
+                f"Found `{shown(widths)}`."
+            )
+        pairs = itertools.pairwise(widths)
+        self.weights = nn.ParameterList(
+            [torch.randn(b, a, generator=generator) / math.sqrt(a) for a, b in pairs]
+        )
+        self.biases = nn.ParameterList([torch.zeros(b) for b in widths[1:]])
+
+    @property
+    def first(self) -> Tensor:
+        """The weights of the first layer."""
+        return self.weights[0]
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``c f(x) / Π_l ‖W_l‖``."""
+        last = len(self.weights) - 1
+        for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = nn.functional.linear(x, weight, bias)
+            x = x if layer == last else x.tanh()
+        with torch.autocast(self.first.device.type, enabled=False):
+            sizes = torch.stack([spectral_norm(weight) for weight in self.weights])
+            return x * _share(self.c, sizes.prod(), x.dtype)
+
+
+def _share(c: float, constant: Tensor, dtype: torch.dtype) -> Tensor:
+    """``c / L`` in a dtype, rounded down; where ``L`` is 0, so is every change of the output."""
+    if not transformed() and not bool(constant >= 0):
+        raise InputError(
+            "The constant of a contraction should be 0 or larger, to be divided by. Found "
+            f"{constant.item():g}: a weight is no number, or `constant` no bound of its layer."
+        )
+    bound = constant * (1 + _ROUNDING * torch.finfo(dtype).eps)
+    none = torch.full_like(bound, torch.nan)  # where torch follows what is computed: no exception
+    return (c / torch.where(bound > 0, bound, torch.where(bound == 0, 1.0, none))).to(dtype)
+
+
+_DENSE = 64  # entries of a sample up to which its Jacobian is formed
+_TRACED = 1024  # up to which traces are exact: they take as many products a term
+_CERTAIN = 4  # terms of the roulette that are never left out
+_GOES_ON = 0.5  # its chance of one more term, at least
+
+
+_Method = Literal["exact", "series", "roulette"]
+
+
+@dataclass(frozen=True, repr=False)
+class LogDeterminant(Shown):
+    """``log det(I + J_g(X))`` of every sample.
+
+    Attributes:
+        value: The number or its estimate, differentiable.
+        error: A bound of what a truncated series leaves out; 0 where nothing is.
+        terms: Of the series; 0 where the Jacobian was formed.
+        probes: Random vectors of each sample; 0 where traces are exact. Then ``value`` is
+            random, right on average up to ``error``.
+    """
+
+    value: Float[Tensor, "*b"]
+    error: float
+    terms: int
+    probes: int
+
+
+def log_determinant(
+    g: Contraction,
+    x: Float[Tensor, "*b n d"],
+    *,
+    method: _Method | None = None,
+    terms: int | None = None,
+    probes: int | None = None,
+    tol: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> LogDeterminant:
+    """``log det(I + J_g(X))`` of every sample, ``Σ_{k≥1} (-1)^(k+1) tr(J^k) / k``.
+
+    Args:
+        g: A contraction, ``‖J‖ ≤ c < 1``.
+        x: The samples.
+        method: ``exact`` forms the Jacobian. ``series`` stops after ``terms``, which leaves out at
+            most ``n d c^(K+1) / ((K+1) (1-c))``. ``roulette`` stops at random and weighs every
+            term by its chance: no bias. The first for up to 64 entries, else the second, if
+            None.
+        terms: ``K`` of the series; as many as ``tol`` asks for if None.
+        probes: Random signs ``v`` of each sample, ``E v^T J^k v = tr(J^k)``; exact traces, ``n d``
+            products a term, if None, for up to 1,024 entries.
+        tol: Of ``error`` where ``terms`` is None.
+        generator: Of signs and of the roulette.
+
+    Raises:
+        InputError: If ``g`` is no contraction, or an option does not go with the method.
+
+    Source: the series of [behrmann2019], the roulette of [chen2019].
+    """
+    if not isinstance(g, Contraction):
+        raise InputError(f"`g` should be certified to contract. Found `{type(g).__name__}`.")
+    g.check("x", x)
+    check_positive("tol", tol)
+    size = x.shape[-2] * x.shape[-1]
+    method = method or ("exact" if size <= _DENSE else "series")
+    if method not in get_args(_Method):
+        known = ", ".join(get_args(_Method))
+        raise InputError(f"`method` should be one of {known}. Found `{method}`.")
+    for name, number in (("terms", terms), ("probes", probes)):
+        if number is not None and (type(number) is not int or number < 1 or method == "exact"):
+            raise InputError(
+                f"`{name}` should be a positive integer, and left out of the method `exact`. "
+                f"Found `{name} = {number}` and `{method}`."
+            )
+    if size > _TRACED and probes is None and method != "exact":
+        raise InputError(
+            f"`probes` should be given for samples of more than {_TRACED} entries. Found {size}, "
+            "which exact traces would take as many products for."
+        )
+    if method == "exact":
+        return LogDeterminant(_dense(g, x), 0.0, 0, 0)
+    if method == "series":
+        count = _terms(size, g.c, tol) if terms is None else terms
+        weights = [1.0] * count
+        error = _left_out(size, g.c, count)
+    else:
+        if terms is not None:
+            raise InputError("`terms` should be left out of the method `roulette`. Found it.")
+        goes_on = max(_GOES_ON, g.c)  # a smaller chance than c would let the weights outgrow J^k
+        weights, chance = [], 1.0
+        while len(weights) < _CERTAIN or float(torch.rand((), generator=generator)) < goes_on:
+            chance *= goes_on if len(weights) >= _CERTAIN else 1.0
+            weights.append(1 / chance)
+        error = 0.0
+    value = _series(g, x, weights, probes, generator)
+    return LogDeterminant(value, error, len(weights), probes or 0)
+
+
+def _dense(g: Contraction, x: Tensor) -> Tensor:
+    size = x.shape[-2] * x.shape[-1]
+
+    def jacobian(one: Tensor) -> Tensor:
+        found = torch.func.jacrev(g)(one)
+        assert isinstance(found, Tensor)
+        return found.reshape(size, size)
+
+    every = torch.func.vmap(jacobian)(x.reshape(-1, *x.shape[-2:]))
+    wide = torch.promote_types(x.dtype, torch.float32)  # there is none in half precision
+    eye = torch.eye(size, dtype=wide, device=x.device)
+    return torch.linalg.slogdet(every + eye).logabsdet.to(x.dtype).reshape(x.shape[:-2])
+
+
+def _series(
+    g: Contraction,
+    x: Tensor,
+    weights: list[float],
+    probes: int | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """``Σ_k (-1)^(k+1) w_k tr(J^k) / k`` with traces from products ``J^T v``."""
+    learns = torch.is_grad_enabled()
+    size = x.shape[-2] * x.shape[-1]
+    shape = (size if probes is None else probes, *x.shape)
+    if probes is None:
+        v = torch.eye(size).to(x).reshape(size, *(1,) * (x.ndim - 2), *x.shape[-2:]).expand(shape)
+    else:
+        v = torch.randint(0, 2, shape, generator=generator).to(x) * 2 - 1
+    with torch.enable_grad():
+        at = x if x.requires_grad else x.detach().requires_grad_()
+        there = at.expand(shape) * 1.0  # a copy for every probe: products do not mix
+        y, w, total = g(there), v, x.new_zeros(x.shape[:-2])
+        for k, weight in enumerate(weights, 1):
+            (w,) = torch.autograd.grad(y, there, w, create_graph=learns, retain_graph=True)
+            trace = (w * v).flatten(-2).sum(-1).sum(0) / (probes or 1)
+            total = total + (-1) ** (k + 1) * weight / k * trace
+            w, total = (w, total) if learns else (w.detach(), total.detach())
+    return total
+
+
+def _left_out(size: int, c: float, terms: int) -> float:
+    """``n d c^(K+1) / ((K+1) (1-c))``: ``|tr J^k| ≤ n d c^k``."""
+    return size * c ** (terms + 1) / ((terms + 1) * (1 - c))
+
+
+def _terms(size: int, c: float, tol: float) -> int:
+    first = max(1, math.ceil(math.log(tol * (1 - c) / size) / math.log(c)) - 1)
+    # That many are enough without the factor 1 / (K+1): some of them are not needed.
+    return next(k for k in range(1, first + 1) if _left_out(size, c, k) <= tol or k == first)
+
+
+_KEPT = 5  # differences that Anderson's step is made of
+_UNITS = 8  # of rounding in a residual, relative to its tokens
+_BACKWARD = (
+    "`inverse` should be differentiated once, by `backward` or `torch.autograd.grad`. Found {}."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Inverse(Shown):
+    """A solution ``X`` of ``X + g(X) = Y``, and how good it is.
+
+    Attributes:
+        x: ``X``.
+        steps: How often ``g`` was evaluated.
+        error: A bound of ``‖X - X*‖_F`` of every sample, ``X*`` the exact solution.
+    """
+
+    x: Float[Tensor, "*b n d"]
+    steps: int
+    error: Float[Tensor, "*b"]
+
+
+class InvertibleResidual(nn.Module):
+    """``X ↦ X + g(X)`` for a contraction ``g``: one-to-one, with an inverse and a determinant.
+
+    Source: residual blocks of [behrmann2019], attention of [kim2021].
+
+    >>> from lipscope.control import ContractiveMLP
+    >>> block = InvertibleResidual(ContractiveMLP([2, 8, 2], c=0.5))
+    >>> x = torch.ones(3, 1, 2)
+    >>> bool(torch.allclose(block.inverse(block(x)).x, x))
+    True
+    """
+
+    def __init__(self, g: Contraction) -> None:
+        super().__init__()
+        if not isinstance(g, Contraction):
+            raise InputError(
+                "`g` should be certified to contract, such as `ContractiveAttention`. "
+                f"Found `{type(g).__name__}`."
+            )
+        self.g = g
+
+    def forward(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d"]:
+        """``X + g(X)``."""
+        return x + self.g(x)
+
+    def inverse(
+        self, y: Float[Tensor, "*b n d"], *, tol: float | None = None, max_steps: int = 1000
+    ) -> Inverse:
+        """The ``X`` with ``X + g(X) = Y``, differentiable once, in ``Y`` and in the weights.
+
+        ``‖X - X*‖_F ≤ c ‖Z + g(Z) - Y‖_F / (1 - c)`` for ``X = Y - g(Z)``, the last step, is the
+        error that is returned, but never less than what rounding allows,
+        ``8 ε max(‖Y‖_F, ‖Z‖_F) / (1 - c)``. Gradients are those of the inverse function: one
+        more equation of this kind, no steps are recorded. All is in the dtype of ``Y``, under
+        autocast too.
+
+        Args:
+            y: Samples, solved together.
+            tol: Of the error of a sample, relative to ``max(‖Y‖_F, ‖Z‖_F)``; what rounding
+                allows if None.
+            max_steps: Evaluations of ``g`` at most.
+
+        Raises:
+            InputError: If the tolerance is not reached, or a second derivative or one in
+                forward mode is asked for.
+        """
+        self.g.check("y", y)
+        check_count("max_steps", max_steps)
+        if transformed():
+            raise InputError(_BACKWARD.format("forward mode or a transform of `torch.func`"))
+        if not bool(y.isfinite().all()):
+            raise InputError("`y` should hold finite numbers. Found others.")
+        slack, units = 1 - self.g.c, _UNITS * torch.finfo(y.dtype).eps
+        least = units / slack
+        tol = least if tol is None else tol
+        check_positive("tol", tol)
+
+        def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
+            found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)
+            size = _size(right.flatten(-2), found.x.flatten(-2))
+            error = torch.maximum(self.g.c * found.error / slack, least * size)
+            if not bool((error <= tol * size).all()):
+                raise InputError(
+                    f"`tol` should be what {str(y.dtype)[6:]} can reach in `max_steps` steps. "
+                    f"Found errors to {float((error / size).max()):.1g} with "
+                    f"`tol = {tol:.1g}`, `max_steps = {max_steps}`."
+                )
+            return Inverse(found.x, found.steps + 1, error)
+
+        # The last step has the derivative of the equation's own right side where it is recorded;
+        # what is sent back is multiplied by (1 + J)^-T first.
+        with torch.autocast(y.device.type, enabled=False):
+            with torch.no_grad():
+                found = answer(self.g, y.detach())
+            x = y - self.g(found.x)
+            if x.requires_grad:
+                at = found.x.detach().requires_grad_()
+                with torch.enable_grad():
+                    there = self.g(at)
+
+                def pull(w: Tensor) -> Tensor:
+                    return torch.autograd.grad(there, at, w, retain_graph=True)[0]
+
+                def back(grad: Tensor) -> Tensor:
+                    if torch.is_grad_enabled():  # what is solved here would be held fixed
+                        raise InputError(_BACKWARD.format("`create_graph`"))
+                    return answer(pull, grad).x
+
+                x.register_hook(back)
+        return Inverse(x, found.steps, found.error)
+
+    def log_determinant(self, x: Float[Tensor, "*b n d"], **options: object) -> LogDeterminant:
+        """``log det(I + J_g(X))`` of every sample, with the options of `log_determinant`."""
+        return log_determinant(self.g, x, **options)  # pyright: ignore[reportArgumentType]
+
+
+def solve(
+    g: Callable[[Tensor], Tensor],
+    y: Float[Tensor, "*b n d"],
+    *,
+    c: float = 1.0,
+    tol: float,
+    max_steps: int,
+    accelerate: bool = True,
+) -> Inverse:
+    """``X + g(X) = Y`` by ``X ← Y - g(X)``, accelerated by Anderson's mixing.
+
+    Mixed iterates are taken where they bring the residual down by more than ``c``, and a plain step
+    is taken otherwise: a contraction's residual falls by at least ``c`` in two evaluations.
+
+    Holds for contractions. For another ``g`` it may diverge, which its ``error`` says.
+
+    Source: [walker2011] for the mixing.
+    """
+    flat, shape = y.flatten(-2), y.shape
+    best, best_gap = flat, torch.full_like(_size(flat, flat), torch.inf)
+    x, plain = flat, torch.ones_like(best_gap, dtype=torch.bool)
+    points: list[Tensor] = []
+    moves: list[Tensor] = []
+    move, steps = torch.zeros_like(flat), 0
+    while steps < max_steps:
+        steps += 1
+        to = flat - g(x.view(shape)).flatten(-2)
+        gap = (to - x).norm(dim=-1)
+        # A mixed iterate must do what a plain one is sure to do; a plain one is always taken.
+        taken = plain | (gap <= c * best_gap)
+        nearer = gap < best_gap
+        move = torch.where(nearer[..., None], to - x, move)
+        best, best_gap = torch.where(nearer[..., None], x, best), torch.minimum(gap, best_gap)
+        if bool((best_gap <= tol * _size(flat, best)).all()):
+            break
+        points, moves = [*points[-_KEPT:], x], [*moves[-_KEPT:], to - x]
+        step = best + move
+        plain = ~taken | (not accelerate) | (len(points) == 1)
+        x = torch.where(plain[..., None], step, _mixed(points, moves))
+    return Inverse(best.view(shape), steps, best_gap)
+
+
+def _size(y: Tensor, x: Tensor) -> Tensor:
+    return torch.maximum(y.norm(dim=-1), x.norm(dim=-1))
+
+
+def _mixed(points: list[Tensor], moves: list[Tensor]) -> Tensor:
+    """The plain step from the combination of the points whose move is the smallest."""
+    last, move = points[-1], moves[-1]
+    if len(points) == 1:
+        return last + move
+    across = torch.stack([move - m for m in moves[:-1]], -1)
+    along = torch.stack([last - p for p in points[:-1]], -1)
+    size = across.norm(dim=(-2, -1), keepdim=True)
+    across, along = (t / torch.where(size > 0, size, 1.0) for t in (across, along))
+    gram = across.mT @ across
+    ridge = 10 * torch.finfo(gram.dtype).eps * torch.eye(gram.shape[-1]).to(gram)
+    wide = torch.promote_types(gram.dtype, torch.float32)  # none is solved in half precision
+    right = across.mT @ move[..., None]
+    weights = torch.linalg.solve((gram + ridge).to(wide), right.to(wide)).to(gram.dtype)
+    mixed = last + move - ((along + across) @ weights)[..., 0]
+    return torch.where(mixed.isfinite(), mixed, last + move)
+
+
+class Flow(nn.Module):
+    """``log p(X) = log N(Z; 0, 1) + Σ log det``, ``Z`` what the blocks make of ``X``.
+
+    A sample is a set of ``n`` points in ``d`` dimensions, ``(n, d)``; a point alone has n = 1.
+    Blocks of attention let points know of each other, and the density does not depend on their
+    order.
+
+    Source: flows of residual blocks [behrmann2019].
+
+    >>> from lipscope.control import ContractiveMLP
+    >>> flow = Flow([InvertibleResidual(ContractiveMLP([2, 8, 2], c=0.5))])
+    >>> flow.log_density(torch.zeros(7, 1, 2)).shape
+    torch.Size([7])
+    """
+
+    def __init__(self, blocks: Sequence[InvertibleResidual]) -> None:
+        super().__init__()
+        several = isinstance(blocks, Sequence | nn.ModuleList)
+        if not several or not blocks or not all(isinstance(b, InvertibleResidual) for b in blocks):
+            kinds = blocks if several else [blocks]
+            found = ", ".join(type(block).__name__ for block in kinds) or "none"
+            raise InputError(f"`blocks` should be a list of `InvertibleResidual`. Found `{found}`.")
+        self.blocks = nn.ModuleList(blocks)
+
+    def log_density(self, x: Float[Tensor, "*b n d"], **options: object) -> Float[Tensor, "*b"]:
+        """``log p(X)`` of every sample, in nats; options as in `log_determinant`."""
+        total = x.new_zeros(x.shape[:-2])
+        for block in self._each():
+            total = total + block.log_determinant(x, **options).value
+            x = block(x)
+        size = x.shape[-2] * x.shape[-1]
+        return total - (x.square().sum((-2, -1)) + size * math.log(2 * math.pi)) / 2
+
+    def inverse(self, z: Float[Tensor, "*b n d"], **options: float) -> Inverse:
+        """The ``X`` that becomes ``Z``; options as in `InvertibleResidual.inverse`.
+
+        The error of a block grows by ``1 / (1 - c)`` in the next one; the bound that is returned
+        is that of all together.
+        """
+        steps, error = 0, z.new_zeros(z.shape[:-2])
+        for block in reversed(list(self._each())):
+            found = block.inverse(z, **options)  # pyright: ignore[reportArgumentType]
+            z, steps = found.x, steps + found.steps
+            error = error / (1 - block.g.c) + found.error
+        return Inverse(z, steps, error)
+
+    def sample(
+        self, count: int, num_tokens: int, width: int, *, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "b n d"]:
+        """``count`` samples of ``num_tokens`` points in ``width`` dimensions."""
+        for name, number in (("count", count), ("num_tokens", num_tokens), ("width", width)):
+            check_count(name, number, least=0 if name == "count" else 1)
+        like = next(self.parameters())
+        z = torch.randn(count, num_tokens, width, generator=generator, dtype=like.dtype)
+        with torch.no_grad():
+            return self.inverse(z.to(like.device)).x
+
+    def _each(self) -> list[InvertibleResidual]:
+        return [block for block in self.blocks if isinstance(block, InvertibleResidual)]
