@@ -12,6 +12,7 @@ from agreement import gaussian
 from examples import N, build, each_variant
 from lipscope.attention import (
     ClippedAttention,
+    DividedAttention,
     DotProduct,
     L2Attention,
     MultiheadAttention,
@@ -158,3 +159,32 @@ def test_what_is_asked_of_points_in_half_precision_is_known_or_refused(dtype) ->
     eye = torch.eye(2, dtype=dtype)
     with pytest.raises(InputError, match=f"float32 or float64. Found {str(dtype)[6:]}"):
         split_at(DotProduct(eye, eye, eye), x)
+
+
+@pytest.mark.parametrize("kept", [2**30, 400], ids=["stored", "rebuilt"])
+@pytest.mark.parametrize("kind", [DotProduct, DividedAttention, ClippedAttention])
+def test_values_far_below_their_bias_keep_their_digits(kind, kept) -> None:
+    """Where weights add up to 1, the bias of the values moves nothing."""
+    options: dict = {"by": "G2", "num_tokens": N} if kind is DividedAttention else {}
+    options |= {} if kind is DotProduct else {"radius": 3.0}
+    weights = gaussian(4, 4), gaussian(4, 4), 1e-9 * gaussian(4, 4, seed=1), gaussian(3, 4)
+    layer = kind(*weights, heads=2, value_bias=1e6 + gaussian(4), **options)
+    x, e, g = gaussian(N, 4).float(), gaussian(N, 4, seed=2), gaussian(N, 3)
+    true, layer = layer.linearise(x.double()), copy.deepcopy(layer).float()
+    found = layer.linearise(x, memory=kept)
+    scale = true.matvec(e).abs().max()
+    torch.testing.assert_close(
+        found.matvec(e.float()).double(), true.matvec(e), rtol=0, atol=1e-5 * scale
+    )
+    scale = true.rmatvec(g).abs().max()
+    torch.testing.assert_close(
+        found.rmatvec(g.float()).double(), true.rmatvec(g), rtol=0, atol=1e-5 * scale
+    )
+    near = layer.stretch(x, g.float(), e.float())
+    assert float(near) == pytest.approx(float((g * true.matvec(e)).sum()), rel=1e-4)
+    bare = layer.replace(value_bias=None)
+    at = ls.top_singular(found, generator=torch.Generator().manual_seed(0))
+    without = ls.top_singular(bare.linearise(x), generator=torch.Generator().manual_seed(0))
+    assert at.sigma == pytest.approx(without.sigma, rel=1e-6)
+    with torch.no_grad():  # the forward keeps it
+        assert float((layer(x) - bare(x)).abs().max()) > 1e5

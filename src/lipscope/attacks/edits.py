@@ -345,8 +345,8 @@ class EditSearch:
 def leading(op: Operator, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Singular values and right singular vectors of an operator on a Krylov space of 12 steps.
 
-    With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``: ``S``,
-    ``(k,)``, and ``V Q``, ``(k, *in_shape)``.
+    With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``:
+    ``S``, ``(k,)``, and ``V Q``, ``(k, *in_shape)``.
     """
     start = torch.randn(1, *op.in_shape, generator=generator).to(op.device, op.dtype)
     *_, state = golub_kahan(op, start, min(_STEPS, op.in_size))

@@ -15,17 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lipscope.attention.jacobian import (
-    CHUNK_BYTES,
-    SURE,
-    AllHeads,
-    ChunkedCore,
-    Frame,
-    OneSide,
-    PerHead,
-    around,
-    stretch,
-)
+from lipscope.attention.jacobian import CHUNK_BYTES, SURE, ChunkedCore, Linearised, stretch
 from lipscope.attention.layer import (
     Layer,
     Map,
@@ -176,28 +166,13 @@ class Attention(Layer):
                 x.dtype,
                 x.device,
             )
-        moved = x if context is None or side == "query" else context
-        with torch.no_grad(), uncast(x.device):
-            core = ChunkedCore(self, x, memory, context, log_weights)
-            frame: Frame = (PerHead if per_head else AllHeads)(self, map, moved)
-            if context is not None:
-                frame = OneSide(frame, side, core.q, core.k, core.v)
-            frame = around(self, frame, moved, x, context)
-            doubt = core.doubt()
-
-        def matvec(e: Tensor) -> Tensor:
-            with torch.no_grad(), uncast(x.device):
-                return frame.leave(core.jvp(*frame.enter(e)))
-
-        def rmatvec(g: Tensor) -> Tensor:
-            with torch.no_grad(), uncast(x.device):
-                return frame.enter_t(*core.vjp(frame.leave_t(g)))
-
+        at = Linearised(self, x, memory, context=context, log_weights=log_weights, **options)
+        axes, doubt = at.frame.axes, at.doubt
         op = Operator(
-            over_leading(matvec, frame.axes),
-            over_leading(rmatvec, frame.axes),
-            tuple(moved.shape),
-            (x.shape[0], frame.width_out),
+            over_leading(at.matvec, axes),
+            over_leading(at.rmatvec, axes),
+            tuple(at.moved.shape),
+            (x.shape[0], at.frame.width_out),
             x.dtype,
             x.device,
         )

@@ -7,6 +7,7 @@ the mask; what becomes of them is the weighting's.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -91,7 +92,8 @@ class ChunkedCore:
     """``(dq, dk, dv) -> do`` and its transpose at one input, by blocks of heads and rows.
 
     A block holds no keys that a causal mask or a window hides from all of its rows. At most half of
-    ``memory``, in bytes, keeps weights.
+    ``memory``, in bytes, keeps weights. The output is that of the layer where values have their
+    bias (``biased``); derivatives are the same without it where `Layer.bias_moves` is false.
     """
 
     def __init__(
@@ -101,9 +103,12 @@ class ChunkedCore:
         memory: int,
         context: Tensor | None = None,
         log_weights: Tensor | None = None,
+        *,
+        biased: bool = True,
     ) -> None:
         self.layer, self.weighting, self.log_weights = layer, layer.weighting, log_weights
-        self.q, self.k, self.v = (t.contiguous() for t in layer.project(x, context))
+        parts = layer.project(x, context, biased=biased)
+        self.q, self.k, self.v = (t.contiguous() for t in parts)
         with uncast(x.device):
             self._attend(memory)
 
@@ -275,7 +280,7 @@ class AllHeads:
         self.weight = torch.cat([query * layer.scale, key, value])
         self.norms = _norms_at(layer, x)
         self.out = layer.output if map == "attention" else None
-        self.heads = layer.num_heads
+        self.heads, self.grouped = layer.num_heads, layer.num_groups != layer.num_heads
         self.sizes = [query.shape[0], key.shape[0], value.shape[0]]
         concat = layer.num_heads * layer.value_width
         self.width_out = concat if self.out is None else self.out.shape[0]
@@ -289,12 +294,13 @@ class AllHeads:
             for x, norm, h in zip(parts, self.norms, _counts(layer), strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
-        return q, layer.repeat_groups(k), layer.repeat_groups(v)
+        return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if self.grouped else (q, k, v)
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
         """The transpose of `enter`."""
         layer = self.layer
-        gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
+        if self.grouped:
+            gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
         flat = (x.transpose(0, 1).flatten(1) for x in (gq, gk, gv))
         parts = [
@@ -512,15 +518,57 @@ def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
     return g if rotary is None else rotary.transpose(g)
 
 
-# --- ``<g, J(x) e>``, differentiable in everything
+class Linearised:
+    """A layer at one input: products with its Jacobian and with the transpose.
 
+    Attributes:
+        frame: What stands around the core.
+        moved: The tokens that move.
+        doubt: As `ChunkedCore.doubt`.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        x: Tensor,
+        memory: int,
+        *,
+        map: Map,
+        per_head: bool,
+        context: Tensor | None,
+        side: MovingSide,
+        log_weights: Tensor | None,
+    ) -> None:
+        self.moved = x if context is None or side == "query" else context
+        with torch.no_grad(), uncast(x.device):
+            biased = layer.bias_moves
+            core = ChunkedCore(layer, x, memory, context, log_weights, biased=biased)
+            frame: Frame = (PerHead if per_head else AllHeads)(layer, map, self.moved)
+            if context is not None:
+                frame = OneSide(frame, side, core.q, core.k, core.v)
+            self.core, self.frame = core, around(layer, frame, self.moved, x, context)
+            self.doubt = core.doubt()
+
+    def matvec(self, e: Tensor) -> Tensor:
+        """``J e``."""
+        with torch.no_grad(), uncast(self.moved.device):
+            return self.frame.leave(self.core.jvp(*self.frame.enter(e)))
+
+    def rmatvec(self, g: Tensor) -> Tensor:
+        """``J^T g``."""
+        with torch.no_grad(), uncast(self.moved.device):
+            return self.frame.enter_t(*self.core.vjp(self.frame.leave_t(g)))
+
+
+# --- ``<g, J(x) e>``, differentiable in everything
 _COPIES = 24  # score-sized tensors that are alive while one chunk is differentiated, roughly
 
 
 @exact
 def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
     """As `Attention.stretch`."""
-    (q, k, v), (dq, dk, dv) = cast(Any, jvp(layer.project, (x,), (e,)))
+    project = functools.partial(layer.project, biased=layer.bias_moves)
+    (q, k, v), (dq, dk, dv) = cast(Any, jvp(project, (x,), (e,)))
     heads = g if layer.output is None else g @ layer.output
     go = heads.unflatten(-1, (layer.num_heads, -1)).transpose(-3, -2)
 

@@ -515,16 +515,23 @@ class Layer(nn.Module, ABC):
         """``c tanh(s / c)``, or the scores as they are."""
         return s if self.softcap is None else self.softcap * torch.tanh(s / self.softcap)
 
-    def project(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled and divided queries, keys, values, ``(..., num_heads, n or m, width)``, `wide`."""
-        q, k, v = self.undivided(x, context)
+    def project(
+        self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaled and divided queries, keys, values, ``(..., num_heads, n or m, width)``, `wide`.
+
+        Values may be wanted without their bias, which where weights add up to 1 moves nothing.
+        """
+        q, k, v = self.undivided(x, context, biased=biased)
         divisor = self.divisor(q, k, v)
         return q if divisor is None else q / divisor, k, v
 
-    def undivided(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def undivided(
+        self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, before queries are divided by what all tokens decide on."""
         groups = (self.num_heads, self.num_groups, self.num_groups)
-        parts = map(wide, self.project_in(x, context))
+        parts = map(wide, self.project_in(x, context, biased=biased))
         q, k, v = (
             (z if norm is None else norm(z)).unflatten(-1, (heads, -1)).transpose(-3, -2)
             for z, norm, heads in zip(parts, self.norms(), groups, strict=True)
@@ -533,7 +540,9 @@ class Layer(nn.Module, ABC):
             q, k = self.rotary(q), self.rotary(k)
         return q * self.scale, self.repeat_groups(k), self.repeat_groups(v)
 
-    def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_in(
+        self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values as the weights make them, heads side by side."""
         others: Tensor = x if context is None else context
         if not x.shape[-2] or not others.shape[-2]:
@@ -544,8 +553,16 @@ class Layer(nn.Module, ABC):
         return (
             nn.functional.linear(x, query, self.query_bias),
             nn.functional.linear(others, key, self.key_bias),
-            nn.functional.linear(others, value, self.value_bias),
+            nn.functional.linear(others, value, self.value_bias if biased else None),
         )
+
+    @property
+    def bias_moves(self) -> bool:
+        """Whether the Jacobian depends on the bias of the values."""
+        if self.value_bias is None:
+            return False
+        apart = self.weighting.normalised and self.by_token
+        return not apart or self.norms()[2] is not None
 
     def project_out(self, heads: Tensor) -> Tensor:
         """Concatenated heads ``(..., n, num_heads * d_v)`` through the output projection."""

@@ -329,7 +329,7 @@ class _Rows:
         return of_v + self.v * ball.spread, of_z + self.a * ball.spread
 
     def _passed(self, part: Callable[[slice], tuple[Tensor, ...]]) -> list[Tensor]:
-        found = [part(rows) for rows in self.ball.c.chunks()]
+        found = [part(rows) for rows in self.ball.c.chunks]
         return [torch.cat(each, dim=-1) for each in zip(*found, strict=True)]
 
     def _values(self, rows: slice) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from lipscope.theorems import Ball, BallName, HeadAt, eigenvalue
 _PIECES = 8  # of the way from X to X + E; intervals are taken at the end of each
 _ROUNDS = 2  # of the search for weights between heads
 _SHARES = (0.4, 0.8, 1.6)  # tried for (a + b)^2 <= (1 + t) a^2 + (1 + 1/t) b^2
-_CHUNK = 2**26  # bytes of row matrices at a time
+_CHUNK = 2**26  # bytes of matrices of rows, or of columns, at a time
 _TINY = 1e-150
 _SLACK = 1e-10  # float64 rounding of the weighted sums, with room
 
@@ -116,7 +116,7 @@ class Summed:
 
     def _columns(self, channels: list[Channel], mine: Tensor, weights: Tensor) -> float:
         """``sqrt(max_j (mine_j + lam_max(sum_i sum_h w_hi weights_hij h_hij h_hij^T)))``."""
-        found = []
+        found, grams = [], []
         for j in range(len(mine)):
             rows = torch.cat([
                 (w * channel.weights[:, j]).sqrt()[:, None] * (_read(c, j) @ keys.T)
@@ -125,8 +125,11 @@ class Summed:
                 )
             ])  # fmt: skip
             gram = rows @ rows.T if rows.shape[0] < rows.shape[1] else rows.T @ rows
-            found.append(mine[j] + eigenvalue(gram))
-        most = float(torch.stack(found).max())  # NaN if any is
+            grams.append(gram)
+            if 8 * gram.numel() * len(grams) >= _CHUNK or j == len(mine) - 1:
+                found.append(eigenvalue(torch.stack(grams)))
+                grams = []
+        most = float((mine + torch.cat(found)).max())  # NaN if any is
         return math.sqrt(most) if math.isfinite(most) else math.inf
 
 
@@ -221,7 +224,7 @@ class Way:
     def _apart(self, weights: Tensor, most: Tensor) -> Tensor:
         """Largest eigenvalue of ``sum_j w_ij (z_ij - z_ir) (z_ij - z_ir)^T``, ``(n,)``."""
         found = []
-        for rows in self.c.chunks():
+        for rows in self.c.chunks:
             z = self.c.z(rows)
             z = z - z[torch.arange(len(z)), most[rows], None]
             found.append(eigenvalue((weights[rows, :, None] * z).mT @ z))

@@ -14,7 +14,7 @@ factor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -264,15 +264,11 @@ class AtInput:
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
         self.heads, self.x = tuple(heads), _checked(heads[0], x)
+        self.rotary = heads[0].rotary  # with one, ``a_ij`` depends on ``j``
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
         """One tensor from those of the heads."""
         return torch.stack(list(parts))
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """The rotary embedding, or None; with one, ``a_ij`` depends on ``j``."""
-        return self.heads[0].rotary
 
     @cached_property
     def q(self) -> Float[Tensor, "*h n k"]:
@@ -406,11 +402,12 @@ class AtInput:
         keys = self.k[..., None, :, :] - self.mean_key[..., rows, None, :]
         return self._back(rows, (self.p[..., rows, :, None] * self.y(rows)).mT @ keys)
 
-    def chunks(self) -> Iterator[slice]:
+    @cached_property
+    def chunks(self) -> list[slice]:
         """Rows whose tensors ``(h, rows, n, k)`` fit the cache of one pass."""
         n, width = len(self.x), max(self.q.shape[-1], self.v.shape[-1])
         rows = max(1, _CHUNK_BYTES // (8 * n * width * len(self.heads)))
-        return (slice(i, min(i + rows, n)) for i in range(0, n, rows))
+        return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
 
     def _rotated(self, w: Tensor) -> Tensor:
         if self.rotary is None:
@@ -513,20 +510,20 @@ class HeadAt(AtInput):
     @cached_property
     def mu(self) -> Float[Tensor, "n n"]:
         """``|A^T y_ij|``: how fast logit ij grows with token i."""
-        return torch.cat([self.z(rows).norm(dim=-1) for rows in self.chunks()])
+        return torch.cat([self.z(rows).norm(dim=-1) for rows in self.chunks])
 
     @cached_property
     def rho(self) -> Float[Tensor, "n m"]:
         """``|a_ij|``: how fast logit ij grows with token j; ``(n, 1)`` without rotary."""
         factor = torch.linalg.qr(self.head.key.T, mode="r").R.T
-        sizes = [(self.pulled(rows) @ factor).norm(dim=-1) for rows in self.chunks()]
+        sizes = [(self.pulled(rows) @ factor).norm(dim=-1) for rows in self.chunks]
         return torch.cat(sizes)
 
     @cached_property
     def drift(self) -> Float[Tensor, " n"]:
         """``‖V C_i A‖`` (rotary: of its counterpart)."""
         factor = self.factor_q.T
-        return torch.cat([norms_of_many(self.covariance(r) @ factor) for r in self.chunks()])
+        return torch.cat([norms_of_many(self.covariance(r) @ factor) for r in self.chunks])
 
     def z(self, rows: slice) -> Float[Tensor, "r n k"]:
         """``A^T y_ij`` in the basis of ``Q``'s factor."""

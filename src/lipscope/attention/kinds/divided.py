@@ -87,7 +87,9 @@ class DividedAttention(Biased):
         divisor = torch.where(bounds > 0, bounds, 1.0).repeat_interleave(self.value_width)
         return self.query, self.key, (self.value / divisor[:, None]).to(self.value.dtype)
 
-    def project_in(self, x: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_in(
+        self, x: Tensor, context: Tensor | None = None, *, biased: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As in every layer."""
         found = (x if context is None else context).shape[-2]
         if max(found, x.shape[-2]) > self.num_tokens:
@@ -95,4 +97,4 @@ class DividedAttention(Biased):
                 f"An input should have at most `num_tokens = {self.num_tokens}` tokens. "
                 f"Found {max(found, x.shape[-2])}."
             )
-        return super().project_in(x, context)
+        return super().project_in(x, context, biased=biased)

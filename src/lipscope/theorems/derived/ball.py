@@ -164,7 +164,7 @@ class Ball:
         """
         c, p = self.c, self.p
         parts: dict[str, list[Tensor]] = {}
-        for rows in c.chunks():
+        for rows in c.chunks:
             y, z = c.y(rows), c.z(rows)
             change = p.change[rows, :, None].sqrt()
             gram, top = self._moment(rows, y, c.nu)
@@ -207,7 +207,7 @@ class Ball:
         """As ``change_v`` of `sums`, of ``A^T y``: not every form asks for it."""
         parts = [
             eigenvalue(_gram(self.p.change[rows, :, None].sqrt() * self.c.z(rows)))
-            for rows in self.c.chunks()
+            for rows in self.c.chunks
         ]
         return torch.cat(parts)
 
@@ -288,7 +288,7 @@ class Ball:
         moved = (c.head.norm_v * self.eps + mean[:, None]) * self.rho
         query = c.norm_a * self.eps
         if c.rotary is None:
-            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks()]
+            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks]
             turned = query * torch.cat(parts).sqrt()
         else:
             turned = query * (sizes * c.nu.square()).sum(-1).sqrt()

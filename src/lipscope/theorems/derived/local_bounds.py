@@ -145,7 +145,7 @@ def _row_norms(at: HeadAt) -> Tensor:
     """Top eigenvalues of ``V (sum_j P_ij B_ij B_ij^T) V^T``, ``(n,)``."""
     cross = at.head.key @ at.head.value.T
     found = []
-    for rows in at.chunks():
+    for rows in at.chunks:
         y, p = at.y(rows), at.p[rows, :, None]
         grams = at.gram_v + (y * p * at.rho[rows, :, None].square()).mT @ y
         if at.rotary is not None:  # else the weighted sum of y is zero
@@ -158,7 +158,7 @@ def _row_norms(at: HeadAt) -> Tensor:
 def _diagonal_norms(at: HeadAt, slope: Tensor | None, around: Around | None) -> Tensor:
     """``‖J_ii‖`` without rotary embedding, exactly, with what is in front and around, ``(n,)``."""
     head, norms = at.head, []
-    for rows in at.chunks():
+    for rows in at.chunks:
         i = torch.arange(rows.start, rows.stop)
         a = (at.q[rows] @ head.key)[:, None]
         blocks = head.value + (at.v[rows] - at.o[rows])[..., None] * a

@@ -71,6 +71,8 @@ class JacobianRows:
             factor * w.flatten(1).norm(dim=1, keepdim=True)
             for w, factor in ((at.query, turned), (at.key, turned), (at.value, 1.0))
         )
+        self.slopes = at.columns(slope).square()
+        self.outer_squares = at.x.new_tensor(at.outer).square()
         self.kappa = 2 - at.x.square().sum(-1)
         self.own_keys = at.x @ at.key.mT  # no bias, no rotation: <a_ij, x_j> = <pulled, K x_j>
         self.own_queries = at.x @ at.query.mT
@@ -281,8 +283,7 @@ class JacobianRows:
         return grams - (along * (self.kappa * inverse)[:, None]) @ along.mT + rounding
 
     def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
-        squares = self.at.columns(self.slope).square()
-        return torch.where(self.support[rows], squares / weights[rows], 0.0)
+        return torch.where(self.support[rows], self.slopes / weights[rows], 0.0)
 
     def _sizes(self, rows: slice) -> Tensor:
         """Of the parts of every block, head by head, before they cancel, ``(r, H, n)``."""
@@ -297,7 +298,7 @@ class JacobianRows:
     def _hidden(self, weights: Tensor, rows: slice) -> Tensor:
         """What rounding may take off ``ω_i``, in units of what cancels in its Gram matrix."""
         inverse = self._inverse(weights, rows)
-        outer = weights.new_tensor(self.at.outer).square()
+        outer = self.outer_squares
         grams = (self._sizes(rows).square() @ inverse[..., None])[..., 0] @ outer
         terms = len(outer)
         if self.around is not None:
