@@ -30,7 +30,7 @@ from lipscope.measures import (
     wasserstein,
     weighted_jacobian,
 )
-from lipscope.measures.splitting import blocks, in_closed_form, own_operator, token_gains
+from lipscope.measures.splitting import in_closed_form, own_operator, token_blocks, token_gains
 from lipscope_experiments.castin2024.splitting import ratios
 from small_layers import case
 
@@ -257,7 +257,7 @@ def test_maps_that_nothing_splits() -> None:
 def test_residual_and_blocks_by_the_generic_operator() -> None:
     f = line(-1.0)
     found = split_at(lambda y: y + f(y), WEDGE)
-    own = blocks(own_operator(f, WEDGE)).flatten()
+    own = token_blocks(own_operator(f, WEDGE)).flatten()
     assert found.splitting == pytest.approx(float((1 + own).abs().max()), rel=1e-12)
     assert found.moving == pytest.approx(dense(lambda y: y + f(y), WEDGE), rel=1e-12)
 

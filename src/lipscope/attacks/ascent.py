@@ -92,7 +92,7 @@ def ascend(
             "`restarts` and `steps` should not be negative. "
             f"Found `restarts = {restarts}`, `steps = {steps}`."
         )
-    given = _starts(layer, num_tokens, radius, restarts, start, generator)
+    given = _start_inputs(layer, num_tokens, radius, restarts, start, generator)
     search = copy.deepcopy(layer).float()  # twice as fast; the winner is measured as the layer is
     x = clamp(given.float(), radius)
     v = _randn(tuple(x.shape), generator).to(x)
@@ -105,7 +105,7 @@ def ascend(
         if progress is not None:
             progress(next(done), steps * len(batches))
 
-    parts = [_climb(search, xs, vs, radius, steps, step) for xs, vs in batches]
+    parts = [_ascend_batch(search, xs, vs, radius, steps, step) for xs, vs in batches]
     first, values, points = (torch.cat(list(part)) for part in zip(*parts, strict=True))
     # NaN (a start that overflows) must lose, which argmax alone would not see to.
     winner = int(values.nan_to_num(nan=-1.0).argmax())
@@ -129,7 +129,7 @@ def sigma_gradient(
     op = Operator(
         tape.matvec, tape.rmatvec, tuple(x.shape[1:]), tuple(tape.y.shape[1:]), x.dtype, x.device
     )
-    sigma, left, right = _ritz(op, v, steps)
+    sigma, left, right = _top_triplets(op, v, steps)
     with torch.enable_grad():
         value = stretch(tape.y, tape.point, left, right)
         (gradient,) = torch.autograd.grad(value, tape.point)
@@ -183,7 +183,7 @@ def check_size(num_tokens: int, radius: float, *, least: int = 1) -> None:
         raise InputError(f"`radius` should be positive and finite. Found `radius = {radius}`.")
 
 
-def _climb(
+def _ascend_batch(
     layer: Attention, x: Tensor, v: Tensor, radius: float, steps: int, told: Callable[[], None]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Values at the start, best values, and where they were found."""
@@ -227,7 +227,7 @@ def _shape(flags: Tensor) -> Tensor:
     return flags[:, None, None]
 
 
-def _ritz(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def _top_triplets(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Top Ritz triplets of a batch of operators."""
     *_, state = golub_kahan(op, start, min(steps, op.in_size))
     assert state.u is not None
@@ -239,7 +239,7 @@ def _ritz(op: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor, Tens
     return sigma, u.unflatten(1, op.out_shape), v.unflatten(1, op.in_shape)
 
 
-def _starts(
+def _start_inputs(
     layer: Attention,
     num_tokens: int,
     radius: float,

@@ -40,7 +40,7 @@ def sign_move(f: Function, x: Float[Tensor, "n d"], size: float, seed: int) -> F
 
     Source: the fast gradient sign method (Goodfellow et al. 2015), in another norm.
     """
-    return of_size(_gradient(f, x, random_move(x, _FIRST * size, seed)).sign(), size)
+    return of_size(_change_gradient(f, x, random_move(x, _FIRST * size, seed)).sign(), size)
 
 
 def ascent_move(
@@ -58,7 +58,7 @@ def ascent_move(
     best = move = random_move(x, size, seed)
     most = 0.0
     for _ in range(steps):
-        slope = _gradient(f, x, move)
+        slope = _change_gradient(f, x, move)
         move = of_size(slope, size)
         with torch.no_grad():
             change = float((f(x + move) - here).norm())
@@ -67,7 +67,7 @@ def ascent_move(
     return best
 
 
-def _gradient(f: Function, x: Tensor, move: Tensor) -> Tensor:
+def _change_gradient(f: Function, x: Tensor, move: Tensor) -> Tensor:
     with torch.no_grad():
         here = f(x)
     point = move.detach().requires_grad_(True)

@@ -20,9 +20,9 @@ from lipscope.errors import InputError
 from lipscope.measures import Repeated, repeated_tokens, uniform_gain
 from lipscope.theorems import (
     DERIVED,
-    Direction,
     Head,
     NotApplicableError,
+    Placement,
     eigen_directions,
     first_token_gain,
     heads_of,
@@ -116,7 +116,7 @@ def two_cluster(layer: Attention, *, head: int = 0, num_tokens: int, radius: flo
         raise InputError(f"not available: `A` of head {head} has no nonzero real eigenvalue.")
     best = directions[0]
     name = f"two_cluster ({best.case} eigenvalue)"
-    x, value = _along(one, best, num_tokens, [radius])
+    x, value = _tokens_along(one, best, num_tokens, [radius])
     return Construction(x.to(layer.query), name, "Proposition 3.4", _CASTIN, value, head=head)
 
 
@@ -133,7 +133,7 @@ def gamma_star(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     Source: derived here (``docs/theory/inputs.md``), after Proposition 3.4 of [castin2024].
     """
     one = head_for(layer, head, num_tokens, radius, least=2)
-    x, value = _along(one, _star(one, head), num_tokens, [radius])
+    x, value = _tokens_along(one, _star(one, head), num_tokens, [radius])
     return Construction(
         x.to(layer.query), "gamma_star", "after Proposition 3.4", DERIVED, value, head=head
     )
@@ -155,7 +155,7 @@ def unbalanced(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     for way in [*eigen_directions(one)[:1], _star(one, head)]:
         known = math.sqrt(math.log(num_tokens - 1) / (2 * way.gamma))
         radii = [min(known, radius), *(radius * (i + 1) / _RADII for i in range(_RADII))]
-        candidates.append(_along(one, way, num_tokens, [r for r in radii if r > 0]))
+        candidates.append(_tokens_along(one, way, num_tokens, [r for r in radii if r > 0]))
     x, value = max(candidates, key=lambda one: one[1])
     return Construction(
         x.to(layer.query), "unbalanced", "Proposition 3.6", _CASTIN, value, head=head
@@ -193,15 +193,15 @@ def weighted_two_atoms(
     return repeated_tokens(layer, atoms, (1, num_tokens - 1))
 
 
-def _star(one: Head, head: int) -> Direction:
+def _star(one: Head, head: int) -> Placement:
     best = star_direction(one)
     if best is None:
         raise InputError(f"not available: `A` of head {head} is zero.")
     return best
 
 
-def _along(
-    one: Head, way: Direction, num_tokens: int, radii: Sequence[float]
+def _tokens_along(
+    one: Head, way: Placement, num_tokens: int, radii: Sequence[float]
 ) -> tuple[Tensor, float]:
     """Tokens along a direction, and the gain of the first one; the best radius and sign."""
     # Without a bias both signs are the same up to symmetry.

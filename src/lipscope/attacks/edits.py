@@ -154,7 +154,7 @@ class EditSearch:
     @cached_property
     def singular(self) -> tuple[Tensor, Tensor]:
         """Its leading singular values ``(k,)``, and right singular vectors ``(k, n, d)``."""
-        return leading(self.operator, start_named(f"{self.name}|sigma"))
+        return krylov_directions(self.operator, start_named(f"{self.name}|sigma"))
 
     @cached_property
     def by_weight(self) -> Tensor | None:
@@ -255,7 +255,7 @@ class EditSearch:
             values, v = self.singular
         else:
             gen = start_named(f"{self.name}|sigma|{len(draft.edits)}")
-            values, v = leading(self._operator(draft), gen)
+            values, v = krylov_directions(self._operator(draft), gen)
         self._products += 2 * len(values)
         reach = (values[:, None, None] * v).permute(1, 2, 0)  # (n, d, k)
         own = (self._vectors(draft)[:, None] @ reach)[:, 0]
@@ -342,7 +342,7 @@ class EditSearch:
         return self.model.vectors(torch.tensor(draft.ids, device=self.model.ids.device))
 
 
-def leading(op: Operator, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def krylov_directions(op: Operator, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Singular values and right singular vectors of an operator on a Krylov space of 12 steps.
 
     With ``J V = U B`` (Golub and Kahan) and ``B = P S Q^T``, ``‖J V V^T e‖ = ‖S Q^T V^T e‖``:

@@ -122,19 +122,21 @@ def worst(
                 f"`heads` should be between 0 and {layer.num_heads - 1}. Found {head}."
             )
     rows = [
-        _measured(layer, built, tol, generator) if isinstance(built, Construction) else built
+        _measured_construction(layer, built, tol, generator)
+        if isinstance(built, Construction)
+        else built
         for built in _all(layer, num_tokens, radius, chosen, names)
     ]
     for x in (clamp(one, radius) for one in given):
         rows.append(
-            _row(
+            _worst_row(
                 ("given", "the input that was given, within the radius", "", None),
                 x,
-                _top(layer, x, tol, generator),
+                _solve_at(layer, x, tol, generator),
                 None,
             )
         )
-    rows.sort(key=_order)
+    rows.sort(key=_by_sigma)
     if steps:
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
         best = {row.name: row.x for row in reversed(rows) if row.sigma is not None}
@@ -143,8 +145,8 @@ def worst(
             if count or known:
                 found = ascend(layer, **size, restarts=count, start=known, generator=generator)
                 about = (name, "gradient ascent", DERIVED, None)
-                rows.append(_row(about, found.x, found.top, None))
-    rows.sort(key=_order)
+                rows.append(_worst_row(about, found.x, found.top, None))
+    rows.sort(key=_by_sigma)
     return [_again(layer, rows[0], tol, generator), *rows[1:]]
 
 
@@ -184,16 +186,18 @@ def _try(
         return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
-def _top(layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None) -> TopSingular:
+def _solve_at(
+    layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None
+) -> TopSingular:
     return top_singular(layer.linearise(x), tol=tol, generator=generator)
 
 
-def _measured(
+def _measured_construction(
     layer: Attention, built: Construction, tol: float, generator: torch.Generator | None
 ) -> WorstInput:
-    top = _top(layer, built.x, tol, generator)
+    top = _solve_at(layer, built.x, tol, generator)
     about = (built.name, built.statement, built.cite, built.head)
-    return _row(about, built.x, top, built.predicted)
+    return _worst_row(about, built.x, top, built.predicted)
 
 
 def _again(
@@ -202,12 +206,12 @@ def _again(
     """A row with the interval of a start that its choice has not seen."""
     if row.x is None or row.sigma is None:
         return row
-    top = _top(layer, row.x, tol, generator)
+    top = _solve_at(layer, row.x, tol, generator)
     about = (row.name, row.statement, row.cite, row.head)
-    return _row(about, row.x, top, row.predicted)
+    return _worst_row(about, row.x, top, row.predicted)
 
 
-def _row(
+def _worst_row(
     about: tuple[str, str, str, int | None], x: Tensor, top: TopSingular, predicted: float | None
 ) -> WorstInput:
     radius = float(torch.linalg.vector_norm(x, dim=-1).max())
@@ -216,5 +220,5 @@ def _row(
     return WorstInput(*about, top.sigma, top.upper, radius, predicted, x, top.v, top.note)
 
 
-def _order(row: WorstInput) -> float:
+def _by_sigma(row: WorstInput) -> float:
     return float("inf") if row.sigma is None else -row.sigma

@@ -15,7 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lipscope.attention.jacobian import CHUNK_BYTES, SURE, ChunkedCore, Linearised, stretch
+from lipscope.attention.jacobian import (
+    CHUNK_BYTES,
+    SURE,
+    ChunkedCore,
+    Linearised,
+    stretch_in_chunks,
+)
 from lipscope.attention.layer import (
     Layer,
     Map,
@@ -216,7 +222,7 @@ class Attention(Layer):
         memory: int = 2**30,
     ) -> Float[Tensor, ""]:
         """``<g, J(x) e>``, differentiable in everything, one chunk at a time."""
-        return stretch(self, x, g, e, memory)
+        return stretch_in_chunks(self, x, g, e, memory)
 
 
 def _agree(op: Operator, exact: Operator, heads: int | None) -> None:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from lipscope.attention.jacobian import Block, parted
+from lipscope.attention.jacobian import ScoreBlock, score_blocks
 from lipscope.attention.layer import exact
 from lipscope.errors import InputError, check_finite_number, shown
 
@@ -34,29 +34,29 @@ class Rules:
     own: tuple[int, ...]
     wanted: bool = False
 
-    def part(self, masks: Tensor, block: Block) -> Tensor:
+    def part(self, masks: Tensor, block: ScoreBlock) -> Tensor:
         """The masks ``(c, n or 1, m or 1)`` in a block; of all its heads if they share one."""
         own = self.own[block.heads]
-        found = _within(masks, block)
+        found = _in_block(masks, block)
         return found[own[0]] if len(set(own)) == 1 else found[list(own)]
 
-    def spread(self, masks: Tensor, block: Block, gs: Tensor) -> None:
+    def spread(self, masks: Tensor, block: ScoreBlock, gs: Tensor) -> None:
         """Add the cotangent of a block of scores to that of the masks."""
-        found, own = _within(masks, block), torch.tensor(self.own[block.heads], device=gs.device)
+        found, own = _in_block(masks, block), torch.tensor(self.own[block.heads], device=gs.device)
         found.index_add_(0, own, gs.sum_to_size(len(gs), *found.shape[1:]))
 
 
-def _within(masks: Tensor, block: Block) -> Tensor:
+def _in_block(masks: Tensor, block: ScoreBlock) -> Tensor:
     rows = block.rows if masks.shape[1] > 1 else slice(None)
     return masks[:, rows, block.keys if masks.shape[2] > 1 else slice(None)]
 
 
-def _weights(
+def _weighted_blocks(
     rules: Rules, q: Tensor, k: Tensor, mask: Tensor | None, more: int = 0
-) -> Iterator[tuple[Block, Tensor, list[Tensor]]]:
+) -> Iterator[tuple[ScoreBlock, Tensor, list[Tensor]]]:
     """Every block with its weights, and 1 + ``more`` tensors of its size to write into."""
     limit = BLOCK_BYTES // q.element_size()
-    blocks = parted(len(q), q.shape[1], k.shape[1], limit, causal=rules.causal)
+    blocks = score_blocks(len(q), q.shape[1], k.shape[1], limit, causal=rules.causal)
     scratch = q.new_empty(2 + more, max((b.size for b in blocks), default=0))
     for block in blocks:
         s, p, *rest = (room[: block.size].view(block.shape) for room in scratch)
@@ -74,8 +74,8 @@ def _weights(
         yield block, p, [s, *rest]
 
 
-def _change(
-    rules: Rules, block: Block, left: Tensor, right: Tensor, dmask: Tensor | None, room: Tensor
+def _score_change(
+    rules: Rules, block: ScoreBlock, left: Tensor, right: Tensor, dmask: Tensor | None, room: Tensor
 ) -> Tensor:
     """``ds = dq k^T + q dk^T + dmask`` of a block, for ``[dq, q]`` and ``[k, dk]``."""
     own, other = left[block.heads, block.rows], right[block.heads, block.keys]
@@ -125,7 +125,7 @@ class _Attend(_Blockwise):
     @exact
     def forward(rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         o = v.new_empty(*q.shape[:2], v.shape[-1])
-        for block, p, _ in _weights(rules, q, k, mask):
+        for block, p, _ in _weighted_blocks(rules, q, k, mask):
             o[block.heads, block.rows] = torch.bmm(p, v[block.heads, block.keys])
         return o
 
@@ -133,7 +133,7 @@ class _Attend(_Blockwise):
     def backward(ctx: Any, go: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
         if go is None:
             return (None,) * 5
-        return None, *_pull(ctx, 4, *ctx.saved_tensors, go)
+        return None, *_apply_pull(ctx, 4, *ctx.saved_tensors, go)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *moves: Tensor | None) -> Tensor:  # pyright: ignore
@@ -152,9 +152,9 @@ class _Push(_Blockwise):
         q, k, v, mask, dq, dk, dv, dmask = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
         do = v.new_empty(*q.shape[:2], v.shape[-1])
-        for block, p, (room,) in _weights(rules, q, k, mask):
+        for block, p, (room,) in _weighted_blocks(rules, q, k, mask):
             other = (block.heads, block.keys)
-            dp = _change(rules, block, left, right, dmask, room).mul_(p)
+            dp = _score_change(rules, block, left, right, dmask, room).mul_(p)
             dp.addcmul_(p, dp.sum(-1, keepdim=True), value=-1)
             do[block.heads, block.rows] = torch.bmm(dp, v[other]).baddbmm_(p, dv[other])
         return do
@@ -164,9 +164,9 @@ class _Push(_Blockwise):
         at, e = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
         first = second = (None,) * 4
         if g is not None and any(ctx.needs_input_grad[1:5]):
-            first = _bend(ctx, 4, *at, *e, g)
+            first = _apply_bend(ctx, 4, *at, *e, g)
         if g is not None and any(ctx.needs_input_grad[5:9]):
-            second = _pull(ctx, 8, *at, g)
+            second = _apply_pull(ctx, 8, *at, g)
         return None, *first, *second
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Pull(_Blockwise):
         rules: Rules, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, g: Tensor
     ) -> tuple[Tensor | None, ...]:
         gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
-        for block, p, (room,) in _weights(rules, q, k, mask):
+        for block, p, (room,) in _weighted_blocks(rules, q, k, mask):
             own, other = (block.heads, block.rows), (block.heads, block.keys)
             gs = torch.bmm(g[own], v[other].mT, out=room).mul_(p)
             gs.addcmul_(p, gs.sum(-1, keepdim=True), value=-1)
@@ -201,7 +201,9 @@ class _Pull(_Blockwise):
     def backward(ctx: Any, *e: Tensor | None) -> tuple[Any, ...]:
         *at, g = ctx.saved_tensors
         moves = _filled(at, e)
-        first = _bend(ctx, 4, *at, *moves, g) if any(ctx.needs_input_grad[1:5]) else (None,) * 4
+        first = (
+            _apply_bend(ctx, 4, *at, *moves, g) if any(ctx.needs_input_grad[1:5]) else (None,) * 4
+        )
         last = _Push.apply(ctx.rules, *at, *moves) if ctx.needs_input_grad[5] else None
         return None, *first, last
 
@@ -234,9 +236,9 @@ class _Bend(_Blockwise):
         q, k, v, mask, dq, dk, dv, dmask, g = inputs
         left, right = torch.cat([dq, q], -1), torch.cat([k, dk], -1)
         gq, gk, gv, gmask = _cotangents(rules, q, k, v, mask)
-        for block, p, rooms in _weights(rules, q, k, mask, more=3):
+        for block, p, rooms in _weighted_blocks(rules, q, k, mask, more=3):
             own, other = (block.heads, block.rows), (block.heads, block.keys)
-            a = _change(rules, block, left, right, dmask, rooms[0])
+            a = _score_change(rules, block, left, right, dmask, rooms[0])
             b = torch.bmm(g[own], v[other].mT, out=rooms[1])
             t = torch.bmm(g[own], dv[other].mT, out=rooms[2])
             a.sub_(torch.mul(p, a, out=rooms[3]).sum(-1, keepdim=True))
@@ -281,11 +283,11 @@ def _filled(at: Any, moves: Any) -> list[Tensor | None]:
     return [*found, last]
 
 
-def _pull(ctx: Any, masks: int, *inputs: Any) -> Any:
+def _apply_pull(ctx: Any, masks: int, *inputs: Any) -> Any:
     return _Pull.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
 
 
-def _bend(ctx: Any, masks: int, *inputs: Any) -> Any:
+def _apply_bend(ctx: Any, masks: int, *inputs: Any) -> Any:
     return _Bend.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
 
 
@@ -341,7 +343,7 @@ def attention(
     >>> attention(q, q, torch.tensor([[1.0], [3.0]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
-    _check(q, k, v, mask, causal, scale)
+    _check_queries(q, k, v, mask, causal, scale)
     dtype = q.dtype
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -360,7 +362,7 @@ def attention(
     return o.to(dtype).reshape(*lead, n, v.shape[-1])
 
 
-def _check(
+def _check_queries(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: object, scale: object
 ) -> None:
     for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask)):

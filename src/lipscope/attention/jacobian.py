@@ -16,17 +16,26 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.checkpoint import checkpoint
 
-from lipscope.attention.layer import Layer, Map, MovingSide, NormAt, Rotary, exact, of_heads, uncast
+from lipscope.attention.layer import (
+    Layer,
+    Map,
+    MovingSide,
+    NormAt,
+    Rotary,
+    exact,
+    select_heads,
+    uncast,
+)
 from lipscope.attention.weighting import At
 
-_FEWEST_ROWS = 128  # of a chunk where heads can be parted instead: shorter products are slow
+_FEWEST_ROWS = 128  # of a chunk where heads can be score_blocks instead: shorter products are slow
 # A mask of one side is followed in this many steps: each costs calls, and saves half of its
 # square. Steps of fewer rows cost more than they save.
 _STEPS, _SMALLEST_STEP = 8, 64
 
 
 @dataclass(frozen=True)
-class Block:
+class ScoreBlock:
     """Some heads and rows, and the keys that these rows may read."""
 
     heads: slice
@@ -46,7 +55,7 @@ class Block:
         return heads * rows * keys
 
 
-def parted(
+def score_blocks(
     heads: int,
     n: int,
     m: int,
@@ -55,7 +64,7 @@ def parted(
     causal: bool = False,
     window: int | None = None,
     all_rows: bool = False,
-) -> list[Block]:
+) -> list[ScoreBlock]:
     """Blocks of at most ``limit`` scores, or the fewest rows of one head (``all_rows``: all)."""
     fewest = n if all_rows else min(n, _FEWEST_ROWS)
     together = max(1, min(heads, limit // (m * max(1, fewest))))
@@ -66,12 +75,12 @@ def parted(
         rows = min(rows, max(_SMALLEST_STEP, window // _STEPS))
     if all_rows:
         rows = n
-    found: list[Block] = []
+    found: list[ScoreBlock] = []
     for h in range(0, heads, together):
         for i in range(0, n, rows):
             chunk = slice(i, min(i + rows, n))
             part = slice(h, min(h + together, heads))
-            found.append(Block(part, chunk, reach(chunk, m, causal, window), len(found)))
+            found.append(ScoreBlock(part, chunk, reach(chunk, m, causal, window), len(found)))
     return found
 
 
@@ -115,7 +124,7 @@ class ChunkedCore:
     def _attend(self, memory: int) -> None:
         """Outputs, and what the derivatives ask for."""
         layer, (heads, n, _) = self.layer, self.q.shape
-        self.blocks = parted(
+        self.blocks = score_blocks(
             heads,
             n,
             self.k.shape[1],
@@ -183,10 +192,10 @@ class ChunkedCore:
             worst = max(worst, float(own.where(open_, 0.0).max()))
         return worst
 
-    def _room(self, block: Block, which: int = 0) -> Tensor:
+    def _room(self, block: ScoreBlock, which: int = 0) -> Tensor:
         return self.scratch[which, : block.size].view(block.shape)
 
-    def _logits(self, block: Block) -> tuple[Tensor, Tensor | None]:
+    def _logits(self, block: ScoreBlock) -> tuple[Tensor, Tensor | None]:
         """Logits of a block, and the soft cap's slope there, ``1 - tanh(s / c)²``."""
         q, k = self.q[block.heads, block.rows], self.k[block.heads, block.keys]
         s = self.layer.score(q, k, out=self._room(block))
@@ -196,9 +205,9 @@ class ChunkedCore:
             slope = 1 - s.square()
             s = s.mul_(cap)
         bias = self.layer.bias(self.k, block.rows, block.keys, self.log_weights)
-        return s if bias is None else s.add_(of_heads(bias, block.heads)), slope
+        return s if bias is None else s.add_(select_heads(bias, block.heads)), slope
 
-    def _at(self, block: Block) -> tuple[At, Tensor | None]:
+    def _at(self, block: ScoreBlock) -> tuple[At, Tensor | None]:
         """What the weighting keeps of a block, and the slope of the soft cap."""
         if self.stored:
             return self.stored[block.index]
@@ -246,7 +255,7 @@ class ChunkedCore:
 
 
 @runtime_checkable
-class Frame(Protocol):
+class Projections(Protocol):
     """What stands around the core: linear maps into queries, keys and values, and out."""
 
     axes: int
@@ -291,7 +300,7 @@ class AllHeads:
         parts = (e @ self.weight.T).split(self.sizes, dim=-1)
         q, k, v = (
             (x if norm is None else norm.derivative(x)).unflatten(-1, (h, -1)).transpose(0, 1)
-            for x, norm, h in zip(parts, self.norms, _counts(layer), strict=True)
+            for x, norm, h in zip(parts, self.norms, _head_counts(layer), strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
         return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if self.grouped else (q, k, v)
@@ -329,8 +338,8 @@ class PerHead:
         self.layer = layer
         query, key, value = layer.projections()
         weights = (query * layer.scale, key, value)
-        heads, counts = layer.num_heads, _counts(layer)
-        by_head = [_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+        heads, counts = layer.num_heads, _head_counts(layer)
+        by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
         self.weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
         self.sizes = [w.shape[1] for w in by_head]
         self.norms = [
@@ -381,7 +390,7 @@ class _HeadNormAt:
     def __init__(self, norm: NormAt, weight: Tensor, count: int, heads: int) -> None:
         parts = norm.unit.shape[-2]
         self.gain, self.unit = (
-            _by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
+            _rows_by_head(t.flatten(-2).mT, count, heads).mT for t in (norm.gain, norm.unit)
         )
         pulled = norm.unit.transpose(0, 1) @ weight.unflatten(0, (parts, -1))  # (parts, n, d)
         self.pulled = pulled.repeat_interleave(heads // parts, dim=0)
@@ -399,7 +408,7 @@ class _HeadNormAt:
 class OneSide:
     """Another frame of which only the queries, or only the keys and values, move."""
 
-    inner: Frame
+    inner: Projections
     side: MovingSide
     q: Tensor
     k: Tensor
@@ -428,7 +437,7 @@ class OneSide:
 class Entered:
     """Another frame whose tokens go through `Layer.entrance` first."""
 
-    inner: Frame
+    inner: Projections
     at: NormAt
 
     def __post_init__(self) -> None:
@@ -451,7 +460,7 @@ class Coupled:
     computed once.
     """
 
-    def __init__(self, inner: Frame, layer: Layer, x: Tensor, context: Tensor | None) -> None:
+    def __init__(self, inner: Projections, layer: Layer, x: Tensor, context: Tensor | None) -> None:
         self.inner = inner
         self.axes, self.width_out = inner.axes, inner.width_out
         self.leave, self.leave_t = inner.leave, inner.leave_t
@@ -479,8 +488,8 @@ class Coupled:
 
 
 def around(
-    layer: Layer, frame: Frame, moved: Tensor, x: Tensor, context: Tensor | None = None
-) -> Frame:
+    layer: Layer, frame: Projections, moved: Tensor, x: Tensor, context: Tensor | None = None
+) -> Projections:
     """The frame with what a layer does to tokens first, and to its queries last."""
     if (entrance := layer.entrance()) is not None:
         frame = Entered(frame, entrance.at(moved))
@@ -491,7 +500,7 @@ def _zeros(like: Tensor, tokens: int) -> Tensor:
     return like.new_zeros(like.shape[0], tokens, like.shape[-1])
 
 
-def _counts(layer: Layer) -> tuple[int, int, int]:
+def _head_counts(layer: Layer) -> tuple[int, int, int]:
     """How many heads queries, keys and values have."""
     return layer.num_heads, layer.num_groups, layer.num_groups
 
@@ -505,7 +514,7 @@ def _norms_at(layer: Layer, x: Tensor) -> list[NormAt | None]:
     return [None if norm is None else norm.at(part) for norm, part in zip(norms, z, strict=True)]
 
 
-def _by_head(w: Tensor, count: int, heads: int) -> Tensor:
+def _rows_by_head(w: Tensor, count: int, heads: int) -> Tensor:
     """Rows of a weight by query head, ``(h, k, ·)``; those of a group are repeated."""
     return w.unflatten(0, (count, -1)).repeat_interleave(heads // count, dim=0)
 
@@ -543,7 +552,7 @@ class Linearised:
         with torch.no_grad(), uncast(x.device):
             biased = layer.bias_moves
             core = ChunkedCore(layer, x, memory, context, log_weights, biased=biased)
-            frame: Frame = (PerHead if per_head else AllHeads)(layer, map, self.moved)
+            frame: Projections = (PerHead if per_head else AllHeads)(layer, map, self.moved)
             if context is not None:
                 frame = OneSide(frame, side, core.q, core.k, core.v)
             self.core, self.frame = core, around(layer, frame, self.moved, x, context)
@@ -565,7 +574,7 @@ _COPIES = 24  # score-sized tensors that are alive while one chunk is differenti
 
 
 @exact
-def stretch(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
+def stretch_in_chunks(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int) -> Tensor:
     """As `Attention.stretch`."""
     project = functools.partial(layer.project, biased=layer.bias_moves)
     (q, k, v), (dq, dk, dv) = cast(Any, jvp(project, (x,), (e,)))

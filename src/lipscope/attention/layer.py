@@ -499,7 +499,7 @@ class Layer(nn.Module, ABC):
         rows = slice(start, start + q.shape[-2])
         s = self.capped(self.score(q, k))
         bias = self.bias(k, rows, slice(0, k.shape[-2]), log_weights, num_keys, added)
-        s = s if bias is None else s + of_heads(bias, heads)
+        s = s if bias is None else s + select_heads(bias, heads)
         if added is None:
             p = self.weighting.weights(s)
         else:
@@ -509,7 +509,7 @@ class Layer(nn.Module, ABC):
         empty = self.empty_rows(k)
         if empty is None:
             return p
-        return p.masked_fill(of_heads(empty[..., rows, None], heads), 0.0)
+        return p.masked_fill(select_heads(empty[..., rows, None], heads), 0.0)
 
     def capped(self, s: Tensor) -> Tensor:
         """``c tanh(s / c)``, or the scores as they are."""
@@ -648,6 +648,6 @@ class Layer(nn.Module, ABC):
         return empty
 
 
-def of_heads(t: Tensor, heads: slice) -> Tensor:
+def select_heads(t: Tensor, heads: slice) -> Tensor:
     """The heads of a tensor ``(h, rows, keys)``, or the tensor where all heads share it."""
     return t[heads] if t.ndim == 3 else t

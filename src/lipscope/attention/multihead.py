@@ -74,7 +74,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         **options: Any,
     ) -> None:
         super(nn.MultiheadAttention, self).__init__()
-        kind = _named(variant)
+        kind = _variant_class(variant)
         taken = arguments(kind)
         _check_sizes(kind, taken, embed_dim, num_heads, dropout)
         _check_options(kind, taken, options, bias)
@@ -271,7 +271,7 @@ def _one(x: Tensor) -> Tensor:
     return x
 
 
-def _named(variant: str | type[Attention]) -> type[Attention]:
+def _variant_class(variant: str | type[Attention]) -> type[Attention]:
     """The class of a variant by its name: ``scaled-cosine`` for ``ScaledCosineAttention``."""
     if isinstance(variant, type) and issubclass(variant, Attention):
         return variant

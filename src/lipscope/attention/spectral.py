@@ -88,7 +88,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
         seen, n = None, slice(0, num_tokens)
         if layer.causal or layer.window is not None or layer.mask is not None:
             seen = layer.visible(n, n, alpha.device)
-        factor = _rows(beta, num_tokens, seen) + alpha
+        factor = _largest_rows(beta, num_tokens, seen) + alpha
     else:
         factor = beta.exp() * (1 + beta.square()).sqrt() + alpha
     bound = spectral_norm(value) * factor
@@ -100,7 +100,7 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     return bound
 
 
-def _rows(
+def _largest_rows(
     beta: Float[Tensor, " h"], num_tokens: int, seen: Bool[Tensor, "*h n n"] | None
 ) -> Float[Tensor, " h"]:
     """``√(max_j Σ_{i sees j} max_{p≤p_i} p (1 + β² min(1, 4p(1-p))))``."""

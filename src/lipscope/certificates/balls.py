@@ -347,7 +347,7 @@ def certified_changes(
     along = before = 0.0
     for size in sizes:
         radii = per_token(size, len(x), "frobenius")
-        reach = _reach(bound, radii)
+        reach = _output_reach(bound, radii)
         if along < reach:  # else it stays above: B grows, and the reach is a line
             try:
                 along += (size - before) * bound.at(radii, "frobenius").total
@@ -368,7 +368,7 @@ def _refusal(error: NotApplicableError) -> InputError:
     return InputError(f"No certificate: {str(error).removeprefix('no certificate: ')}.")
 
 
-def _reach(bound: BallLayer, radii: Tensor) -> float:
+def _output_reach(bound: BallLayer, radii: Tensor) -> float:
     """How far the output can move at all, by what its values are.
 
     Row i of a head is a mean of values: ``|o'_i - o_i| <= max_j |v_j - o_i| + ‖V‖ max_j eps_j``.
@@ -382,7 +382,7 @@ def _reach(bound: BallLayer, radii: Tensor) -> float:
 def _refuse_if_vacuous(bound: BallLayer, radii: Tensor, ball: BallName, value: float) -> None:
     """Raise where the bound lets outputs move further than their values let them."""
     moved = value * float(radii.max() if ball == "frobenius" else radii.norm())
-    reach, wide = _reach(bound, radii), float(radii.max())
+    reach, wide = _output_reach(bound, radii), float(radii.max())
     if moved > reach:
         raise InputError(
             f"No certificate: within `eps = {wide:.4g}` the output could move by {moved:.3g}, "

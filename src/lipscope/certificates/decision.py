@@ -64,12 +64,12 @@ def largest_form(h: Float[Tensor, "nd nd"], tokens: int, ball: BallName) -> floa
         return 0.0
     h = h / size  # no square of it leaves the float range
     if ball == "frobenius":
-        return size * _top(torch.linalg.eigvalsh(h))
+        return size * _top_value(torch.linalg.eigvalsh(h))
     weights, best = _multipliers(h, tokens), math.inf
     for _ in range(_ROUNDS):
         root = weights.rsqrt().repeat_interleave(len(h) // tokens)
         values, vectors = torch.linalg.eigh(root[:, None] * h * root)
-        best = min(best, _top(values) * float(weights.sum()))
+        best = min(best, _top_value(values) * float(weights.sum()))
         if not values[-1] > 0.0:  # it rises nowhere, and no weights are better
             break
         near = (values / values[-1]).clamp_min(0.0) ** _NEAR
@@ -95,7 +95,7 @@ def _multipliers(h: Tensor, tokens: int) -> Tensor:
     return (best / most).clamp_min(_FIRST) if most > 0 else torch.ones_like(best)
 
 
-def _top(values: Tensor) -> float:
+def _top_value(values: Tensor) -> float:
     """The last of some eigenvalues, with what rounding may hide of it, 0 at least."""
     return max(float(values[-1] + _EIGEN_SLACK * values.abs().max()), 0.0)
 
@@ -132,7 +132,7 @@ class ReadOut:
         self.share[:] = 1 / len(x)
         if pool == "first":
             self.share = (torch.arange(len(x)) == 0).to(x.dtype)
-        self.gradients = torch.stack([_gradient(layer, x, each, self.share) for each in w])
+        self.gradients = torch.stack([_score_gradient(layer, x, each, self.share) for each in w])
         parts = w if layer.output is None else w @ layer.output
         seen = (w != 0).double()
         if layer.output is not None:
@@ -193,8 +193,8 @@ class ReadOut:
     ) -> Float[Tensor, " r"]:
         """Radii within which ``g_r`` falls by less than its margin, as far as is proved.
 
-        Best only for the least of them, the others may be cut off at twice the least. ``exact`` uses
-        the Hessian at X.
+        Best only for the least of them, the others may be cut off at twice the least. ``exact``
+        uses the Hessian at X.
         """
         if bool(self.blind.all()):
             return torch.full_like(margins, math.inf)
@@ -215,7 +215,7 @@ class ReadOut:
             less = at + end < 2 * bend
             pieces.append((torch.where(less, at, bend), torch.where(less, rise, 0.0)))
             at = torch.minimum(end, bend) if exact else at
-            reached = _largest(self.slope, edges, pieces, margins)
+            reached = _largest_radii(self.slope, edges, pieces, margins)
             if not bool((reached > kept).any()):
                 break
             kept = torch.maximum(kept, reached)
@@ -392,7 +392,7 @@ class _Rows:
         )
 
 
-def _largest(
+def _largest_radii(
     slope: Tensor, edges: list[float], pieces: list[tuple[Tensor, Tensor]], margins: Tensor
 ) -> Tensor:
     """The largest radii up to the last edge with ``eps slope + int (eps - s) B(s) ds < margin``.
@@ -441,7 +441,7 @@ def _hidden_bend(c: HeadAt) -> Tensor:
     return 4 * (share * exact + 2 * v * dz + 2 * a * dv + dv * moved.square() + 2 * y * moved * dz)
 
 
-def _gradient(layer: DotProduct, x: Tensor, w: Tensor, share: Tensor) -> Tensor:
+def _score_gradient(layer: DotProduct, x: Tensor, w: Tensor, share: Tensor) -> Tensor:
     """``∇g(X)``, all heads and rows together."""
     point = x.clone().requires_grad_(True)
     with torch.enable_grad():
@@ -534,11 +534,11 @@ def certified_radius(
         limit, radius = int(at.rivals[0]), 0.0
     else:
         try:
-            radii = _radii(at, ball, steps)
+            radii = _rival_radii(at, ball, steps)
         except NotApplicableError as error:
             raise InputError(f"No certificate: {error}.") from error
         limit, radius = int(at.rivals[radii.argmin()]), float(radii.min())
-    nearest = _nearest(at.x, table)
+    nearest = _nearest_distance(at.x, table)
     fraction = radius / nearest if nearest > 0 else math.inf
     return CertifiedRadius(
         radius=radius,
@@ -548,11 +548,11 @@ def certified_radius(
         margin=float(at.margins[limit]),
         nearest=nearest,
         fraction=fraction,
-        note=_note(radius, fraction),
+        note=_radius_note(radius, fraction),
     )
 
 
-def _radii(at: Decision, ball: BallName, steps: int) -> Tensor:
+def _rival_radii(at: Decision, ball: BallName, steps: int) -> Tensor:
     """Radii of all rivals, the least of them from the Hessian at X if that is small enough."""
     margins = at.margins[at.rivals] - at.rounding
     radii = ReadOut(at.layer, at.x, at.differences, at.pool, ball).radii(margins, steps)
@@ -567,7 +567,7 @@ def _radii(at: Decision, ball: BallName, steps: int) -> Tensor:
     return radii
 
 
-def _note(radius: float, fraction: float) -> str | None:
+def _radius_note(radius: float, fraction: float) -> str | None:
     if radius == 0.0:
         return "no radius: two classes tie, up to rounding"
     if math.isinf(radius):
@@ -632,7 +632,7 @@ class Decision:
         return found if self.bias is None else found + self.bias
 
 
-def _nearest(x: Tensor, table: Tensor | None) -> float:
+def _nearest_distance(x: Tensor, table: Tensor | None) -> float:
     """Smallest distance between a token and another vector; equal vectors do not count."""
     others = x if table is None else table.detach().to("cpu", torch.float64)
     if others.ndim != 2 or others.shape[1] != x.shape[1]:

@@ -42,7 +42,7 @@ def rest(
     if output is None:
         output = torch.eye(sum(widths), dtype=torch.float64)
     parts = output.split(widths, 1)
-    channels = [Way(c, eps, ball).whole() for c in centres]
+    channels = [HeadPath(c, eps, ball).whole() for c in centres]
     heads = list(zip(centres, parts, channels, strict=True))
     each = [Summed([head]).norm() for head in heads]
     if len(heads) == 1:
@@ -67,7 +67,9 @@ class Summed:
             return math.inf
         own = torch.stack([c.own for c in channels])
         reach = torch.stack([c.own + c.read for c in channels])
-        size = torch.stack([_size(*pair) for pair in zip(self.parts, channels, strict=True)])
+        size = torch.stack(
+            [_channel_size(*pair) for pair in zip(self.parts, channels, strict=True)]
+        )
         gamma = (reach + _TINY) / (size + _TINY)
         best = math.inf
         for _ in range(_ROUNDS if len(channels) > 1 else 1):
@@ -119,7 +121,7 @@ class Summed:
         found, grams = [], []
         for j in range(len(mine)):
             rows = torch.cat([
-                (w * channel.weights[:, j]).sqrt()[:, None] * (_read(c, j) @ keys.T)
+                (w * channel.weights[:, j]).sqrt()[:, None] * (_query_at(c, j) @ keys.T)
                 for w, channel, c, keys in zip(
                     weights, channels, self.centres, self.keys, strict=True
                 )
@@ -165,7 +167,7 @@ class Channel:
         return all(bool(torch.isfinite(part).all()) for part in parts)
 
 
-class Way:
+class HeadPath:
     """One head from ``X`` to ``X + E``, in pieces; intervals hold up to the end of each."""
 
     def __init__(self, centre: HeadAt, eps: Tensor, ball: BallName) -> None:
@@ -180,11 +182,15 @@ class Way:
     def whole(self) -> Channel:
         """All parts of the rest of this head as one."""
         pieces = range(_PIECES)
-        third = _merged([part(k) for part in (self.cumulant, self.curvature) for k in pieces])
-        change = _merged([*(self.difference(k) for k in pieces), self.curvature_at_centre()])
+        third = _merged_channels(
+            [part(k) for part in (self.cumulant, self.curvature) for k in pieces]
+        )
+        change = _merged_channels(
+            [*(self.difference(k) for k in pieces), self.curvature_at_centre()]
+        )
         # one choice per row for the whole way
-        moved = _where(change.bound < third.bound, change, third)
-        return _merged([moved, *(self.values(k) for k in pieces)])
+        moved = _select_channel(change.bound < third.bound, change, third)
+        return _merged_channels([moved, *(self.values(k) for k in pieces)])
 
     def _times(self, piece: int) -> tuple[float, float]:
         """Integrals of ``1`` and ``1 - t`` over a piece."""
@@ -199,7 +205,7 @@ class Way:
         """``integral (1 - t) kappa_t(v, s', s')``: a third cumulant, from the range of ``s'``."""
         at, sums = self.at[piece], self.at[piece].sums
         bend = 2 * self.ends[piece] * self.bend
-        part = self._times(piece)[1] * _reach(self.c, self.eps, bend, at.ball)
+        part = self._times(piece)[1] * _logit_speed(self.c, self.eps, bend, at.ball)
         own = sums["upper_a"].sqrt() + bend
         return self._channel(sums["upper_y"], sums["upper_v"].sqrt(), part, own, at.p.upper)
 
@@ -259,13 +265,13 @@ def _triangular(blocks: list[Tensor]) -> list[Tensor]:
     return list(factor.split([block.shape[1] for block in blocks], 1))
 
 
-def _size(part: Tensor, channel: Channel) -> Tensor:
+def _channel_size(part: Tensor, channel: Channel) -> Tensor:
     """``‖W N_i W^T‖^(1/2)``, ``(n,)``."""
     (small,) = _triangular([part])
     return eigenvalue(small @ channel.gram @ small.T).sqrt()
 
 
-def _where(mask: Tensor, a: Channel, b: Channel) -> Channel:
+def _select_channel(mask: Tensor, a: Channel, b: Channel) -> Channel:
     rows = mask[:, None]
     return Channel(
         torch.where(rows[..., None], a.gram, b.gram),
@@ -276,7 +282,7 @@ def _where(mask: Tensor, a: Channel, b: Channel) -> Channel:
     )
 
 
-def _merged(channels: list[Channel]) -> Channel:
+def _merged_channels(channels: list[Channel]) -> Channel:
     """One channel for their sum, by the inequality of Cauchy and Schwarz."""
     scales = [(c.own + c.read + _TINY) / (c.size + _TINY) for c in channels]
     pairs = list(zip(scales, channels, strict=True))
@@ -293,7 +299,7 @@ def _merged(channels: list[Channel]) -> Channel:
     )
 
 
-def _reach(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
+def _logit_speed(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
     """``>= |<e_i, z_ij> + <h_ij, e_j>| + bend_i |e_i|``: how fast a logit moves, ``(n,)``."""
     both = c.mu * eps[:, None] + c.rho * eps
     if ball == "frobenius":
@@ -302,7 +308,7 @@ def _reach(c: HeadAt, eps: Tensor, bend: Tensor, ball: BallName) -> Tensor:
     return both.masked_fill(~c.allowed, 0.0).amax(-1) + bend * eps
 
 
-def _read(c: HeadAt, j: int) -> Tensor:
+def _query_at(c: HeadAt, j: int) -> Tensor:
     """``R_j^T q_i`` for every row i, ``(n, k)``."""
     if c.rotary is None:
         return c.q

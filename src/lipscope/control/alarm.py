@@ -108,7 +108,7 @@ def entropy_and_sink(
 
     Holds for every variant; rows of weights that do not add up to 1 are divided by their sum.
     """
-    p = _shares(layer, x)
+    p = _attention_shares(layer, x)
     return torch.special.entr(p).sum(-1).mean(-1), p.mean(-2).amax(-1)
 
 
@@ -120,10 +120,10 @@ def attention_received(layer: Attention, x: Float[Tensor, "n d"]) -> Float[Tenso
     Sums to 1 over tokens. Holds for every variant; rows are divided by their sum, as in
     `entropy_and_sink`. Under a causal mask a late token is read by few rows, and gets little.
     """
-    return _shares(layer, x).mean(-2)
+    return _attention_shares(layer, x).mean(-2)
 
 
-def _shares(layer: Attention, x: Tensor) -> Tensor:
+def _attention_shares(layer: Attention, x: Tensor) -> Tensor:
     """Attention weights ``(h, n, n)``, rows divided by their sum."""
     q, k, _ = layer.project(x)
     p = layer.weights(q, k)

@@ -1,4 +1,4 @@
-"""Invertible residual blocks: contractions, their inverse and log-determinant, densities of sets."""
+"""Invertible residual blocks: contractions, inverses, log-determinants, densities of sets."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class ContractiveAttention(Contraction):
 
     def _share(self, num_tokens: int) -> Tensor:
         with torch.autocast(self.first.device.type, enabled=False):
-            return _share(self.c, self.layer.constant(num_tokens), self.first.dtype)
+            return _scale_to(self.c, self.layer.constant(num_tokens), self.first.dtype)
 
 
 class ContractiveMLP(Contraction):
@@ -148,10 +148,10 @@ class ContractiveMLP(Contraction):
             x = x if layer == last else x.tanh()
         with torch.autocast(self.first.device.type, enabled=False):
             sizes = torch.stack([spectral_norm(weight) for weight in self.weights])
-            return x * _share(self.c, sizes.prod(), x.dtype)
+            return x * _scale_to(self.c, sizes.prod(), x.dtype)
 
 
-def _share(c: float, constant: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale_to(c: float, constant: Tensor, dtype: torch.dtype) -> Tensor:
     """``c / L`` in a dtype, rounded down; where ``L`` is 0, so is every change of the output."""
     if not transformed() and not bool(constant >= 0):
         raise InputError(
@@ -245,7 +245,7 @@ def log_determinant(
     if method == "series":
         count = _terms(size, g.c, tol) if terms is None else terms
         weights = [1.0] * count
-        error = _left_out(size, g.c, count)
+        error = _series_remainder(size, g.c, count)
     else:
         if terms is not None:
             raise InputError("`terms` should be left out of the method `roulette`. Found it.")
@@ -255,7 +255,7 @@ def log_determinant(
             chance *= goes_on if len(weights) >= _CERTAIN else 1.0
             weights.append(1 / chance)
         error = 0.0
-    value = _series(g, x, weights, probes, generator)
+    value = _trace_series(g, x, weights, probes, generator)
     return LogDeterminant(value, error, len(weights), probes or 0)
 
 
@@ -273,7 +273,7 @@ def _dense(g: Contraction, x: Tensor) -> Tensor:
     return torch.linalg.slogdet(every + eye).logabsdet.to(x.dtype).reshape(x.shape[:-2])
 
 
-def _series(
+def _trace_series(
     g: Contraction,
     x: Tensor,
     weights: list[float],
@@ -300,7 +300,7 @@ def _series(
     return total
 
 
-def _left_out(size: int, c: float, terms: int) -> float:
+def _series_remainder(size: int, c: float, terms: int) -> float:
     """``n d c^(K+1) / ((K+1) (1-c))``: ``|tr J^k| ≤ n d c^k``."""
     return size * c ** (terms + 1) / ((terms + 1) * (1 - c))
 
@@ -308,7 +308,9 @@ def _left_out(size: int, c: float, terms: int) -> float:
 def _terms(size: int, c: float, tol: float) -> int:
     first = max(1, math.ceil(math.log(tol * (1 - c) / size) / math.log(c)) - 1)
     # That many are enough without the factor 1 / (K+1): some of them are not needed.
-    return next(k for k in range(1, first + 1) if _left_out(size, c, k) <= tol or k == first)
+    return next(
+        k for k in range(1, first + 1) if _series_remainder(size, c, k) <= tol or k == first
+    )
 
 
 _KEPT = 5  # differences that Anderson's step is made of
@@ -392,7 +394,7 @@ class InvertibleResidual(nn.Module):
 
         def answer(h: Callable[[Tensor], Tensor], right: Tensor) -> Inverse:
             found = solve(h, right, c=self.g.c, tol=tol * slack, max_steps=max_steps)
-            size = _size(right.flatten(-2), found.x.flatten(-2))
+            size = _larger_norm(right.flatten(-2), found.x.flatten(-2))
             error = torch.maximum(self.g.c * found.error / slack, least * size)
             if not bool((error <= tol * size).all()):
                 raise InputError(
@@ -448,7 +450,7 @@ def solve(
     Source: [walker2011] for the mixing.
     """
     flat, shape = y.flatten(-2), y.shape
-    best, best_gap = flat, torch.full_like(_size(flat, flat), torch.inf)
+    best, best_gap = flat, torch.full_like(_larger_norm(flat, flat), torch.inf)
     x, plain = flat, torch.ones_like(best_gap, dtype=torch.bool)
     points: list[Tensor] = []
     moves: list[Tensor] = []
@@ -462,7 +464,7 @@ def solve(
         nearer = gap < best_gap
         move = torch.where(nearer[..., None], to - x, move)
         best, best_gap = torch.where(nearer[..., None], x, best), torch.minimum(gap, best_gap)
-        if bool((best_gap <= tol * _size(flat, best)).all()):
+        if bool((best_gap <= tol * _larger_norm(flat, best)).all()):
             break
         points, moves = [*points[-_KEPT:], x], [*moves[-_KEPT:], to - x]
         step = best + move
@@ -471,7 +473,7 @@ def solve(
     return Inverse(best.view(shape), steps, best_gap)
 
 
-def _size(y: Tensor, x: Tensor) -> Tensor:
+def _larger_norm(y: Tensor, x: Tensor) -> Tensor:
     return torch.maximum(y.norm(dim=-1), x.norm(dim=-1))
 
 

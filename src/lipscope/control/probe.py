@@ -33,7 +33,7 @@ Layers = Sequence[int] | int | Literal["all"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProbedLayer:
     """A layer at one entry of a batch.
 
     Attributes:
@@ -98,10 +98,10 @@ class Probe:
         if not isinstance(self.model, Attention):
             self._calls = self._traced(self._entries[0]).calls
         count = len(self._calls) or 1
-        self.indices = _chosen(layers, count)
+        self.indices = _chosen_layers(layers, count)
         self.names = {i: self._calls[i].name if self._calls else "layer" for i in self.indices}
 
-    def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[Seen]:
+    def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[ProbedLayer]:
         """Every layer that was chosen at every entry, entry by entry.
 
         Raises:
@@ -111,13 +111,13 @@ class Probe:
         for e, item in enumerate(self._entries if data is None else self._cut(data)):
             if isinstance(self.model, Attention):
                 assert isinstance(item.arguments, tuple)
-                yield Seen(0, e, self.model, _finite(item.arguments[0].detach(), 0))
+                yield ProbedLayer(0, e, self.model, _finite_input(item.arguments[0].detach(), 0))
                 continue
             calls = self._traced(item).calls
             for i in self.indices:
                 if i >= len(calls):
                     raise InputError(f"Layer {i} should be called on every input. Found one not.")
-                yield Seen(i, e, _layer_of(calls[i]), _finite(calls[i].x.detach(), i))
+                yield ProbedLayer(i, e, _layer_of(calls[i]), _finite_input(calls[i].x.detach(), i))
 
     def weights(self, index: int) -> list[tuple[nn.Module, str]]:
         """The weight matrices of a layer, output projection included: who holds them, its name.
@@ -214,7 +214,7 @@ def _check_dtype(model: nn.Module) -> None:
         )
 
 
-def _chosen(layers: Any, count: int) -> list[int]:
+def _chosen_layers(layers: Any, count: int) -> list[int]:
     if isinstance(layers, str) and layers == "all":
         return list(range(count))
     several: Any = [layers] if isinstance(layers, int) else layers
@@ -247,7 +247,7 @@ def _layer_of(call: AttentionCall) -> Attention:
     return layer
 
 
-def _finite(x: Tensor, index: int) -> Tensor:
+def _finite_input(x: Tensor, index: int) -> Tensor:
     if not bool(x.isfinite().all()):
         raise InputError(
             f"The input of layer {index} should be finite. Found NaN or Inf: training diverged."

@@ -19,7 +19,7 @@ from lipscope.attention import (
     uncast,
 )
 from lipscope.control.alarm import largest_logits
-from lipscope.control.probe import Layers, Probe, Seen
+from lipscope.control.probe import Layers, Probe, ProbedLayer
 from lipscope.errors import InputError, check_count, shown
 from lipscope.linalg import sigma, start_named, top_singular
 from lipscope.theorems import AskedLayer, JacobianRows, NotApplicableError, weighted_rows
@@ -49,7 +49,7 @@ class Restraint:
 
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:
         check_count("seed", seed, least=0)
-        self.probe, self.cap, self.seed = probe, _checked(type(self), cap), seed
+        self.probe, self.cap, self.seed = probe, _checked_cap(type(self), cap), seed
 
     def penalty(self, data: Batch = None) -> Tensor:
         """The term to add to the loss, times a weight of your own; 0 for a constraint.
@@ -60,7 +60,7 @@ class Restraint:
         return torch.zeros((), device=self.probe.device)
 
     def step(self, data: Batch = None) -> dict[int, float]:
-        """The action after a step of the optimiser; by layer, the least factor of a change in it."""
+        """The action after a step of the optimiser; by layer, the least factor of any change."""
         del data
         return {}
 
@@ -68,7 +68,7 @@ class Restraint:
         """Leave the weights as they are now, and take the parametrisations off, if any."""
 
 
-def _checked(kind: type[Restraint], cap: float | None) -> float | None:
+def _checked_cap(kind: type[Restraint], cap: float | None) -> float | None:
     if cap is None:
         if kind.cap_is == "needed":
             raise InputError(f"`{kind.name}` needs a `cap`. Found none.")
@@ -435,7 +435,7 @@ class Penalty(Restraint, ABC):
     """The mean of a quantity over layers and entries; above a cap, if there is one."""
 
     @abstractmethod
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, seen: ProbedLayer) -> Tensor:
         """The quantity of one layer."""
 
     def penalty(self, data: Batch = None) -> Tensor:
@@ -454,7 +454,7 @@ def _above(values: Tensor, cap: float | None) -> Tensor:
 class Sigma(Penalty):
     """Sigma of the layer, to a relative tolerance of 1e-3, solved anew each time."""
 
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, seen: ProbedLayer) -> Tensor:
         """As `lipscope.sigma`."""
         start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
         return sigma(seen.attention, seen.x, tol=_PENALTY_TOL, generator=start)
@@ -473,7 +473,7 @@ class SigmaEstimate(Penalty):
         super().__init__(*args, **options)  # pyright: ignore[reportArgumentType]
         self._held: dict[tuple[int, int], Tensor] = {}
 
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, seen: ProbedLayer) -> Tensor:
         """``<u, J v>``, whose gradient is that of sigma where ``u`` and ``v`` are its own."""
         place = seen.index, seen.entry
         v = self._held.get(place)
@@ -481,8 +481,8 @@ class SigmaEstimate(Penalty):
             start = start_named(f"{self.seed}|{seen.index}|{seen.entry}")
             v = torch.randn(seen.x.shape, generator=start, dtype=torch.float64).to(seen.x)
         op = seen.attention.linearise(seen.x)
-        u = _unit(op.matvec(v))
-        v = _unit(op.rmatvec(u))
+        u = _unit_vector(op.matvec(v))
+        v = _unit_vector(op.rmatvec(u))
         if bool(v.any()) and bool(v.isfinite().all()):  # else a new start is as good
             self._held[place] = v
         return seen.attention.stretch(seen.x, u, v)
@@ -501,7 +501,7 @@ class RowGram(Penalty):
     Source: `lipscope.theorems.derived.row_gram`.
     """
 
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, seen: ProbedLayer) -> Tensor:
         """The certificate of one layer."""
         layer, x = seen.attention, seen.x
         if not isinstance(layer, DotProduct):
@@ -560,7 +560,7 @@ class SoftmaxSpread(Penalty):
     cap_is = "none"
     over: int | None = None
 
-    def of(self, seen: Seen) -> Tensor:
+    def of(self, seen: ProbedLayer) -> Tensor:
         """The mean over heads."""
         if not isinstance(seen.attention.weighting, Softmax):
             raise InputError(
@@ -572,10 +572,10 @@ class SoftmaxSpread(Penalty):
         most = 3 if self.over is None else self.over + 1
         top = p.topk(min(most, p.shape[-1]), dim=-1).values
         top = torch.nn.functional.pad(top, (0, most - top.shape[-1]))
-        value = _spread(top, 1).clamp_min(_SMALLEST).log()
+        value = _row_spread(top, 1).clamp_min(_SMALLEST).log()
         if self.over is not None:
             # Rows that spread over fewer tokens have no ratio.
-            under = _spread(top, self.over)
+            under = _row_spread(top, self.over)
             value = torch.where(under > _SMALLEST, value - under.clamp_min(_SMALLEST).log(), 0.0)
         return value.amax(-1).mean()
 
@@ -591,7 +591,7 @@ class SoftmaxSpreadRatio(SoftmaxSpread):
     over = 2
 
 
-def _spread(top: Tensor, k: int) -> Tensor:
+def _row_spread(top: Tensor, k: int) -> Tensor:
     first, second = top[..., k - 1], top[..., k]
     return first * (1 - first + second)
 
@@ -616,11 +616,11 @@ def _spectral_norm(weight: Tensor) -> Tensor:
     w = weight if weight.shape[0] >= weight.shape[1] else weight.T
     with torch.no_grad():
         v = torch.linalg.eigh(w.T @ w).eigenvectors[:, -1]
-        u = _unit(w @ v)
+        u = _unit_vector(w @ v)
     return u @ w @ v
 
 
-def _unit(x: Tensor) -> Tensor:
+def _unit_vector(x: Tensor) -> Tensor:
     norm = x.norm()
     return x / norm if norm > 0 else x
 

@@ -130,9 +130,9 @@ def sigma_through(
     jacobians = []
     for i, state in enumerate(path.states[:-1]):
         inner = given[i % len(given)].linearise(state)
-        jacobians.append(plus_identity(_times(step, inner)))
+        jacobians.append(plus_identity(_scaled_operator(step, inner)))
     at = range(1, len(jacobians) + 1)
-    found = _joined(jacobians, path.times, at, tol, delta, "residual")
+    found = _along_depth(jacobians, path.times, at, tol, delta, "residual")
     return replace(found, events=path.events)
 
 
@@ -162,10 +162,10 @@ def sigma_of_blocks(
             f"`depths` should be increasing, from 1 to {len(blocks)}. Found `depths = {depths}`."
         )
     times = torch.tensor([0, *at], dtype=torch.float64)
-    return _joined(blocks, times, at, tol, delta, "blocks")
+    return _along_depth(blocks, times, at, tol, delta, "blocks")
 
 
-def _joined(
+def _along_depth(
     jacobians: Sequence[Operator],
     times: Tensor,
     at: Sequence[int],
@@ -186,14 +186,14 @@ def _joined(
             product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
             together = own if together is None else compose(own, together)
-            product *= _top(own, f"{name}|{i}|alone", **options).sigma
+            product *= _solve_named(own, f"{name}|{i}|alone", **options).sigma
         if i in at:
             if matrix is not None:
                 exact = float(torch.linalg.matrix_norm(matrix, 2))
                 ends = exact, exact
             else:
                 assert together is not None
-                whole = _top(together, f"{name}|{i}", **options)
+                whole = _solve_named(together, f"{name}|{i}", **options)
                 ends = whole.sigma, whole.upper
             sigma.append(ends[0])
             upper.append(ends[1])
@@ -203,11 +203,11 @@ def _joined(
     return Depth(times, lower, higher, each, None)
 
 
-def _top(op: Operator, name: str, *, tol: float, delta: float) -> TopSingular:
+def _solve_named(op: Operator, name: str, *, tol: float, delta: float) -> TopSingular:
     return top_singular(op, tol=tol, delta=delta, generator=start_named(name))
 
 
-def _times(factor: float, op: Operator) -> Operator:
+def _scaled_operator(factor: float, op: Operator) -> Operator:
     return Operator(
         lambda e: factor * op.matvec(e),
         lambda g: factor * op.rmatvec(g),

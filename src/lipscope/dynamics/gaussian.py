@@ -135,7 +135,7 @@ def gaussian_flow(
     """
     affine = closure(layer)
     d = layer.query.shape[1]
-    start = torch.cat([_mean(mean, d)[:, None], _root(covariance, d)], 1)
+    start = torch.cat([_checked_mean(mean, d)[:, None], _root(covariance, d)], 1)
 
     def velocity(_: float, state: Tensor) -> Tensor:
         m, f = state[:, 0], state[:, 1:]
@@ -157,8 +157,8 @@ def gaussian_flow(
 # --- what a head reads at x: slope x + shift, before its values
 
 
-def _dot_product(layer: Attention) -> Closure:
-    query, key = _by_head(layer)
+def _dot_product_closure(layer: Attention) -> Closure:
+    query, key = _queries_and_keys(layer)
     a = layer.scale * key.mT @ query
     held = layer.query_bias
     bias = torch.zeros(len(query), query.shape[1]).to(query)
@@ -167,8 +167,8 @@ def _dot_product(layer: Attention) -> Closure:
     return lambda m, cov: (cov @ a, m + b @ cov)
 
 
-def _l2(layer: Attention) -> Closure:
-    w, _ = _by_head(layer)
+def _l2_closure(layer: Attention) -> Closure:
+    w, _ = _queries_and_keys(layer)
     gram = 2 * w.mT @ w
 
     def means(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,8 +180,8 @@ def _l2(layer: Attention) -> Closure:
     return means
 
 
-def _sinkhorn(layer: Attention) -> Closure:
-    query, key = _by_head(layer)
+def _sinkhorn_closure(layer: Attention) -> Closure:
+    query, key = _queries_and_keys(layer)
     a = layer.scale * key.mT @ query
 
     def means(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,10 +196,14 @@ def _sinkhorn(layer: Attention) -> Closure:
     return means
 
 
-_CLOSURES = {DotProduct: _dot_product, L2Attention: _l2, SinkhornAttention: _sinkhorn}
+_CLOSURES = {
+    DotProduct: _dot_product_closure,
+    L2Attention: _l2_closure,
+    SinkhornAttention: _sinkhorn_closure,
+}
 
 
-def _by_head(layer: Attention) -> tuple[Tensor, Tensor]:
+def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
     """Queries and keys of every head, ``(h, k, d)``."""
     query, key, _ = layer.projections()
     keys = layer.repeat_groups(key.unflatten(0, (layer.num_groups, -1)))
@@ -213,7 +217,7 @@ def _value_bias(layer: Attention) -> Tensor:
     return layer.value_bias.unflatten(0, (layer.num_groups, 1, -1))
 
 
-def _mean(mean: Tensor, d: int) -> Tensor:
+def _checked_mean(mean: Tensor, d: int) -> Tensor:
     if mean.shape != (d,) or not bool(mean.isfinite().all()):
         raise InputError(f"`mean` should be {d} finite numbers. Found {tuple(mean.shape)}.")
     return mean.detach().to("cpu", torch.float64)

@@ -122,7 +122,7 @@ def integrate(
     if not bool(velocity(0.0, start).isfinite().all()):  # what it refuses here is the caller's
         raise InputError("`x` should have a finite velocity. Found NaN or Inf; scale it down.")
     overflow = Event("overflow", lambda _, x: limit - float(x.abs().max()))
-    run = _Run(at, start, (*events_of(events), overflow))
+    run = _FlowRecord(at, start, (*events_of(events), overflow))
     with np.errstate(all="ignore"):  # what is not finite is refused, not warned of
         solver = DOP853(asked, 0.0, start.numpy().ravel(), at[-1] or 1.0, rtol=rtol, atol=atol)
         while run.status is None:
@@ -199,7 +199,7 @@ class _Path:
         return torch.from_numpy(y).reshape(self.shape)
 
 
-class _Run:
+class _FlowRecord:
     """A flow on its way: states so far, what has happened, what is still looked for."""
 
     def __init__(self, at: list[float], start: Tensor, events: Sequence[Event]) -> None:
@@ -272,9 +272,9 @@ class _Run:
         for event in self.watched:
             if not event.margin(new, path(new)) > 0:
                 began = event.margin(old, path(old)) > 0  # but for rounding, it is
-                yield (_zero(event, path, old, new) if began else old), event
+                yield (_zero_time(event, path, old, new) if began else old), event
 
 
-def _zero(event: Event, path: _Path, old: float, new: float) -> float:
+def _zero_time(event: Event, path: _Path, old: float, new: float) -> float:
     options = {"bracket": (old, new), "xtol": 1e-300, "rtol": _TIME}
     return float(root_scalar(lambda t: event.margin(t, path(t)), method="brentq", **options).root)

@@ -1,4 +1,4 @@
-"""Tokens that follow attention: continuous flows, residual layers that discretise them, clusters."""
+"""Tokens that follow attention: flows, the residual layers that discretise them, clusters."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Field:
         norm: Norm | None = None,
     ) -> None:
         self.measure = x if isinstance(x, TokenMeasure) else None
-        self.start = _tokens(x.points.detach() if isinstance(x, TokenMeasure) else x)
-        self.f = _in_double(f)
+        self.start = _tokens_in_double(x.points.detach() if isinstance(x, TokenMeasure) else x)
+        self.f = f.in_double() if isinstance(f, Attention) else f
         self.norm, self.radii, self.rate = norm, None, None
         if norm not in (None, "rms", "layer"):
             raise InputError(f"`norm` should be None, rms or layer. Found `{norm}`.")
@@ -245,17 +245,13 @@ def value_maps(layer: Attention) -> Tensor:
     return output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1) @ by_head
 
 
-def _tokens(x: Tensor) -> Tensor:
+def _tokens_in_double(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim != 2 or not x.numel() or not x.is_floating_point():
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"`x` should be tokens, (n, d), at least one. Found `{found}`.")
     if not bool(x.isfinite().all()):
         raise InputError("`x` should be finite. Found NaN or Inf in it.")
     return x.detach().to("cpu", torch.float64)
-
-
-def _in_double(f: Attention | Function) -> Attention | Function:
-    return f.in_double() if isinstance(f, Attention) else f
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -430,7 +426,7 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     >>> clusters(torch.tensor([[0.0], [3.0], [1.0], [2.0], [9.0]]), 1.0).sizes
     (4, 1)
     """
-    _check_radius(radius)
+    _positive_radius(radius)
     if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
         found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
         raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
@@ -466,7 +462,7 @@ def leaders(weights: Float[Tensor, "h n n"], share: float = 0.5) -> tuple[int, .
 
 def consensus(radius: float, *, terminal: bool = True) -> Event:
     """The event ``consensus``: no two tokens are further apart than the radius."""
-    _check_radius(radius)
+    _positive_radius(radius)
     return Event("consensus", lambda _, x: diameter(x) - radius, terminal)
 
 
@@ -477,10 +473,10 @@ def diameter(points: Float[Tensor, "n d"]) -> float:
 
 def outgrows(radius: float, *, terminal: bool = True) -> Event:
     """The event ``outgrown``: some token is further from the origin than the radius."""
-    _check_radius(radius)
+    _positive_radius(radius)
     return Event("outgrown", lambda _, x: radius - float(x.norm(dim=-1).max()), terminal)
 
 
-def _check_radius(radius: float) -> None:
+def _positive_radius(radius: float) -> None:
     if not 0 < radius < float("inf"):
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")

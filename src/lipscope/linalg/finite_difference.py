@@ -62,16 +62,16 @@ def difference(f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Ten
     norms = torch.linalg.vector_norm(x, dim=-1)
     norms = torch.where(norms > 0, norms, norms.square().mean().sqrt())
     whole = float((norms / torch.linalg.vector_norm(e, dim=-1)).min()) or 1.0
-    found = _within(whole, f, x, e, product)
+    found = _compare_steps(whole, f, x, e, product)
     if found.status != "unsettled":
         return found
     closer = float(f(x).detach().double().norm()) / found.product if found.product else whole
-    again = _within(closer, f, x, e, product) if closer < whole else found
+    again = _compare_steps(closer, f, x, e, product) if closer < whole else found
     # Rounding may swallow a step that small, so that it proves nothing against the product.
     return again if again.status == "agrees" else found
 
 
-def _within(
+def _compare_steps(
     whole: float, f: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, product: Tensor
 ) -> Difference:
     """The comparison with steps that are small beside ``whole``."""
@@ -83,14 +83,14 @@ def _within(
         step = e * (base * size)
         ahead, behind = (f(x + sign * step).detach().double() for sign in (1, -1))
         now = _Tried(ahead, behind, base * size)
-        error = _apart(now.quotient, product)
+        error = _relative_distance(now.quotient, product)
         if best is None or error < best.error:
             best = Difference(error, float(product.norm()), float(now.quotient.norm()), "unsettled")
         if error <= _GOOD * limit:
             break
         if float((now.quotient - product).norm()) <= now.rounding(torch.finfo(x.dtype).eps):
             break  # smaller steps say less
-        alike = (one for one in tried if _apart(now.quotient, one.quotient) <= limit)
+        alike = (one for one in tried if _relative_distance(now.quotient, one.quotient) <= limit)
         if best.error > limit and (other := next(alike, None)):
             sides = _sides(f(x).detach().double(), now, other, limit)
             quotient = float(now.quotient.norm())
@@ -125,11 +125,11 @@ def _sides(here: Tensor, now: _Tried, other: _Tried, limit: float) -> tuple[floa
     """
     jumps = [(one.ahead + one.behind - 2 * here) / one.step for one in (now, other)]
     sides = [float((end - here).norm()) / now.step for end in (now.ahead, now.behind)]
-    kinked = float(jumps[0].norm()) > limit * max(sides) and _apart(*jumps) < 0.5
+    kinked = float(jumps[0].norm()) > limit * max(sides) and _relative_distance(*jumps) < 0.5
     return (sides[0], sides[1]) if kinked else None
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _relative_distance(a: Tensor, b: Tensor) -> float:
     largest = max(float(a.norm()), float(b.norm()))
     return float((a - b).norm()) / largest if largest > 0 else 0.0
 

@@ -105,7 +105,7 @@ class _Stretch(nn.Module):
         if isinstance(self.layer, Stretchable):
             return self.layer.stretch(x, g, e, memory=self.memory)
         with sdpa_kernel(SDPBackend.MATH), _still(self.layer):
-            return stretch(_value(self.layer, x), x, g, e)
+            return stretch(_output(self.layer, x), x, g, e)
 
 
 class _Inputs:
@@ -191,10 +191,10 @@ class _Vectors(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         top, tensors = ctx.top, ctx.saved_tensors
         op = _operator(ctx.inputs.layer, tensors[0].detach(), ctx.inputs.memory)
-        gu, gv = (_without(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
+        gu, gv = (_orthogonal_to(g, w) for g, w in zip(grad_outputs, (top.u, top.v), strict=True))
         q = _solve(op.matvec, op.rmatvec, top, top.sigma * gv + op.rmatvec(gu))
         p = (gu + op.matvec(q)) / top.sigma
-        found = ctx.inputs.gradients(tensors, [(_without(p, top.u), top.v), (top.u, q)])
+        found = ctx.inputs.gradients(tensors, [(_orthogonal_to(p, top.u), top.v), (top.u, q)])
         return None, None, *found
 
 
@@ -205,13 +205,13 @@ def _solve(
     target: Tensor,
 ) -> Tensor:
     """``(sigma^2 - J^T J)^{-1}`` of a vector, orthogonal to ``v``, by conjugate gradients."""
-    target = _without(target, top.v)
+    target = _orthogonal_to(target, top.v)
     q, left, way = torch.zeros_like(target), target, target
     size = start = float(left.square().sum())
     for _ in range(_SOLVE_STEPS):
         if size <= _SOLVE_TOL.get(target.dtype, 1e-2) ** 2 * start:
             return q
-        image = _without(top.sigma**2 * way - rmatvec(matvec(way)), top.v)
+        image = _orthogonal_to(top.sigma**2 * way - rmatvec(matvec(way)), top.v)
         bent = float((way * image).sum())
         if not bent > 0:  # a second singular value as large as the first, to rounding
             break
@@ -225,7 +225,7 @@ def _solve(
     )
 
 
-def _without(vector: Tensor, unit: Tensor) -> Tensor:
+def _orthogonal_to(vector: Tensor, unit: Tensor) -> Tensor:
     return vector - (vector * unit).sum() * unit
 
 
@@ -238,7 +238,7 @@ def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: 
     if isinstance(layer, Stretchable):
         return layer.linearise(x, memory=memory)
     with _still(layer):
-        return linearise(lambda z: _value(layer, z), x)
+        return linearise(lambda z: _output(layer, z), x)
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ def _still(layer: nn.Module | Callable[[Tensor], Tensor]) -> Iterator[None]:
             part.training = True
 
 
-def _value(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _output(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     if isinstance(layer, nn.MultiheadAttention):
         return layer(x, x, x, need_weights=False)[0]
     return layer(x)

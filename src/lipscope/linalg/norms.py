@@ -85,7 +85,7 @@ def infinity_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormIn
         value = float(to_dense(op).abs().sum(1).max())
         return NormInterval(value, value, exact=True)
     best = 0.0
-    for start in _random(op.out_shape, op, seed):
+    for start in _random_batch(op.out_shape, op, seed):
         g = start.abs() / start.abs().sum()
         seen = -1
         for _ in range(_ITERATIONS):
@@ -120,13 +120,13 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     NormInterval(lower=1.0, upper=1.0, exact=True)
     """
     best = 0.0
-    for start in _random(op.in_shape, op, seed):
+    for start in _random_batch(op.in_shape, op, seed):
         best = max(best, _alternate(op, _unit_tokens(start)))
     if op.in_size * op.T.in_size > dense:
         return NormInterval(best, None, exact=False)
     blocks = to_dense(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
     best = max([best, *[_best_of_row(row) for row in blocks]])
-    upper = max(_upper(row) for row in blocks)
+    upper = max(_row_upper(row) for row in blocks)
     exact = upper <= best * (1 + 1e-10)
     return NormInterval(best, max(best, upper), exact=exact)
 
@@ -161,7 +161,7 @@ def _ascend(row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return (row.mT @ g).norm(dim=-1).sum(), g
 
 
-def _upper(row: Tensor) -> float:
+def _row_upper(row: Tensor) -> float:
     """An upper bound of ``max_{|g|≤1} Σ_j |J_ij^T g|`` for one output token."""
     gram = row @ row.mT
     sizes = torch.linalg.matrix_norm(row, 2)
@@ -179,7 +179,7 @@ def _unit_tokens(e: Tensor) -> Tensor:
     return e / e.norm(dim=-1, keepdim=True).clamp_min(1e-300)
 
 
-def _random(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
+def _random_batch(shape: tuple[int, ...], op: Operator, seed: int) -> Tensor:
     gen = start_named(f"norm|{seed}")
     return torch.randn(_STARTS, *shape, generator=gen, dtype=torch.float64).to(op.device, op.dtype)
 

@@ -131,7 +131,7 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
     _check_deterministic(f, tape.point, tape.y)
     if tape.constant:
         _check_uncut(f, tape)
-        return _zero(x, tape.y)
+        return _zero_operator(x, tape.y)
     y = tape.y
     op = Operator(
         over_leading(tape.matvec, x.ndim),
@@ -144,12 +144,12 @@ def _linearise_by_autograd(f: Callable[[Tensor], Tensor], x: Tensor) -> Operator
     size = tape.y.detach().norm() / tape.point.detach().norm()
     with derivatives():
         check_adjoint(op, 1e3 * torch.finfo(y.dtype).eps * float(size) if size.isfinite() else 0.0)
-    if not op.matvec(_direction(x)).any():
+    if not op.matvec(_random_direction(x)).any():
         _check_uncut(f, tape)
     return op
 
 
-def _direction(x: Tensor) -> Tensor:
+def _random_direction(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=start_named("a direction of change")).to(x)
 
 
@@ -158,7 +158,7 @@ def _check_uncut(f: Callable[[Tensor], Tensor], tape: Tape) -> None:
     x, y = tape.point.detach(), tape.y.detach()
     step = 1e-3 * x.square().mean().sqrt().clamp_min(1e-3)
     with torch.no_grad():
-        change = (f(x + step * _direction(x)) - y).abs().max()
+        change = (f(x + step * _random_direction(x)) - y).abs().max()
     if change > 1e3 * torch.finfo(y.dtype).eps * y.abs().max():
         raise InputError(
             "`f` should be differentiable. Found that its output changes with its input while "
@@ -240,7 +240,7 @@ def _pulled(y: Tensor, x: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-def _zero(x: Tensor, y: Tensor) -> Operator:
+def _zero_operator(x: Tensor, y: Tensor) -> Operator:
     """The Jacobian of a constant function."""
     return Operator(
         lambda e: e.new_zeros(*e.shape[: e.ndim - x.ndim], *y.shape),

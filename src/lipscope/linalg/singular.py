@@ -390,11 +390,11 @@ def top_singular_batch(
     belong to different operators. Each entry has its own start and its own stop, so that
     an answer does not depend on its neighbours; ``memory`` is that of the whole batch.
     """
-    _check(op, tol, delta, max_steps)
+    _check_solver(op, tol, delta, max_steps)
     stop = _Stop(tol, delta, op)
     b = len(generators)
     answers: list[TopSingular | None] = [None] * b
-    for run, last in _restarted(op, _starts(op, generators), max_steps, memory, stop):
+    for run, last in _restarted(op, _random_starts(op, generators), max_steps, memory, stop):
         for i in range(b):
             if answers[i] is None:
                 answers[i] = stop.judge(run, i, last=last)
@@ -403,7 +403,7 @@ def top_singular_batch(
     return [answer for answer in answers if answer is not None]
 
 
-def _check(op: Operator, tol: float, delta: float, max_steps: int) -> None:
+def _check_solver(op: Operator, tol: float, delta: float, max_steps: int) -> None:
     if max_steps < 1:
         raise InputError(f"`max_steps` should be at least 1. Found `max_steps = {max_steps}`.")
     if op.dtype not in SLACK:
@@ -420,7 +420,7 @@ def _check(op: Operator, tol: float, delta: float, max_steps: int) -> None:
         raise InputError(f"`delta` should be between 0 and 1. Found `delta = {delta}`.")
 
 
-def _starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tensor:
+def _random_starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tensor:
     """One Gaussian vector per entry: its direction is uniform on the sphere.
 
     Drawn in float64 on the generator's own device, so that a row does not depend on the dtype
@@ -438,7 +438,7 @@ def _starts(op: Operator, generators: Sequence[torch.Generator | None]) -> Tenso
 
 
 @dataclass
-class _Run:
+class _Restarts:
     """A decomposition, the finished cycles before it, and the products of them all."""
 
     state: Bidiagonal
@@ -448,7 +448,7 @@ class _Run:
 
 def _restarted(
     op: Operator, start: Tensor, max_steps: int, memory: int, stop: _Stop
-) -> Iterator[tuple[_Run, bool]]:
+) -> Iterator[tuple[_Restarts, bool]]:
     """Golub–Kahan steps, restarted from the top Ritz vector when the basis is full."""
     b = start.shape[0]
     right, left = (
@@ -465,7 +465,7 @@ def _restarted(
         state = None
         for state in golub_kahan(op, start, capacity, keep_left=keep_left):
             last = steps + state.steps >= max_steps
-            yield _Run(state, cycles, 2 * steps + state.products), last
+            yield _Restarts(state, cycles, 2 * steps + state.products), last
         assert state is not None
         steps += state.steps
         start = torch.stack([stop.close_cycle(state, i, cycles[i]) for i in range(b)])
@@ -479,13 +479,13 @@ class _Stop:
         self.tol, self.delta, self.op = tol, delta, op
         self.threshold = start_threshold(op.in_size, delta)
 
-    def judge(self, run: _Run, i: int, *, last: bool) -> TopSingular | None:
+    def judge(self, run: _Restarts, i: int, *, last: bool) -> TopSingular | None:
         """The answer for entry ``i``, or None to go on."""
         state = run.state
         alpha, beta = state.alpha[i].numpy(), state.beta[i].numpy()
         if not (np.isfinite(alpha).all() and np.isfinite(beta).all()):
             return self._non_finite(run)
-        theta, left, right = _ritz(alpha, beta)
+        theta, left, right = _top_triplet(alpha, beta)
         residual = float(beta[-1] * abs(left[-1]))
         small = bool(residual <= math.sqrt(2) * self.tol * theta)
         if not (last or small):
@@ -530,25 +530,25 @@ class _Stop:
             "raise `max_steps` or `tol`, or use float64",
         )
 
-    def _excludes(self, run: _Run, i: int, theta: float) -> bool:
+    def _excludes(self, run: _Restarts, i: int, theta: float) -> bool:
         """Whether a singular value above ``(1 + tol) theta`` is unlikely enough to stop."""
         if self._complete(run, i, theta):
             return True
         factor = (1 + self.tol) / (1 + SLACK[self.op.dtype])
         return self._evidence(run, i, theta).excludes(factor, self.threshold)
 
-    def _upper(self, run: _Run, i: int, theta: float) -> float:
+    def _upper(self, run: _Restarts, i: int, theta: float) -> float:
         slack = 1 + SLACK[self.op.dtype]
         if self._complete(run, i, theta):
             return theta * slack
         return theta * self._evidence(run, i, theta).upper_factor(self.threshold) * slack
 
-    def _complete(self, run: _Run, i: int, theta: float) -> bool:
+    def _complete(self, run: _Restarts, i: int, theta: float) -> bool:
         """Whether nothing is left to chance: J is zero, or the Krylov space is everything."""
         # J x = 0 for a random x: J = 0 with probability one.
         return theta == 0.0 or (run.state.steps >= self.op.in_size and not run.cycles[i])
 
-    def _evidence(self, run: _Run, i: int, theta: float) -> Evidence:
+    def _evidence(self, run: _Restarts, i: int, theta: float) -> Evidence:
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()
         floor = 16 * torch.finfo(self.op.dtype).eps
         return Evidence(alpha, beta, run.cycles[i], theta, floor)
@@ -569,11 +569,11 @@ class _Stop:
     def close_cycle(self, state: Bidiagonal, i: int, cycles: list[Cycle]) -> Tensor:
         """Record a full cycle and return the top Ritz vector, the next start."""
         alpha, beta = state.alpha[i].numpy().copy(), state.beta[i].numpy().copy()
-        _, _, right = _ritz(np.nan_to_num(alpha), np.nan_to_num(beta))
+        _, _, right = _top_triplet(np.nan_to_num(alpha), np.nan_to_num(beta))
         cycles.append(Cycle(alpha, beta, np.abs(right)))
         return torch.from_numpy(right).to(state.v) @ state.v[i, :-1]
 
-    def _non_finite(self, run: _Run) -> TopSingular:
+    def _non_finite(self, run: _Restarts) -> TopSingular:
         nan = math.nan
         return TopSingular(
             nan,
@@ -588,7 +588,7 @@ class _Stop:
         )
 
 
-def _ritz(alpha: np.ndarray, beta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+def _top_triplet(alpha: np.ndarray, beta: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
     """Top singular triplet of the bidiagonal matrix ``B_k``."""
     matrix = np.diag(alpha) + np.diag(beta[:-1], k=1)
     left, values, right = np.linalg.svd(matrix)

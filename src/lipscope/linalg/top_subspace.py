@@ -66,7 +66,7 @@ def leading(
     >>> [round(each.sigma, 6) for each in leading(one, top, seeded, count=2)]
     [3.0, 2.0]
     """
-    found = [_direction(op, first.v, first.sigma, first.upper)]
+    found = [_measured_direction(op, first.v, first.sigma, first.upper)]
     images, uppers = [_image(op, first.v)], [first.upper]
     while len(found) <= count and len(found) < op.in_size:  # one more says what comes after
         basis = torch.stack([one.v for one in found]).flatten(1)
@@ -79,7 +79,7 @@ def leading(
         v = (v / v.norm()).reshape(op.in_shape)
         images.append(_image(op, v))
         least = float(torch.linalg.svdvals(torch.stack(images))[-1])
-        found.append(_direction(op, v, min(least, uppers[-1]), uppers[-1]))
+        found.append(_measured_direction(op, v, min(least, uppers[-1]), uppers[-1]))
     above = [math.inf, *(one.sigma for one in found)]
     below = [*uppers[1:], 0.0]  # where the space is exhausted, nothing comes after
     thetas = [float(image.norm()) for image in images]
@@ -108,7 +108,7 @@ def _image(op: Operator, v: Tensor) -> Tensor:
     return op.matvec(v[None])[0].double().flatten()
 
 
-def _direction(op: Operator, v: Tensor, sigma: float, upper: float) -> Leading:
+def _measured_direction(op: Operator, v: Tensor, sigma: float, upper: float) -> Leading:
     image = op.matvec(v[None])
     theta = image.double().norm()
     off = op.rmatvec(image)[0].double() - theta**2 * v.double()

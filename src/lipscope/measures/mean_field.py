@@ -36,7 +36,7 @@ class TokenMeasure:
     def __init__(
         self, points: Tensor, weights: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        self.points = _plain("points", points)
+        self.points = _finite_double("points", points)
         if self.points.ndim != 2 or not self.points.numel():
             raise InputError(
                 "`points` should be tokens, `(n, d)`, at least one. Found the shape "
@@ -44,7 +44,7 @@ class TokenMeasure:
             )
         n = len(self.points)
         given = torch.full((n,), 1 / n, dtype=torch.float64) if weights is None else weights
-        row = _row("weights", given, n)
+        row = _token_row("weights", given, n)
         if row.requires_grad:
             raise InputError(
                 "`weights` should have no gradient: distances are differentiated in the points "
@@ -57,7 +57,9 @@ class TokenMeasure:
                 f"{least:.4g} and the sum {total:.6g}."
             )
         self.weights = row / total
-        self.positions = None if positions is None else _row("positions", positions, n).detach()
+        self.positions = (
+            None if positions is None else _token_row("positions", positions, n).detach()
+        )
         if self.positions is not None:
             low, high = float(self.positions.min()), float(self.positions.max())
             if low < 0 or high > 1:
@@ -101,14 +103,14 @@ def in_order(points: Tensor) -> TokenMeasure:
     return TokenMeasure(points, None, torch.arange(1, n + 1, dtype=torch.float64) / n)
 
 
-def _plain(name: str, values: Tensor) -> Tensor:
+def _finite_double(name: str, values: Tensor) -> Tensor:
     if not isinstance(values, Tensor) or values.is_complex() or not bool(values.isfinite().all()):
         raise InputError(f"`{name}` should be a tensor of finite numbers. Found another.")
     return values.to("cpu", torch.float64)
 
 
-def _row(name: str, values: Tensor, n: int) -> Tensor:
-    plain = _plain(name, values)
+def _token_row(name: str, values: Tensor, n: int) -> Tensor:
+    plain = _finite_double(name, values)
     if plain.shape != (n,):
         raise InputError(
             f"`{name}` should be one number for each of {n} tokens. Found the shape "

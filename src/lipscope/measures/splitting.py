@@ -111,9 +111,9 @@ def split_at(
             "`log_weights` go with softmax attention. Found another map; leave them out."
         )
     else:
-        own, together = _doubled(f, x)
+        own, together = _doubled_operators(f, x)
         moving = largest(together)
-    gains, token, direction = _best(own)
+    gains, token, direction = _best_split(own)
     return Split(moving, gains, token, direction)
 
 
@@ -138,7 +138,7 @@ def own_operator(
     return layer.linearise(x, context=x, log_weights=log_weights, **options)
 
 
-def blocks(own: Operator) -> Float[Tensor, "n d_out d"]:
+def token_blocks(own: Operator) -> Float[Tensor, "n d_out d"]:
     """The matrices ``T_i`` of a block-diagonal operator, at the cost of d products."""
     n, d = own.in_shape
     eye = torch.eye(d, dtype=own.dtype, device=own.device)
@@ -149,7 +149,9 @@ def token_gains(
     own: Operator, *, tol: float = _TOL, delta: float = 0.01, name: str = "split"
 ) -> Float[Tensor, " n"]:
     """``‖T_i‖`` of every token by the solver, all tokens in one product; upper ends."""
-    return torch.tensor([top.upper for top in _solved(own, tol, delta, name)], dtype=torch.float64)
+    return torch.tensor(
+        [top.upper for top in _solve_tokens(own, tol, delta, name)], dtype=torch.float64
+    )
 
 
 def finite_split(
@@ -173,7 +175,7 @@ def finite_split(
 # --- operators
 
 
-def _doubled(f: Function, x: Tensor) -> tuple[Operator, Operator]:
+def _doubled_operators(f: Function, x: Tensor) -> tuple[Operator, Operator]:
     """Copies against each other, and together, on the doubled input."""
     twice = torch.cat([x, x])
     _check_equivariant(f, twice)
@@ -216,20 +218,20 @@ def _check_equivariant(f: Function, twice: Tensor) -> None:
         )
 
 
-def _best(own: Operator) -> tuple[Tensor, int, Tensor]:
+def _best_split(own: Operator) -> tuple[Tensor, int, Tensor]:
     n, d = own.in_shape
     if n * d * own.out_shape[1] <= _LARGE:
-        _, sizes, right = torch.linalg.svd(blocks(own), full_matrices=False)
+        _, sizes, right = torch.linalg.svd(token_blocks(own), full_matrices=False)
         gains = sizes[:, 0].to("cpu", torch.float64)
         token = int(gains.argmax())
         return gains, token, right[token, 0]
-    tops = _solved(own, _TOL, 0.01, "split")
+    tops = _solve_tokens(own, _TOL, 0.01, "split")
     gains = torch.tensor([top.upper for top in tops], dtype=torch.float64)
     token = int(gains.argmax())
     return gains, token, tops[token].v
 
 
-def _solved(own: Operator, tol: float, delta: float, name: str) -> list:
+def _solve_tokens(own: Operator, tol: float, delta: float, name: str) -> list:
     """Every token's matrix as an operator of its own; they share their products."""
     (n, d), d_out = own.in_shape, own.out_shape[1]
     alone = Operator(own.matvec, own.rmatvec, (d,), (d_out,), own.dtype, own.device)
@@ -285,7 +287,7 @@ def repeated_tokens(
     >>> repeated_tokens(layer, torch.zeros(1, 2), (10**9,)).sigma
     1.0
     """
-    _check(layer, atoms, counts)
+    _check_repeatable(layer, atoms, counts)
     layer = layer.in_double()
     x = atoms.detach().to("cpu", torch.float64)
     log_weights = torch.tensor(counts, dtype=torch.float64).log()
@@ -321,16 +323,16 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
     if layer.output is not None:
         value = layer.output.detach().to("cpu", torch.float64) @ value
     if not layer.causal:
-        return _norm(value)
+        return _dense_norm(value)
     rows = torch.arange(1, n + 1, dtype=torch.float64)[:, None]
-    return _norm(torch.ones(n, n, dtype=torch.float64).tril() / rows) * _norm(value)
+    return _dense_norm(torch.ones(n, n, dtype=torch.float64).tril() / rows) * _dense_norm(value)
 
 
-def _norm(matrix: Tensor) -> float:
+def _dense_norm(matrix: Tensor) -> float:
     return float(torch.linalg.matrix_norm(matrix, 2))
 
 
-def _check(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
+def _check_repeatable(layer: Attention, atoms: Tensor, counts: tuple[int, ...]) -> None:
     if layer.positional:
         raise InputError("not available: logits depend on position; copies are not alike.")
     if not (layer.by_token and isinstance(layer.weighting, Softmax)):

@@ -1,4 +1,4 @@
-"""Wasserstein distances between token measures, exact; the Sinkhorn divergence; Lipschitz ratios."""
+"""Exact Wasserstein distances between token measures, Sinkhorn divergence, Lipschitz ratios."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor
     3.0
     """
     plan = optimal_plan(mu, nu, p=p)
-    return _mean(plan.mass, mu.points[plan.rows] - nu.points[plan.columns], p)
+    return _power_mean(plan.mass, mu.points[plan.rows] - nu.points[plan.columns], p)
 
 
 def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
     """The plan behind `wasserstein`."""
-    _check(mu, nu, p)
+    _check_pair(mu, nu, p)
     a, b = mu.weights, nu.weights
     n, m = mu.num_tokens, nu.num_tokens
     alike = n == m and torch.equal(a, a[:1].expand(n)) and torch.equal(a, b)
@@ -89,7 +89,7 @@ def optimal_plan(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Plan:
             "use fewer tokens, or one dimension."
         )
     some, others = a.nonzero()[:, 0], b.nonzero()[:, 0]
-    apart = _apart(mu.points.detach()[some], nu.points.detach()[others])
+    apart = _distances(mu.points.detach()[some], nu.points.detach()[others])
     if alike:
         from scipy.optimize import linear_sum_assignment
 
@@ -117,7 +117,7 @@ def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) 
 
     Source: Definition 4.1 of [castin2024].
     """
-    _check(mu, nu, p)
+    _check_pair(mu, nu, p)
     if mu.positions is None or nu.positions is None:
         raise InputError("Both measures should have positions. Found one without.")
     held = [(mu.positions, mu.weights), (nu.positions, nu.weights)]
@@ -130,11 +130,11 @@ def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) 
     mass, moves = [], []
     for place, share in zip(places, masses[0], strict=True):
         if share > 0:
-            first, second = _at(mu, place), _at(nu, place)
+            first, second = _at_position(mu, place), _at_position(nu, place)
             plan = optimal_plan(first, second, p=p)
             mass.append(share * plan.mass)
             moves.append(first.points[plan.rows] - second.points[plan.columns])
-    return _mean(torch.cat(mass), torch.cat(moves), p)
+    return _power_mean(torch.cat(mass), torch.cat(moves), p)
 
 
 def sinkhorn_divergence(
@@ -151,7 +151,7 @@ def sinkhorn_divergence(
 
     Source: [feydy2019].
     """
-    _check(mu, nu, 2.0)
+    _check_pair(mu, nu, 2.0)
     check_positive("epsilon", epsilon)
     cross, first, second = (
         _entropic(*pair, epsilon, max_steps) for pair in ((mu, nu), (mu, mu), (nu, nu))
@@ -162,18 +162,18 @@ def sinkhorn_divergence(
 # --- costs and plans
 
 
-def _apart(x: Tensor, y: Tensor) -> Tensor:
+def _distances(x: Tensor, y: Tensor) -> Tensor:
     """``|x_i - y_j|`` in some unit, whatever the size of the points.
 
     By differences: the expanded square would round small moves away.
     """
-    size = _unit(torch.cat([x, y]))
+    size = _largest_entry(torch.cat([x, y]))
     return torch.cdist(x / size, y / size, compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def _mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
+def _power_mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
     """``(Σ m_k |z_k|^p)^(1/p)``, with gradients; 0 for moves of length zero."""
-    size = _unit(moves)
+    size = _largest_entry(moves)
     squared = (moves / size).square().sum(-1)
     longest = squared.detach().max()
     apart = squared > 0
@@ -184,7 +184,7 @@ def _mean(mass: Tensor, moves: Tensor, p: float) -> Tensor:
     return size * longest.sqrt() * total.pow(1 / p)
 
 
-def _unit(x: Tensor) -> Tensor:
+def _largest_entry(x: Tensor) -> Tensor:
     """The largest entry, to divide by."""
     size = x.detach().abs().max()
     return torch.where(size > 0, size, 1.0)
@@ -222,7 +222,7 @@ def _at_its_scale(find: Callable[[Tensor], Plan], apart: Tensor, p: float) -> Pl
             if share < _SEEN:
                 raise InputError(f"W_{p:g} {_NOT_EXACT} costs too far apart; use a smaller `p`.")
             return before
-        enough = float(_mean(plan.mass, moved[:, None], p))
+        enough = float(_power_mean(plan.mass, moved[:, None], p))
         before, share = plan, (enough / reach) ** p
         enough *= room ** (1 / p)
         if not 0 < enough * _FAR ** (1 / p) < reach:
@@ -266,7 +266,7 @@ def _check_optimal(
         )
 
 
-def _at(mu: TokenMeasure, place: Tensor) -> TokenMeasure:
+def _at_position(mu: TokenMeasure, place: Tensor) -> TokenMeasure:
     """The tokens at one position, as a measure of their own."""
     assert mu.positions is not None
     here = mu.positions == place
@@ -307,7 +307,7 @@ def _entropic(mu: TokenMeasure, nu: TokenMeasure, epsilon: float, max_steps: int
     return value + through - through.detach()
 
 
-def _check(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
+def _check_pair(mu: TokenMeasure, nu: TokenMeasure, p: float) -> None:
     if mu.points.shape[1] != nu.points.shape[1]:
         raise InputError(
             "Both measures should have tokens of one width. Found "
@@ -384,7 +384,7 @@ def search_ratio(
     check_count("steps", steps, least=0)
     layer = layer.in_double()
     found = [
-        _climb(layer, radius, num_atoms, steps, p, start_named(f"ratio|{seed}|{i}"))
+        _search_pair(layer, radius, num_atoms, steps, p, start_named(f"ratio|{seed}|{i}"))
         for i in range(starts)
     ]
     return max(found, key=lambda one: one.ratio)
@@ -408,9 +408,9 @@ def tiny_mass_gain(
     if layer.causal:
         raise InputError("not available: a causal layer moves mass within its position only.")
     x = mu.points.detach()
-    y = _points("targets", targets, x, 2)
+    y = _checked_points("targets", targets, x, 2)
     images, ends = token_map(layer, mu, x), token_map(layer, mu, y)
-    into, out = _chains(x, y), _chains(images, ends)
+    into, out = _chain_costs(x, y), _chain_costs(images, ends)
     return torch.where(into > 0, out / into.where(into > 0, torch.ones(())), 0.0).sqrt()
 
 
@@ -426,7 +426,7 @@ def tiny_mass_ratio(
         raise InputError(
             f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."
         )
-    target = _points("target", target, mu.points, 1)
+    target = _checked_points("target", target, mu.points, 1)
     check_positive("mass", mass)
     if not mass < float(mu.weights[atom]):
         raise InputError(
@@ -439,7 +439,7 @@ def tiny_mass_ratio(
     return lipschitz_ratio(layer, mu, TokenMeasure(points, weights))
 
 
-def _points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
+def _checked_points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
     """Points of the width of others, in their precision."""
     wanted = f"(k, {like.shape[1]})" if axes == 2 else f"({like.shape[1]},)"
     if not isinstance(value, Tensor):
@@ -451,7 +451,7 @@ def _points(name: str, value: object, like: Tensor, axes: int) -> Tensor:
     return value.to(like)
 
 
-def _chains(atoms: Tensor, targets: Tensor) -> Tensor:
+def _chain_costs(atoms: Tensor, targets: Tensor) -> Tensor:
     """Least sums of squared lengths over chains from each atom to each target, ``(n, k)``."""
     between = torch.cdist(atoms, atoms).square()
     for k in range(len(atoms)):
@@ -460,7 +460,7 @@ def _chains(atoms: Tensor, targets: Tensor) -> Tensor:
     return (between[:, :, None] + last).amin(1)
 
 
-def _climb(
+def _search_pair(
     layer: Attention, radius: float, n: int, steps: int, p: float, gen: torch.Generator
 ) -> Worst:
     d = layer.query.shape[1]

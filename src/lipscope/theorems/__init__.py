@@ -24,7 +24,7 @@ from lipscope.theorems.derived.row_gram import (
     weighted_rows,
 )
 from lipscope.theorems.directions import (
-    Direction,
+    Placement,
     eigen_directions,
     first_token_gain,
     split_gain,
@@ -79,7 +79,6 @@ __all__ = [
     "Ball",
     "BallName",
     "Bound",
-    "Direction",
     "Head",
     "HeadAt",
     "HeadsAt",
@@ -89,6 +88,7 @@ __all__ = [
     "NormInterval",
     "Normed",
     "NotApplicableError",
+    "Placement",
     "Residual",
     "Segment",
     "Theorem",

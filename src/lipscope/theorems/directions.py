@@ -24,7 +24,7 @@ _ZERO = 1e-10
 
 
 @dataclass(frozen=True)
-class Direction:
+class Placement:
     """Where to put one token and the rest, in units of the radius.
 
     Attributes:
@@ -40,7 +40,7 @@ class Direction:
     case: str
 
 
-def eigen_directions(head: Head) -> list[Direction]:
+def eigen_directions(head: Head) -> list[Placement]:
     """The two cases of Proposition 3.4, best first; none where ``A`` has no use for them.
 
     ``gamma = -gamma_min`` with ``first = u``, ``rest = -u``, and ``gamma = gamma_max / 8``
@@ -57,14 +57,14 @@ def eigen_directions(head: Head) -> list[Direction]:
         low, high = int(values.argmin()), int(values.argmax())
         if values[low] < 0:
             u = vectors[low]
-            found.append(Direction(-float(values[low]), u, -u, "negative"))
+            found.append(Placement(-float(values[low]), u, -u, "negative"))
         if values[high] > 0:
             u = vectors[high]
-            found.append(Direction(float(values[high]) / 8, u, u / 2, "positive"))
+            found.append(Placement(float(values[high]) / 8, u, u / 2, "positive"))
     return sorted(found, key=lambda one: -one.gamma)
 
 
-def star_direction(head: Head) -> Direction | None:
+def star_direction(head: Head) -> Placement | None:
     """``gamma* = max_{|v| <= 1} (|Av| - <v, Av>) / 2``: needs no real eigenvalue.
 
     ``rest = v``, ``first = Av / |Av|``. The two cases of Proposition 3.4 are ``v`` an
@@ -98,7 +98,7 @@ def star_direction(head: Head) -> Direction | None:
     gain = _half_gap(v, av)
     best = int(gain.argmax())
     first = basis @ av[best]
-    return Direction(float(gain[best]), first / first.norm(), basis @ v[best], "star")
+    return Placement(float(gain[best]), first / first.norm(), basis @ v[best], "star")
 
 
 def _half_gap(v: Tensor, av: Tensor) -> Tensor:

@@ -190,10 +190,10 @@ def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list
     """
     check_scores(layer)
     own = layer.in_double()
-    return [_head(own.head(h), fold=fold, turn=turn) for h in range(own.num_heads)]
+    return [_double_head(own.head(h), fold=fold, turn=turn) for h in range(own.num_heads)]
 
 
-def _head(one: DotProduct, *, fold: bool, turn: bool) -> Head:
+def _double_head(one: DotProduct, *, fold: bool, turn: bool) -> Head:
     value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
         size = float(one.output.norm() * value.norm())
@@ -263,7 +263,7 @@ class AtInput:
     needs: ClassVar[tuple[str, ...]] = ("x",)
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
-        self.heads, self.x = tuple(heads), _checked(heads[0], x)
+        self.heads, self.x = tuple(heads), _checked_input(heads[0], x)
         self.rotary = heads[0].rotary  # with one, ``a_ij`` depends on ``j``
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
@@ -535,7 +535,7 @@ class HeadAt(AtInput):
         return (self.x @ self.head.key.T) @ self.factor_q.T
 
 
-def _checked(head: Head, x: Tensor) -> Tensor:
+def _checked_input(head: Head, x: Tensor) -> Tensor:
     """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
     x, width = x.detach().to("cpu", torch.float64, copy=True), head.query.shape[1]
     if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:

@@ -143,7 +143,9 @@ def evaluate(
     inside = around is not None and _goes_inside(theorem, layer, around)
     wanted |= {"around": around} if inside else {}
     try:
-        value = _value(theorem, layer, lambda subject: _asked(theorem, subject, wanted), inside)
+        value = _layer_value(
+            theorem, layer, lambda subject: _subject_value(theorem, subject, wanted), inside
+        )
         value *= factor
         value = value if around is None or inside else around.of(value)
     except OverflowError:
@@ -157,7 +159,7 @@ def evaluate(
     return value
 
 
-def _asked(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
+def _subject_value(theorem: Theorem, subject: Any, wanted: dict[str, Any]) -> float:
     """What a theorem says, plus what rounding at the input may hide from an upper bound."""
     value = theorem.function(subject, **wanted)
     if not isinstance(subject, AtInput) or theorem.kind == "lower":
@@ -192,7 +194,7 @@ def _chain_rule(theorem: Theorem, slope: Tensor) -> float:
     return 1.0 if theorem.by_token else steepest
 
 
-def _value(
+def _layer_value(
     theorem: Theorem, layer: AskedLayer, value: Callable[[object], float], inside: bool
 ) -> float:
     if theorem.subject in (Head, HeadAt, HeadsAt):
@@ -380,7 +382,7 @@ def _question(
     if isinstance(layer, Residual):
         return _residual_question(layer, x, num_tokens, radius, floor, map, head)
     _only_normed(floor)
-    x, num_tokens, radius = _checked(layer, x, num_tokens, radius, map, head)
+    x, num_tokens, radius = _checked_arguments(layer, x, num_tokens, radius, map, head)
     return _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
 
 
@@ -424,7 +426,7 @@ def _normed_question(
         raise InputError(
             f"`map` should be 'attention' for a layer with a norm in front. Found `map = {map!r}`."
         )
-    x, num_tokens, _ = _checked(layer.attention, x, num_tokens, None, map, head)
+    x, num_tokens, _ = _checked_arguments(layer.attention, x, num_tokens, None, map, head)
     norm = layer.constants
     sphere, slope, smallest = None, None, 0.0
     if x is not None:
@@ -451,7 +453,7 @@ def _only_normed(floor: float | None) -> None:
         )
 
 
-def _checked(
+def _checked_arguments(
     layer: Attention,
     x: Tensor | None,
     num_tokens: int | None,

@@ -158,7 +158,7 @@ def theorem(
             f"{statement} ({RECALLED})" if recalled else statement,
             cite,
             kind,
-            scope or _scope(needs),
+            scope or _scope_of_needs(needs),
             metric,
             hints[subject],
             tuple(needs),
@@ -179,7 +179,7 @@ def catalogue() -> list[Theorem]:
     return list(_CATALOGUE.values())
 
 
-def _scope(needs: list[str]) -> Scope:
+def _scope_of_needs(needs: list[str]) -> Scope:
     if "eps" in needs:
         return "ball"
     if "x" in needs:

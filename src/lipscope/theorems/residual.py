@@ -6,9 +6,9 @@ for radius 1 holds for all inputs of the model.
 
 The map ``residual`` is ``x -> N_o(x + N_s(f(x)))``; either norm may be missing, and ``f`` may have
 a norm in front. Block ij of its Jacobian is ``L_i J_ij + δ_ij D_i`` with ``D_i`` the derivative of
-``N_o`` at token i, the identity without it, and ``L_i`` that times the derivative of ``N_s``. Bounds
-go from attention to it by ``1 + ‖J‖``, or take the identity into their diagonal blocks. Proofs:
-``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these maps.
+``N_o`` at token i, the identity without it, and ``L_i`` that times the derivative of ``N_s``.
+Bounds go from attention to it by ``1 + ‖J‖``, or take the identity into their diagonal blocks.
+Proofs: ``docs/theory/local-certificates.md`` and ``global-bounds.md``, on these maps.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def norm_of(module: nn.Module, width: int) -> Norm:
     '0.001'
     """
     try:
-        norm = _read(module, width)
+        norm = _read_norm(module, width)
         same = _agrees(module, norm)
     except RuntimeError:  # not over the last axis
         same, norm = False, None
@@ -160,7 +160,7 @@ def norm_of(module: nn.Module, width: int) -> Norm:
     return norm
 
 
-def _read(module: nn.Module, width: int) -> Norm:
+def _read_norm(module: nn.Module, width: int) -> Norm:
     """The norm that a module is if it is one."""
     token = _alternating(width)
     turned = token.roll(1)  # no entry is zero in both

@@ -99,7 +99,7 @@ def top_two(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
     top = p.topk(min(2, p.shape[-1]), dim=-1).values
     first = top[..., 0]
     second = top[..., 1] if top.shape[-1] > 1 else torch.zeros_like(first)
-    return first * (_others(p) + second)
+    return first * (_rest_of_top(p) + second)
 
 
 def softmax_norm(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
@@ -141,9 +141,9 @@ def balanced_mass(p: Float[Tensor, "*b n"]) -> Float[Tensor, "*b"]:
     0.75
     """
     first = p.amax(-1)
-    return torch.where(first > 0.5, 4 * first * _others(p), torch.ones_like(first))
+    return torch.where(first > 0.5, 4 * first * _rest_of_top(p), torch.ones_like(first))
 
 
-def _others(p: Tensor) -> Tensor:
+def _rest_of_top(p: Tensor) -> Tensor:
     """``1 - p_(1)`` as the sum of the others, which does not cancel."""
     return p.scatter(-1, p.argmax(-1, keepdim=True), 0.0).sum(-1)

@@ -39,14 +39,14 @@ class Sinkhorn(Weighting):
         """The weights; derivatives of first and second order are right."""
         f, factor = _Balanced.apply(s.detach())
         for _ in range(_REFINED):  # f is right already, and each step adds an order
-            p = _weights(s, f)
+            p = _balanced_weights(s, f)
             f = f - torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, factor)
-        return _weights(s, f)
+        return _balanced_weights(s, f)
 
     def at(self, s: Tensor) -> At:
         """The weights and the Cholesky factor of ``H``."""
         f, factor = _Balanced.apply(s)
-        return _weights(s, f), factor
+        return _balanced_weights(s, f), factor
 
     def statistic(self, s: Tensor) -> Tensor:
         """``f``."""
@@ -55,7 +55,7 @@ class Sinkhorn(Weighting):
     def again(self, s: Tensor, statistic: Tensor | None) -> At:
         """From ``f``: only ``H`` is factored anew."""
         assert statistic is not None
-        p = _weights(s, statistic)
+        p = _balanced_weights(s, statistic)
         return p, _factor(p)
 
     def jvp(self, at: At, ds: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     def forward(s: Tensor) -> tuple[Tensor, Tensor]:
         f = _balance(s)
-        return f, _factor(_weights(s, f))
+        return f, _factor(_balanced_weights(s, f))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -168,13 +168,13 @@ class _Balanced(torch.autograd.Function):
         return _Balanced.apply(args[0].movedim(in_dims[0], 0)), (0, 0)
 
 
-def _columns(s: Tensor, f: Tensor) -> Tensor:
+def _column_potential(s: Tensor, f: Tensor) -> Tensor:
     """``g``, with which columns add up to ``n / m``."""
     return math.log(s.shape[-2] / s.shape[-1]) - (s + f).logsumexp(-2, keepdim=True)
 
 
-def _weights(s: Tensor, f: Tensor) -> Tensor:
-    return (s + f + _columns(s, f)).exp()
+def _balanced_weights(s: Tensor, f: Tensor) -> Tensor:
+    return (s + f + _column_potential(s, f)).exp()
 
 
 def _factor(p: Tensor, *, sure: bool = True) -> Tensor:
@@ -209,17 +209,17 @@ def _balance(s: Tensor) -> Tensor:
     f = -s.logsumexp(-1, keepdim=True)
     off = torch.full_like(size, torch.inf)
     for step in range(_MOST):
-        p = _weights(s, f)
+        p = _balanced_weights(s, f)
         off = (p.sum(-1, keepdim=True) - 1).abs().amax((-2, -1), keepdim=True)
         if bool((off <= exact).all()) or not bool(off.isfinite().all()):
             break
         if step >= _FIRST and step % 2 == 0:
             newton = torch.cholesky_solve(p.sum(-1, keepdim=True) - 1, _factor(p, sure=False))
             tried = f - newton.clamp(-_LARGEST_STEP, _LARGEST_STEP)
-            sums = _weights(s, tried).sum(-1, keepdim=True)
+            sums = _balanced_weights(s, tried).sum(-1, keepdim=True)
             better = (sums - 1).abs().amax((-2, -1), keepdim=True) < off
             f = torch.where(better, tried, f)
-        f = -(s + _columns(s, f)).logsumexp(-1, keepdim=True)
+        f = -(s + _column_potential(s, f)).logsumexp(-1, keepdim=True)
     if not bool((off <= exact).all()):
         raise InputError(
             f"Scores should be near enough for Sinkhorn's iteration. Found sums off by "

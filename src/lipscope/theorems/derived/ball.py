@@ -1,8 +1,8 @@
 """The ball certificate of one head: every Jacobian within a radius of X, bounded at once.
 
 Derived here; statement and proof, line by line, with the names used here (``mu, nu, rho, eta``):
-``docs/theory/ball-certificate.md``. A ball is ``token`` (every token moves by at most ``eps``, which
-contains the next) or ``frobenius`` (all of them together do).
+``docs/theory/ball-certificate.md``. A ball is ``token`` (every token moves by at most ``eps``,
+which contains the next) or ``frobenius`` (all of them together do).
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> Softma
     keyed = rho * e
     rounding = at.rounding[:, None]  # of the logits themselves
     eta = (at.mu * e[:, None] + keyed + rounding).masked_fill(~allowed, 0.0)
-    above = at.s + eta - _others(at.s - eta)
-    below = at.s - eta - _others(at.s + eta)
+    above = at.s + eta - _weight_of_others(at.s - eta)
+    below = at.s - eta - _weight_of_others(at.s + eta)
     # in the log domain: P may underflow where P exp(jensen) does not, and 1 - P where P is 1
-    odds = at.s - _others(at.s)
+    odds = at.s - _weight_of_others(at.s)
     log_p, rest = torch.nn.functional.logsigmoid(odds), torch.sigmoid(-odds)  # rest = 1 - P
     if ball == "frobenius":
         moved = ((rho * rest).square() + _without((p * rho).square())).sqrt() * e
@@ -92,7 +92,7 @@ def _without(w: Tensor) -> Tensor:
     return (w.sum(-1, keepdim=True) - w).clamp_min(0.0).scatter(-1, best, alone)
 
 
-def _others(t: Tensor) -> Tensor:
+def _weight_of_others(t: Tensor) -> Tensor:
     """``log sum_{l != j} exp t_il`` without overflow or cancellation."""
     whole = t.logsumexp(-1, keepdim=True)
     # below the row's maximum a share is at most 1/2, so that 1 - share loses no digit
@@ -296,7 +296,7 @@ class Ball:
         own = (self.own_change + loose * c.drift) / weights.diagonal().sqrt()
         root = rows.eigenvalues(weights / stretch.square()).sqrt()
         root = root + (sizes * moved.square()).sum(-1).sqrt() + turned + own
-        return float(_column(weights, root.square()) * (1 + _SLACK))
+        return float(_column_sum(weights, root.square()) * (1 + _SLACK))
 
     @cached_property
     def by_rows(self) -> float:
@@ -330,8 +330,8 @@ class Ball:
         moved = self.rho.amax(-1) * (c.head.norm_v * self.spread + self.mean_moved)
         moved = moved + c.norm_a * self.eps * sums["upper_v"].sqrt()
         return float(
-            _column(self.p.change, blocks)
-            + _column(self.p.upper, moved.square())
+            _column_sum(self.p.change, blocks)
+            + _column_sum(self.p.upper, moved.square())
             + self.own_change.max()
         )
 
@@ -341,7 +341,7 @@ class Ball:
         if self.c.rotary is not None:
             return math.inf
         norms = self.c.x.norm(dim=-1) + self.eps
-        return _global(self.c.head, float(norms.max()), self.c.allowed)
+        return _bound_at_radius(self.c.head, float(norms.max()), self.c.allowed)
 
     def forms(self, local: float | None = None) -> dict[str, float]:
         """Every form that is finite, by name."""
@@ -441,12 +441,12 @@ def _gram(w: Tensor) -> Tensor:
     return w.mT @ w
 
 
-def _column(weights: Tensor, rows: Tensor) -> Tensor:
+def _column_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """``sqrt(max_j sum_i weights_ij rows_i)``."""
     return (rows @ weights).max().sqrt()
 
 
-def _global(head: Head, radius: float, allowed: Tensor) -> float:
+def _bound_at_radius(head: Head, radius: float, allowed: Tensor) -> float:
     """G2: ``‖V‖ (sqrt(sum_i max_{p <= pmax_i} p (1 + t min(1, 4p(1-p)))) + ‖A‖ R^2)``."""
     alpha = (head.norm_a * radius + head.norm_b) * radius
     t = alpha**2

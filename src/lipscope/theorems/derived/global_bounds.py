@@ -66,7 +66,7 @@ def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
     alpha, beta = _alpha_beta(head, radius)
     p_max = _largest_attention(head, num_tokens, beta)
     rows = row_gain(p_max, p_max.new_tensor([beta**2]))
-    return head.norm_v * (math.sqrt(_column(head, rows)) + alpha)
+    return head.norm_v * (math.sqrt(_largest_column(head, rows)) + alpha)
 
 
 @theorem(cite=DERIVED, statement="mean-field constant, half the exponent")
@@ -155,7 +155,7 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
     k = rho * (norm_k * radius + float(head.key_bias.norm()))
     p = _largest_attention(head, num_tokens, q * k)
     rows = _rotary_gain(p, rho * norm_k * q * radius)
-    return head.norm_v * (math.sqrt(_column(head, rows)) + rho * norm_q * k * radius)
+    return head.norm_v * (math.sqrt(_largest_column(head, rows)) + rho * norm_q * k * radius)
 
 
 @theorem(cite=DERIVED, statement="Two clusters, γ*", kind="lower")
@@ -209,7 +209,7 @@ def _largest_attention(head: Head, num_tokens: int, gap: float) -> Tensor:
     return 1 / (1 + (seen - 1).clamp_min(0) * apart.exp())
 
 
-def _column(head: Head, rows: Tensor) -> float:
+def _largest_column(head: Head, rows: Tensor) -> float:
     """``max_j Σ_{i sees j} rows_i``; without mask and for causal ones token 1 is seen by all."""
     if head.mask is None and head.window is None:
         return float(rows.sum())
@@ -280,7 +280,7 @@ def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     own = layer.in_double()
-    query, key, value = _by_head(own)
+    query, key, value = _weights_by_head(own)
     alpha = abs(own.scale) * product_norm(key, query) * radius**2
     return float(of_heads(spectral_norm(value) * (1 + 2 * alpha), own.output))
 
@@ -301,7 +301,7 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     _mask_of(layer, num_tokens)
     own, n = layer.in_double(), num_tokens
     scale = abs(own.scale)
-    query, key, value = _by_head(own)
+    query, key, value = _weights_by_head(own)
     query_bias, key_bias, value_bias = (
         w.new_zeros(w.shape[:2]) if bias is None else bias.unflatten(0, (own.num_heads, -1))
         for w, bias in ((query, own.query_bias), (key, own.key_bias), (value, own.value_bias))
@@ -319,7 +319,7 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     return float(of_heads(n * (norm_v * top + moved * steep), own.output))
 
 
-def _by_head(layer: Attention) -> list[Tensor]:
+def _weights_by_head(layer: Attention) -> list[Tensor]:
     weights = (layer.query, layer.key, layer.value)
     return [w.unflatten(0, (layer.num_heads, -1)) for w in weights]
 

@@ -352,7 +352,7 @@ def _expand(matrices: Tensor, times: int) -> Tensor:
     return matrices.repeat_interleave(times, -2).repeat_interleave(times, -1)
 
 
-class _Parts(NamedTuple):
+class _ColumnParts(NamedTuple):
     """Gram matrices before their weights, ``V^T A V + V^T M K + (…)^T + K^T C K`` each.
 
     Their diagonal block has more: what it is without the covariance, ``Y``, and the covariance.
@@ -470,7 +470,7 @@ class JacobianColumns(JacobianRows):
     def _inverse(self, weights: Tensor, rows: slice) -> Tensor:
         return torch.where(self.support[rows], 1 / weights[rows], 0.0)
 
-    def _parts(self, weights: Tensor, rows: slice) -> _Parts:
+    def _parts(self, weights: Tensor, rows: slice) -> _ColumnParts:
         inverse = self._inverse(weights, rows)
         heads, _, kv = self.at.v.shape
         (c, y), q = self._at_rows(rows), self._readers(rows)
@@ -487,7 +487,7 @@ class JacobianColumns(JacobianRows):
         inner = (written @ written.mT) * inverse[..., None, None]
         right = inner[..., None] * q.transpose(1, 2)[:, :, None]  # (r, n, h, g, k)
         crossed = q.mT @ right.transpose(1, 2).flatten(3)
-        return _Parts(
+        return _ColumnParts(
             (scalars * blocks).reshape(-1, self.concat, self.concat),
             mixed.reshape(len(q), self.concat, -1),
             crossed.flatten(1, 2),
@@ -623,7 +623,7 @@ def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
         omega, probes, fresh = rows.probe(candidate, probes)
         if not bool(omega.isfinite().all()):
             break
-        value = _bound(candidate, omega)
+        value = _weighted_bound(candidate, omega)
         if value < best:
             best, weights = value, candidate
         share = 2 / (round_ + 2)
@@ -631,11 +631,11 @@ def weighted_rows(rows: JacobianRows, *, below: float = math.inf) -> Weighted:
     # The probes bound each eigenvalue from below; what is reported uses the exact ones.
     if below <= best < math.inf:
         return Weighted(math.inf, rows, weights)
-    value = _bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
+    value = _weighted_bound(weights, rows.eigenvalues(weights)) * (1 + _SLACK)
     return Weighted(value, rows, weights)
 
 
-def _bound(weights: Tensor, omega: Tensor) -> float:
+def _weighted_bound(weights: Tensor, omega: Tensor) -> float:
     return float((weights * omega[:, None]).sum(0).max().sqrt())
 
 

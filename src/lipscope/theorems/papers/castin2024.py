@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipscope.theorems.directions import Direction, eigen_directions
+from lipscope.theorems.directions import Placement, eigen_directions
 from lipscope.theorems.head import Head, HeadAt
 from lipscope.theorems.register import NotApplicableError, theorem
 
@@ -95,7 +95,9 @@ def castin_prop_3_4(head: Head, num_tokens: int, radius: float) -> float:
         raise NotApplicableError("its value matrix is not a multiple of an isometry")
     if head.value.shape[1] < 2:
         raise NotApplicableError("its tokens have one entry only; stated for two or more")
-    return head.norm_v * math.sqrt(num_tokens - 1) * _pull(direction, num_tokens, radius)
+    return (
+        head.norm_v * math.sqrt(num_tokens - 1) * _attention_to_first(direction, num_tokens, radius)
+    )
 
 
 @theorem(cite="castin2024", statement="Proposition 3.4, strengthened", kind="lower")
@@ -208,7 +210,7 @@ def castin_thm_c_3(at: HeadAt) -> float:
     must see ``A^T x`` is shown in ``docs/theory/global-bounds.md``.
     """
     head, n = at.head, len(at.x)
-    rho, rho_t, r = _reach(at)
+    rho, rho_t, r = _logit_reach(at)
     rho = max(rho, rho_t)
     return head.norm_v * math.sqrt(3 * (rho**2 * r**2 * (n + 1) + n))
 
@@ -229,7 +231,7 @@ def castin_thm_c_3_coded(at: HeadAt) -> float:
     Source: the code of [castin2024].
     """
     head, n = at.head, len(at.x)
-    rho, _, r = _reach(at)
+    rho, _, r = _logit_reach(at)
     return head.norm_v * math.sqrt(rho**2 * r**2 * (n + 1) + n)
 
 
@@ -244,12 +246,12 @@ def castin_thm_c_3_tightened(at: HeadAt) -> float:
     Source: derived here (``docs/theory/global-bounds.md``).
     """
     head, n = at.head, len(at.x)
-    rho, rho_t, r = _reach(at)
+    rho, rho_t, r = _logit_reach(at)
     rows = math.sqrt(n * (1 + rho**2 * r**2 / 2))
     return head.norm_v * (rows + rho_t * r / math.sqrt(2))
 
 
-def two_cluster_value(head: Head, direction: Direction, num_tokens: int, radius: float) -> float:
+def two_cluster_value(head: Head, direction: Placement, num_tokens: int, radius: float) -> float:
     """``‖J e‖`` for a unit move ``e`` of the first token, at its two-cluster input.
 
     With ``x_1 = R first`` and the others at ``R rest``, ``J_i1 = p_i V (I + (1 - p_i) R²
@@ -257,7 +259,7 @@ def two_cluster_value(head: Head, direction: Direction, num_tokens: int, radius:
 
     Holds without mask and for causal ones; no bias, no rotary embedding.
     """
-    _plain(head)
+    _check_plain(head)
     seen = head.visible(num_tokens)[1:].to(torch.float64)
     if not len(seen):
         return 0.0
@@ -280,20 +282,20 @@ def _top_right(block: Tensor) -> Tensor:
     return e / e.norm().clamp_min(1e-300)
 
 
-def _pull(direction: Direction, num_tokens: int, radius: float) -> float:
+def _attention_to_first(direction: Placement, num_tokens: int, radius: float) -> float:
     """Attention of every other token to the first one, without mask."""
     return 1 / (1 + (num_tokens - 1) * math.exp(-2 * direction.gamma * radius**2))
 
 
-def _best_direction(head: Head) -> Direction:
-    _plain(head)
+def _best_direction(head: Head) -> Placement:
+    _check_plain(head)
     found = eigen_directions(head)
     if not found:
         raise NotApplicableError("A has no real eigenvalue other than 0")
     return found[0]
 
 
-def _plain(head: Head) -> None:
+def _check_plain(head: Head) -> None:
     head.causal_or_unmasked()
     head.without_positions()
     head.without_bias()
@@ -305,7 +307,7 @@ def _causal(head: Head) -> None:
         raise NotApplicableError("it is not causal")
 
 
-def _reach(at: HeadAt) -> tuple[float, float, float]:
+def _logit_reach(at: HeadAt) -> tuple[float, float, float]:
     """``max |a_i|``, ``max |A^T x_i|`` and the diameter of the tokens."""
     at.head.without_rotary()
     centred = at.x - at.x.mean(0)  # of the size of the diameter: products lose nothing

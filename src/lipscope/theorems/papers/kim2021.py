@@ -67,7 +67,7 @@ def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
     Source: Theorem 3.2 of [kim2021].
     """
     _visible_self(layer)
-    w, v, output = _weights(layer)
+    w, v, output = _double_weights(layer)
     size = max(_infinity(h) * _infinity(h.T) for h in w) * max(_infinity(h) for h in v)
     constant = 4 * phi_inverse(num_tokens - 1.0) + layer.head_width**-0.5
     return constant * size * (1.0 if output is None else _infinity(output))
@@ -90,7 +90,7 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
     Source: Theorem 3.2 of [kim2021].
     """
     _visible_self(layer)
-    w, v, output = _weights(layer)
+    w, v, output = _double_weights(layer)
     heads = math.hypot(
         *[norm_in_double(a) ** 2 * norm_in_double(b) for a, b in zip(w, v, strict=True)]
     )
@@ -156,7 +156,7 @@ def _visible_self(layer: L2Attention) -> None:
         raise NotApplicableError("its mask is neither empty nor causal")
 
 
-def _weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
+def _double_weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
     """``W_h``, ``(W^{V,h})^T`` and ``(W^O)^T``, float64."""
     tied, inner = (w.detach().to("cpu", torch.float64) for w in (layer.query, layer.value))
     output = layer.output

@@ -25,7 +25,7 @@ def yudin_thm_3(at: HeadAt) -> float:
     head = at.head
     head.without_rotary()
     head.without_bias()
-    size = _norm(at.x) ** 2 * head.norm_a
+    size = _gram_norm(at.x) ** 2 * head.norm_a
     return head.norm_v * (norm_of_rows(at.p) + 2 * size * float(top_two(at.p).max()))
 
 
@@ -45,9 +45,9 @@ def yudin_centred(at: HeadAt) -> float:
     head.without_rotary()
     centred = at.x - at.x.mean(0)
     small_k = torch.linalg.qr(head.key.T, mode="r").R
-    keys = _norm((centred @ head.key.T) @ at.factor_q.T)  # ‖X_c A‖
-    queries = _norm(at.q @ small_k.T)  # ‖X A^T + 1 b^T‖
-    change = _largest_softmax_norm(at.p) * _norm(centred @ head.value.T)
+    keys = _gram_norm((centred @ head.key.T) @ at.factor_q.T)  # ‖X_c A‖
+    queries = _gram_norm(at.q @ small_k.T)  # ‖X A^T + 1 b^T‖
+    change = _largest_softmax_norm(at.p) * _gram_norm(centred @ head.value.T)
     return head.norm_v * norm_of_rows(at.p) + change * (keys + queries)
 
 
@@ -77,7 +77,7 @@ def _largest_softmax_norm(p: Tensor) -> float:
     return best
 
 
-def _norm(matrix: Tensor) -> float:
+def _gram_norm(matrix: Tensor) -> float:
     """Spectral norm through the smaller Gram matrix: an eigenvalue costs less than an SVD."""
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.T
