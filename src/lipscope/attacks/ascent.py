@@ -28,21 +28,13 @@ _SMALLEST_SCALE = 0.1  # random starts have norms between this share of the radi
 
 @dataclass(frozen=True)
 class Ascent:
-    """The worst input that was found, measured again.
+    """The worst input that was found, measured again."""
 
-    Attributes:
-        x: The input, ``(n, d)``: the best of all iterates of all restarts.
-        top: Sigma there from a fresh random start, so that its ``upper`` holds.
-        found: The value that the ascent had seen there: a lower bound of sigma, in float32.
-        start_values: The value at each start, ``(restarts,)``.
-        best_values: The best value of each restart, ``(restarts,)``.
-    """
-
-    x: Float[Tensor, "n d"]
-    top: TopSingular
-    found: float
-    start_values: Float[Tensor, " r"]
-    best_values: Float[Tensor, " r"]
+    x: Float[Tensor, "n d"]  # the input, ``(n, d)``: the best of all iterates of all restarts
+    top: TopSingular  # sigma there from a fresh random start, so that its ``upper`` holds
+    found: float  # the value that the ascent had seen there: a lower bound of sigma, in float32
+    start_values: Float[Tensor, " r"]  # the value at each start, ``(restarts,)``
+    best_values: Float[Tensor, " r"]  # the best value of each restart, ``(restarts,)``
 
 
 def ascend(

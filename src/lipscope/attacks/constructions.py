@@ -1,6 +1,7 @@
 """Inputs on which attention is far from smooth, each built from one head's ``A`` and ``V``.
 
-A head is given by its index. Errors say "not available" where a construction does not hold.
+A head is given by its index. Errors say "not available" where a construction does not hold. What
+names no paper is derived here: ``docs/theory/inputs.md``.
 """
 
 from __future__ import annotations
@@ -36,27 +37,19 @@ PredictionKind = Literal["lower", "exact", "limit"]
 
 @dataclass(frozen=True)
 class Construction:
-    """An input and what is known about sigma there.
+    """An input and what is known about sigma there."""
 
-    Attributes:
-        x: The tokens, ``(n, d)``, in the layer's dtype and on its device.
-        name: The function that built it, with the case where there are several.
-        statement: Where it comes from.
-        cite: Key of the bibliography, or "derived here".
-        predicted: What theory says about sigma of the head's contribution (or of the whole
-            layer where ``head`` is None) with its biases, or None.
-        kind: Whether ``predicted`` is a proved lower bound, the exact value, or the limit of
-            large radii, which a finite radius need not have reached.
-        head: The head that it was built for; None if it does not depend on one.
-    """
-
-    x: Float[Tensor, "n d"]
-    name: str
-    statement: str
-    cite: str
+    x: Float[Tensor, "n d"]  # the tokens, ``(n, d)``, in the layer's dtype and on its device
+    name: str  # the function that built it, with the case where there are several
+    statement: str  # where it comes from
+    cite: str  # key of the bibliography, or "derived here"
+    # what theory says about sigma of the head's contribution (or of the whole layer where ``head``
+    # is None) with its biases, or None
     predicted: float | None
+    # whether ``predicted`` is a proved lower bound, the exact value, or the limit of large radii,
+    # which a finite radius need not have reached
     kind: PredictionKind = "lower"
-    head: int | None = None
+    head: int | None = None  # the head that it was built for; None if it does not depend on one
 
 
 def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, least: int) -> Head:
@@ -66,10 +59,7 @@ def head_for(layer: Attention, head: int, num_tokens: int, radius: float, *, lea
         raise InputError(
             f"not available: made for dot-product attention. Found `{type(layer).__name__}`."
         )
-    if not 0 <= head < layer.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
-        )
+    layer.check_head(head)
     if layer.positional:
         raise InputError("not available: logits depend on position; use ascent.")
     try:
@@ -260,8 +250,6 @@ def dominant_token(
     moves with its own query by ``p (1-p) |V s| |A^T s|``, ``s = x_1 - x_j``.
 
     Holds for one head, unmasked or causal, without rotary embedding.
-
-    Source: derived here (``docs/theory/inputs.md``).
     """
     one = head_for(layer, head, num_tokens, radius, least=2)
     u = value_direction(one)
@@ -315,8 +303,6 @@ def constant(layer: Attention, *, num_tokens: int, radius: float) -> Constructio
 
     Holds for every variant of attention, all heads together, exactly; with a rotary embedding
     the rows are not uniform and nothing is predicted.
-
-    Source: derived here (``docs/theory/inputs.md``).
     """
     check_size(num_tokens, radius)
     d = layer.query.shape[1]
@@ -346,10 +332,7 @@ def l2_opposed(layer: Attention, *, head: int = 0, num_tokens: int, radius: floa
     check_size(num_tokens, radius, least=2)
     if not isinstance(layer, L2Attention):
         raise InputError(f"not available: made for L2 attention. Found `{type(layer).__name__}`.")
-    if not 0 <= head < layer.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
-        )
+    layer.check_head(head)
     if layer.mask is not None and not bool(layer.mask.all()):
         raise InputError("not available: its mask is neither empty nor causal.")
     query, value = (

@@ -34,32 +34,21 @@ _TRIED = 10_000  # edits of a step that are written and read again
 
 @dataclass(frozen=True)
 class Edit:
-    """One token put in the place of another, or a copy of one put behind it.
+    """One token put in the place of another, or a copy of one put behind it."""
 
-    Attributes:
-        index: Position in the text as it was given.
-        old: Id that stood there.
-        new: Id that stands there now; of a copy, the same.
-    """
-
-    index: int
-    old: int
-    new: int
+    index: int  # position in the text as it was given
+    old: int  # id that stood there
+    new: int  # id that stands there now; of a copy, the same
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A text in the making.
+    """A text in the making."""
 
-    Attributes:
-        ids: Its token ids.
-        origin: For every token its position in the text as it was given; -1 for a copy.
-        edits: What was done to it.
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # its token ids
+    # for every token its position in the text as it was given; -1 for a copy
     origin: tuple[int, ...]
-    edits: tuple[Edit, ...] = ()
+    edits: tuple[Edit, ...] = ()  # what was done to it
 
     @property
     def kept(self) -> list[int]:
@@ -82,49 +71,34 @@ class Draft:
 
 @dataclass(frozen=True)
 class Edited:
-    """The result of a recipe.
+    """The result of a recipe."""
 
-    Attributes:
-        draft: The best text; without edits if no edit survives.
-        change_layer: ``‖f(X') - f(X)‖ / ‖f(X)‖`` of the layer's output, tokens that are no copies.
-        change_model: The same of the model's.
-        first: Of the output that was asked for, after the edit that the recipe put first; None if
-            there is none.
-        queries: Edited texts that the model read.
-        products: Products with its Jacobian, or gradients.
-        decided: The decision at the end; None if there is none to take.
-    """
-
-    draft: Draft
+    draft: Draft  # the best text; without edits if no edit survives
+    # ``‖f(X') - f(X)‖ / ‖f(X)‖`` of the layer's output, tokens that are no copies
     change_layer: float
-    change_model: float
+    change_model: float  # the same of the model's
+    # of the output that was asked for, after the edit that the recipe put first; None if there is
+    # none
     first: float | None
-    queries: int
-    products: int
-    decided: int | None
+    queries: int  # edited texts that the model read
+    products: int  # products with its Jacobian, or gradients
+    decided: int | None  # the decision at the end; None if there is none to take
 
 
 @dataclass
 class EditSearch:
-    """Edits of one text.
+    """Edits of one text."""
 
-    Attributes:
-        model: The model.
-        written: Its texts.
-        where: Whose output should change: the ``layer``'s or the ``model``'s.
-        attention: The layer in closed form, at the text, with what enters it; None if it is not
-            known, and duplications are tried in random order.
-        scores: From the model's output, ``(b, …)``, to the scores of classes, ``(b, c)``, if it is
-            a decision that should change.
-        name: Names the random starts.
-    """
-
-    model: Embedded
-    written: WindowDecoder
-    where: Where
+    model: Embedded  # the model
+    written: WindowDecoder  # its texts
+    where: Where  # whose output should change: the ``layer``'s or the ``model``'s
+    # the layer in closed form, at the text, with what enters it; None if it is not known, and
+    # duplications are tried in random order
     attention: tuple[Attention, Tensor] | None = None
+    # from the model's output, ``(b, …)``, to the scores of classes, ``(b, c)``, if it is a decision
+    # that should change
     scores: Scores | None = None
-    name: str = ""
+    name: str = ""  # names the random starts
     _queries: int = 0
     _products: int = 0
 

@@ -278,7 +278,7 @@ class Projections(Protocol):
         ...
 
 
-class AllHeads:
+class _AllHeads:
     """The linear maps around the core, all heads together, norms linearised at ``x``."""
 
     axes = 2
@@ -295,7 +295,6 @@ class AllHeads:
         self.width_out = concat if self.out is None else self.out.shape[0]
 
     def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
         layer = self.layer
         parts = (e @ self.weight.T).split(self.sizes, dim=-1)
         q, k, v = (
@@ -306,7 +305,6 @@ class AllHeads:
         return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if self.grouped else (q, k, v)
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
         layer = self.layer
         if self.grouped:
             gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
@@ -319,17 +317,15 @@ class AllHeads:
         return torch.cat(parts, dim=-1) @ self.weight
 
     def leave(self, o: Tensor) -> Tensor:
-        """From the heads' outputs to the map's output."""
         heads = o.transpose(0, 1).flatten(1)
         return heads if self.out is None else heads @ self.out.T
 
     def leave_t(self, g: Tensor) -> Tensor:
-        """The transpose of `leave`."""
         heads = g if self.out is None else g @ self.out
         return heads.unflatten(-1, (self.heads, -1)).transpose(0, 1)
 
 
-class PerHead:
+class _PerHead:
     """The same maps with each head on its own copy of the input."""
 
     axes = 3
@@ -353,7 +349,6 @@ class PerHead:
             self.width_out = layer.output.shape[0]
 
     def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
         parts = (e @ self.weight.mT).split(self.sizes, dim=-1)
         q, k, v = (
             x if norm is None else norm.derivative(x, e)
@@ -362,7 +357,6 @@ class PerHead:
         return _rotate(self.layer.rotary, q), _rotate(self.layer.rotary, k), v
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
         gq, gk = _rotate_t(self.layer.rotary, gq), _rotate_t(self.layer.rotary, gk)
         parts, along = [], gq.new_zeros(())
         for g, norm in zip((gq, gk, gv), self.norms, strict=True):
@@ -372,11 +366,9 @@ class PerHead:
         return torch.cat(parts, dim=-1) @ self.weight - along
 
     def leave(self, o: Tensor) -> Tensor:
-        """From the heads' outputs to the map's output."""
         return o if self.out is None else o @ self.out.mT
 
     def leave_t(self, g: Tensor) -> Tensor:
-        """The transpose of `leave`."""
         return g if self.out is None else g @ self.out
 
 
@@ -405,7 +397,7 @@ class _HeadNormAt:
 
 
 @dataclass
-class OneSide:
+class _OneSide:
     """Another frame of which only the queries, or only the keys and values, move."""
 
     inner: Projections
@@ -426,7 +418,6 @@ class OneSide:
         return torch.zeros_like(self.q), dk, dv
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
         if self.side == "query":
             length = gq.shape[1]
             return self.inner.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
@@ -434,7 +425,7 @@ class OneSide:
 
 
 @dataclass
-class Entered:
+class _Entered:
     """Another frame whose tokens go through `Layer.entrance` first."""
 
     inner: Projections
@@ -449,11 +440,10 @@ class Entered:
         return self.inner.enter(self.at.derivative(e))
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
         return self.at.transpose(self.inner.enter_t(gq, gk, gv))
 
 
-class Coupled:
+class _Coupled:
     """Another frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
 
     ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
@@ -481,7 +471,6 @@ class Coupled:
         return dq / self.divisor - self.q * change, dk, dv
 
     def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
         change = (self.q * gq).sum((-2, -1), keepdim=True)
         own = (gq / self.divisor, gk, gv)
         return self.inner.enter_t(*(g - s * change for g, s in zip(own, self.slopes, strict=True)))
@@ -492,8 +481,8 @@ def around(
 ) -> Projections:
     """The frame with what a layer does to tokens first, and to its queries last."""
     if (entrance := layer.entrance()) is not None:
-        frame = Entered(frame, entrance.at(moved))
-    return frame if layer.by_token else Coupled(frame, layer, x, context)
+        frame = _Entered(frame, entrance.at(moved))
+    return frame if layer.by_token else _Coupled(frame, layer, x, context)
 
 
 def _zeros(like: Tensor, tokens: int) -> Tensor:
@@ -552,9 +541,9 @@ class Linearised:
         with torch.no_grad(), uncast(x.device):
             biased = layer.bias_moves
             core = ChunkedCore(layer, x, memory, context, log_weights, biased=biased)
-            frame: Projections = (PerHead if per_head else AllHeads)(layer, map, self.moved)
+            frame: Projections = (_PerHead if per_head else _AllHeads)(layer, map, self.moved)
             if context is not None:
-                frame = OneSide(frame, side, core.q, core.k, core.v)
+                frame = _OneSide(frame, side, core.q, core.k, core.v)
             self.core, self.frame = core, around(layer, frame, self.moved, x, context)
             self.doubt = core.doubt()
 

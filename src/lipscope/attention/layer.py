@@ -136,15 +136,10 @@ class Clip(nn.Module):
 
 @dataclass(frozen=True)
 class NormAt:
-    """A norm at one input: its derivative is ``D_g (I - u u^T)`` in every part.
+    """A norm at one input: its derivative is ``D_g (I - u u^T)`` in every part."""
 
-    Attributes:
-        unit: ``u = z / (√k r)``, ``r`` the root mean square with ``ε``; ``(*b, n, parts, k)``.
-        gain: ``g = w / r``, ``(*b, n, parts, k)``.
-    """
-
-    unit: Tensor
-    gain: Tensor
+    unit: Tensor  # ``u = z / (√k r)``, ``r`` the root mean square with ``ε``; ``(*b, n, parts, k)``
+    gain: Tensor  # ``g = w / r``, ``(*b, n, parts, k)``
 
     def derivative(self, dz: Tensor) -> Tensor:
         """``D_g (I - u u^T) dz`` for tokens ``(*b, n, w)``."""
@@ -402,10 +397,7 @@ class Layer(nn.Module, ABC):
         Raises:
             InputError: If there is no such head, or a norm joins all heads.
         """
-        if not 0 <= index < self.num_heads:
-            raise InputError(
-                f"`head` should be between 0 and {self.num_heads - 1}. Found `head = {index}`."
-            )
+        self.check_head(index)
         fields = self.fields()
         for name in ("query_norm", "key_norm", "value_norm"):
             norm = fields.get(name)
@@ -427,6 +419,13 @@ class Layer(nn.Module, ABC):
             elif name in _STORED:
                 fields[name] = 1
         return type_before_parametrizations(self)(**fields)
+
+    def check_head(self, index: int) -> None:
+        """Refuse what is not the index of a query head."""
+        if not 0 <= index < self.num_heads:
+            raise InputError(
+                f"`head` should be between 0 and {self.num_heads - 1}. Found `head = {index}`."
+            )
 
     def in_double(self: AnyLayer) -> AnyLayer:
         """A copy in float64 on the CPU, without gradients."""

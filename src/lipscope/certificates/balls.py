@@ -31,6 +31,7 @@ from lipscope.theorems import (
     least,
     per_token,
     row_gram_joint,
+    tokens_in_double,
     weighted_head,
 )
 
@@ -147,15 +148,8 @@ def in_double(layer: Attention, head: int | None) -> DotProduct:
 
 
 def tokens_of(layer: DotProduct, x: Tensor) -> Tensor:
-    """Tokens in float64 on the CPU, checked."""
-    width = layer.query.shape[1]
-    if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
-        raise InputError(
-            f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
-        )
-    if not bool(torch.isfinite(x).all()):
-        raise InputError("`x` should be finite. Found NaN or infinite tokens.")
-    return x.detach().to("cpu", torch.float64)
+    """Tokens of the layer's width in float64 on the CPU, checked."""
+    return tokens_in_double(x, layer.query.shape[1])
 
 
 _OVERFLOW = "No certificate: every form overflows; choose a smaller `eps`."

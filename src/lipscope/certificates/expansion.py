@@ -140,20 +140,13 @@ class Channel:
     """A bound of a part of the rest: ``<u, r_i> <= sqrt(u^T N_i u) (own_i |e_i| + read_i(E))``.
 
     ``read_i(E)^2 = sum_j weights_ij <h_ij, e_j>^2``.
-
-    Attributes:
-        gram: ``N_i``, ``(n, k_v, k_v)``.
-        size: ``>= ‖N_i‖^(1/2)``, ``(n,)``.
-        own: ``(n,)``.
-        weights: ``(n, n)``.
-        read: ``>= read_i(E) / ‖E‖``, ``(n,)``.
     """
 
-    gram: Tensor
-    size: Tensor
-    own: Tensor
-    weights: Tensor
-    read: Tensor
+    gram: Tensor  # ``N_i``, ``(n, k_v, k_v)``
+    size: Tensor  # ``>= ‖N_i‖^(1/2)``, ``(n,)``
+    own: Tensor  # ``(n,)``
+    weights: Tensor  # ``(n, n)``
+    read: Tensor  # ``>= read_i(E) / ‖E‖``, ``(n,)``
 
     @property
     def bound(self) -> Tensor:

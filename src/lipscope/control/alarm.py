@@ -21,43 +21,25 @@ class Reading:
 
     One rule for every number: it is that of the worst entry of the probe and of the worst head
     there, the largest one; of the entropy, the smallest.
-
-    Attributes:
-        step: Step of training.
-        layer: Index from 0.
-        module: Path of its module.
-        sigma: The local Lipschitz constant; None where it cannot be measured, likewise the two that
-            follow.
-        relative: ``sigma ‖X‖ / ‖f(X)‖``.
-        top_share: Share of the most sensitive token.
-        radius: Largest token norm of the map's input.
-        largest_logit: Over the pairs of tokens that see each other.
-        entropy: Mean over rows, in nats.
-        sink_mass: Mean over rows of the attention that one token gets.
-        weight_norm: Frobenius norm of all its parameters.
-        update_norm: Frobenius norm of what the step changed in them.
-        logits: Largest logit of every head.
-        entropies: Entropy of every head.
-        sinks: Sink mass of every head.
-        problem: Why float32, or nothing, can measure sigma; None where all is well.
     """
 
-    step: int
-    layer: int
-    module: str
+    step: int  # step of training
+    layer: int  # index from 0
+    module: str  # path of its module
+    # the local Lipschitz constant; None where it cannot be measured, likewise the two that follow
     sigma: float | None
-    relative: float | None
-    top_share: float | None
-    radius: float | None
-    largest_logit: float | None
-    entropy: float | None
-    sink_mass: float | None
-    weight_norm: float
-    update_norm: float | None
-    logits: tuple[float, ...] = ()
-    entropies: tuple[float, ...] = ()
-    sinks: tuple[float, ...] = ()
-    problem: str | None = None
+    relative: float | None  # ``sigma ‖X‖ / ‖f(X)‖``
+    top_share: float | None  # share of the most sensitive token
+    radius: float | None  # largest token norm of the map's input
+    largest_logit: float | None  # over the pairs of tokens that see each other
+    entropy: float | None  # mean over rows, in nats
+    sink_mass: float | None  # mean over rows of the attention that one token gets
+    weight_norm: float  # Frobenius norm of all its parameters
+    update_norm: float | None  # Frobenius norm of what the step changed in them
+    logits: tuple[float, ...] = ()  # largest logit of every head
+    entropies: tuple[float, ...] = ()  # entropy of every head
+    sinks: tuple[float, ...] = ()  # sink mass of every head
+    problem: str | None = None  # why float32, or nothing, can measure sigma; None where all is well
 
     def signals(self) -> dict[str, float | None]:
         """The numbers, one for each signal."""
@@ -170,32 +152,21 @@ _LOOK = {
 
 @dataclass(frozen=True)
 class Alert:
-    """A signal that is far from what it was, or a layer that cannot be measured.
+    """A signal that is far from what it was, or a layer that cannot be measured."""
 
-    Attributes:
-        step: Step of training.
-        layer: Index of the layer where it is furthest; None for the loss.
-        module: Path of the layer's module; "" for the loss.
-        signal: Name of the signal; ``measured`` for a layer that float32, or nothing, can measure.
-        value: What it is.
-        low: The smallest of its last readings, or losses.
-        high: The largest.
-        excess: How many times above ``high`` (the entropy: below ``low``) it is; for the loss, in
-            standard deviations above its mean.
-        how: The same, or what could not be measured, in words.
-        also: Other layers where it is unusual at this step.
-    """
-
-    step: int
-    layer: int | None
-    module: str
+    step: int  # step of training
+    layer: int | None  # index of the layer where it is furthest; None for the loss
+    module: str  # path of the layer's module; "" for the loss
+    # name of the signal; ``measured`` for a layer that float32, or nothing, can measure
     signal: str
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
+    value: float | None = None  # what it is
+    low: float | None = None  # the smallest of its last readings, or losses
+    high: float | None = None  # the largest
+    # how many times above ``high`` (the entropy: below ``low``) it is; for the loss, in standard
+    # deviations above its mean
     excess: float = math.inf
-    how: str = ""
-    also: tuple[int, ...] = ()
+    how: str = ""  # the same, or what could not be measured, in words
+    also: tuple[int, ...] = ()  # other layers where it is unusual at this step
 
     def __str__(self) -> str:
         """One line: layer and signal, the value, its usual range, what to look at."""

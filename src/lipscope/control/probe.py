@@ -34,19 +34,12 @@ Layers = Sequence[int] | int | Literal["all"]
 
 @dataclass(frozen=True)
 class ProbedLayer:
-    """A layer at one entry of a batch.
+    """A layer at one entry of a batch."""
 
-    Attributes:
-        index: Of the layer, from 0.
-        entry: Index of the entry.
-        attention: The layer, made of the model's own weights: gradients reach them.
-        x: Its input, ``(n, d)``, held fixed.
-    """
-
-    index: int
-    entry: int
-    attention: Attention
-    x: Tensor
+    index: int  # of the layer, from 0
+    entry: int  # index of the entry
+    attention: Attention  # the layer, made of the model's own weights: gradients reach them
+    x: Tensor  # its input, ``(n, d)``, held fixed
 
 
 class Probe:

@@ -26,30 +26,20 @@ _TIME = 4 * np.finfo(float).eps  # the relative error of the time of an event
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens when a margin falls to zero.
+    """Something that happens when a margin falls to zero."""
 
-    Attributes:
-        name: What happens.
-        margin: ``(t, X) -> number``: positive before; continuous, so that the time can be found.
-        terminal: Whether the flow ends there.
-    """
-
-    name: str
+    name: str  # what happens
+    # ``(t, X) -> number``: positive before; continuous, so that the time can be found
     margin: Callable[[float, Tensor], float]
-    terminal: bool = True
+    terminal: bool = True  # whether the flow ends there
 
 
 @dataclass(frozen=True)
 class Happened:
-    """An event and its time.
+    """An event and its time."""
 
-    Attributes:
-        name: Of the event.
-        time: When its margin fell to zero; 0 if it was so from the start.
-    """
-
-    name: str
-    time: float
+    name: str  # of the event
+    time: float  # when its margin fell to zero; 0 if it was so from the start
 
 
 @dataclass(frozen=True, eq=False, repr=False)

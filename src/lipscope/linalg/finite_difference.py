@@ -23,24 +23,18 @@ _GOOD = 0.1  # part of the limit below which no other size is tried
 
 @dataclass(frozen=True)
 class Difference:
-    """A product with a Jacobian beside the finite difference of the function.
+    """A product with a Jacobian beside the finite difference of the function."""
 
-    Attributes:
-        error: ``‖D - J e‖ / max(‖D‖, ‖J e‖)`` with D the difference, at the best size; 0 where
-            both are zero.
-        product: ``‖J e‖``.
-        quotient: ``‖D‖`` at that size.
-        status: ``agrees``; ``disagrees``, if differences of two sizes agree with each other and
-            not with the product; ``unsettled``, if they agree with nothing, or if rounding of the
-            output explains that they do not agree with the product.
-        sides: ``‖D+‖`` and ``‖D-‖``, the quotients ahead and behind, where it disagrees and they
-            differ alike at both sizes: the function has no derivative there.
-    """
-
+    # ``‖D - J e‖ / max(‖D‖, ‖J e‖)`` with D the difference, at the best size; 0 where both are zero
     error: float
-    product: float
-    quotient: float
+    product: float  # ``‖J e‖``
+    quotient: float  # ``‖D‖`` at that size
+    # ``agrees``; ``disagrees``, if differences of two sizes agree with each other and not with the
+    # product; ``unsettled``, if they agree with nothing, or if rounding of the output explains that
+    # they do not agree with the product
     status: str
+    # ``‖D+‖`` and ``‖D-‖``, the quotients ahead and behind, where it disagrees and they differ
+    # alike at both sizes: the function has no derivative there
     sides: tuple[float, float] | None = None
 
 
@@ -136,19 +130,12 @@ def _relative_distance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Segment:
-    """A finite difference and sigma between its two ends.
+    """A finite difference and sigma between its two ends."""
 
-    Attributes:
-        slope: ``‖f(Y) - f(X)‖ / ‖Y - X‖``.
-        mean: Mean of sigma over the segment, by Gauss–Legendre quadrature.
-        largest: Largest sigma (upper end of its interval) among the points.
-        holds: Whether ``slope ≤ largest``, up to 1e-6.
-    """
-
-    slope: float
-    mean: float
-    largest: float
-    holds: bool
+    slope: float  # ``‖f(Y) - f(X)‖ / ‖Y - X‖``
+    mean: float  # mean of sigma over the segment, by Gauss–Legendre quadrature
+    largest: float  # largest sigma (upper end of its interval) among the points
+    holds: bool  # whether ``slope ≤ largest``, up to 1e-6
 
 
 def segment(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, points: int = 8) -> Segment:

@@ -31,17 +31,11 @@ _ITERATIONS = 50
 
 @dataclass(frozen=True)
 class NormInterval:
-    """What is known of the norm of an operator.
+    """What is known of the norm of an operator."""
 
-    Attributes:
-        lower: Attained by some input: never above the norm.
-        upper: Never below it; None where only the lower value was computed.
-        exact: Whether both are the norm, up to rounding.
-    """
-
-    lower: float
-    upper: float | None
-    exact: bool
+    lower: float  # attained by some input: never above the norm
+    upper: float | None  # never below it; None where only the lower value was computed
+    exact: bool  # whether both are the norm, up to rounding
 
 
 def bracketed(op: Operator, metric: str, *, tol: float, delta: float, seed: int) -> TopSingular:

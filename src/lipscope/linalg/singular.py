@@ -23,17 +23,11 @@ from lipscope.linalg.operator import Operator
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one finished restart cycle tells the upper bound of the next.
+    """What one finished restart cycle tells the upper bound of the next."""
 
-    Attributes:
-        alpha: Diagonal of its bidiagonal matrix.
-        beta: Superdiagonal, and the coupling to the vector after the last.
-        weights: Its top right singular vector in the basis, all entries positive.
-    """
-
-    alpha: np.ndarray
-    beta: np.ndarray
-    weights: np.ndarray
+    alpha: np.ndarray  # diagonal of its bidiagonal matrix
+    beta: np.ndarray  # superdiagonal, and the coupling to the vector after the last
+    weights: np.ndarray  # its top right singular vector in the basis, all entries positive
 
 
 def start_threshold(size: int, delta: float) -> float:
@@ -175,20 +169,13 @@ class Bidiagonal:
 
     ``J V_k = U_k B_k`` and ``J^T U_k = V_k B_k^T + beta_{k+1} v_{k+1} e_k^T``, with ``B_k``
     upper bidiagonal: diagonal ``alpha_1..alpha_k``, superdiagonal ``beta_2..beta_k``.
-
-    Attributes:
-        alpha: ``(b, k)`` float64, on the CPU.
-        beta: ``(b, k)`` float64: ``beta_2 .. beta_{k+1}``.
-        v: ``(b, k + 1, N)`` right vectors; the last one starts the next step.
-        u: ``(b, k, M)`` left vectors; None where they are not kept.
-        products: Products with ``J`` or ``J^T`` so far, for each run of the batch.
     """
 
-    alpha: Tensor
-    beta: Tensor
-    v: Tensor
-    u: Tensor | None
-    products: int
+    alpha: Tensor  # ``(b, k)`` float64, on the CPU
+    beta: Tensor  # ``(b, k)`` float64: ``beta_2 .. beta_{k+1}``
+    v: Tensor  # ``(b, k + 1, N)`` right vectors; the last one starts the next step
+    u: Tensor | None  # ``(b, k, M)`` left vectors; None where they are not kept
+    products: int  # products with ``J`` or ``J^T`` so far, for each run of the batch
 
     @property
     def steps(self) -> int:

@@ -246,19 +246,12 @@ _LARGEST_DENSE = 1024  # tokens up to which the norm of an n x n matrix is compu
 
 @dataclass(frozen=True)
 class Repeated:
-    """Sigma of a layer on repeated tokens, and what it is made of.
+    """Sigma of a layer on repeated tokens, and what it is made of."""
 
-    Attributes:
-        sigma: The larger of the two below.
-        moving: Largest gain of moves that keep equal tokens equal.
-        splitting: Largest gain of moves that take equal tokens apart; 0 if none is repeated.
-        num_tokens: All tokens, copies counted.
-    """
-
-    sigma: float
-    moving: float
-    splitting: float
-    num_tokens: int
+    sigma: float  # the larger of the two below
+    moving: float  # largest gain of moves that keep equal tokens equal
+    splitting: float  # largest gain of moves that take equal tokens apart; 0 if none is repeated
+    num_tokens: int  # all tokens, copies counted
 
 
 def repeated_tokens(

@@ -31,7 +31,15 @@ from lipscope.theorems.directions import (
     star_direction,
     value_direction,
 )
-from lipscope.theorems.head import UNIT, Head, HeadAt, HeadsAt, check_scores, heads_of
+from lipscope.theorems.head import (
+    UNIT,
+    Head,
+    HeadAt,
+    HeadsAt,
+    check_scores,
+    heads_of,
+    tokens_in_double,
+)
 from lipscope.theorems.layer_bounds import (
     AskedLayer,
     Bound,
@@ -120,6 +128,7 @@ __all__ = [
     "theorem",
     "tight_input",
     "tight_value",
+    "tokens_in_double",
     "value_direction",
     "weighted_head",
     "weighted_rows",

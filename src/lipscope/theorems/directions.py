@@ -25,19 +25,12 @@ _ZERO = 1e-10
 
 @dataclass(frozen=True)
 class Placement:
-    """Where to put one token and the rest, in units of the radius.
+    """Where to put one token and the rest, in units of the radius."""
 
-    Attributes:
-        gamma: Half the logit gap at radius 1: ``<A rest, first - rest> = 2 gamma``.
-        first: Unit vector, ``(d,)``.
-        rest: Vector of norm at most 1, ``(d,)``.
-        case: ``negative``, ``positive`` (Proposition 3.4) or ``star`` (derived here).
-    """
-
-    gamma: float
-    first: Float[Tensor, " d"]
-    rest: Float[Tensor, " d"]
-    case: str
+    gamma: float  # half the logit gap at radius 1: ``<A rest, first - rest> = 2 gamma``
+    first: Float[Tensor, " d"]  # unit vector, ``(d,)``
+    rest: Float[Tensor, " d"]  # vector of norm at most 1, ``(d,)``
+    case: str  # ``negative``, ``positive`` (Proposition 3.4) or ``star`` (derived here)
 
 
 def eigen_directions(head: Head) -> list[Placement]:

@@ -33,35 +33,24 @@ UNIT = 8 * torch.finfo(torch.float64).eps  # rounding of a product of matrices, 
 
 @dataclass(frozen=True)
 class Head:
-    """A head, with its part of the output projection folded into ``V`` where asked for.
+    """A head, with its part of the output projection folded into ``V`` where asked for."""
 
-    Attributes:
-        query: ``Q`` with the scale in it, ``(k, d)``.
-        key: ``K``, ``(k, d)``.
-        value: ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal
-            columns, so that every norm of ``W_h V …`` is kept.
-        query_bias: ``b_Q`` with the scale in it, ``(k,)``; zeros if there is none. Biases of
-            keys cancel in the softmax (without rotary embedding), those of values shift.
-        key_bias: ``b_K``, ``(k,)``; matters with a rotary embedding only.
-        causal: Whether token i reads tokens j <= i only.
-        mask: ``(n, n)``, True where i may read j, or None.
-        rotary: Rotary embedding, or None.
-        window: Token i reads tokens j > i - window only, or None.
-        score_bias: ``B``, ``(n, n)``, or None.
-        size: ``‖W_h‖_F ‖V‖_F`` where that product is folded into ``value``, which may cancel
-            in it; None where nothing is.
-    """
-
-    query: Float[Tensor, "k d"]
-    key: Float[Tensor, "k d"]
+    query: Float[Tensor, "k d"]  # ``Q`` with the scale in it, ``(k, d)``
+    key: Float[Tensor, "k d"]  # ``K``, ``(k, d)``
+    # ``V``, ``(k_v, d)``. Folded: ``R V`` with ``W_h = U R``, ``U`` with orthonormal columns, so
+    # that every norm of ``W_h V …`` is kept
     value: Float[Tensor, "kv d"]
+    # ``b_Q`` with the scale in it, ``(k,)``; zeros if there is none. Biases of keys cancel in the
+    # softmax (without rotary embedding), those of values shift
     query_bias: Float[Tensor, " k"]
-    key_bias: Float[Tensor, " k"]
-    causal: bool = False
-    mask: Bool[Tensor, "n n"] | None = None
-    rotary: Rotary | None = None
-    window: int | None = None
-    score_bias: Float[Tensor, "n n"] | None = None
+    key_bias: Float[Tensor, " k"]  # ``b_K``, ``(k,)``; matters with a rotary embedding only
+    causal: bool = False  # whether token i reads tokens j <= i only
+    mask: Bool[Tensor, "n n"] | None = None  # ``(n, n)``, True where i may read j, or None
+    rotary: Rotary | None = None  # rotary embedding, or None
+    window: int | None = None  # token i reads tokens j > i - window only, or None
+    score_bias: Float[Tensor, "n n"] | None = None  # ``B``, ``(n, n)``, or None
+    # ``‖W_h‖_F ‖V‖_F`` where that product is folded into ``value``, which may cancel in it; None
+    # where nothing is
     size: float | None = None
 
     @cached_property
@@ -263,7 +252,7 @@ class AtInput:
     needs: ClassVar[tuple[str, ...]] = ("x",)
 
     def __init__(self, heads: Sequence[Head], x: Float[Tensor, "n d"]) -> None:
-        self.heads, self.x = tuple(heads), _checked_input(heads[0], x)
+        self.heads, self.x = tuple(heads), tokens_in_double(x, heads[0].query.shape[1])
         self.rotary = heads[0].rotary  # with one, ``a_ij`` depends on ``j``
 
     def joined(self, parts: Iterable[Tensor]) -> Tensor:
@@ -535,13 +524,14 @@ class HeadAt(AtInput):
         return (self.x @ self.head.key.T) @ self.factor_q.T
 
 
-def _checked_input(head: Head, x: Tensor) -> Tensor:
+def tokens_in_double(x: Tensor, width: int) -> Float[Tensor, "n d"]:
     """``x`` in float64 on the CPU, if it fits; a copy, as it is read when it is asked for."""
-    x, width = x.detach().to("cpu", torch.float64, copy=True), head.query.shape[1]
+    x = x.detach().to("cpu", torch.float64, copy=True)
     if x.ndim != 2 or x.shape[0] < 1 or x.shape[1] != width:
         raise InputError(
             f"`x` should have shape (n, {width}), n at least 1. Found {tuple(x.shape)}."
         )
-    if not bool(torch.isfinite(x).all()):
-        raise InputError("`x` should be finite. Found NaN or infinite tokens.")
+    if not bool(x.isfinite().all()):
+        bad = int((~x.isfinite()).any(1).nonzero()[0])
+        raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")
     return x

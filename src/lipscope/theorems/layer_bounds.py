@@ -27,7 +27,7 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg import Metric
 from lipscope.records import Bound
-from lipscope.theorems.head import AtInput, Head, HeadAt, HeadsAt, heads_of
+from lipscope.theorems.head import AtInput, Head, HeadAt, HeadsAt, heads_of, tokens_in_double
 from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.residual import Around, Normed, Residual
 from lipscope.theorems.spectrum import norm_in_double
@@ -466,15 +466,13 @@ def _checked_arguments(
         raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
     if map not in ("attention", "heads"):
         raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
-    if head is not None and not 0 <= head < layer.num_heads:
-        raise InputError(
-            f"`head` should be between 0 and {layer.num_heads - 1}. Found `head = {head}`."
-        )
+    if head is not None:
+        layer.check_head(head)
     for name, weight in layer.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
     if x is not None:
-        x = _checked_tokens(x, layer.query.shape[1])
+        x = tokens_in_double(x, layer.query.shape[1])
         if num_tokens not in (None, len(x)):
             raise InputError(
                 f"`num_tokens` should be that of `x`, {len(x)}. Found `num_tokens = {num_tokens}`."
@@ -495,13 +493,3 @@ def _checked_arguments(
     if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
     return x, num_tokens, radius
-
-
-def _checked_tokens(x: Tensor, width: int) -> Tensor:
-    x = x.detach().to("cpu", torch.float64)
-    if x.ndim != 2 or x.shape[1] != width or not len(x):
-        raise InputError(f"`x` should have shape (n, {width}), n ≥ 1. Found {tuple(x.shape)}.")
-    if not bool(x.isfinite().all()):
-        bad = int((~x.isfinite()).any(1).nonzero()[0])
-        raise InputError(f"`x` should be finite. Found NaN or infinity in token {bad}.")
-    return x

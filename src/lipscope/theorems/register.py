@@ -38,42 +38,27 @@ class NotApplicableError(Exception):
 
 @dataclass(frozen=True, repr=False)
 class Theorem:
-    """One entry of the catalogue.
+    """One entry of the catalogue."""
 
-    Attributes:
-        name: Name of its function.
-        function: The function; returns the value as a float.
-        statement: Where it is stated, such as "Theorem 3.3", and whether that is `RECALLED`.
-        cite: Key of the bibliography, or `DERIVED`.
-        kind: ``upper`` or ``lower`` bound of sigma.
-        scope: For which inputs.
-        metric: How input and output are measured.
-        subject: Type of the first parameter.
-        needs: What it must be told: ``x`` if the first parameter is about an input, and the
-            names of the other parameters that have no default.
-        by_token: Whether it takes the ``slope`` of a norm in front, one value per token.
-        inside: Whether it takes what is ``around`` attention, so that the identity is inside it.
-        sound: False for a statement that is exposed as found although it fails.
-        cost: About how many seconds it takes on one core at a number of tokens and a width of
-            values, where it may take long; None where it does not. What takes longer than
-            `PATIENCE` is left out unless sharper forms are asked for.
-        note: What a reader must know about it, or "".
-    """
-
-    name: str
-    function: Callable[..., float]
-    statement: str
-    cite: str
-    kind: BoundKind
-    scope: Scope
-    metric: Metric
-    subject: type
+    name: str  # name of its function
+    function: Callable[..., float]  # the function; returns the value as a float
+    statement: str  # where it is stated, such as "Theorem 3.3", and whether that is `RECALLED`
+    cite: str  # key of the bibliography, or `DERIVED`
+    kind: BoundKind  # ``upper`` or ``lower`` bound of sigma
+    scope: Scope  # for which inputs
+    metric: Metric  # how input and output are measured
+    subject: type  # type of the first parameter
+    # what it must be told: ``x`` if the first parameter is about an input, and the names of the
+    # other parameters that have no default
     needs: tuple[str, ...]
-    by_token: bool
-    inside: bool
-    sound: bool
+    by_token: bool  # whether it takes the ``slope`` of a norm in front, one value per token
+    inside: bool  # whether it takes what is ``around`` attention, so that the identity is inside it
+    sound: bool  # false for a statement that is exposed as found although it fails
+    # about how many seconds it takes on one core at a number of tokens and a width of values, where
+    # it may take long; None where it does not. What takes longer than `PATIENCE` is left out unless
+    # sharper forms are asked for
     cost: Cost | None
-    note: str
+    note: str  # what a reader must know about it, or ""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.statement} [{self.cite}], {self.scope} {self.kind} bound>"

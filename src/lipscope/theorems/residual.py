@@ -39,18 +39,12 @@ class Norm:
     With ``u(x) = c(x) / √(|c(x)|² + d ε)``, in the unit ball, ``N(x) = √d g ∘ u(x) + β``. The
     derivative of ``u`` is ``s (I - u u^T)``, for LayerNorm after the mean is taken away, with
     the slope ``s = 1 / √(|c(x)|² + d ε)``.
-
-    Attributes:
-        gain: ``g``, ``(d,)``.
-        shift: ``β``, ``(d,)``; zeros for RMSNorm.
-        centred: Whether ``c`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
-        eps: ``ε``.
     """
 
-    gain: Float[Tensor, " d"]
-    shift: Float[Tensor, " d"]
-    centred: bool
-    eps: float = 0.0
+    gain: Float[Tensor, " d"]  # ``g``, ``(d,)``
+    shift: Float[Tensor, " d"]  # ``β``, ``(d,)``; zeros for RMSNorm
+    centred: bool  # whether ``c`` takes the mean away (LayerNorm) or does nothing (RMSNorm)
+    eps: float = 0.0  # ``ε``
 
     def direction(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """``u``: where tokens end up in the unit ball, before gain and shift."""
@@ -87,17 +81,13 @@ class Normed:
 
     Holds for any normalisation module; bounds from weights read RMSNorm and LayerNorm.
 
-    Attributes:
-        attention: ``f``.
-        norm: ``N``, over the last axis of ``(n, d)``.
-
     >>> layer = DotProduct(*3 * [torch.eye(4)])
     >>> Normed(layer, nn.LayerNorm(4))(torch.ones(2, 4)).shape
     torch.Size([2, 4])
     """
 
-    attention: Attention
-    norm: nn.Module
+    attention: Attention  # ``f``
+    norm: nn.Module  # ``N``, over the last axis of ``(n, d)``
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
         """``f(N(x))``."""
@@ -276,20 +266,15 @@ def absorb(layer: DotProduct, norm: Norm) -> DotProduct:
 
 @dataclass(frozen=True)
 class Behind:
-    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i.
+    """The derivative of a norm after attention: ``s_i D_g (I - u_i u_i^T) Π`` in row i."""
 
-    Attributes:
-        gain: ``√d g``, ``(d,)``.
-        centred: Whether ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm).
-        slope: ``s_i`` from above, ``(n,)``; the largest one, ``(1,)``, for all inputs.
-        u: Where tokens end up in the unit ball, ``(n, d)``; None for all inputs.
-        error: ``>= `` what rounding of the norm's input changes in the derivative, ``(n,)``.
-    """
-
-    gain: Float[Tensor, " d"]
-    centred: bool
+    gain: Float[Tensor, " d"]  # ``√d g``, ``(d,)``
+    centred: bool  # whether ``Π`` takes the mean away (LayerNorm) or does nothing (RMSNorm)
+    # ``s_i`` from above, ``(n,)``; the largest one, ``(1,)``, for all inputs
     slope: Float[Tensor, " n"]
+    # where tokens end up in the unit ball, ``(n, d)``; None for all inputs
     u: Float[Tensor, "n d"] | None = None
+    # ``>= `` what rounding of the norm's input changes in the derivative, ``(n,)``
     error: Float[Tensor, " n"] | None = None
 
     @property
@@ -308,20 +293,13 @@ class Behind:
 
 @dataclass(frozen=True)
 class Around:
-    """What stands around attention, at an input or at all of them.
+    """What stands around attention, at an input or at all of them."""
 
-    Attributes:
-        tokens: Their number; 1 for all inputs.
-        width: Of a token.
-        second: ``N_s``, which takes the attention's own output, or None.
-        outer: ``N_o``, which takes the sum, or None.
-        here: Whether it speaks of one input, so that the identity can go inside a certificate.
-    """
-
-    tokens: int
-    width: int
-    second: Behind | None = None
-    outer: Behind | None = None
+    tokens: int  # their number; 1 for all inputs
+    width: int  # of a token
+    second: Behind | None = None  # ``N_s``, which takes the attention's own output, or None
+    outer: Behind | None = None  # ``N_o``, which takes the sum, or None
+    # whether it speaks of one input, so that the identity can go inside a certificate
     here: bool = True
 
     @cached_property
@@ -389,20 +367,15 @@ class Residual:
 
     Pre-norm models have ``f`` `Normed` and nothing else, post-norm models have ``N_o``.
 
-    Attributes:
-        branch: ``f``: attention, with a norm in front or without.
-        second: ``N_s``, a norm of the attention's own output, or None.
-        outer: ``N_o``, a norm of the sum, or None.
-
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(*3 * [torch.eye(4)])
     >>> Residual(layer, outer=nn.LayerNorm(4))(torch.ones(2, 4)).shape
     torch.Size([2, 4])
     """
 
-    branch: Attention | Normed
-    second: nn.Module | None = None
-    outer: nn.Module | None = None
+    branch: Attention | Normed  # ``f``: attention, with a norm in front or without
+    second: nn.Module | None = None  # ``N_s``, a norm of the attention's own output, or None
+    outer: nn.Module | None = None  # ``N_o``, a norm of the sum, or None
 
     def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """``N_o(x + N_s(f(x)))``."""

@@ -26,13 +26,8 @@ class ClippedAttention(Biased):
     Holds for encoders and decoders, biases of queries, keys and values, and any 0/-inf mask.
 
     Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         radius: ``R``, positive.
         into: How tokens come into the ball.
-        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together or the radius is not positive.

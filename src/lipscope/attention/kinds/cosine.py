@@ -23,16 +23,9 @@ class ScaledCosineAttention(InnerProduct):
     not Lipschitz with the constant of the paper and is not this one.
 
     Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         temperature: ``τ``, positive; trained where it is a parameter, to any sign, as ``gain``.
         gain: ``ν``, positive.
         eps: ``ε``, positive.
-        heads: Number of heads.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
         InputError: If the shapes do not fit together or a number is not positive; a tensor need

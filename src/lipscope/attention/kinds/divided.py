@@ -27,15 +27,10 @@ class DividedAttention(Biased):
     is promised of them.
 
     Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         by: ``theorem-3.3`` of [castin2024] (with biases its Theorem E.3), ``G2``, or the
             ``mean-field`` bound with half the exponent.
         num_tokens: ``n``; longer inputs are refused.
         radius: ``R``, positive.
-        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together, a number is not positive, or the bound

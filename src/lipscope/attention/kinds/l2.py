@@ -38,9 +38,6 @@ class L2Attention(Distance):
         query: ``W_h^T`` of all heads, ``(heads * k, d)``: queries and keys alike.
         value: ``(W^{V,h})^T`` of all heads, ``(heads * d_v, d)``.
         output: ``(W^O)^T``, ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
 
     Raises:
         InputError: If the shapes do not fit together.

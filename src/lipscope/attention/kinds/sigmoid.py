@@ -51,12 +51,7 @@ class SigmoidAttention(Biased):
     inputs; on a ball it is (`sigmoid_ball`).
 
     Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
         offset: ``b``; minus the logarithm of the number of keys if None.
-        **frame: ``heads``, biases, ``scale``, ``causal`` and ``mask``, as for `Attention`.
 
     Raises:
         InputError: If the shapes do not fit together or the offset is not finite.

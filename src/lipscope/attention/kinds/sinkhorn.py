@@ -84,12 +84,6 @@ class SinkhornAttention(InnerProduct):
     identity: the first row leaves the first token nothing to give to others.
 
     Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
-        scale: Factor of the score; ``1 / sqrt(k)`` if None.
         causal: Refused where True, with the reason.
         mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j. Every True must be on
             a permutation of the tokens that the mask allows.

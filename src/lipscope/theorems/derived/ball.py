@@ -27,21 +27,13 @@ BallName = Literal["token", "frobenius"]
 
 @dataclass(frozen=True)
 class SoftmaxIntervals:
-    """Intervals of the attention weights over a ball.
+    """Intervals of the attention weights over a ball."""
 
-    Attributes:
-        upper: ``U_ij >= P'_ij``.
-        lower: ``L_ij <= P'_ij``.
-        apart: ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1.
-        change: ``D_ij >= |P'_ij - P_ij|``.
-        free: ``>= 1 - sum_j L_ij``, the weight that may be anywhere, ``(n,)``.
-    """
-
-    upper: Tensor
-    lower: Tensor
-    apart: Tensor
-    change: Tensor
-    free: Tensor
+    upper: Tensor  # ``U_ij >= P'_ij``
+    lower: Tensor  # ``L_ij <= P'_ij``
+    apart: Tensor  # ``>= 1 - P'_ij``, to full accuracy where ``L_ij`` rounds to 1
+    change: Tensor  # ``D_ij >= |P'_ij - P_ij|``
+    free: Tensor  # ``>= 1 - sum_j L_ij``, the weight that may be anywhere, ``(n,)``
 
 
 def softmax_over(at: HeadAt, eps: Float[Tensor, " n"], ball: BallName) -> SoftmaxIntervals:
@@ -373,8 +365,6 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
     ``L = min(F1(eps), F2(eps), min(F1, F2)(0) + change(eps), G2(max|x_i| + eps))``.
     Holds for every X', X'' whose tokens are within ``eps`` of those of X, any mask, biases
     and rotary embedding (G2 then left out).
-
-    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least(Ball(at, eps).forms())
 
@@ -384,8 +374,6 @@ def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
     Holds as `ball_certificate` does.
-
-    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least({"rows": Ball(at, eps).by_rows})
 
@@ -395,8 +383,6 @@ def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 
     Holds as `ball_certificate` does.
-
-    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least({"blocks": Ball(at, eps).by_blocks})
 
