@@ -29,7 +29,7 @@ INSIDE = {
     "control": "control monitor",
     "engine": "changed cli_habits directions measure monitor push ranges "
     "reliability_sweep split sweep sweep_cluster sweep_spec",
-    "linalg": "ascent derivative directions interval operator singular text_edits",
+    "linalg": "ascent derivative directions interval operator singular",
     "measures": "splitting",
     "models": "capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",

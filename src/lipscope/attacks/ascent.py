@@ -73,9 +73,6 @@ def ascend(
         memory: Bytes for one batch of restarts, roughly.
         progress: Called as ``progress(done, total)`` after every step of every batch.
 
-    Raises:
-        InputError: For sizes out of range or starts of another shape.
-
     Source: derived here (``docs/theory/inputs.md``).
     """
     check_size(num_tokens, radius)
@@ -142,9 +139,6 @@ def confirm(
 
     Holds for every layer; computed in float64, where the difference keeps its digits. ``etas`` are
     shares of ``‖X‖`` (of 1 at ``X = 0``).
-
-    Raises:
-        InputError: If the direction is zero or has another shape than ``x``.
     """
     if direction.shape != x.shape or not direction.norm() > 0:
         raise InputError("`direction` should be a nonzero tensor of the shape of `x`.")

@@ -79,19 +79,12 @@ def _change_gradient(f: Function, x: Tensor, move: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class BallAttack(Shown):
-    """The worst that was found inside a ball; what a certificate must exceed.
+    """The worst that was found inside a ball; what a certificate must exceed."""
 
-    Attributes:
-        ratio: Largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found.
-        sigma: Largest sigma found inside the ball.
-        worst: The X' of ``ratio``.
-        attempts: Random points and ascents tried.
-    """
-
-    ratio: float
-    sigma: float
-    worst: Tensor
-    attempts: int
+    ratio: float  # largest ``‖f(X') - f(X)‖ / ‖X' - X‖`` found
+    sigma: float  # largest sigma found inside the ball
+    worst: Tensor  # the X' of ``ratio``
+    attempts: int  # random points and ascents tried
 
 
 def attack_in_ball(
@@ -221,19 +214,12 @@ _BISECTIONS = 7
 
 @dataclass(frozen=True, repr=False)
 class Flip(Shown):
-    """The smallest move found that changes a decision; what a certified radius must not exceed.
+    """The smallest move found that changes a decision; what a certified radius must not exceed."""
 
-    Attributes:
-        radius: Its size in the ball's norm; inf if none was found.
-        decision: Class there.
-        point: The X' itself, or X.
-        attempts: Random points and descents tried.
-    """
-
-    radius: float
-    decision: int
-    point: Tensor
-    attempts: int
+    radius: float  # its size in the ball's norm; inf if none was found
+    decision: int  # class there
+    point: Tensor  # the X' itself, or X
+    attempts: int  # random points and descents tried
 
 
 def attack_decision(

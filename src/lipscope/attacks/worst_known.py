@@ -45,33 +45,20 @@ KNOWN, DRAWN = "ascent from known inputs", "ascent from random starts"
 
 @dataclass(frozen=True, repr=False)
 class WorstInput(Shown):
-    """One input and sigma of the whole layer there, or why it is not available.
+    """One input and sigma of the whole layer there, or why it is not available."""
 
-    Attributes:
-        name: Of the construction, `KNOWN`, `DRAWN`, or ``given`` for an input that was given.
-        statement: Where it comes from.
-        cite: Key of the bibliography, or "derived here".
-        head: Head that placed the tokens, or None.
-        sigma: Lower end of the interval; None if not available or not finite.
-        upper: Upper end, valid with probability ``0.99``.
-        radius_max: Largest token norm.
-        predicted: As in `Construction`: about the head's contribution, or the whole layer.
-        x: The input, or None.
-        v: Top right singular vector, for `confirm`, or None.
-        reason: Why it is not available, the solver's note if it has one, or None.
-    """
-
-    name: str
-    statement: str
-    cite: str
-    head: int | None
-    sigma: float | None
-    upper: float | None
-    radius_max: float | None
+    name: str  # of the construction, `KNOWN`, `DRAWN`, or ``given`` for an input that was given
+    statement: str  # where it comes from
+    cite: str  # key of the bibliography, or "derived here"
+    head: int | None  # head that placed the tokens, or None
+    sigma: float | None  # lower end of the interval; None if not available or not finite
+    upper: float | None  # upper end, valid with probability ``0.99``
+    radius_max: float | None  # largest token norm
+    # as in `Construction`: about the head's contribution, or the whole layer
     predicted: float | None
-    x: Float[Tensor, "n d"] | None
-    v: Float[Tensor, "n d"] | None
-    reason: str | None = None
+    x: Float[Tensor, "n d"] | None  # the input, or None
+    v: Float[Tensor, "n d"] | None  # top right singular vector, for `confirm`, or None
+    reason: str | None = None  # why it is not available, the solver's note if it has one, or None
 
 
 def worst(
@@ -110,9 +97,6 @@ def worst(
         One row per construction and head, per given input, and per ascent. The first one is
         measured again, from a start that its choice has not seen: the largest of many intervals
         misses more often.
-
-    Raises:
-        InputError: For sizes or heads out of range.
     """
     check_size(num_tokens, radius)
     chosen = range(layer.num_heads) if heads is None else heads
@@ -122,20 +106,13 @@ def worst(
                 f"`heads` should be between 0 and {layer.num_heads - 1}. Found {head}."
             )
     rows = [
-        _measured_construction(layer, built, tol, generator)
+        _measured(layer, _about(built), built.x, tol, generator, built.predicted)
         if isinstance(built, Construction)
         else built
         for built in _all(layer, num_tokens, radius, chosen, names)
     ]
-    for x in (clamp(one, radius) for one in given):
-        rows.append(
-            _worst_row(
-                ("given", "the input that was given, within the radius", "", None),
-                x,
-                _solve_at(layer, x, tol, generator),
-                None,
-            )
-        )
+    about = ("given", "the input that was given, within the radius", "", None)
+    rows += [_measured(layer, about, clamp(x, radius), tol, generator) for x in given]
     rows.sort(key=_by_sigma)
     if steps:
         size: dict[str, Any] = {"num_tokens": num_tokens, "radius": radius, "steps": steps}
@@ -147,7 +124,10 @@ def worst(
                 about = (name, "gradient ascent", DERIVED, None)
                 rows.append(_worst_row(about, found.x, found.top, None))
     rows.sort(key=_by_sigma)
-    return [_again(layer, rows[0], tol, generator), *rows[1:]]
+    first = rows[0]
+    if first.x is not None and first.sigma is not None:  # from a start its choice has not seen
+        first = _measured(layer, _about(first), first.x, tol, generator, first.predicted)
+    return [first, *rows[1:]]
 
 
 def _all(
@@ -186,29 +166,20 @@ def _try(
         return WorstInput(name, "", "", head, None, None, None, None, None, None, reason)
 
 
-def _solve_at(
-    layer: Attention, x: Tensor, tol: float, generator: torch.Generator | None
-) -> TopSingular:
-    return top_singular(layer.linearise(x), tol=tol, generator=generator)
+def _about(one: Construction | WorstInput) -> tuple[str, str, str, int | None]:
+    return one.name, one.statement, one.cite, one.head
 
 
-def _measured_construction(
-    layer: Attention, built: Construction, tol: float, generator: torch.Generator | None
+def _measured(
+    layer: Attention,
+    about: tuple[str, str, str, int | None],
+    x: Tensor,
+    tol: float,
+    generator: torch.Generator | None,
+    predicted: float | None = None,
 ) -> WorstInput:
-    top = _solve_at(layer, built.x, tol, generator)
-    about = (built.name, built.statement, built.cite, built.head)
-    return _worst_row(about, built.x, top, built.predicted)
-
-
-def _again(
-    layer: Attention, row: WorstInput, tol: float, generator: torch.Generator | None
-) -> WorstInput:
-    """A row with the interval of a start that its choice has not seen."""
-    if row.x is None or row.sigma is None:
-        return row
-    top = _solve_at(layer, row.x, tol, generator)
-    about = (row.name, row.statement, row.cite, row.head)
-    return _worst_row(about, row.x, top, row.predicted)
+    top = top_singular(layer.linearise(x), tol=tol, generator=generator)
+    return _worst_row(about, x, top, predicted)
 
 
 def _worst_row(

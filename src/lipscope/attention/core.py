@@ -75,9 +75,6 @@ class Attention(Layer):
         query_norm: Norm of the queries, before the rotary embedding and the scale.
         key_norm: Norm of the keys, before the rotary embedding.
         value_norm: Norm of the values.
-
-    Raises:
-        InputError: If the shapes do not fit together.
     """
 
     def forward(
@@ -204,9 +201,6 @@ class Attention(Layer):
 
         Frobenius norm, in the layer's own precision; the catalogue states and proves it, in
         float64.
-
-        Raises:
-            InputError: If no such bound of this layer is known.
         """
         raise InputError(
             f"A layer should have a bound at all inputs of {num_tokens} tokens. "

@@ -517,13 +517,7 @@ def _rotate_t(rotary: Rotary | None, g: Tensor) -> Tensor:
 
 
 class Linearised:
-    """A layer at one input: products with its Jacobian and with the transpose.
-
-    Attributes:
-        frame: What stands around the core.
-        moved: The tokens that move.
-        doubt: As `ChunkedCore.doubt`.
-    """
+    """A layer at one input: products with its Jacobian and with the transpose."""
 
     def __init__(
         self,

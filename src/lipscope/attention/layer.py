@@ -393,9 +393,6 @@ class Layer(nn.Module, ABC):
 
         It has its part of the output projection, of masks and of biases by head; a bias of the
         output stays whole.
-
-        Raises:
-            InputError: If there is no such head, or a norm joins all heads.
         """
         self.check_head(index)
         fields = self.fields()

@@ -60,10 +60,6 @@ def on_ball(layer: Layer, by: BallBound, *, num_tokens: int, radius: float) -> F
     Holds for softmax of inner products with any mask, and biases of queries, keys and values;
     ``mean-field`` without mask. No rotary embedding, bias of the scores or norms. ``theorem-3.3``
     is that of [castin2024] (with biases its Theorem E.3), for ``num_tokens`` at the most.
-
-    Raises:
-        InputError: If the radius is not positive, or a value exceeds the largest number of the
-            precision.
     """
     check_positive("radius", radius)
     scale = abs(layer.scale)

@@ -158,51 +158,34 @@ _WIDE = 100.0  # times sigma at X, from which on a certificate says so
 
 @dataclass(frozen=True)
 class HeadCertificate(Shown):
-    """One head's part.
+    """One head's part."""
 
-    Attributes:
-        head: Query head.
-        value: Its certificate, as in `BallCertificate`.
-        form: ``expansion``, or the form of the mean over radii that is the smallest at the full
-            radius.
-    """
-
-    head: int
-    value: float
+    head: int  # query head
+    value: float  # its certificate, as in `BallCertificate`
+    # ``expansion``, or the form of the mean over radii that is the smallest at the full radius
     form: str
 
 
 @dataclass(frozen=True, repr=False)
 class BallCertificate(Shown):
-    """A bound on how far a layer's output moves while its input stays in a ball.
+    """A bound on how far a layer's output moves while its input stays in a ball."""
 
-    Attributes:
-        value: ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball.
-        sigma_bound: ``>= sigma(X')`` for every X' in the ball; hence also a bound of
-            ``‖f(X') - f(X'')‖ / ‖X' - X''‖`` for any two of its points.
-        eps: Radius (the largest one if per token).
-        ball: ``token`` or ``frobenius``.
-        relative_eps: ``eps / max_i |x_i|``.
-        heads: Per head.
-        form: Where the value comes from. Means over radii: ``one head``, or how heads were put
-            together, ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a
-            bound of the second order, all heads in one matrix.
-        sigma: Sigma at X, from below; ``upper``: from above, with probability ``1 - delta``.
-        ratio: ``value / sigma``.
-        note: What to know, or None.
-    """
-
-    value: float
+    value: float  # ``L`` with ``‖f(X') - f(X)‖ <= L ‖X' - X‖`` for every X' in the ball
+    # ``>= sigma(X')`` for every X' in the ball; hence also a bound of ``‖f(X') - f(X'')‖ / ‖X' -
+    # X''‖`` for any two of its points
     sigma_bound: float
-    eps: float
-    ball: BallName
-    relative_eps: float
-    heads: tuple[HeadCertificate, ...]
+    eps: float  # radius (the largest one if per token)
+    ball: BallName  # ``token`` or ``frobenius``
+    relative_eps: float  # ``eps / max_i |x_i|``
+    heads: tuple[HeadCertificate, ...]  # per head
+    # where the value comes from. Means over radii: ``one head``, or how heads were put together,
+    # ``sum``, ``projection`` or ``joint``. ``expansion``: sigma at X plus a bound of the second
+    # order, all heads in one matrix
     form: str
-    sigma: float
+    sigma: float  # sigma at X, from below; ``upper``: from above, with probability ``1 - delta``
     upper: float
-    ratio: float
-    note: str | None = None
+    ratio: float  # ``value / sigma``
+    note: str | None = None  # what to know, or None
 
 
 def certify_ball(
@@ -237,9 +220,6 @@ def certify_ball(
         steps: Radii ``m`` of the mean; the cost grows with it.
         sharp: Also use the row-Gram certificate at X; all heads together take long.
         sigma: Sigma at X, from below and from above, if it was measured; measured here if None.
-
-    Returns:
-        The certificate.
 
     Raises:
         InputError: For an ``eps``, ``x`` or layer out of range; if there is no certificate,
@@ -319,9 +299,6 @@ def certified_changes(
     of values reach. All three are those of `certify_ball`, for one curve instead of one radius.
 
     Holds for what `certify_ball` holds for, up to float64 rounding; None where that leaves nothing.
-
-    Raises:
-        InputError: For a layer or an ``x`` that has no certificate.
 
     Source: derived here (``docs/theory/ball-certificate.md``).
 

@@ -455,27 +455,16 @@ _DENSE = 1024  # entries of X up to which the Hessian of a margin is formed
 
 @dataclass(frozen=True, repr=False)
 class CertifiedRadius(Shown):
-    """The radius within which a decision cannot change.
+    """The radius within which a decision cannot change."""
 
-    Attributes:
-        radius: No X' in the open ball of this radius changes the decision.
-        ball: Which ball.
-        decision: Class at X.
-        rival: The class that limits the radius.
-        margin: Difference of their scores at X.
-        nearest: Distance from a token to the nearest other token's vector.
-        fraction: ``radius / nearest``: well below 1, no word can be replaced within it.
-        note: What to know, or None.
-    """
-
-    radius: float
-    ball: BallName
-    decision: int
-    rival: int
-    margin: float
-    nearest: float
-    fraction: float
-    note: str | None = None
+    radius: float  # no X' in the open ball of this radius changes the decision
+    ball: BallName  # which ball
+    decision: int  # class at X
+    rival: int  # the class that limits the radius
+    margin: float  # difference of their scores at X
+    nearest: float  # distance from a token to the nearest other token's vector
+    fraction: float  # ``radius / nearest``: well below 1, no word can be replaced within it
+    note: str | None = None  # what to know, or None
 
 
 def certified_radius(
@@ -511,12 +500,6 @@ def certified_radius(
         ball: ``token``: every token moves by at most the radius; ``frobenius``: all together.
         table: Vectors of other tokens, for the nearest distance; the rows of ``x`` if None.
         steps: Pieces of the integral.
-
-    Returns:
-        The radius; 0 where two classes tie.
-
-    Raises:
-        InputError: If shapes do not fit or there is no certificate.
 
     Without attention between tokens (n = 1) the map is linear and the radius exact:
 

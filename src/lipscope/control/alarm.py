@@ -193,10 +193,6 @@ class Alarm:
     Told is the layer where it is most, once until 30 readings of all layers were within the
     limits; another layer before that only where it goes twice as far. A run has five alerts at
     most, and `summary` counts the others.
-
-    Args:
-        times: How many times the largest of the last readings sigma must be.
-        deviations: How many standard deviations above the mean of the last 100 losses.
     """
 
     def __init__(self, times: float = 1.15, deviations: float = 4.0) -> None:

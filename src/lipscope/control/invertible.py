@@ -111,9 +111,6 @@ class ContractiveAttention(Contraction):
 class ContractiveMLP(Contraction):
     """``c f(x) / Π_l ‖W_l‖`` for every token, ``f`` linear maps with ``tanh`` between them.
 
-    Raises:
-        InputError: For another ``c``, or widths that do not end as they begin.
-
     >>> g = ContractiveMLP([2, 8, 2], c=0.5)
     >>> g(torch.zeros(5, 1, 2)).shape
     torch.Size([5, 1, 2])
@@ -174,19 +171,13 @@ _Method = Literal["exact", "series", "roulette"]
 
 @dataclass(frozen=True, repr=False)
 class LogDeterminant(Shown):
-    """``log det(I + J_g(X))`` of every sample.
+    """``log det(I + J_g(X))`` of every sample."""
 
-    Attributes:
-        value: The number or its estimate, differentiable.
-        error: A bound of what a truncated series leaves out; 0 where nothing is.
-        terms: Of the series; 0 where the Jacobian was formed.
-        probes: Random vectors of each sample; 0 where traces are exact. Then ``value`` is
-            random, right on average up to ``error``.
-    """
-
-    value: Float[Tensor, "*b"]
-    error: float
-    terms: int
+    value: Float[Tensor, "*b"]  # the number or its estimate, differentiable
+    error: float  # A bound of what a truncated series leaves out; 0 where nothing is
+    terms: int  # of the series; 0 where the Jacobian was formed
+    # random vectors of each sample; 0 where traces are exact. Then ``value`` is random, right on
+    # average up to ``error``
     probes: int
 
 
@@ -214,9 +205,6 @@ def log_determinant(
             products a term, if None, for up to 1,024 entries.
         tol: Of ``error`` where ``terms`` is None.
         generator: Of signs and of the roulette.
-
-    Raises:
-        InputError: If ``g`` is no contraction, or an option does not go with the method.
 
     Source: the series of [behrmann2019], the roulette of [chen2019].
     """
@@ -322,16 +310,11 @@ _BACKWARD = (
 
 @dataclass(frozen=True, repr=False)
 class Inverse(Shown):
-    """A solution ``X`` of ``X + g(X) = Y``, and how good it is.
+    """A solution ``X`` of ``X + g(X) = Y``, and how good it is."""
 
-    Attributes:
-        x: ``X``.
-        steps: How often ``g`` was evaluated.
-        error: A bound of ``‖X - X*‖_F`` of every sample, ``X*`` the exact solution.
-    """
-
-    x: Float[Tensor, "*b n d"]
-    steps: int
+    x: Float[Tensor, "*b n d"]  # ``X``
+    steps: int  # how often ``g`` was evaluated
+    # A bound of ``‖X - X*‖_F`` of every sample, ``X*`` the exact solution
     error: Float[Tensor, "*b"]
 
 

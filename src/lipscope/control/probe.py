@@ -58,10 +58,6 @@ class Probe:
     Attributes:
         indices: The layers that were chosen.
         names: Paths of their modules, by index; "layer" for a layer by itself.
-
-    Raises:
-        InputError: If the model does not run on the batch, a layer does not exist, or the weights
-            are in half precision.
     """
 
     def __init__(
@@ -95,12 +91,7 @@ class Probe:
         self.names = {i: self._calls[i].name if self._calls else "layer" for i in self.indices}
 
     def seen(self, data: Tensor | Mapping[str, Any] | None = None) -> Iterator[ProbedLayer]:
-        """Every layer that was chosen at every entry, entry by entry.
-
-        Raises:
-            InputError: If the weights of a layer are not read in closed form, its input is not
-                finite, or tokens are padding.
-        """
+        """Every layer that was chosen at every entry, entry by entry."""
         for e, item in enumerate(self._entries if data is None else self._cut(data)):
             if isinstance(self.model, Attention):
                 assert isinstance(item.arguments, tuple)

@@ -262,8 +262,7 @@ class SpectralCap(Restraint):
 def cap_singular_values(weight: Tensor, cap: float) -> float:
     """Bring singular values above ``cap`` down to it, in place: ``W - W V (1 - cap / S) V^T``.
 
-    Returns:
-        The factor of the largest singular value, 1 if none is above.
+    Returns the factor of the largest singular value, 1 if none is above.
     """
     w = weight.detach().double()
     flat = w if w.shape[0] >= w.shape[1] else w.T

@@ -32,25 +32,18 @@ _SMALL = 256  # numbers up to which Jacobians of layers are formed
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Depth(Shown):
-    """Local constants of the map from the start to several depths.
+    """Local constants of the map from the start to several depths."""
 
-    Attributes:
-        times: Depths.
-        sigma: Of the map from the start, ``(t,)``: a lower value where a solver was asked, for
-            more than 256 numbers.
-        upper: An upper value, with the probability of the solver; ``sigma`` where it is exact.
-        product: Of the layers' constants; ``exp ∫ μ`` in the limit of thin ones.
-        norms: ``exp ∫ ‖J‖``, what ``‖I + h J‖ <= 1 + h ‖J‖`` leaves of the product; None for given
-            operators.
-        events: What ended it early.
-    """
-
-    times: Float[Tensor, " t"]
+    times: Float[Tensor, " t"]  # depths
+    # of the map from the start, ``(t,)``: a lower value where a solver was asked, for more than 256
+    # numbers
     sigma: Float[Tensor, " t"]
+    # an upper value, with the probability of the solver; ``sigma`` where it is exact
     upper: Float[Tensor, " t"]
-    product: Float[Tensor, " t"]
+    product: Float[Tensor, " t"]  # of the layers' constants; ``exp ∫ μ`` in the limit of thin ones
+    # ``exp ∫ ‖J‖``, what ``‖I + h J‖ <= 1 + h ‖J‖`` leaves of the product; None for given operators
     norms: Float[Tensor, " t"] | None
-    events: tuple[Happened, ...] = ()
+    events: tuple[Happened, ...] = ()  # what ended it early
 
     @property
     def excess(self) -> Float[Tensor, " t"]:
@@ -70,9 +63,6 @@ def sigma_along(
     ``M' = J(X) M`` is solved along with ``X``. ``‖I + h J‖ = 1 + h μ(J) + O(h²)`` with the
     logarithmic norm ``μ(J) = λ_max(J + J^T) / 2``, so the product of the constants of layers of
     thickness h tends to ``exp ∫ μ``. Always ``‖DΦ_t‖ <= exp ∫ μ <= exp ∫ ‖J‖``.
-
-    Raises:
-        InputError: As `evolve`, or for a larger start.
 
     Source: derived here (``docs/theory/dynamics.md``).
 
@@ -120,9 +110,6 @@ def sigma_through(
 
     By products with the closed form of every layer, given alone or one for each step: any number of
     tokens and widths.
-
-    Raises:
-        InputError: As `residual`.
     """
     path = residual(f, x, step=step, layers=layers)
     given = [f] if isinstance(f, Attention) else list(f)
@@ -147,9 +134,6 @@ def sigma_of_blocks(
 
     Blocks are Jacobians, each at the output of the one before, such as those of the map ``block``
     at all layers of a model on one input; ``depths`` are numbers of blocks, every one if None.
-
-    Raises:
-        InputError: If there is none, shapes do not follow each other, or a depth is none.
     """
     if not blocks or any(a.out_shape != b.in_shape for a, b in pairwise(blocks)):
         raise InputError(
@@ -208,11 +192,6 @@ def _solve_named(op: Operator, name: str, *, tol: float, delta: float) -> TopSin
 
 
 def _scaled_operator(factor: float, op: Operator) -> Operator:
-    return Operator(
-        lambda e: factor * op.matvec(e),
-        lambda g: factor * op.rmatvec(g),
-        op.in_shape,
-        op.out_shape,
-        op.dtype,
-        op.device,
+    return replace(
+        op, matvec=lambda e: factor * op.matvec(e), rmatvec=lambda g: factor * op.rmatvec(g)
     )

@@ -70,9 +70,6 @@ def closure(layer: Attention) -> Closure:
     Exact: the map is affine, so a normal law stays one. Biases of values and outputs are added
     to ``c``. Holds for these three without mask, rotary embedding, bias of scores, cap or norms.
 
-    Raises:
-        InputError: For any other layer.
-
     Source: [castin2025] for dot products; derived here for the others
     (``docs/theory/dynamics.md``).
 
@@ -122,9 +119,6 @@ def gaussian_flow(
 
     Under dot products it may become infinite in finite time: the event ``blow-up``, told when
     what is left at the present rate is 1e-9 of the time that has passed.
-
-    Raises:
-        InputError: For a layer without closure, or a law that is none.
 
     Source: [castin2025]; in one dimension ``σ² = σ_0² / (1 - 2 v a σ_0² t)``.
 

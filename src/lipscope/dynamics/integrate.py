@@ -44,27 +44,19 @@ class Happened:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(Shown):
-    """States of a flow at the times that were asked for, and why it ended.
+    """States of a flow at the times that were asked for, and why it ended."""
 
-    Attributes:
-        times: Those asked for up to the end, ``(t,)``; the time of the end itself comes last
-            where the flow ended early.
-        states: The states then, ``(t, ...)``.
-        events: What happened, in order.
-        status: ``done``; ``event``: a terminal event; ``stuck``: no step is small enough (the
-            velocity ceases to be finite, or changes too fast); ``evaluations``: too many.
-        note: Why, where the flow ended early.
-        steps: Steps that were accepted.
-        evaluations: Of the velocity.
-    """
-
+    # those asked for up to the end, ``(t,)``; the time of the end itself comes last where the flow
+    # ended early
     times: Tensor
-    states: Tensor
-    events: tuple[Happened, ...]
+    states: Tensor  # the states then, ``(t, ...)``
+    events: tuple[Happened, ...]  # what happened, in order
+    # ``done``; ``event``: a terminal event; ``stuck``: no step is small enough (the velocity ceases
+    # to be finite, or changes too fast); ``evaluations``: too many
     status: Status
-    note: str | None
-    steps: int
-    evaluations: int
+    note: str | None  # why, where the flow ended early
+    steps: int  # steps that were accepted
+    evaluations: int  # of the velocity
 
 
 def integrate(
@@ -80,24 +72,12 @@ def integrate(
 ) -> Solution:
     """Solve ``X' = velocity(t, X)`` from time 0, of order 8 with steps of its own choice.
 
-    The local error of a step is at most ``rtol |X| + atol`` in the root mean square. Events are
+    The local error of a step is at most ``rtol |X| + atol`` in the root mean square, ``atol`` by
+    default ``rtol`` times that of the start. What the velocity raises as `InputError`, or answers
+    with numbers that are not finite, makes a step smaller. Events are
     looked for between steps: a margin that falls below zero and rises again within one is
     missed. Once an entry of the state reaches the limit it ends with the event ``overflow``:
     nothing here is ever infinite or NaN.
-
-    Args:
-        velocity: Of a float64 state; what it raises as `InputError`, or answers with numbers that
-            are not finite, makes the step smaller.
-        start: The state at time 0.
-        times: Increasing, from 0 on.
-        events: What to look for.
-        rtol: Relative tolerance.
-        atol: Absolute one; ``rtol`` times the root mean square of the start if None.
-        max_evaluations: When to give up.
-        limit: What the velocity can be asked for.
-
-    Raises:
-        InputError: If times or tolerances are none, or the velocity at the start is refused.
 
     Source: DOP853 of scipy.
 

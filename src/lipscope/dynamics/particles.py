@@ -309,12 +309,6 @@ def evolve(
         rtol: Relative tolerance of a step.
         max_evaluations: Of the layer, after which the flow ends with a note.
 
-    Returns:
-        `Trajectory`; a flow that leaves the float range ends with the event ``overflow``.
-
-    Raises:
-        InputError: For tokens, weights or times that are none, or a layer that does not fit.
-
     Source: [geshkovski2023]; [sander2022].
 
     All weight on one token: x' = x.
@@ -352,9 +346,6 @@ def residual(
     is of the order of the step where the step is small; where it is not, nothing is promised. One
     layer for all steps, or one for each; it ends early with the event ``overflow`` or ``rounding``.
 
-    Raises:
-        InputError: As `evolve`, or for a step or number of layers that is none.
-
     >>> from lipscope.attention import DotProduct
     >>> one = torch.ones(1, 1)
     >>> residual(DotProduct(one, one, one), one, step=0.5, layers=2).end.item()
@@ -391,17 +382,12 @@ def residual(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Clusters(Shown):
-    """Groups of points within reach of each other.
+    """Groups of points within reach of each other."""
 
-    Attributes:
-        count: How many.
-        labels: The group of every point, from 0, in the order of their first points.
-        sizes: Points in each.
-    """
-
-    count: int
+    count: int  # how many
+    # the group of every point, from 0, in the order of their first points
     labels: Int[Tensor, " n"]
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # points in each
 
 
 @dataclass(frozen=True)
@@ -419,9 +405,6 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     Single linkage: two points are in one cluster if a chain of points, each within the radius of
     the next one, leads from one to the other. So the count falls with the radius, and does
     not depend on the order or the position of the points.
-
-    Raises:
-        InputError: For a radius that is not positive, or points that are not finite.
 
     >>> clusters(torch.tensor([[0.0], [3.0], [1.0], [2.0], [9.0]]), 1.0).sizes
     (4, 1)

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,9 +108,6 @@ def linearise(f: Callable[[Tensor], Tensor], x: Tensor, **options: object) -> Op
         x: The point, any shape.
         **options: Passed on to ``f.linearise`` where it exists.
 
-    Returns:
-        Operator with ``in_shape = x.shape`` and ``out_shape = f(x).shape``.
-
     Raises:
         InputError: If two evaluations of ``f(x)`` differ, ``f(x)`` is no tensor, gradients are
             cut inside, or torch has none.
@@ -182,13 +179,7 @@ def derivatives() -> Iterator[None]:
 
 
 class Tape:
-    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode.
-
-    Attributes:
-        point: ``x``, a leaf of its own.
-        y: ``f(point)``, with its graph.
-        constant: Whether ``y`` does not depend on the point, so that there are no products.
-    """
+    """``y = f(x)`` and its pullback, recorded once: products with the Jacobian by reverse mode."""
 
     def __init__(self, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.point = x.detach().clone().requires_grad_(True)
@@ -303,14 +294,7 @@ def compose(outer: Operator, inner: Operator) -> Operator:
 
 def plus_identity(op: Operator) -> Operator:
     """The Jacobian of a residual map ``x + f(x)``."""
-    return Operator(
-        lambda e: e + op.matvec(e),
-        lambda g: g + op.rmatvec(g),
-        op.in_shape,
-        op.out_shape,
-        op.dtype,
-        op.device,
-    )
+    return replace(op, matvec=lambda e: e + op.matvec(e), rmatvec=lambda g: g + op.rmatvec(g))
 
 
 def restrict(

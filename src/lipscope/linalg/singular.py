@@ -351,14 +351,8 @@ def top_singular(
     >>> f"{top.sigma:.3f} {top.status}"
     '5.000 converged'
     """
-    generators = [generator]
     return top_singular_batch(
-        op,
-        generators,
-        tol=tol,
-        delta=delta,
-        max_steps=max_steps,
-        memory=memory,
+        op, [generator], tol=tol, delta=delta, max_steps=max_steps, memory=memory
     )[0]
 
 

@@ -17,23 +17,15 @@ from lipscope.linalg.singular import SLACK, TopSingular, top_singular_batch
 
 @dataclass(frozen=True, repr=False)
 class Leading(Shown):
-    """One of the leading singular directions.
+    """One of the leading singular directions."""
 
-    Attributes:
-        sigma: At most the singular value of this rank.
-        upper: At least it, with probability ``1 - delta`` for each rank.
-        u: Left vector, ``out_shape``, unit norm.
-        v: Right vector, ``in_shape``, unit norm.
-        residual: ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``.
-        sine: Upper bound of the sine of the angle between ``v`` and the singular vector of this
-            rank; None where the intervals do not tell its value from its neighbours'.
-    """
-
-    sigma: float
-    upper: float
-    u: Tensor
-    v: Tensor
-    residual: float
+    sigma: float  # at most the singular value of this rank
+    upper: float  # at least it, with probability ``1 - delta`` for each rank
+    u: Tensor  # left vector, ``out_shape``, unit norm
+    v: Tensor  # right vector, ``in_shape``, unit norm
+    residual: float  # ``‖J^T J v - theta^2 v‖ / (sqrt(2) theta^2)``, ``theta = ‖J v‖``
+    # upper bound of the sine of the angle between ``v`` and the singular vector of this rank; None
+    # where the intervals do not tell its value from its neighbours'
     sine: float | None = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -138,9 +140,6 @@ def token_map(
     without rotary embedding, bias of the scores, mask or window: measures have no indices. A
     layer that is ``causal`` reads by position, so the measure must have some; any other must not.
 
-    Raises:
-        InputError: For a layer that is no map of measures, or positions that do not fit it.
-
     Source: Definitions 2.4 and 2.6 of [castin2024]; weights as in its Appendix C.
     """
     layer = of_measures(layer, mu)
@@ -157,9 +156,6 @@ def token_map(
 
 def push_forward(layer: Attention, mu: TokenMeasure, *, residual: bool = False) -> TokenMeasure:
     """``F(μ) = (Γ_μ) # μ``, or ``(id + Γ_μ) # μ``; every atom keeps its weight and position.
-
-    Raises:
-        InputError: As `token_map`, or if a residual layer changes the width.
 
     Uniform weights give the layer itself:
 
@@ -184,9 +180,6 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
     the atoms (in the conditional distance for a causal layer). Copies that move apart are
     another matter: see `lipscope.measures.splitting`.
 
-    Raises:
-        InputError: As `token_map`, or for an atom without weight.
-
     Source: Definition C.4 and Lemmas C.5, C.6 of [castin2024]; for a causal layer Lemma 4.2.
     """
     if not bool((mu.weights > 0).all()):
@@ -205,13 +198,10 @@ def weighted_jacobian(layer: Attention, mu: TokenMeasure) -> Operator:
 def weighted(op: Operator, log_weights: Tensor) -> Operator:
     """``D^(1/2) J D^(-1/2)`` for an operator on tokens, ``D`` their weights, of any sum."""
     root = (0.5 * (log_weights - log_weights.mean())).exp()[:, None]
-    return Operator(
-        lambda e: root * op.matvec(e / root),
-        lambda g: op.rmatvec(g * root) / root,
-        op.in_shape,
-        op.out_shape,
-        op.dtype,
-        op.device,
+    return replace(
+        op,
+        matvec=lambda e: root * op.matvec(e / root),
+        rmatvec=lambda g: op.rmatvec(g * root) / root,
     )
 
 

@@ -29,18 +29,13 @@ _TOL = 1e-6
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Split(Shown):
-    """The effect of splitting the tokens of an input, beside that of moving them.
+    """The effect of splitting the tokens of an input, beside that of moving them."""
 
-    Attributes:
-        moving: Largest gain of moves that keep copies together.
-        gains: Largest gain of taking the copies of one token apart, ``‖T_i‖``, ``(n,)``.
-        token: The token of the largest.
-        direction: Unit move of its first copy, ``(d,)``; the second moves against it.
-    """
-
-    moving: float
+    moving: float  # largest gain of moves that keep copies together
+    # largest gain of taking the copies of one token apart, ``‖T_i‖``, ``(n,)``
     gains: Float[Tensor, " n"]
-    token: int
+    token: int  # the token of the largest
+    # unit move of its first copy, ``(d,)``; the second moves against it
     direction: Float[Tensor, " d"]
 
     @property
@@ -269,9 +264,6 @@ def repeated_tokens(
     queries, keys and values are made token by token, with any number of heads, biases and the
     output projection. With a causal mask the copies differ in
     what they read.
-
-    Raises:
-        InputError: For a masked or rotary layer, another weighting, or counts that do not fit.
 
     Source: derived here (``docs/theory/inputs.md``); weights as in Appendix C of [castin2024].
 

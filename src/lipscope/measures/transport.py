@@ -34,19 +34,12 @@ _NOT_EXACT = "is not known: the network simplex ended with"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Shown):
-    """An optimal plan: where mass goes.
+    """An optimal plan: where mass goes."""
 
-    Attributes:
-        rows: Atoms of the first measure, ``(k,)``.
-        columns: Atoms of the second, ``(k,)``.
-        mass: What goes from one to the other, ``(k,)``, positive.
-        method: How it was found.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    mass: Tensor
-    method: Method
+    rows: Tensor  # atoms of the first measure, ``(k,)``
+    columns: Tensor  # atoms of the second, ``(k,)``
+    mass: Tensor  # what goes from one to the other, ``(k,)``, positive
+    method: Method  # how it was found
 
 
 def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor:
@@ -61,9 +54,6 @@ def wasserstein(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) -> Tensor
 
     Holds for finite ``p >= 1`` and any two measures with the same width, up to 2^26 pairs of atoms
     beyond one dimension.
-
-    Raises:
-        InputError: If the widths differ, ``p`` is none, or there are too many pairs.
 
     Source: Definition A.2 of [castin2024]; the network simplex is that of [flamary2021].
 
@@ -112,9 +102,6 @@ def conditional_distance(mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0) 
     Positions are compared exactly, their masses up to rounding (1e-12). The exponent is that of
     ``W_p``; the paper's formula was read for p = 2.
 
-    Raises:
-        InputError: If one has no positions, or as `wasserstein`.
-
     Source: Definition 4.1 of [castin2024].
     """
     _check_pair(mu, nu, p)
@@ -145,9 +132,6 @@ def sinkhorn_divergence(
     ``OT_ε = min_π <C, π> + ε KL(π | μ ⊗ ν)``. No distance: it violates the triangle inequality,
     and tends to ``W_2²`` as ε → 0. Differentiable in the points. Sinkhorn's iteration in the
     logarithmic domain, until marginals are right to 1e-9; ε in units of the cost.
-
-    Raises:
-        InputError: If ε is not positive, the iteration does not end, or as `wasserstein`.
 
     Source: [feydy2019].
     """
@@ -330,11 +314,7 @@ def lipschitz_ratio(
     p: float = 2.0,
     residual: bool = False,
 ) -> float:
-    """``W_p(F(μ), F(ν)) / W_p(μ, ν)``, for a causal layer in the conditional distance.
-
-    Raises:
-        InputError: As `push_forward`, or where both measures are one or positions differ.
-    """
+    """``W_p(F(μ), F(ν)) / W_p(μ, ν)``, for a causal layer in the conditional distance."""
     before = _distance(layer, mu, nu, p)
     if not 0 < before < float("inf"):
         raise InputError(
@@ -374,9 +354,6 @@ def search_ratio(
     Steps of random size in all of them, kept where the ratio grows; points are projected onto the
     ball. Ratios are exact, so the result is a lower bound of the Lipschitz constant there, which
     is the supremum of the local ones (Lemma B.2). Weights of a pair are equal.
-
-    Raises:
-        InputError: As `push_forward`, or if ``radius`` or ``starts`` is not positive.
     """
     check_positive("radius", radius)
     for name, number in (("num_atoms", num_atoms), ("starts", starts)):
@@ -400,9 +377,6 @@ def tiny_mass_gain(
     It bounds the local Lipschitz constant of ``F`` at μ in ``W_2`` from below, however far ``y``
     is; near ``x_i`` it is what splitting does. All weights are positive, all points distinct.
 
-    Raises:
-        InputError: As `push_forward`, or for a causal layer.
-
     Source: derived here (``docs/theory/splitting.md``).
     """
     if layer.causal:
@@ -417,11 +391,7 @@ def tiny_mass_gain(
 def tiny_mass_ratio(
     layer: Attention, mu: TokenMeasure, atom: int, target: Float[Tensor, " d"], *, mass: float
 ) -> float:
-    """The ratio of `tiny_mass_gain` before its limit, by exact transport of ``mass`` off an atom.
-
-    Raises:
-        InputError: As `tiny_mass_gain`, or for another atom or mass.
-    """
+    """The ratio of `tiny_mass_gain` before its limit: exact transport of ``mass`` off an atom."""
     if type(atom) is not int or not 0 <= atom < len(mu.weights):
         raise InputError(
             f"`atom` should be between 0 and {len(mu.weights) - 1}. Found `atom = {shown(atom)}`."

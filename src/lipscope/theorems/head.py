@@ -173,9 +173,6 @@ def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list
 
     ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``), and
     ``turn`` lets its outputs be turned then, which keeps all norms; not where something is added.
-
-    Raises:
-        NotApplicableError: If the logits are not those of a `Head`.
     """
     check_scores(layer)
     own = layer.in_double()

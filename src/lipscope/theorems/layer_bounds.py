@@ -269,12 +269,6 @@ def bounds_at(
         sharp: Whether forms that may take long are computed: always (True), never (False),
             or where `Theorem.cost` says that they take a few seconds here (None).
 
-    Returns:
-        One entry per theorem: what does not apply says why.
-
-    Raises:
-        InputError: If an argument makes no sense for any theorem.
-
     >>> import torch
     >>> from lipscope.attention import DotProduct
     >>> layer = DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])

@@ -129,9 +129,6 @@ def norm_of(module: nn.Module, width: int) -> Norm:
     What a module calls its weights does not matter (some store ``g - 1``): gain, shift and
     ε are read off its outputs, and random inputs confirm them.
 
-    Raises:
-        InputError: If the module is neither.
-
     >>> norm_of(nn.LayerNorm(4), 4).centred, norm_of(nn.RMSNorm(4), 4).centred
     (True, False)
     >>> f"{norm_of(nn.LayerNorm(4, eps=1e-3), 4).eps:.2g}"
@@ -339,11 +336,7 @@ class Around:
         return outer * (1 + second * value)
 
     def slack(self, hidden: float) -> float:
-        """What rounding may hide from a bound with the identity inside.
-
-        Args:
-            hidden: The same for attention alone, so that ``hidden / u`` bounds its norm.
-        """
+        """What rounding may hide of a bound with the identity inside; ``hidden``: without it."""
         norm = hidden / UNIT
         second = float(self._sizes(self.second).max())
         off = [0.0 if one is None else float(one.max()) for one in self._errors]

@@ -29,9 +29,6 @@ class ClippedAttention(Biased):
         radius: ``R``, positive.
         into: How tokens come into the ball.
 
-    Raises:
-        InputError: If the shapes do not fit together or the radius is not positive.
-
     Source: dot products of [vaswani2017]; the constant is derived here
     (``docs/theory/global-bounds.md``).
 

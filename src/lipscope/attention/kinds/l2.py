@@ -39,9 +39,6 @@ class L2Attention(Distance):
         value: ``(W^{V,h})^T`` of all heads, ``(heads * d_v, d)``.
         output: ``(W^O)^T``, ``(d_out, heads * d_v)``, or None for concatenated heads.
 
-    Raises:
-        InputError: If the shapes do not fit together.
-
     Source: L2 self-attention of [kim2021].
 
     >>> import torch
@@ -83,11 +80,7 @@ class L2Attention(Distance):
         return w, w, folded.flatten(0, 1)
 
     def constant(self, num_tokens: int) -> Float[Tensor, ""]:
-        """``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``.
-
-        Raises:
-            InputError: Under a mask that hides tokens from themselves.
-        """
+        """``k^(-1/2) (√N (1 + 2 φ⁻¹(N-1)) + 2 φ⁻¹(N-1)) √(Σ_h ‖W_h‖⁴ ‖W^{V,h}‖²) ‖W^O‖``."""
         if self.mask is not None and not bool(self.mask.diagonal(dim1=-2, dim2=-1).all()):
             raise InputError("`mask` should let every token read itself for a bound to hold.")
         f = phi_inverse(num_tokens - 1.0)

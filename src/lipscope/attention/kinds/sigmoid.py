@@ -53,9 +53,6 @@ class SigmoidAttention(Biased):
     Args:
         offset: ``b``; minus the logarithm of the number of keys if None.
 
-    Raises:
-        InputError: If the shapes do not fit together or the offset is not finite.
-
     Source: sigmoid attention of [ramapuram2024].
 
     >>> layer = SigmoidAttention(torch.zeros(1, 1), torch.eye(1), torch.eye(1))

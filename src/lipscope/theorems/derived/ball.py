@@ -406,12 +406,7 @@ def least(forms: dict[str, float]) -> float:
 
 
 def per_token(eps: float | Tensor, num_tokens: int, ball: BallName) -> Float[Tensor, " n"]:
-    """``eps`` as one radius per token.
-
-    Raises:
-        InputError: If it is negative, not finite, of the wrong shape, or per token in a
-            Frobenius ball.
-    """
+    """``eps`` as one radius per token."""
     given = torch.as_tensor(eps, dtype=torch.float64).detach().cpu()
     if not (bool(torch.isfinite(given).all()) and bool((given >= 0).all())):
         raise InputError(f"`eps` should be finite and not negative. Found `eps = {eps}`.")

@@ -40,11 +40,6 @@ class JacobianRows:
 
     In a residual map a block is ``L_i J_ij + δ_ij D_i`` (`Around`): rows are multiplied by ``L_i``,
     and the diagonal block, formed whole, adds ``L_i J_ii D_i^T``, its transpose and ``D_i D_i^T``.
-
-    Args:
-        at: The heads at X; on the unit sphere if there is a norm in front.
-        slope: Of that norm, ``s``, ``(n,)``, or None.
-        around: What stands around attention, or None.
     """
 
     def __init__(
