@@ -1,198 +1,98 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.models.data.images import (
-    Patches,
-    encode_picture,
-    normalisation,
-    patches_of,
-    picture_move,
-)
-from lipscope.models.data.samples import checked_data, inputs_of, later_positions, remarks_on
-from lipscope.models.data.windows import (
-    Sample,
-    Window,
-    WindowDecoder,
-    WindowKind,
-    decode_text,
-    default_text,
-    digest,
-    random_tokens,
-    read_text,
-    read_texts,
-    repeated_token,
-    shuffled_words,
-    special_tokens_of,
-    whole_text,
-    windows_of_text,
-)
-from lipscope.models.families.affine import projected
-from lipscope.models.loading import (
-    LoadedModel,
-    adopt_model,
-    check_finite,
-    fingerprint,
-    folder_stamp,
-    load_model,
-    source_stamp,
-)
-from lipscope.models.model_head import with_own_head, with_scores, with_words
-from lipscope.models.modified_models import (
-    Keeps,
-    Rounds,
-    Which,
-    as_decoder,
-    quantised,
-    reinitialised,
-    rounded,
-    rounding,
-    rounding_error,
-    scrambled,
-    with_mask,
-)
-from lipscope.models.pretrained import quiet, split_revision
-from lipscope.models.readings import Embedded, Read, Reader, Readings, Where
-from lipscope.models.tracing.calls import Trace
-from lipscope.models.tracing.map_endpoints import MapEndpoints
-from lipscope.models.tracing.maps import (
-    MAPS,
-    OF_BLOCKS,
-    PER_HEAD_MAPS,
-    WHOLE,
-    LayerMap,
-    MapName,
-    Norms,
-    build_map,
-    check_request,
-    margin_of,
-    norm_before,
-    without_padding,
-)
-from lipscope.models.tracing.prepare import (
-    Choice,
-    ExactNorm,
-    as_chosen,
-    choices,
-    converted,
-    copied,
-    device_of,
-    eval_mode,
-    exact_maths,
-    implementation_for,
-    prepared,
-)
-from lipscope.models.tracing.recorder import first_tensor, run, to_device
-from lipscope.models.tracing.sites import (
-    OF_FUNCTION,
-    SIDES,
-    AttentionCall,
-    NotCoveredError,
-    Scores,
-    Side,
-    attention_sites,
-    block_of,
-    closed_form,
-    families,
-    family,
-    reader_of,
-    why_run,
-)
-from lipscope.models.tracing.trace import overflows, trace
-
-__all__ = [
-    "MAPS",
-    "OF_BLOCKS",
-    "OF_FUNCTION",
-    "PER_HEAD_MAPS",
-    "SIDES",
-    "WHOLE",
-    "AttentionCall",
-    "Choice",
-    "Embedded",
-    "ExactNorm",
-    "Keeps",
-    "LayerMap",
-    "LoadedModel",
-    "MapEndpoints",
-    "MapName",
-    "Norms",
-    "NotCoveredError",
-    "Patches",
-    "Read",
-    "Reader",
-    "Readings",
-    "Rounds",
-    "Sample",
-    "Scores",
-    "Side",
-    "Trace",
-    "Where",
-    "Which",
-    "Window",
-    "WindowDecoder",
-    "WindowKind",
-    "adopt_model",
-    "as_chosen",
-    "as_decoder",
-    "attention_sites",
-    "block_of",
-    "build_map",
-    "check_finite",
-    "check_request",
-    "checked_data",
-    "choices",
-    "closed_form",
-    "converted",
-    "copied",
-    "decode_text",
-    "default_text",
-    "device_of",
-    "digest",
-    "encode_picture",
-    "eval_mode",
-    "exact_maths",
-    "families",
-    "family",
-    "fingerprint",
-    "first_tensor",
-    "folder_stamp",
-    "implementation_for",
-    "inputs_of",
-    "later_positions",
-    "load_model",
-    "margin_of",
-    "norm_before",
-    "normalisation",
-    "overflows",
-    "patches_of",
-    "picture_move",
-    "prepared",
-    "projected",
-    "quantised",
-    "quiet",
-    "random_tokens",
-    "read_text",
-    "read_texts",
-    "reader_of",
-    "reinitialised",
-    "remarks_on",
-    "repeated_token",
-    "rounded",
-    "rounding",
-    "rounding_error",
-    "run",
-    "scrambled",
-    "shuffled_words",
-    "source_stamp",
-    "special_tokens_of",
-    "split_revision",
-    "to_device",
-    "trace",
-    "whole_text",
-    "why_run",
-    "windows_of_text",
-    "with_mask",
-    "with_own_head",
-    "with_scores",
-    "with_words",
-    "without_padding",
-]
+from lipscope.models.data.images import Patches as Patches
+from lipscope.models.data.images import encode_picture as encode_picture
+from lipscope.models.data.images import normalisation as normalisation
+from lipscope.models.data.images import patches_of as patches_of
+from lipscope.models.data.images import picture_move as picture_move
+from lipscope.models.data.samples import checked_data as checked_data
+from lipscope.models.data.samples import inputs_of as inputs_of
+from lipscope.models.data.samples import later_positions as later_positions
+from lipscope.models.data.samples import remarks_on as remarks_on
+from lipscope.models.data.windows import Sample as Sample
+from lipscope.models.data.windows import Window as Window
+from lipscope.models.data.windows import WindowDecoder as WindowDecoder
+from lipscope.models.data.windows import WindowKind as WindowKind
+from lipscope.models.data.windows import decode_text as decode_text
+from lipscope.models.data.windows import default_text as default_text
+from lipscope.models.data.windows import digest as digest
+from lipscope.models.data.windows import random_tokens as random_tokens
+from lipscope.models.data.windows import read_text as read_text
+from lipscope.models.data.windows import read_texts as read_texts
+from lipscope.models.data.windows import repeated_token as repeated_token
+from lipscope.models.data.windows import shuffled_words as shuffled_words
+from lipscope.models.data.windows import special_tokens_of as special_tokens_of
+from lipscope.models.data.windows import whole_text as whole_text
+from lipscope.models.data.windows import windows_of_text as windows_of_text
+from lipscope.models.families.affine import projected as projected
+from lipscope.models.loading import LoadedModel as LoadedModel
+from lipscope.models.loading import adopt_model as adopt_model
+from lipscope.models.loading import check_finite as check_finite
+from lipscope.models.loading import fingerprint as fingerprint
+from lipscope.models.loading import folder_stamp as folder_stamp
+from lipscope.models.loading import load_model as load_model
+from lipscope.models.loading import source_stamp as source_stamp
+from lipscope.models.model_head import with_own_head as with_own_head
+from lipscope.models.model_head import with_scores as with_scores
+from lipscope.models.model_head import with_words as with_words
+from lipscope.models.modified_models import Keeps as Keeps
+from lipscope.models.modified_models import Rounds as Rounds
+from lipscope.models.modified_models import Which as Which
+from lipscope.models.modified_models import as_decoder as as_decoder
+from lipscope.models.modified_models import quantised as quantised
+from lipscope.models.modified_models import reinitialised as reinitialised
+from lipscope.models.modified_models import rounded as rounded
+from lipscope.models.modified_models import rounding as rounding
+from lipscope.models.modified_models import rounding_error as rounding_error
+from lipscope.models.modified_models import scrambled as scrambled
+from lipscope.models.modified_models import with_mask as with_mask
+from lipscope.models.pretrained import quiet as quiet
+from lipscope.models.pretrained import split_revision as split_revision
+from lipscope.models.readings import Embedded as Embedded
+from lipscope.models.readings import Read as Read
+from lipscope.models.readings import Reader as Reader
+from lipscope.models.readings import Readings as Readings
+from lipscope.models.readings import Where as Where
+from lipscope.models.tracing.calls import Trace as Trace
+from lipscope.models.tracing.map_endpoints import LayerMap as LayerMap
+from lipscope.models.tracing.map_endpoints import MapEndpoints as MapEndpoints
+from lipscope.models.tracing.map_endpoints import Norms as Norms
+from lipscope.models.tracing.maps import MAPS as MAPS
+from lipscope.models.tracing.maps import OF_BLOCKS as OF_BLOCKS
+from lipscope.models.tracing.maps import PER_HEAD_MAPS as PER_HEAD_MAPS
+from lipscope.models.tracing.maps import WHOLE as WHOLE
+from lipscope.models.tracing.maps import MapName as MapName
+from lipscope.models.tracing.maps import build_map as build_map
+from lipscope.models.tracing.maps import check_request as check_request
+from lipscope.models.tracing.maps import margin_of as margin_of
+from lipscope.models.tracing.maps import norm_before as norm_before
+from lipscope.models.tracing.maps import without_padding as without_padding
+from lipscope.models.tracing.prepare import Choice as Choice
+from lipscope.models.tracing.prepare import ExactNorm as ExactNorm
+from lipscope.models.tracing.prepare import as_chosen as as_chosen
+from lipscope.models.tracing.prepare import choices as choices
+from lipscope.models.tracing.prepare import converted as converted
+from lipscope.models.tracing.prepare import copied as copied
+from lipscope.models.tracing.prepare import device_of as device_of
+from lipscope.models.tracing.prepare import eval_mode as eval_mode
+from lipscope.models.tracing.prepare import exact_maths as exact_maths
+from lipscope.models.tracing.prepare import implementation_for as implementation_for
+from lipscope.models.tracing.prepare import prepared as prepared
+from lipscope.models.tracing.recorder import first_tensor as first_tensor
+from lipscope.models.tracing.recorder import run as run
+from lipscope.models.tracing.recorder import to_device as to_device
+from lipscope.models.tracing.sites import OF_FUNCTION as OF_FUNCTION
+from lipscope.models.tracing.sites import SIDES as SIDES
+from lipscope.models.tracing.sites import AttentionCall as AttentionCall
+from lipscope.models.tracing.sites import NotCoveredError as NotCoveredError
+from lipscope.models.tracing.sites import Scores as Scores
+from lipscope.models.tracing.sites import Side as Side
+from lipscope.models.tracing.sites import attention_sites as attention_sites
+from lipscope.models.tracing.sites import block_of as block_of
+from lipscope.models.tracing.sites import closed_form as closed_form
+from lipscope.models.tracing.sites import families as families
+from lipscope.models.tracing.sites import family as family
+from lipscope.models.tracing.sites import reader_of as reader_of
+from lipscope.models.tracing.sites import why_run as why_run
+from lipscope.models.tracing.trace import overflows as overflows
+from lipscope.models.tracing.trace import trace as trace

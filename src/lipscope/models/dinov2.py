@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,24 +23,15 @@ _RENAMED = (
 
 
 def dinov2_from_onnx(file: Path) -> nn.Module:
-    """Rebuild the backbone of an exported graph; what follows it is left out.
+    """A ``Dinov2Model`` in float32 from an exported graph; what follows the backbone is left out.
 
     An export drops the names of all matrices that are multiplied from the right: each takes
-    the name of the bias that is added next.
-
-    Args:
-        file: ONNX file of a DINOv2 of any size without registers, its weights named
-            ``backbone.…``.
-
-    Returns:
-        A ``Dinov2Model`` in eval mode, float32.
-
-    Raises:
-        InputError: If the file holds no such model.
+    the name of the bias that is added next. Holds for DINOv2 of any size without registers whose
+    weights are named ``backbone.…``.
     """
     from transformers import Dinov2Config, Dinov2Model
 
-    state = _state(read_onnx(file))
+    state = _renamed(_read_onnx(file))
     try:
         patches = state["embeddings.patch_embeddings.projection.weight"]
         positions = state["embeddings.position_embeddings"]
@@ -66,10 +57,10 @@ def dinov2_from_onnx(file: Path) -> nn.Module:
 _LAYER = re.compile(r"encoder\.layer\.(\d+)\.")
 
 
-def _state(graph: Graph) -> dict[str, Tensor]:
+def _renamed(graph: _Graph) -> dict[str, Tensor]:
     """The weights under the names of today's transformers."""
     state: dict[str, Tensor] = {}
-    for name, tensor in _named(graph).items():
+    for name, tensor in _weights_by_name(graph).items():
         if not name.startswith(_PREFIX):
             continue
         plain = name.removeprefix(_PREFIX)
@@ -84,7 +75,7 @@ def _state(graph: Graph) -> dict[str, Tensor]:
     return state
 
 
-def _named(graph: Graph) -> dict[str, Tensor]:
+def _weights_by_name(graph: _Graph) -> dict[str, Tensor]:
     """All weights, every matrix under the name that its bias tells, transposed."""
     named = dict(graph.weights)
     products = {
@@ -100,9 +91,9 @@ def _named(graph: Graph) -> dict[str, Tensor]:
     return named
 
 
-# --- nodes and weights of an ONNX file, read from its bytes: no package for it is needed ---
+# --- ONNX: protobuf messages, of fields of a number and an integer, bytes or another message
 
-# Field numbers of the format's messages (onnx.proto).
+# Field numbers of nodes and weights in the format's messages (onnx.proto).
 _GRAPH = 7
 _NODE, _WEIGHT = 1, 5
 _INPUT, _OUTPUT, _KIND = 1, 2, 4
@@ -111,58 +102,36 @@ _FLOAT32 = 1
 _VARINT, _EIGHT_BYTES, _MESSAGE, _FOUR_BYTES = 0, 1, 2, 5
 
 
-@dataclass(frozen=True)
-class Node:
+class _Node(NamedTuple):
     """One operation: its kind, and the names of the values that it takes and gives."""
 
     kind: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
+    inputs: list[str]
+    outputs: list[str]
 
 
-@dataclass(frozen=True)
-class Graph:
+class _Graph(NamedTuple):
     """The operations of a file in their order, and its float32 weights by name."""
 
-    nodes: tuple[Node, ...]
+    nodes: list[_Node]
     weights: dict[str, Tensor]
 
 
-def read_onnx(file: Path) -> Graph:
-    """Nodes and float32 weights of an ONNX file.
-
-    Args:
-        file: The file; weights that it keeps in other files are not read.
-
-    Returns:
-        The graph.
-
-    Raises:
-        InputError: If it cannot be read, or is no such file.
-    """
+def _read_onnx(file: Path) -> _Graph:
+    """Nodes and float32 weights of a file; weights kept in other files are not read."""
+    found = _Graph([], {})
     try:
-        return _graph(memoryview(file.read_bytes()))
+        for graph in _messages(memoryview(file.read_bytes()), _GRAPH):
+            for part in _messages(graph, _NODE):
+                kind, *ends = (_texts(part, number) for number in (_KIND, _INPUT, _OUTPUT))
+                found.nodes.append(_Node("".join(kind), *ends))
+            found.weights.update(map(_weight, filter(_is_float, _messages(graph, _WEIGHT))))
+        if not found.nodes:
+            raise ValueError("no graph in it")
     except (OSError, IndexError, ValueError) as problem:
         text = " ".join(str(problem).split())[:200]
         raise InputError(f"`{file}` should be an ONNX file. Found: {text}") from problem
-
-
-def _graph(content: memoryview) -> Graph:
-    nodes: list[Node] = []
-    weights: dict[str, Tensor] = {}
-    for graph in _messages(content, _GRAPH):
-        nodes += [_node(part) for part in _messages(graph, _NODE)]
-        weights.update(_weight(part) for part in _messages(graph, _WEIGHT) if _is_float(part))
-    if not nodes:
-        raise ValueError("no graph in it")
-    return Graph(tuple(nodes), weights)
-
-
-def _node(part: memoryview) -> Node:
-    def names(number: int) -> tuple[str, ...]:
-        return tuple(str(text, "utf-8") for text in _messages(part, number))
-
-    return Node("".join(names(_KIND)), names(_INPUT), names(_OUTPUT))
+    return found
 
 
 def _is_float(part: memoryview) -> bool:
@@ -173,11 +142,14 @@ def _weight(part: memoryview) -> tuple[str, Tensor]:
     shape: list[int] = []
     for number, value in _fields(part):
         if number == _DIMS:  # one by one, or all in one field
-            shape += [value] if isinstance(value, int) else _integers(value)
-    name = str(next(_messages(part, _NAME)), "utf-8")
+            shape += [value] if isinstance(value, int) else _varints(value)
     raw = next(_messages(part, _RAW), memoryview(b""))
     values = np.frombuffer(raw, dtype="<f4").astype(np.float32)
-    return name, torch.from_numpy(values).reshape(shape)
+    return _texts(part, _NAME)[0], torch.from_numpy(values).reshape(shape)
+
+
+def _texts(part: memoryview, wanted: int) -> list[str]:
+    return [str(text, "utf-8") for text in _messages(part, wanted)]
 
 
 def _messages(part: memoryview, wanted: int) -> Iterator[memoryview]:
@@ -189,37 +161,37 @@ def _messages(part: memoryview, wanted: int) -> Iterator[memoryview]:
 
 def _fields(part: memoryview) -> Iterator[tuple[int, int | memoryview]]:
     """Number and value of every field."""
-    place = 0
-    while place < len(part):
-        key, place = _integer(part, place)
+    at = 0
+    while at < len(part):
+        key, at = _varint(part, at)
         number, kind = key >> 3, key & 7
         if kind == _VARINT:
-            value, place = _integer(part, place)
+            value, at = _varint(part, at)
             yield number, value
             continue
         size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(kind)
         if kind == _MESSAGE:
-            size, place = _integer(part, place)
-        if size is None or place + size > len(part):
+            size, at = _varint(part, at)
+        if size is None or at + size > len(part):
             raise ValueError("a field that is cut off or of no known kind")
-        yield number, part[place : place + size]
-        place += size
+        yield number, part[at : at + size]
+        at += size
 
 
-def _integers(part: memoryview) -> list[int]:
-    found, place = [], 0
-    while place < len(part):
-        value, place = _integer(part, place)
+def _varints(part: memoryview) -> list[int]:
+    found, at = [], 0
+    while at < len(part):
+        value, at = _varint(part, at)
         found.append(value)
     return found
 
 
-def _integer(part: memoryview, place: int) -> tuple[int, int]:
+def _varint(part: memoryview, at: int) -> tuple[int, int]:
     """Seven bits a byte, the lowest first; the eighth says that more follow."""
     value = shift = 0
     while True:
-        byte = part[place]
+        byte = part[at]
         value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
+        at, shift = at + 1, shift + 7
         if byte < 128:
-            return value, place
+            return value, at

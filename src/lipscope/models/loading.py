@@ -39,19 +39,13 @@ from lipscope.models.pretrained import (
 
 @dataclass(frozen=True)
 class Pixels:
-    """How pictures become pixels.
+    """How pictures become pixels."""
 
-    Attributes:
-        side: Their side.
-        mean: Mean of each channel.
-        deviation: Deviation of each channel.
-        read: From a picture and a side to ``(3, side, side)``, where the model's library has a
-            way of its own; None for the middle square, scaled.
-    """
-
-    side: int
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    side: int  # their side
+    mean: tuple[float, ...]  # mean of each channel
+    deviation: tuple[float, ...]  # deviation of each channel
+    # From a picture and a side to ``(3, side, side)``, where the model's library has a way of its
+    # own; None for the middle square, scaled.
     read: Callable[[Any, int], Tensor] | None = None
 
 
@@ -88,11 +82,7 @@ class LoadedModel(Shown):
         return getattr(self.model, "config", None)
 
     def reader_of_text(self) -> Any:
-        """The tokenizer.
-
-        Raises:
-            InputError: If there is none.
-        """
+        """The tokenizer, which there must be."""
         if self.tokenizer is None:
             takes = inspect.signature(self.model.forward).parameters
             sees = self.pixels is not None or "pixel_values" in takes
@@ -172,7 +162,7 @@ PACKAGES = {
 def load_model(
     name: str, *, revision: str | None = None, seed: int = 0, allow_pickle: bool = False
 ) -> LoadedModel:
-    """Load a model by name.
+    """Load a model by name, in the dtype of its checkpoint.
 
     Args:
         name: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder
@@ -183,9 +173,6 @@ def load_model(
         seed: Seed of the weights of a random model.
         allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
             weights-only unpickling.
-
-    Returns:
-        The model in the dtype of its checkpoint.
 
     Raises:
         InputError: If there is no such model, or its weights cannot be used.
@@ -335,18 +322,6 @@ def _from_timm(
     """A model of timm without its head and its pooling, and how it takes pictures.
 
     Its output is that of all tokens, so that the map ``model`` is one of it, too.
-
-    Args:
-        name: As timm has it, with or without a tag of its weights.
-        entries: Further arguments of its constructor.
-        pretrained: With weights from the hub; otherwise they are random.
-        seed: Of random weights.
-
-    Returns:
-        Both.
-
-    Raises:
-        InputError: If timm is not there, has no such model, or cannot build or load it.
     """
     try:
         timm, data = (importlib.import_module(name) for name in ("timm", "timm.data"))
@@ -458,10 +433,6 @@ def source_stamp(name: str, revision: str | None = None) -> str | None:
 
     The version of a package, the files of a folder with their sizes and times, or the commit of
     a hub id that is in the cache.
-
-    Args:
-        name: As for `load_model`.
-        revision: Likewise.
     """
     plain, at = split_revision(name, revision)
     folder = Path(os.path.expanduser(plain))

@@ -13,14 +13,7 @@ from lipscope.models.pretrained import WRAPPER_PREFIXES, quiet, split_revision
 
 
 def with_own_head(loaded: LoadedModel) -> nn.Module:
-    """A model with its own scores, where it was loaded without: of its checkpoint, or tied.
-
-    Args:
-        loaded: The model.
-
-    Returns:
-        The model that gives scores; the model itself where no head is to be had.
-    """
+    """A model with its own scores: the head of its checkpoint, or tied; itself without either."""
     name, _ = split_revision(loaded.name)
     found = with_head(name, loaded.model)
     if found is not None:
@@ -36,13 +29,7 @@ def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
 
     A decoder that was loaded without its read-out gets the one of its own class in transformers,
     whose weights must be its own: those of the table of token vectors (tied weights). Scales and
-    caps of the scores are those of that class.
-
-    Args:
-        model: The decoder, with its read-out or without.
-
-    Returns:
-        The model that gives scores, and the path of the decoder in it, "" if that is not known.
+    caps of the scores are those of that class. The path is "" if it is not known.
 
     Raises:
         InputError: If transformers has no such class, or its read-out has weights of its own that
@@ -82,16 +69,7 @@ def with_scores(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def with_words(source: str, model: nn.Module) -> nn.Module | None:
-    """An encoder with the head that fills in words, where its checkpoint holds one.
-
-    Args:
-        source: Folder or hub id.
-        model: What `from_pretrained` made of it, in any dtype and on any device.
-
-    Returns:
-        The model with its head around it; None where the checkpoint is of another class, or holds
-        the head as a pickle or not at all.
-    """
+    """An encoder with the head that fills in words, where its checkpoint holds one."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     kind: Any = MODEL_FOR_MASKED_LM_MAPPING.get(type(getattr(model, "config", None)), None)
@@ -101,14 +79,9 @@ def with_words(source: str, model: nn.Module) -> nn.Module | None:
 def with_head(source: str, model: nn.Module, kind: Any = None) -> nn.Module | None:
     """A model with the head that its checkpoint holds: of the class of which it was saved.
 
-    Args:
-        source: Folder or hub id.
-        model: What `from_pretrained` made of it, in any dtype and on any device.
-        kind: The class that is wanted; any if None.
-
-    Returns:
-        The model with its head around it; None where the checkpoint is of another class, or holds
-        the head as a pickle or not at all.
+    ``model`` is what `from_pretrained` made of ``source``, in any dtype and on any device. None
+    where the checkpoint is of another class than ``kind`` (any if None), or holds the head as a
+    pickle or not at all.
     """
     import transformers
 

@@ -36,19 +36,9 @@ _IDS = 6  # tokens of a trial
 
 
 def as_decoder(loaded: LoadedModel) -> LoadedModel:
-    """The same weights with a causal mask in every layer: token i reads tokens j <= i.
+    """A copy with a causal mask in every layer, ``NAME, causal``: token i reads tokens j <= i.
 
-    Holds for encoders of transformers that can also be built as decoders (BERT and its
-    copies): their forward pass then makes the mask, so that all layers see it.
-
-    Args:
-        loaded: An encoder.
-
-    Returns:
-        A copy, named ``NAME, causal``.
-
-    Raises:
-        InputError: If the family knows no decoder.
+    Holds for encoders of transformers that can also be built as decoders (BERT and its copies).
     """
     if getattr(loaded.config, "is_decoder", None) is not False:
         raise InputError(
@@ -64,19 +54,12 @@ def as_decoder(loaded: LoadedModel) -> LoadedModel:
 
 
 def with_mask(loaded: LoadedModel, causal: bool | None) -> LoadedModel:
-    """The same weights with a causal mask in every layer, or with none.
+    """The same weights with a causal mask in every layer, or with none; None: as they are.
 
     Holds for models of transformers that read token ids: encoders that can also be built as
     decoders (`as_decoder`), and decoders with learnt positions. A rotary embedding, or a bias of
     positions, says something else of a token that comes later than of one that came before, and in
-    training said it of earlier ones alone.
-
-    Args:
-        loaded: The model.
-        causal: Whether token i reads tokens j <= i only; None for what the model does.
-
-    Returns:
-        A copy, whose ``weights`` say so; the model itself where nothing had to be changed.
+    training said it of earlier ones alone. A copy's ``weights`` say what was done.
 
     Raises:
         InputError: If the model has no such mask that could be put on or taken off.
@@ -137,16 +120,10 @@ def _reads_later(loaded: LoadedModel) -> bool:
 
 
 def quantised(loaded: LoadedModel) -> LoadedModel:
-    """The same model with the weights of its linear maps rounded as the format Q4_1 does.
+    """A copy, ``NAME, Q4_1``, whose linear maps are rounded as that format does.
 
     Each 32 weights of a row share a scale and an offset in half precision,
     ``w -> m + round((w - m) / s) s`` with ``m = min w`` and ``s = (max w - min w) / 15``.
-
-    Args:
-        loaded: Any model.
-
-    Returns:
-        A copy, named ``NAME, Q4_1``.
     """
     model = copied(loaded.model)
     for _, weight in _rows_of_linears(model):
@@ -158,11 +135,8 @@ def rounded(x: Float[Tensor, "*n d"], bits: int) -> Float[Tensor, "*n d"]:
     """Every row on a symmetric grid of its own: ``s round(x / s)``.
 
     ``s = max |row| / (2^(bits - 1) - 1)``, so that the largest entry stays as it is; rounding goes
-    to the nearest, halves to the even one. Zero rows stay zero.
-
-    Args:
-        x: Rows; of a weight, its output channels, of activations, the tokens.
-        bits: At least 2.
+    to the nearest, halves to the even one. Zero rows stay zero. Rows are a weight's output
+    channels, or tokens.
 
     >>> rounded(torch.tensor([[7.0, -3.2, 0.4]]), 4)
     tensor([[ 7., -3.,  0.]])
@@ -175,14 +149,7 @@ def rounded(x: Float[Tensor, "*n d"], bits: int) -> Float[Tensor, "*n d"]:
 
 @contextlib.contextmanager
 def rounding(module: nn.Module, what: Rounds, bits: int) -> Iterator[None]:
-    """Round the linear maps inside a module while the block lasts, see `rounded`.
-
-    Args:
-        module: A model, a block, or a layer; it is put back as it was.
-        what: ``weights``, a step for each output channel; or ``inputs``, a step for each token
-            and linear map, whatever it reads.
-        bits: Of each number.
-    """
+    """Round weights (a step for each output channel) or inputs (for each token) of linear maps."""
     held = _rows_of_linears(module)
     kept = [weight.clone() for _, weight in held] if what == "weights" else []
 
@@ -221,18 +188,7 @@ def _rows_of_linears(module: nn.Module) -> list[tuple[nn.Module, Tensor]]:
 
 
 def reinitialised(loaded: LoadedModel, seed: int = 0) -> LoadedModel:
-    """The same architecture and tokenizer with the random weights of a new model.
-
-    Args:
-        loaded: A model of transformers.
-        seed: Seed of the weights.
-
-    Returns:
-        A new model, named ``NAME, random weights, seed SEED``.
-
-    Raises:
-        InputError: If it is no model of transformers.
-    """
+    """A new model of the same architecture and tokenizer, named after its random weights."""
     if loaded.config is None:
         raise InputError(f"`{loaded.name}` should be a model of transformers. Found another.")
     with quiet(), torch.random.fork_rng(devices=[]):
@@ -250,7 +206,7 @@ def scrambled(
     layer: int | None = None,
     seed: int = 0,
 ) -> LoadedModel:
-    """The same model whose matrices keep their size and lose what training put into them.
+    """A copy whose matrices keep their size and lose what training put into them.
 
     ``entries`` permutes the entries of each matrix: their distribution stays, so that logits are
     about as large as the trained ones. ``spectrum`` keeps the singular values, ``U S Vᵀ`` with
@@ -262,9 +218,6 @@ def scrambled(
         which: Which linear maps of the blocks.
         layer: One block only, so that its input stays the trained one; all of them by default.
         seed: Seed of the draw.
-
-    Returns:
-        A copy, named for what was done.
 
     Raises:
         InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.

@@ -37,16 +37,10 @@ def from_pretrained(
     allow_pickle: bool = False,
     known: Collection[str] = (),
 ) -> tuple[nn.Module, Any]:
-    """A model with all its weights, and its tokenizer or None.
+    """A model of a folder or hub id with all its weights, and its tokenizer or None.
 
-    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off.
-
-    Args:
-        source: Folder or hub id.
-        revision: Revision of a hub id.
-        gguf_file: Name of a quantised file in the folder.
-        allow_pickle: Accept weights that exist only as a pickle.
-        known: Names that the source could have been meant to be.
+    Prefixes that wrappers leave (``_orig_mod.``, ``module.``) are taken off. ``known`` are names
+    that the source could have been meant to be.
 
     Raises:
         InputError: If there is no such model, its weights cannot be used, or a layer would keep
@@ -76,10 +70,7 @@ def from_pretrained(
 
 
 def _check_class(source: str, model: nn.Module) -> None:
-    """Refuse weights of a class of another family than the configuration says.
-
-    Families share names of weights: BERT's fit into RoBERTa, whose positions are others.
-    """
+    """Refuse weights of another family: BERT's fit into RoBERTa, whose positions are others."""
     import transformers
 
     config: Any = model.config
@@ -152,7 +143,7 @@ def _explained(source: str, problem: Exception, known: Collection[str]) -> Input
     )
 
 
-# --- names of models, read before anything is loaded or built ---
+# --- names and files, read before anything is loaded or built
 
 _COUNTED = re.compile("layer|expert|depth")
 _MOST = 10_000
@@ -162,16 +153,6 @@ _INDICES = {"model.safetensors.index.json": ".safetensors", "pytorch_model.bin.i
 
 def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
     """A model's name without its revision, and that.
-
-    Args:
-        name: As for `load_model`.
-        revision: Revision, if not in the name.
-
-    Returns:
-        Both.
-
-    Raises:
-        InputError: If it is no name.
 
     >>> split_revision("org/model@main"), split_revision("minilm")
     (('org/model', 'main'), ('minilm', None))
@@ -200,9 +181,6 @@ def entries_of(config: Path) -> Mapping[str, Any]:
 def entries_in(name: str, text: str) -> dict[str, Any]:
     """The entries ``key=value``, with commas between them, that follow a name.
 
-    Raises:
-        InputError: If one is of another form.
-
     >>> entries_in("random:bert", "a=2,b=0.5,c=true,d=gelu")
     {'a': 2, 'b': 0.5, 'c': True, 'd': 'gelu'}
     """
@@ -213,11 +191,11 @@ def entries_in(name: str, text: str) -> dict[str, Any]:
             raise InputError(
                 f"The entries of `{name}` should be of the form key=value. Found `{part}`."
             )
-        entries[key] = _value(value)
+        entries[key] = _parsed_value(value)
     return entries
 
 
-def _value(text: str) -> int | float | bool | str:
+def _parsed_value(text: str) -> int | float | bool | str:
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -268,13 +246,11 @@ def check_files(name: str, folder: Path, allow_pickle: bool) -> None:
     raise InputError(f"`{name}` should hold weights in `*.safetensors`. Found {found}")
 
 
-# --- tokenizers: those that stand beside a model's weights, and plain bytes for random models ---
+# --- tokenizers: those beside the weights, and plain bytes for random models
 
 
 class Bytes:
     """The UTF-8 bytes of a text modulo the size of the vocabulary: for models without training.
-
-    To a trained model these ids say nothing; only ``random:`` models have them by themselves.
 
     >>> Bytes(100)("ab")["input_ids"]
     [97, 98]
@@ -299,12 +275,7 @@ class Bytes:
 
 
 def tokenizer_at(source: str | None, **options: Any) -> Any:
-    """The tokenizer of a folder or hub id, its own or its processor's; None if there is none.
-
-    Args:
-        source: Where the weights are from; nothing is found for an empty name.
-        **options: For the loaders of transformers.
-    """
+    """The tokenizer of a folder or hub id, its own or its processor's; None if there is none."""
     from transformers import AutoProcessor, AutoTokenizer
 
     for kind in (AutoTokenizer, AutoProcessor) if source else ():
@@ -324,22 +295,10 @@ def _knows_words(tokenizer: Any) -> bool:
     return not set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
 
 
-# --- the sequence length that a model was trained with, as far as its files say so ---
-
-
 def trained_length(config: Any, tokenizer: Any) -> int | None:
-    """The largest number of tokens that a model is said to have been trained on.
+    """The largest number of tokens that a model's files say it was trained on, or None.
 
-    The least of what its positions allow, of what its tokenizer cuts texts to, and of the
-    ``max_seq_length`` that Sentence Transformers keeps beside the weights. To be asked before the
-    tokenizer is used, which forgets where it should cut.
-
-    Args:
-        config: The configuration.
-        tokenizer: The tokenizer, or None.
-
-    Returns:
-        The number; None where no file says one, as of a model that was not loaded from files.
+    To be asked before the tokenizer is used, which forgets where it should cut.
     """
     source = getattr(config, "_name_or_path", None)
     if not source:
@@ -365,7 +324,7 @@ def _entries(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# --- silence for what transformers prints while it loads or sets up a model ---
+# --- what transformers prints, and reads three times over
 
 # In a notebook its bars, which are silenced here, would rather be widgets.
 warnings.filterwarnings("ignore", message="IProgress not found")
@@ -394,18 +353,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# --- gGUF files, which transformers reads three times over ---
-
 _ASKED = ("GGUFReader", "get_tensor_name_map")
 
 
 @contextlib.contextmanager
 def read_once() -> Iterator[None]:
-    """What transformers asks of one file meanwhile is found out once.
-
-    For configuration, weights and tokenizer it parses the file each time; and the table of names,
-    which is the same for the whole model, it makes anew for every module.
-    """
+    """Parse a GGUF file once, and its table of names once for all modules, not for each."""
     import gguf
 
     before = {name: getattr(gguf, name) for name in _ASKED}

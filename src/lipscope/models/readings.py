@@ -16,8 +16,8 @@ from lipscope.errors import InputError
 from lipscope.models.data.windows import WindowDecoder
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.calls import Trace
-from lipscope.models.tracing.map_endpoints import ends_of_attention
-from lipscope.models.tracing.maps import LayerMap, build_map, norm_before
+from lipscope.models.tracing.map_endpoints import LayerMap, ends_of_attention
+from lipscope.models.tracing.maps import build_map, norm_before
 from lipscope.models.tracing.prepare import ExactNorm
 from lipscope.models.tracing.recorder import NormCall, Recorder, as_tokens, close, first_tensor
 
@@ -28,21 +28,14 @@ _ROUNDING = 1e-5  # of a token's norm
 
 
 class Readings(NamedTuple):
-    """Directions with names, in the space of one token of a map.
+    """Directions with names, in the space of one token of a map."""
 
-    Attributes:
-        space: What they are.
-        words: Their names; one more than vectors are asked for is that of their mean.
-        vectors: From indices to vectors, ``(r,)`` to ``(r, d)``: a table can be large.
-        least: Up to which norm a vector is rounding, and no direction.
-        copies: How many such vectors it takes to make one.
-    """
-
-    space: Space
-    words: Sequence[str]
+    space: Space  # what they are
+    words: Sequence[str]  # their names; one more than vectors are asked for is that of their mean
+    # From indices to vectors, ``(r,)`` to ``(r, d)``: a table can be large.
     vectors: Callable[[Int[Tensor, " r"]], Float[Tensor, "r d"]]
-    least: float = 0.0
-    copies: int = 2
+    least: float = 0.0  # up to which norm a vector is rounding, and no direction
+    copies: int = 2  # how many such vectors it takes to make one
 
     @property
     def size(self) -> int:
@@ -141,7 +134,9 @@ class Reader:
             names = [str(labels[i]) for i in range(count)]
         elif self.tokenizer is not None and count > 1 and len(self.built.output) > 1:
             written = WindowDecoder(self.tokenizer)
-            ids = written.ordinary(min(count, _size(self.tokenizer, count))).nonzero()[:, 0]
+            ids = written.ordinary(min(count, _vocabulary_size(self.tokenizer, count))).nonzero()[
+                :, 0
+            ]
             names = written.names(ids.tolist())
         like = self.built.output
         ids = ids.to(like.device)
@@ -173,7 +168,7 @@ class Reader:
         else:
             assert self._lens is not None
             count = len(self._lens.weight)
-        count = min(count, _size(self.tokenizer, count))
+        count = min(count, _vocabulary_size(self.tokenizer, count))
         ids = written.ordinary(count).nonzero()[:, 0]
         return ids.to(self.built.x.device), written.names(ids.tolist())
 
@@ -237,7 +232,7 @@ class _Entering(NamedTuple):
     after: Row
 
 
-def _size(tokenizer: Any, count: int) -> int:
+def _vocabulary_size(tokenizer: Any, count: int) -> int:
     """Ids that a tokenizer knows: tables are padded."""
     return len(tokenizer) if hasattr(tokenizer, "__len__") else count
 
@@ -254,25 +249,18 @@ def _jacobian(f: Row, x: Float[Tensor, " d"]) -> Float[Tensor, "e d"]:
     return found
 
 
-# --- the logits that a model would give a stream inside it: its own last steps, applied early ---
+# --- logit lens: the last steps of a model, applied to a stream inside it
 
 Row = Callable[[Tensor], Tensor]
 
 
 class Lens(NamedTuple):
-    """``logits = U g(N(h)) + c`` of a stream ``h``.
+    """``logits = U g(N(h)) + c`` of a stream ``h``."""
 
-    Attributes:
-        norm: ``N``, the final norm; the identity where streams leave their layers normed.
-        head: ``g``, the layers that the model has in front of ``U``, or the identity.
-        weight: ``U``, ``(v, d)``.
-        output: What the model's body hands to its head, ``(n, d)``.
-    """
-
-    norm: Row
-    head: Row
-    weight: Float[Tensor, "v d"]
-    output: Float[Tensor, "n d"]
+    norm: Row  # ``N``, the final norm; the identity where streams leave their layers normed
+    head: Row  # ``g``, the layers that the model has in front of ``U``, or the identity
+    weight: Float[Tensor, "v d"]  # ``U``, ``(v, d)``
+    output: Float[Tensor, "n d"]  # what the model's body hands to its head, ``(n, d)``
 
     def inner(self, h: Tensor) -> Tensor:
         """What the unembedding takes."""
@@ -280,17 +268,11 @@ class Lens(NamedTuple):
 
 
 def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
-    """How a model turns the stream after its last layer into logits, if it does so.
+    """How a model turns the stream after its last layer into logits; None if it does not.
 
     The final norm, or the norm that ends every layer, must take a sum, and what follows must be the
-    model's own output: the norm's, or its logits.
-
-    Args:
-        record: A trace with norms.
-        whole: The model with the head that its checkpoint holds, where it was loaded without.
-
-    Returns:
-        The lens; None where there is none, or its values are not the model's.
+    model's own output: the norm's, or its logits. ``whole`` is the model with the head that its
+    checkpoint holds, where it was loaded without.
     """
     table, output = _unembedding(record.model if whole is None else whole), record.output
     if table is None or output is None:
@@ -310,13 +292,13 @@ def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
         y = as_tokens(norm.y, call.token_axis)
         if y.shape != call.x.shape:
             continue
-        head = _head(record, y, ends, table, whole)
+        head = _layers_before_unembedding(record, y, ends, table, whole)
         if head is not None:
-            return Lens(_same if inside(norm) else ExactNorm(norm.module), head, weight, y)
+            return Lens(_identity if inside(norm) else ExactNorm(norm.module), head, weight, y)
     return None
 
 
-def _head(
+def _layers_before_unembedding(
     record: Trace, y: Tensor, ends: Tensor, table: Any, whole: nn.Module | None
 ) -> Row | None:
     """What leads from the body's output ``y`` to the unembedding; None if ``y`` is another."""
@@ -326,25 +308,19 @@ def _head(
             return behind if close(ends, y) and behind.reaches(y) else None
         straight = y.shape[-1] == table.weight.shape[1]
         if straight and (close(ends, y) or (isinstance(table, nn.Linear) and near(ends, table(y)))):
-            return _same
+            return _identity
         if not isinstance(table, nn.Linear):
             return None
         behind = _Behind(record, record.model, table)
         return behind if behind.reaches(y) and near(ends, table(behind(y))) else None
 
 
-def _same(h: Tensor) -> Tensor:
+def _identity(h: Tensor) -> Tensor:
     return h
 
 
 class _Behind:
-    """The layers of a model between its body and its unembedding, run where they are.
-
-    Args:
-        record: A trace, whose input the model is run on.
-        model: The model.
-        table: Its unembedding.
-    """
+    """The layers of a model between its body and its unembedding, run where they are."""
 
     def __init__(self, record: Trace, model: nn.Module, table: nn.Linear) -> None:
         self._record, self._model, self._table = record, model, table
@@ -414,19 +390,13 @@ def near(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= 1e-4 * b.abs().max())
 
 
-# --- a model as a function of its token ids, and of the vectors that its table gives them ---
+# --- a model as a function of its token ids and their vectors
 
 Where = Literal["layer", "model"]
 
 
 class Read(NamedTuple):
-    """What a model makes of some texts of one length.
-
-    Attributes:
-        entering: What enters the layer, ``(b, n, d)``.
-        layer: What leaves it, projection included, ``(b, n, d)``.
-        model: What leaves the model, ``(b, n, d)``, or ``(b, c)`` where it ends in scores.
-    """
+    """What enters and leaves the layer, ``(b, n, d)``, and what leaves the model, or ``(b, c)``."""
 
     entering: Tensor
     layer: Tensor
@@ -434,23 +404,7 @@ class Read(NamedTuple):
 
 
 class Embedded:
-    """A model that reads token ids, at any ids, and at any vectors instead of theirs.
-
-    Holds for models that read one text, as ids through one ``nn.Embedding``.
-
-    Args:
-        model: The model, ready to be run.
-        inputs: Its inputs at one text.
-        record: Trace of that text.
-        layer: Index of the layer that is read.
-
-    Attributes:
-        ids: The ids of that text, ``(n,)``.
-        size: How many tokens its table has.
-
-    Raises:
-        InputError: If the model reads anything else.
-    """
+    """A model that reads one text by its token ids, at any ids, or any vectors instead."""
 
     def __init__(
         self,
@@ -489,15 +443,7 @@ class Embedded:
     def function(
         self, ids: Int[Tensor, " n"], where: Where
     ) -> Callable[[Float[Tensor, "n d"]], Tensor]:
-        """The output as a differentiable function of the vectors of a text.
-
-        Args:
-            ids: Its ids, which say where padding would be.
-            where: ``layer`` or ``model``.
-
-        Returns:
-            A function of ``(n, d)``; at ``vectors(ids)`` it is the model itself.
-        """
+        """The output as a function of the vectors of a text."""
         return lambda x: getattr(self._run(ids[None], x), where)[0]
 
     def _run(self, ids: Tensor, x: Tensor | None) -> Read:

@@ -33,25 +33,12 @@ def image_samples(
     resolutions: Sequence[int] | None = None,
     samples: int | None = None,
 ) -> list[Sample]:
-    """One sample per picture and resolution: the number of tokens goes with its square.
+    """One sample per picture (of a folder, by name) and resolution: tokens go with its square.
 
     Pictures are scaled until their shorter side fits, cut to the middle square and normalised
     as the model's folder or package says (to mean 0.5 and deviation 0.5 if it says nothing); for
-    a model of timm, they go through its own transform.
-    ``random`` pixels are standard normal, drawn by the index of the sample.
-
-    Args:
-        loaded: The model.
-        images: A folder of pictures, taken in the order of their names, or ``random``.
-        resolutions: Sides in pixels, multiples of the patch; the model's own if None.
-        samples: Number of pictures; 10, or as many as there are, if None.
-
-    Returns:
-        The samples, by resolution, then picture.
-
-    Raises:
-        InputError: If the model reads no images, a side does not fit it, or the folder holds
-            no readable picture.
+    a model of timm, they go through its own transform. ``random`` pixels are standard normal, drawn
+    by the index of the sample. Without numbers: the model's own side, and up to 10 pictures.
     """
     parameters = inspect.signature(loaded.model.forward).parameters
     named, given = "pixel_values" in parameters, loaded.pixels
@@ -61,7 +48,7 @@ def image_samples(
         )
     if samples is not None and samples < 1:
         raise InputError(f"`samples` should be at least 1. Found {samples}.")
-    own = _side(loaded.config) if named or given is None else given.side
+    own = _own_side(loaded.config) if named or given is None else given.side
     usual = own if given is None else given.side
     sides = [usual] if resolutions is None else sorted(set(resolutions))
     _check_sides(loaded, sides)
@@ -76,7 +63,7 @@ def image_samples(
     return found
 
 
-def _side(config: Any) -> int:
+def _own_side(config: Any) -> int:
     size = getattr(config, "image_size", None)
     size = size[0] if isinstance(size, list | tuple) and size else size
     if not isinstance(size, int):
@@ -108,7 +95,7 @@ def _pictures(
             torch.randn(1, channels, side, side, generator=torch.Generator().manual_seed(s))
             for s in range(samples or _DEFAULT_SAMPLES)
         ]
-    files = _files(Path(os.path.expanduser(images)))
+    files = _picture_files(Path(os.path.expanduser(images)))
     if samples is not None and samples > len(files):
         raise InputError(
             f"`samples` should be at most {len(files)}, the pictures in `{images}`. "
@@ -119,10 +106,10 @@ def _pictures(
     chosen = files[: samples or _DEFAULT_SAMPLES]
     if read is not None:
         return [_opened(file, lambda p, read=read: read(p, side))[None] for file in chosen]
-    return [(_read(file, side) - mean) / deviation for file in chosen]
+    return [(_pixels_of(file, side) - mean) / deviation for file in chosen]
 
 
-def _files(folder: Path) -> list[Path]:
+def _picture_files(folder: Path) -> list[Path]:
     if not os.path.isdir(folder):
         raise InputError(f"`images` should be a folder of pictures, or random. Found `{folder}`.")
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in _SUFFIXES)
@@ -133,7 +120,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path, side: int) -> Tensor:
+def _pixels_of(file: Path, side: int) -> Tensor:
     """The middle square of a picture as ``(1, 3, side, side)`` values between 0 and 1."""
 
     def square(picture: Any) -> Tensor:
@@ -189,26 +176,19 @@ def _processor(source: str | None) -> Mapping[str, Any]:
             return {}
 
 
-# --- the patches of a picture: their tokens, and the pixels that would move these as asked ---
+# --- patches: tokens of a picture, and the pixels that would move them
 
 _EXACT = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the move: rounding of the model
 
 
 @dataclass(frozen=True)
 class Patches:
-    """A picture that a model cuts into patches, each a linear function of its pixels.
+    """A picture that a model cuts into patches, each a linear function of its pixels."""
 
-    Attributes:
-        picture: The picture, ``(1, c, height, width)``.
-        weight: From the pixels of a patch to its vector, ``(d, c p p)``.
-        side: ``p``.
-        grid: Numbers of patches down and across.
-    """
-
-    picture: Tensor
-    weight: Tensor
-    side: int
-    grid: tuple[int, int]
+    picture: Tensor  # the picture, ``(1, c, height, width)``
+    weight: Tensor  # from the pixels of a patch to its vector, ``(d, c p p)``
+    side: int  # ``p``
+    grid: tuple[int, int]  # numbers of patches down and across
 
     def first(self, num_tokens: int) -> int:
         """How many tokens come before those of the patches."""
@@ -240,13 +220,8 @@ class Patches:
 
 
 def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
-    """How a model cuts a picture into patches; None if it reads none, or in another way.
-
-    Args:
-        model: The model, ready to be run.
-        inputs: Its inputs.
-    """
-    picture, found = _picture(inputs), []
+    """How a model cuts a picture into patches; None if it reads none, or in another way."""
+    picture, found = _picture_in(inputs), []
     if picture is None:
         return None
 
@@ -270,20 +245,9 @@ def patches_of(model: nn.Module, inputs: Inputs) -> Patches | None:
 def picture_move(
     patches: Patches, ends: MapEndpoints, model: nn.Module, inputs: Inputs, e: Float[Tensor, "n d"]
 ) -> Tensor | None:
-    """The change of the picture by which the map's input moves along ``e``, if there is one.
+    """The change of the picture by which the map's input moves along ``e``; None if there is none.
 
     It is checked: the model, given the picture so changed, must make just this input of the map.
-
-    Args:
-        patches: How the picture is cut.
-        ends: Those of the map.
-        model: The model.
-        inputs: Its inputs.
-        e: The move, ``(n, d)``.
-
-    Returns:
-        The change, as the picture; None where no pixels move the tokens so, as for a class token
-        or after a norm.
     """
     move = patches.move_for(e)
     if move is None:
@@ -298,15 +262,7 @@ def picture_move(
 
 
 def encode_picture(picture: Float[Tensor, "1 c h w"], *, signed: bool = False) -> dict[str, Any]:
-    """A picture as one byte for each number.
-
-    Args:
-        picture: From 0 to 1, or from -1 to 1.
-        signed: Whether it is the latter.
-
-    Returns:
-        Height, width, and base64 of rows of pixels: of ``round(255 x)``, or ``128 + round(127 x)``.
-    """
+    """Height, width and base64 of ``round(255 x)``, or, ``signed``, of ``128 + round(127 x)``."""
     rows = picture[0].permute(1, 2, 0)
     bytes_ = 128 + (127 * rows).round() if signed else (255 * rows).round()
     numbers = bytes_.clamp(0, 255).to(torch.uint8).cpu().contiguous().numpy().tobytes()
@@ -314,7 +270,7 @@ def encode_picture(picture: Float[Tensor, "1 c h w"], *, signed: bool = False) -
     return size | {"bytes": base64.b64encode(numbers).decode()}
 
 
-def _picture(inputs: Inputs) -> Tensor | None:
+def _picture_in(inputs: Inputs) -> Tensor | None:
     """The one input that is a picture."""
     held = inputs.values() if isinstance(inputs, Mapping) else inputs
     found = [one for one in held if isinstance(one, Tensor) and one.ndim == 4]

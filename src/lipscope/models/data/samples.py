@@ -37,18 +37,7 @@ _DEFAULT_SAMPLES = 10
 
 
 def checked_data(data: Any) -> Any:
-    """The data that was given, checked as far as no model is needed; a path is read as text.
-
-    Args:
-        data: Text, the path of a text file or of a folder of them, a tensor, a mapping of
-            arguments, or None.
-
-    Returns:
-        The same, a text in place of a path.
-
-    Raises:
-        InputError: If it is nothing of the kind, or the name of a file where a text should be.
-    """
+    """The data that was given, checked as far as no model is needed; a path is read as text."""
     if isinstance(data, Path):
         return read_texts(data, "`data`")
     if isinstance(data, str):
@@ -92,42 +81,7 @@ def _check_tensor(value: Any) -> None:
         )
 
 
-def samples_of(
-    loaded: LoadedModel,
-    data: Any,
-    lengths: Sequence[int] | None,
-    samples: int | None,
-    windows: str,
-    special_tokens: bool,
-) -> list[Sample]:
-    """The samples of a text or a batch; see `measure` for the arguments.
-
-    Args:
-        loaded: The model.
-        data: Text, None for the default text, a tensor, or a mapping of tensors.
-        lengths: Numbers of tokens of the windows of a text.
-        samples: Windows per length.
-        windows: ``spread`` or ``disjoint``.
-        special_tokens: Add the model's own special tokens.
-
-    Returns:
-        One sample per window or batch entry.
-
-    Raises:
-        InputError: If the text or the batch cannot be measured as asked.
-    """
-    if data is None or isinstance(data, str):
-        text = default_text() if data is None else data
-        return _text_inputs(loaded, text, lengths, samples, windows, special_tokens)
-    if lengths is not None or samples is not None:
-        raise InputError(
-            "`lengths` and `samples` cut a text into windows. Found them with a batch, whose "
-            "entries are the samples; leave them out."
-        )
-    return _batch_inputs(loaded, data)
-
-
-def _text_inputs(
+def _text_samples(
     loaded: LoadedModel,
     text: str,
     lengths: Sequence[int] | None,
@@ -135,6 +89,7 @@ def _text_inputs(
     windows: str,
     special_tokens: bool,
 ) -> list[Sample]:
+    """One sample per window of a text."""
     lengths = _DEFAULT_LENGTHS if lengths is None else lengths
     samples = _DEFAULT_SAMPLES if samples is None else samples
     _check_windows(loaded, text, lengths, samples, windows)
@@ -191,7 +146,8 @@ def _check_windows(
         )
 
 
-def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
+def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
+    """One sample per entry of a batch."""
     if isinstance(data, Tensor):
         takes = inspect.signature(loaded.model.forward).parameters
         name = _argument_name(data, takes)
@@ -215,12 +171,12 @@ def _batch_inputs(loaded: LoadedModel, data: Any) -> list[Sample]:
         one = {k: _entry(k, v, axis, count, s) for k, v in arguments.items()}
         sha = _digest_of(one)
         call = (one[""],) if "" in one else one
-        words = None if loaded.tokenizer is None else _words(loaded.tokenizer, one)
+        words = None if loaded.tokenizer is None else _token_names(loaded.tokenizer, one)
         inputs.append(Sample("batch", call, s, None, None, sha, words))
     return inputs
 
 
-def _words(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
+def _token_names(tokenizer: Any, arguments: Mapping[str, Any]) -> tuple[str, ...] | None:
     """What a tokenizer calls the ids of one entry; padding, which no map has, is left out."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or "decoder_input_ids" in arguments:
@@ -295,10 +251,7 @@ _MASKED = {
 
 
 def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Which axis of the tokens counts samples: what torch's own attention inside is called with.
-
-    Where that takes tokens first, so does the model, unless it turns its input itself.
-    """
+    """Which axis of the tokens counts samples: what torch's own attention inside is called with."""
     sites = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     sites = [m for m in sites if not m.batch_first]
     streams = [v for v in arguments.values() if _is_stream(v)]
@@ -354,25 +307,14 @@ def _argument_name(data: Tensor, takes: Collection[str]) -> str:
     return name if name in takes else ""
 
 
-# --- inputs whose position ids start elsewhere than at 0 ---
+# --- positions that start elsewhere than at 0
 
 
-def offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int) -> list[Sample]:
+def _offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int) -> list[Sample]:
     """The same samples with position ids ``first + offset, first + offset + 1, …``.
 
-    ``first`` is where the model itself starts: 0, or after the padding id (RoBERTa).
-
-    Args:
-        loaded: The model.
-        items: Samples.
-        offset: How much later every token stands; with 0 the samples are left as they are.
-
-    Returns:
-        The samples; those of a model that makes its positions itself are left as they are
-        (`later_positions`).
-
-    Raises:
-        InputError: If the model has no positions to be moved, or too few.
+    ``first`` is where the model itself starts: 0, or after the padding id (RoBERTa). Samples of a
+    model that makes its positions itself are left as they are (`later_positions`).
     """
     if offset == 0:
         return list(items)
@@ -382,14 +324,14 @@ def offset_positions(loaded: LoadedModel, items: Sequence[Sample], offset: int) 
         )
     if _takes_ids(loaded.model):
         return [_moved_on(loaded, item, offset) for item in items]
-    if not _tables(loaded.model):
+    if not _position_tables(loaded.model):
         raise InputError(
             "`position_offset` needs a model that takes `position_ids` (learnt or rotary "
             "positions), or tables of positions whose start can be moved. Found "
             f"`{type(loaded.model).__name__}`, which has neither; leave it out."
         )
     for item in items:
-        _tokens(loaded, item, offset)
+        _checked_tokens(loaded, item, offset)
     return list(items)
 
 
@@ -398,13 +340,9 @@ def later_positions(model: nn.Module, offset: int) -> Iterator[None]:
     """Move the start of every table of positions, where a model makes its positions itself.
 
     BART and its kin take no position ids; their tables are told how many tokens came before.
-
-    Args:
-        model: Any model; nothing is done to one that takes position ids.
-        offset: How many tokens came before.
     """
     with Recorder() as recorder:
-        for table in _tables(model) if offset and not _takes_ids(model) else ():
+        for table in _position_tables(model) if offset and not _takes_ids(model) else ():
             recorder.before(table, functools.partial(_later, offset))
         yield
 
@@ -416,7 +354,7 @@ def _takes_ids(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def _tables(model: nn.Module) -> list[nn.Module]:
+def _position_tables(model: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
@@ -436,13 +374,15 @@ def _later(offset: int, table: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _moved_on(loaded: LoadedModel, item: Sample, offset: int) -> Sample:
-    given, n = _tokens(loaded, item, offset)
+    given, n = _checked_tokens(loaded, item, offset)
     first = loaded.first_position + offset
     positions = torch.arange(first, first + n)[None]
     return replace(item, arguments={**given, "position_ids": positions})
 
 
-def _tokens(loaded: LoadedModel, item: Sample, offset: int) -> tuple[Mapping[str, Any], int]:
+def _checked_tokens(
+    loaded: LoadedModel, item: Sample, offset: int
+) -> tuple[Mapping[str, Any], int]:
     """The arguments and the number of tokens of a sample whose positions may be moved so far."""
     given = item.arguments
     tokens = next(
@@ -466,7 +406,7 @@ def _tokens(loaded: LoadedModel, item: Sample, offset: int) -> tuple[Mapping[str
     return given, n
 
 
-# --- inputs to measure: windows of a text, a batch, or pictures, at the positions asked for ---
+# --- what is measured: windows of a text, a batch, or pictures
 
 _BYTES = "random weights: the text's UTF-8 bytes modulo the vocabulary size are the tokens"
 _TWICE = "encoder and decoder read the same window, the decoder one token later"
@@ -492,20 +432,21 @@ def inputs_of(
     resolutions: Sequence[int] | None = None,
     position_offset: int = 0,
 ) -> list[Sample]:
-    """The samples of a text, a batch or pictures; see `measure` for the arguments.
-
-    Returns:
-        One sample per window, batch entry or picture.
-
-    Raises:
-        InputError: If they cannot be measured as asked, or exclude each other.
-    """
-    if images is None:
-        if resolutions is not None:
-            raise InputError("`resolutions` go with `images`. Found no `images`.")
-        found = samples_of(loaded, data, lengths, samples, windows, special_tokens)
-    else:
+    """The samples of a text, a batch or pictures; see `measure` for the arguments."""
+    if images is None and resolutions is not None:
+        raise InputError("`resolutions` go with `images`. Found no `images`.")
+    if images is not None:
         if data is not None or lengths is not None:
             raise InputError("`images` take the place of a text. Found both; leave one out.")
         found = image_samples(loaded, images, resolutions=resolutions, samples=samples)
-    return offset_positions(loaded, found, position_offset)
+    elif data is None or isinstance(data, str):
+        text = default_text() if data is None else data
+        found = _text_samples(loaded, text, lengths, samples, windows, special_tokens)
+    elif lengths is not None or samples is not None:
+        raise InputError(
+            "`lengths` and `samples` cut a text into windows. Found them with a batch, whose "
+            "entries are the samples; leave them out."
+        )
+    else:
+        found = _batch_samples(loaded, data)
+    return _offset_positions(loaded, found, position_offset)

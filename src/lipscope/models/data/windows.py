@@ -23,15 +23,7 @@ WindowKind = Literal["spread", "disjoint"]
 
 @dataclass(frozen=True)
 class Window:
-    """One stretch of the text as a model input.
-
-    Attributes:
-        num_tokens: Number of tokens n, special ones included.
-        sample: Index of the sample.
-        start: First text token.
-        ids: ``(1, n)`` token ids.
-        tokens: Text of every token.
-    """
+    """One stretch of the text as a model input: its ``(1, n)`` ids with special ones, and words."""
 
     num_tokens: int
     sample: int
@@ -66,19 +58,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:
-    """The text of a file.
-
-    Args:
-        path: The file.
-        option: What named it, as the subject of the message.
-        kind: What that should be.
-
-    Returns:
-        The text, without a byte order mark.
-
-    Raises:
-        InputError: If it is no readable file of text in UTF-8.
-    """
+    """The text of a file in UTF-8, without a byte order mark; ``option`` is what named it."""
     file = Path(path)
     try:
         # A pipe or a device might never end.
@@ -92,16 +72,7 @@ def read_text(path: str | Path, option: str, kind: str = "a readable file") -> s
 
 
 def read_texts(path: str | Path, option: str, kind: str = "a readable file") -> str:
-    """The text of a file; of a folder, of its ``.txt`` files by their names, a blank line apart.
-
-    Args:
-        path: The file or folder.
-        option: As for `read_text`.
-        kind: Likewise.
-
-    Raises:
-        InputError: As `read_text` does, for any of the files, and for a folder without one.
-    """
+    """`read_text`; of a folder, of its ``.txt`` files by their names, a blank line apart."""
     if not os.path.isdir(path):
         return read_text(path, option, kind)
     files = sorted(Path(path).glob("*.txt"))
@@ -122,10 +93,7 @@ def decode_text(content: bytes, option: str, where: str) -> str:
 
 
 def default_text() -> str:
-    """The default text: the topics of Python's language manual, a marked-up English text.
-
-    It comes with every Python, so that the main job needs no download.
-    """
+    """The topics of Python's manual, a marked-up English text that comes with every Python."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -139,7 +107,7 @@ def whole_text(
     longest: int | None = None,
 ) -> Tensor:
     """The ids ``(1, n)`` of a whole text, cut where it is longer than ``longest`` tokens."""
-    before, ids, after = _ids(text, tokenizer, special_tokens)
+    before, ids, after = _token_ids(text, tokenizer, special_tokens)
     if longest is not None:
         ids = ids[: max(longest - len(before) - len(after), 0)]
     return torch.tensor([[*before, *ids, *after]])
@@ -154,7 +122,7 @@ def windows_of_text(
     kind: WindowKind = "spread",
     special_tokens: bool = True,
 ) -> list[Window]:
-    """Cut a text into windows, shortest first.
+    """Cut a text into windows by length, shortest first, then sample.
 
     ``spread``: sample s starts at token ``floor(s (T - n_max) / max(samples - 1, 1))`` for
     every length, so that lengths are compared on the same passages. ``disjoint``: sample s is a
@@ -163,23 +131,16 @@ def windows_of_text(
     Special tokens are added around each window and counted in its length. Windows are distinct:
     of equal ones the first is kept, so that a short or repetitive text gives fewer than asked for.
 
-    Args:
-        text: The text; tokenised once.
-        tokenizer: A Hugging Face tokenizer, or `Bytes`.
-        lengths: Numbers of tokens.
-        samples: Windows per length.
-        kind: ``spread`` or ``disjoint``.
-        special_tokens: Add the model's own special tokens.
-
-    Returns:
-        The windows, by length, then sample.
-
     Raises:
         InputError: If the text is too short, or a length leaves no room for text.
     """
-    before, ids, after = _ids(text, tokenizer, special_tokens)
+    before, ids, after = _token_ids(text, tokenizer, special_tokens)
     extra = len(before) + len(after)
-    _check_lengths(lengths, extra)
+    if min(lengths) <= extra:
+        raise InputError(
+            f"Every length should be above {extra}, the number of special tokens around a window. "
+            f"Found {min(lengths)}; use longer lengths or --no-special-tokens."
+        )
     total, stretch = len(ids), sum(lengths) if kind == "disjoint" else max(lengths)
     needed = samples * stretch if kind == "disjoint" else stretch
     if total < needed:
@@ -203,7 +164,9 @@ def windows_of_text(
     return [*windows.values()]
 
 
-def _ids(text: str, tokenizer: Any, special_tokens: bool) -> tuple[list[int], list[int], list[int]]:
+def _token_ids(
+    text: str, tokenizer: Any, special_tokens: bool
+) -> tuple[list[int], list[int], list[int]]:
     """The ids of a text, and the special ones before and after it."""
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise InputError(
@@ -213,15 +176,6 @@ def _ids(text: str, tokenizer: Any, special_tokens: bool) -> tuple[list[int], li
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     before, after = special_tokens_of(tokenizer) if special_tokens else ([], [])
     return before, ids, after
-
-
-def _check_lengths(lengths: Sequence[int], extra: int) -> None:
-    shortest = min(lengths)
-    if shortest <= extra:
-        raise InputError(
-            f"Every length should be above {extra}, the number of special tokens around a window. "
-            f"Found {shortest}; use longer lengths or --no-special-tokens."
-        )
 
 
 def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -234,18 +188,13 @@ def special_tokens_of(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-# --- token ids back to text, and whether a tokenizer reads that text as the same ids ---
+# --- token ids back to text
 
 
 class WindowDecoder:
-    """Windows of token ids as texts.
+    """Windows of token ids as texts, by a tokenizer that decodes.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer, or `Bytes`.
-        special_tokens: Whether the model's own special tokens stand around each window.
-
-    Raises:
-        InputError: If the tokenizer cannot write a text of its ids.
+    ``special_tokens``: whether the model's own special tokens stand around each window.
     """
 
     def __init__(self, tokenizer: Any, *, special_tokens: bool = True) -> None:
@@ -287,7 +236,7 @@ class WindowDecoder:
         return [str(one) for one in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
 
-# --- inputs that take something away from a text: the order of its words, or the words ---
+# --- controls: without the order of the words, or without the words
 
 
 def shuffled_words(text: str, seed: int = 0) -> str:
@@ -304,44 +253,22 @@ def shuffled_words(text: str, seed: int = 0) -> str:
 def random_tokens(
     loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
 ) -> Tensor:
-    """Token ids drawn uniformly from the vocabulary, with the model's special tokens around.
-
-    Args:
-        loaded: A model that reads token ids.
-        num_tokens: Length of each sample, special tokens included.
-        samples: Number of samples.
-        seed: Seed; a shorter sample is the beginning of a longer one.
-        special: Put the special tokens around.
-
-    Returns:
-        ``(samples, num_tokens)``.
-    """
+    """Ids drawn from the vocabulary; a shorter sample is the beginning of a longer one."""
     rows = [
         _ordinary(loaded)[torch.randint(len(_ordinary(loaded)), (num_tokens,), generator=gen)]
         for gen in (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
     ]
-    return _around(loaded, torch.stack(rows), special)
+    return _with_special_tokens(loaded, torch.stack(rows), special)
 
 
 def repeated_token(
     loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
 ) -> Tensor:
-    """One token id again and again; each sample has another one, drawn from the vocabulary.
-
-    Args:
-        loaded: A model that reads token ids.
-        num_tokens: Length of each sample, special tokens included.
-        samples: Number of samples.
-        seed: Seed of the choice.
-        special: Put the special tokens around.
-
-    Returns:
-        ``(samples, num_tokens)``.
-    """
+    """One token id again and again; each sample has another one."""
     ids = _ordinary(loaded)
     gen = torch.Generator().manual_seed(seed)
     chosen = ids[torch.randperm(len(ids), generator=gen)[:samples]]
-    return _around(loaded, chosen[:, None].expand(-1, num_tokens), special)
+    return _with_special_tokens(loaded, chosen[:, None].expand(-1, num_tokens), special)
 
 
 def _ordinary(loaded: LoadedModel) -> Tensor:
@@ -353,7 +280,7 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
     return torch.tensor([i for i in range(size) if i not in special])
 
 
-def _around(loaded: LoadedModel, ids: Tensor, special: bool) -> Tensor:
+def _with_special_tokens(loaded: LoadedModel, ids: Tensor, special: bool) -> Tensor:
     """Special tokens in place of the first and last ones."""
     if loaded.tokenizer is None or not special:
         return ids.clone()

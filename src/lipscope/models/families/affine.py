@@ -13,12 +13,7 @@ from lipscope.models.tracing.sites import AttentionCall, NotCoveredError, is_pla
 
 
 class Affine(NamedTuple):
-    """``x -> x W^T + b``.
-
-    Attributes:
-        weight: W, ``(out, in)``.
-        bias: b, ``(out,)``, or None.
-    """
+    """``x -> x W^T + b``, with W ``(out, in)``."""
 
     weight: Tensor
     bias: Tensor | None
@@ -30,11 +25,7 @@ class Affine(NamedTuple):
 
 
 def affine(module: Any) -> Affine:
-    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed.
-
-    Raises:
-        NotCoveredError: If the module is another, such as an adapter around one of them.
-    """
+    """The map of ``nn.Linear``, or of the ``Conv1D`` of GPT-2, which keeps W transposed."""
     if not is_plain(module):
         raise NotCoveredError
     weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
@@ -42,17 +33,9 @@ def affine(module: Any) -> Affine:
 
 
 def projected(call: AttentionCall, names: str, **options: Any) -> DotProduct:
-    """The layer of four linear modules of a call's own.
+    """The layer of a call's own linear modules: queries, keys, values, and output if not traced.
 
-    Args:
-        call: The call.
-        names: What its module calls those of queries, keys, values and the output, with a space
-            between them; three where the output's is one of the model. Those of queries and keys
-            may be followed by a `TokenNorm`, in an ``nn.Sequential``.
-        **options: As in `dot_product`.
-
-    Returns:
-        The layer.
+    Those of queries and keys may be followed by a `TokenNorm`, in an ``nn.Sequential``.
     """
     modules = [getattr(call.module, name) for name in names.split()]
     for i, side in enumerate(("query_norm", "key_norm")):
@@ -75,17 +58,7 @@ def dot_product(
 ) -> DotProduct:
     """The layer of these maps, with the model's scale and the mask and angles that it passed in.
 
-    Args:
-        call: The call.
-        query: To all queries, head after head.
-        key: To all keys.
-        value: To all values.
-        output: From the concatenated heads; None where there is no projection.
-        **options: Further fields of the layer, ``heads`` among them; a ``score_bias`` is added
-            to the mask's own.
-
-    Returns:
-        The layer.
+    A ``score_bias`` among its further fields is added to the mask's own.
     """
     masking = read_mask(call)
     added = [b for b in (masking.bias, options.pop("score_bias", None)) if b is not None]
@@ -109,41 +82,29 @@ def dot_product(
     )
 
 
-# --- read an attention mask as a model passes it to its layers ---
+# --- masks, as a model passes them to its layers
 
 # Where models hand a mask to an attention module (T5 calls it `mask`).
 _NAMES = ("attention_mask", "mask")
 
 
 class Masking(NamedTuple):
-    """What a call lets its tokens read, in the simplest form that says the same.
+    """What a call lets its tokens read, in the simplest form that says the same."""
 
-    Attributes:
-        causal: Token i reads tokens j <= i only.
-        window: With ``causal``: token i reads tokens j > i - window only; None for no window.
-        mask: Any other mask, ``(n, m)`` or ``(h, n, m)`` booleans, True where visible.
-        bias: What is added to the scores, ``(n, m)`` or ``(h, n, m)``, or None.
-    """
-
-    causal: bool = False
+    causal: bool = False  # token i reads tokens j <= i only
+    # With ``causal``: token i reads tokens j > i - window only; None for no window.
     window: int | None = None
+    # Any other mask, ``(n, m)`` or ``(h, n, m)`` booleans, True where visible.
     mask: Tensor | None = None
-    bias: Tensor | None = None
+    bias: Tensor | None = None  # what is added to the scores, ``(n, m)`` or ``(h, n, m)``, or None
 
 
 def read_mask(call: AttentionCall) -> Masking:
-    """The mask of a call.
+    """The mask of a call, of shape ``(1, 1 or h, 1 or n, m)``, or of torch's own attention.
 
-    Under fused attention a missing mask stands for a causal one where the module is causal;
-    under eager attention it stands for none.
-
-    Args:
-        call: A call with a mask of shape ``(1, 1 or h, 1 or n, m)``, boolean (True is visible;
-            eager attention adds it to the scores as it is) or additive (very negative where
-            hidden, else a bias of the scores), or None; or one of torch's own attention.
-
-    Returns:
-        The mask.
+    Boolean (True is visible; eager attention adds it to the scores as it is) or additive (very
+    negative where hidden, else a bias of the scores). Under fused attention a missing mask stands
+    for a causal one where the module is causal; under eager attention it stands for none.
     """
     if isinstance(call.module, nn.MultiheadAttention):
         return _simplest(call, *_read_torch(call))
@@ -155,7 +116,7 @@ def read_mask(call: AttentionCall) -> Masking:
         return Masking(causal=_causal_without_mask(call))
     if mask.dtype == torch.bool and call.implementation == "eager":
         mask = mask.to(call.x.dtype)
-    return _simplest(call, *_read(mask))
+    return _simplest(call, *_visible_and_bias(mask))
 
 
 def _causal_without_mask(call: AttentionCall) -> bool:
@@ -168,10 +129,10 @@ def _causal_without_mask(call: AttentionCall) -> bool:
 
 def _simplest(call: AttentionCall, visible: Tensor | None, bias: Tensor | None) -> Masking:
     """A mask of shape ``(1, 1 or h, 1 or n, m)`` as `Masking`."""
-    bias = None if bias is None else _by_head(call, bias)
+    bias = None if bias is None else _mask_by_head(call, bias)
     if visible is None:
         return Masking(bias=bias)
-    visible = _by_head(call, visible)
+    visible = _mask_by_head(call, visible)
     if bool(visible.all()):
         return Masking(bias=bias)
     if visible.ndim == 2 and visible.shape[0] == visible.shape[1]:
@@ -182,13 +143,13 @@ def _simplest(call: AttentionCall, visible: Tensor | None, bias: Tensor | None) 
     return Masking(mask=visible, bias=bias)
 
 
-def _by_head(call: AttentionCall, values: Tensor) -> Tensor:
+def _mask_by_head(call: AttentionCall, values: Tensor) -> Tensor:
     """``(1, 1 or h, 1 or n, m)`` as ``(n, m)`` or ``(h, n, m)``."""
     values = values[0].expand(values.shape[1], call.num_queries, values.shape[-1])
     return values[0] if values.shape[0] == 1 else values
 
 
-def _read(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+def _visible_and_bias(mask: Tensor) -> tuple[Tensor, Tensor | None]:
     """What a boolean mask or an additive one leaves visible, and what it adds there."""
     if mask.dtype == torch.bool:
         return mask, None
@@ -198,10 +159,9 @@ def _read(mask: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _read_torch(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
-    """What ``attn_mask`` and ``key_padding_mask`` leave visible, and what they add.
+    """What ``attn_mask`` and ``key_padding_mask`` of torch's attention leave visible, and add.
 
-    In a boolean mask of torch's attention, True means hidden. Its flag ``is_causal`` only
-    says what the mask is.
+    In a boolean one, True means hidden. Its flag ``is_causal`` only says what the mask is.
     """
     n, m = call.num_queries, call.num_keys
     visible: Tensor | None = None
@@ -210,7 +170,7 @@ def _read_torch(call: AttentionCall) -> tuple[Tensor | None, Tensor | None]:
         mask = call.arguments.get(name)
         if mask is None:
             continue
-        shown, added = _read(~mask if mask.dtype == torch.bool else mask)
+        shown, added = _visible_and_bias(~mask if mask.dtype == torch.bool else mask)
         shown = shown.reshape(shape)
         visible = shown if visible is None else visible & shown
         if added is not None:

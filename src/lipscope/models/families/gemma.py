@@ -25,10 +25,10 @@ def gemma2(call: AttentionCall) -> DotProduct:
 @family("Gemma3Attention", scores="normalised")
 def gemma3(call: AttentionCall) -> DotProduct:
     """Read the four projections and both norms; its eager attention knows no soft cap."""
-    query, key = (_norm(module) for module in (call.module.q_norm, call.module.k_norm))
+    query, key = (_gemma_norm(module) for module in (call.module.q_norm, call.module.k_norm))
     return grouped(call, query_norm=query, key_norm=key)
 
 
-def _norm(module: Any) -> TokenNorm:
+def _gemma_norm(module: Any) -> TokenNorm:
     """Gemma's norms multiply by ``1 + w``."""
     return TokenNorm(1 + module.weight, module.eps)

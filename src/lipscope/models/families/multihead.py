@@ -21,7 +21,7 @@ def multihead(call: AttentionCall) -> Attention:
     """
     module = call.module
     if isinstance(module, MultiheadAttention):
-        return _own(call, module.attention)
+        return _layer_inside(call, module.attention)
     assert isinstance(module, nn.MultiheadAttention)
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
         raise NotCoveredError
@@ -30,7 +30,7 @@ def multihead(call: AttentionCall) -> Attention:
     return dot_product(call, query, key, value, affine(module.out_proj), heads=module.num_heads)
 
 
-def _own(call: AttentionCall, layer: Attention) -> Attention:
+def _layer_inside(call: AttentionCall, layer: Attention) -> Attention:
     """The layer inside, with the call's mask besides its own."""
     masking, changes = read_mask(call), dict[str, Any]()
     if masking.bias is not None:

@@ -12,9 +12,9 @@ from lipscope.models.tracing.sites import AttentionCall, family
 @family("Qwen3Attention", "Qwen3MoeAttention", "Olmo2Attention", scores="normalised")
 def qwen3(call: AttentionCall) -> DotProduct:
     """Read the four projections, ``q_norm`` and ``k_norm``, as wide as a head or as all."""
-    query, key = (_norm(module) for module in (call.module.q_norm, call.module.k_norm))
+    query, key = (_rms_norm(module) for module in (call.module.q_norm, call.module.k_norm))
     return grouped(call, query_norm=query, key_norm=key)
 
 
-def _norm(module: Any) -> TokenNorm:
+def _rms_norm(module: Any) -> TokenNorm:
     return TokenNorm(module.weight, module.variance_epsilon)

@@ -43,78 +43,54 @@ _LAST = 8  # modules inside a layer that are looked at when its end is sought
 
 @dataclass
 class Stream:
-    """A tensor that a block is given, and under which names.
+    """A tensor that a block is given, and under which names."""
 
-    Attributes:
-        names: Of the arguments that hold it.
-        x: Its value.
-        node: What made it, in the graph of the forward pass; None if it depends on no input.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the arguments that hold it
     x: Tensor
+    # What made it, in the graph of the forward pass; None if it depends on no input.
     node: Node | None
 
 
 @dataclass
 class BlockCall:
-    """One call of a Transformer block.
+    """One call of a Transformer block."""
 
-    Attributes:
-        name: Path of the block.
-        module: The block.
-        arguments: All its arguments by name.
-        streams: Those of its tensors that depend on the model's input; of a block that is given
-            none, its first tensor.
-        output: What it returns, its first tensor of the streams' width.
-        returned: How many tensors of the streams' shape it returns that depend on the input.
-        output_address: Where its output lies in memory.
-    """
-
-    name: str
-    module: nn.Module
-    arguments: dict[str, Any]
+    name: str  # path of the block
+    module: nn.Module  # the block
+    arguments: dict[str, Any]  # all its arguments by name
+    # Those of its tensors that depend on the model's input; of a block that is given none, its
+    # first tensor.
     streams: list[Stream]
-    output: Tensor
-    returned: int = 1
-    output_address: int = 0
+    output: Tensor  # what it returns, its first tensor of the streams' width
+    returned: int = 1  # how many tensors of the streams' shape it returns that depend on the input
+    output_address: int = 0  # where its output lies in memory
 
 
 @dataclass
 class Trace:
-    """The record of one forward pass.
-
-    Attributes:
-        model: The model.
-        inputs: The inputs of this pass.
-        kept: The tensors that were seen.
-        seen: Sums of token matrices, for the map ``residual``.
-        side: Which attention calls are the layers: those of self-attention, or those with keys
-            from elsewhere, through one of their sides.
-        calls: The layers, in the order in which they were called.
-        others: Names of attention modules that were called the other way: no layers.
-        norms: Calls of normalisation modules, in order.
-        blocks: Calls of Transformer blocks, one per layer; empty unless asked for.
-        firsts: By path: the first block of a list, and the stream that enters it; for ``model``.
-        output: The model's output tensor (``last_hidden_state`` where it has one).
-        hidden: Whether the model says itself that this is its last hidden state.
-        draws: Whether its forward pass draws random numbers.
-        remarks: What rows of a layer should say about this input, by layer.
-    """
+    """The record of one forward pass."""
 
     model: nn.Module
-    inputs: Inputs
-    kept: TensorStore
-    seen: SumRecorder
+    inputs: Inputs  # the inputs of this pass
+    kept: TensorStore  # the tensors that were seen
+    seen: SumRecorder  # sums of token matrices, for the map ``residual``
+    # Which attention calls are the layers: those of self-attention, or those with keys from
+    # elsewhere, through one of their sides.
     side: Side = "self"
+    # The layers, in the order in which they were called.
     calls: list[AttentionCall] = field(default_factory=list)
+    # Names of attention modules that were called the other way: no layers.
     others: list[str] = field(default_factory=list)
-    norms: list[NormCall] = field(default_factory=list)
+    norms: list[NormCall] = field(default_factory=list)  # calls of normalisation modules, in order
+    # Calls of Transformer blocks, one per layer; empty unless asked for.
     blocks: list[BlockCall] = field(default_factory=list)
+    # By path: the first block of a list, and the stream that enters it; for ``model``.
     firsts: dict[str, tuple[nn.Module, Stream]] = field(default_factory=dict)
+    # The model's output tensor (``last_hidden_state`` where it has one).
     output: Tensor | None = None
-    hidden: bool = False
-    draws: bool = False
+    hidden: bool = False  # whether the model says itself that this is its last hidden state
+    draws: bool = False  # whether its forward pass draws random numbers
+    # What rows of a layer should say about this input, by layer.
     remarks: dict[int, str] = field(default_factory=dict)
 
 
@@ -383,7 +359,7 @@ def hook_first(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
     recorder.before(module, start)
 
 
-# --- the two ways to an attention function: from its weights, or by running its modules again ---
+# --- attention again: from its weights, or by running its modules
 
 _OUT = ("out_proj.weight", "out_proj.bias")  # of torch's own attention
 

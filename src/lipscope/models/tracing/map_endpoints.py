@@ -6,14 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from lipscope.attention import Attention
 from lipscope.errors import InputError
-from lipscope.linalg import derivatives
+from lipscope.linalg import Operator, derivatives, linearise
 from lipscope.models.tracing.calls import (
     BlockCall,
     Stream,
@@ -47,35 +48,21 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class MapEndpoints:
-    """Where a map begins and ends in its model.
+    """Where a map begins and ends in its model."""
 
-    Attributes:
-        enters: Path of the module before whose call the tokens move.
-        arguments: Which of its arguments hold them, one after the other.
-        turn: At which of its calls.
-        leaves: Path of the module whose output is read.
-        until: Path of the module at whose end the run ends: it, or one around it.
-        token_axis: Axis of the tokens, 0 or 1.
-        place: Which of the tensors that it returns is read.
-        total: Which of the sums of the pass is read instead; None for none.
-        onward: From ``J e`` to the derivative of what is read.
-        moved: Which tokens the map's input holds; None for all.
-        read: Which tokens its output holds; None for all.
-        last: What is made of them at the end.
-    """
-
-    enters: str
-    arguments: tuple[str, ...]
-    turn: int
-    leaves: str
-    until: str
-    token_axis: int
-    place: int = 0
-    total: int | None = None
+    enters: str  # path of the module before whose call the tokens move
+    arguments: tuple[str, ...]  # which of its arguments hold them, one after the other
+    turn: int  # at which of its calls
+    leaves: str  # path of the module whose output is read
+    until: str  # path of the module at whose end the run ends: it, or one around it
+    token_axis: int  # axis of the tokens, 0 or 1
+    place: int = 0  # which of the tensors that it returns is read
+    total: int | None = None  # which of the sums of the pass is read instead; None for none
+    # From ``J e`` to the derivative of what is read.
     onward: Callable[[Tensor], Tensor] = lambda product: product
-    moved: Tensor | None = None
-    read: Tensor | None = None
-    last: Callable[[Tensor], Tensor] = lambda y: y
+    moved: Tensor | None = None  # which tokens the map's input holds; None for all
+    read: Tensor | None = None  # which tokens its output holds; None for all
+    last: Callable[[Tensor], Tensor] = lambda y: y  # what is made of them at the end
 
     def function(self, model: nn.Module, inputs: Inputs) -> Callable[[Tensor], Tensor]:
         """What the model reads at one end, as a function of what moves at the other, ``(n, d)``.
@@ -83,9 +70,6 @@ class MapEndpoints:
         The tokens are written into the memory where the model holds them, so that whatever
         else the model makes of that memory moves with them: no name of an argument is trusted.
         The model is put back as it was after each call.
-
-        Raises:
-            InputError: When called, if the model does not come by the two ends again.
         """
         return lambda x: self.beside((), model, inputs)(x)[0]
 
@@ -119,17 +103,7 @@ class MapEndpoints:
     def gradients(
         self, model: nn.Module, inputs: Inputs, path: str, scores: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "m n d"]:
-        """Gradients, in the tokens that move, of scores of what a module returns.
-
-        Args:
-            model: The model.
-            inputs: Its inputs.
-            path: The module, "" for the model.
-            scores: From what it returns, ``(n, d)``, to ``(m,)``.
-
-        Raises:
-            InputError: If no gradient comes back from there.
-        """
+        """Gradients, in the tokens that move, of scores ``(m,)`` of what a module returns."""
 
         def held(given: Mapping[str, Any]) -> list[Tensor]:
             return [given[name].requires_grad_() for name in self.arguments]
@@ -243,6 +217,54 @@ class MapEndpoints:
         return replace(whole, moved=self.moved)
 
 
+@dataclass(frozen=True)
+class Norms:
+    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``, None where there is none."""
+
+    before: nn.Module | None = None  # ``N_b``, in front of the attention
+    second: nn.Module | None = None  # ``N_s``, which takes the attention's own output
+    outer: nn.Module | None = None  # ``N_o``, which takes the sum
+    scale: Tensor | None = None  # ``s``, one number, ``()``, or one for every channel, ``(d,)``
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """A map of one layer at one input: callable, and linearised through `linearise`."""
+
+    layer: int | None  # index from 0; None for the maps of the whole model
+    map: str  # name of the map
+    x: Tensor  # the map's input, ``(n, d)``
+    output: Tensor  # the model's own output of the map, ``(n, d_out)``
+    function: Callable[[Tensor], Tensor]
+    build: Callable[[Tensor, int, bool], Operator]
+    attention: Attention | None  # the layer's weights in closed form, or None on the generic path
+    num_heads: int | None  # query heads, where known
+    # Output of every head, ``(h, n, d_out)``: its slice of ``heads``, or its contribution through
+    # its part of the output projection.
+    head_outputs: Callable[[], Tensor]
+    # Where the map is in its model; None for a layer by itself, its own model.
+    ends: MapEndpoints | None = None
+    note: str | None = None  # remark for the row, or None
+    module: str | None = None  # path of the module that the map is of; None for a layer by itself
+    # What moves: names of its arguments, or of those of the norm before it.
+    argument: str | None = None
+    # Whether the output projection is part of it; None if none was seen.
+    projection: bool | None = None
+    norms: Norms | None = None  # of the map ``residual``; None for other maps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The map at another input."""
+        return self.function(x)
+
+    def onward(self, product: Tensor) -> Tensor:
+        """Derivative of what `ends` reads, from this product with the Jacobian."""
+        return product if self.ends is None else self.ends.onward(product)
+
+    def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
+        """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""
+        return self.build(x, memory, per_head)
+
+
 def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False) -> MapEndpoints:
     """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
@@ -303,44 +325,31 @@ def path_of(model: nn.Module, module: nn.Module) -> str:
 # the tokens of its keys and values as the blocks take them (key side); the other stays.
 
 
-class BlockMap(NamedTuple):
-    """A map of whole blocks.
-
-    Attributes:
-        x: Input, a token matrix.
-        output: The model's own output, a token matrix.
-        function: From one to the other.
-        module: Path of the block; of the first one, for the model.
-        moved: Names of its arguments that move.
-        ends: Where the map is in the model.
-        note: Remark for the row, or None.
-    """
-
-    x: Tensor
-    output: Tensor
-    function: Callable[[Tensor], Tensor]
-    module: str
-    moved: tuple[str, ...]
-    ends: MapEndpoints
-    note: str | None = None
+def _no_heads() -> Tensor:
+    raise InputError("Blocks and models have no single heads; leave out `per_head`.")
 
 
-def block_parts(record: Trace, call: AttentionCall) -> BlockMap:
+def _rerun_map(
+    x: Tensor,
+    output: Tensor,
+    function: Callable[[Tensor], Tensor],
+    moved: Streams,
+    ends: MapEndpoints,
+    note: str | None = None,
+) -> LayerMap:
+    """A map of whole blocks, which are always run again; of which layer is said elsewhere."""
+    build = lambda x, memory, per_head: linearise(function, x)  # noqa: E731
+    said = ", ".join(moved.names)
+    return LayerMap(
+        None, "", x, output, function, build, None, None, _no_heads, ends, note, ends.enters, said
+    )
+
+
+def block_map(record: Trace, call: AttentionCall) -> LayerMap:
     """The block around an attention layer.
 
     What moves is every argument that depends on the stream: the tensor that enters the first
     block. Several tensors are one matrix, tokens after tokens.
-
-    Args:
-        record: A trace with blocks.
-        call: The layer.
-
-    Returns:
-        The map.
-
-    Raises:
-        InputError: If there is no block around the layer, it hands on several streams, or, on the
-            key side, it is not given the keys' tokens as they are.
     """
     block, axis = _one_stream(_block_around(record, call)), call.token_axis
     if record.side == "key":
@@ -349,23 +358,11 @@ def block_parts(record: Trace, call: AttentionCall) -> BlockMap:
         moved = Streams(_moving(record, block), axis)
     function = replay_block(block, axis, moved)
     output, ends = as_tokens(block.output, axis), ends_of_block(record, block, moved, axis)
-    return BlockMap(moved.x, output, function, block.name, moved.names, ends)
+    return _rerun_map(moved.x, output, function, moved, ends)
 
 
-def stack_parts(record: Trace, call: AttentionCall) -> BlockMap:
-    """The blocks up to the one around an attention layer, from the first of their list.
-
-    Args:
-        record: A trace with blocks.
-        call: The layer.
-
-    Returns:
-        The map.
-
-    Raises:
-        InputError: If there is no block around the layer, it hands on several streams, serves
-            several layers or does not depend on the first one, or on the key side.
-    """
+def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
+    """The blocks up to the one around an attention layer, from the first of their list."""
     block, axis = _one_stream(_block_around(record, call)), call.token_axis
     if record.side == "key":
         raise InputError("The map `stack` follows the stream of the blocks; leave out `side`.")
@@ -375,7 +372,7 @@ def stack_parts(record: Trace, call: AttentionCall) -> BlockMap:
             "for several; use the map `block` or `model`."
         )
     name = first_block_of(block.name)
-    if name not in record.firsts or not _follows(block, record.firsts[name][1]):
+    if name not in record.firsts or not _depends_on_first(block, record.firsts[name][1]):
         raise InputError(
             f"The map `stack` needs blocks that follow each other. Found none before "
             f"`{block.name}` that leads to it; use the map `block`."
@@ -384,7 +381,7 @@ def stack_parts(record: Trace, call: AttentionCall) -> BlockMap:
     moved = Streams([start], axis)
     function = _rerun(record, {first: moved}, block.name, once=True)
     ends = ends_of_model(record, name, moved, block.name)
-    return BlockMap(moved.x, as_tokens(block.output, axis), function, name, moved.names, ends)
+    return _rerun_map(moved.x, as_tokens(block.output, axis), function, moved, ends)
 
 
 def _one_stream(block: BlockCall) -> BlockCall:
@@ -396,7 +393,7 @@ def _one_stream(block: BlockCall) -> BlockCall:
     return block
 
 
-def _follows(block: BlockCall, start: Stream) -> bool:
+def _depends_on_first(block: BlockCall, start: Stream) -> bool:
     return any(depends(one.node, start.node) for one in block.streams)
 
 
@@ -416,23 +413,11 @@ def _moving(record: Trace, block: BlockCall) -> list[Stream]:
     return found
 
 
-def model_parts(record: Trace, *, scores: bool = False) -> BlockMap:
+def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
     """All blocks, from the first one (of the decoder, for cross-attention), and what follows.
 
     What a model with a head returns is no hidden state: the map then ends at its last block, or
     at the norm that takes what that hands on; with ``scores`` it ends at what the model returns.
-
-    Args:
-        record: A trace with blocks.
-        scores: Whether the map ends at the scores of the model's own head.
-
-    Returns:
-        The map.
-
-    Raises:
-        InputError: If the model has no list of blocks, ends in something else than a hidden
-            state, has no head where its scores are asked for, or, on the key side, its layers read
-            different tokens.
     """
     name, first, start = _first_block(record)
     output, last = record.output, ""
@@ -453,10 +438,10 @@ def model_parts(record: Trace, *, scores: bool = False) -> BlockMap:
     moved = Streams([start], axis)
     function = _rerun(record, {first: moved}, last, once=True)
     ends = ends_of_model(record, name, moved, last)
-    return BlockMap(moved.x, output, function, name, moved.names, ends, _where(last))
+    return _rerun_map(moved.x, output, function, moved, ends, _where_read(last))
 
 
-def _where(last: str) -> str | None:
+def _where_read(last: str) -> str | None:
     return f"read after `{last}`: the model returns something else" if last else None
 
 
@@ -520,7 +505,7 @@ def _names_of_states(block: BlockCall, call: AttentionCall) -> tuple[str, ...]:
     return names
 
 
-def _model_of_states(record: Trace, output: Tensor, last: str) -> BlockMap:
+def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
     states = record.calls[0].kept[0]
     other = next(
         (c.name for c in record.calls if data_address(c.kept[0]) != data_address(states)), None
@@ -539,9 +524,7 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> BlockMap:
     block = blocks[0][0]
     function, moved = _rerun(record, places, last, once=False), places[block.module]
     ends = ends_of_model(record, block.name, moved, last)
-    return BlockMap(
-        record.calls[0].x, output, function, block.name, moved.names, ends, _where(last)
-    )
+    return _rerun_map(record.calls[0].x, output, function, moved, ends, _where_read(last))
 
 
 def _rerun(
@@ -571,8 +554,7 @@ def _hand_over(
 ) -> None:
     """Give a module other values instead of some of its arguments, while the recorder is open.
 
-    The stream of a model is written over, so that whatever else reads that tensor (a skip, the
-    memory of a decoder that reads its own input) reads the new values too.
+    The stream of a model is written over: what else reads that tensor reads the new values too.
     """
     weights = {t.untyped_storage().data_ptr() for t in record.model.parameters()}
 

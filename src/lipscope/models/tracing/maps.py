@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipscope.attention import Attention
 from lipscope.errors import InputError, out_of_memory
@@ -21,13 +21,14 @@ from lipscope.models.tracing.calls import (
     projection_by_head,
 )
 from lipscope.models.tracing.map_endpoints import (
-    BlockMap,
+    LayerMap,
     MapEndpoints,
-    block_parts,
+    Norms,
+    block_map,
     ends_of_attention,
     from_norm,
-    model_parts,
-    stack_parts,
+    model_map,
+    stack_map,
     to_norm,
     to_sum,
 )
@@ -51,56 +52,6 @@ _AGREEMENT = {torch.float32: 1e-5, torch.float64: 1e-10}
 _GENERIC_COPIES = 7
 
 
-@dataclass(frozen=True)
-class LayerMap:
-    """A map of one layer at one input: callable, and linearised through `linearise`.
-
-    Attributes:
-        layer: Index from 0; None for the maps of the whole model.
-        map: Name of the map.
-        x: The map's input, ``(n, d)``.
-        output: The model's own output of the map, ``(n, d_out)``.
-        attention: The layer's weights in closed form, or None on the generic path.
-        num_heads: Query heads, where known.
-        head_outputs: Output of every head, ``(h, n, d_out)``: its slice of ``heads``, or its
-            contribution through its part of the output projection.
-        ends: Where the map is in its model; None for a layer by itself, its own model.
-        note: Remark for the row, or None.
-        module: Path of the module that the map is of; None for a layer by itself.
-        argument: What moves: names of its arguments, or of those of the norm before it.
-        projection: Whether the output projection is part of it; None if none was seen.
-        norms: Of the map ``residual``; None for other maps.
-    """
-
-    layer: int | None
-    map: str
-    x: Tensor
-    output: Tensor
-    function: Callable[[Tensor], Tensor]
-    build: Callable[[Tensor, int, bool], Operator]
-    attention: Attention | None
-    num_heads: int | None
-    head_outputs: Callable[[], Tensor]
-    ends: MapEndpoints | None = None
-    note: str | None = None
-    module: str | None = None
-    argument: str | None = None
-    projection: bool | None = None
-    norms: Norms | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The map at another input."""
-        return self.function(x)
-
-    def onward(self, product: Tensor) -> Tensor:
-        """Derivative of what `ends` reads, from this product with the Jacobian."""
-        return product if self.ends is None else self.ends.onward(product)
-
-    def linearise(self, x: Tensor, *, memory: int = 2**30, per_head: bool = False) -> Operator:
-        """The Jacobian at ``x``; with ``per_head`` on a leading axis of heads."""
-        return self.build(x, memory, per_head)
-
-
 def build_map(
     record: Trace,
     layer: int | None,
@@ -109,16 +60,9 @@ def build_map(
     memory: int = 2**30,
     per_head: bool = False,
 ) -> LayerMap:
-    """The map ``name`` of one layer of a trace, checked against the model's own output.
+    """The map ``name`` of a layer of a trace (None: of the model), checked against the model's own.
 
     Known families are rebuilt in closed form, all others replay the model's own modules.
-
-    Args:
-        record: The trace of one input.
-        layer: Index of the layer; None for the maps of the whole model.
-        name: One of `MAPS`.
-        memory: Bytes that the generic path may use.
-        per_head: Whether single heads will be asked for.
 
     Raises:
         InputError: If the layer or the map does not exist, the request is too large for the
@@ -130,10 +74,10 @@ def build_map(
         raise InputError(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
-    call = record.calls[0] if name in WHOLE else _call(record, layer)
+    call = record.calls[0] if name in WHOLE else _call_of_layer(record, layer)
     check_request(record, layer, name, call.num_tokens, memory)
     if name in WHOLE:
-        built = _whole(None, name, None, model_parts(record, scores=name != "model"))
+        built = replace(model_map(record, scores=name != "model"), map=name)
     else:
         built = _layer_map(record, call, layer, name, per_head)
     _check_agreement(built, record)
@@ -141,7 +85,7 @@ def build_map(
     return replace(built, note="; ".join(filter(None, (built.note, remark))) or None)
 
 
-def _call(record: Trace, layer: int | None) -> AttentionCall:
+def _call_of_layer(record: Trace, layer: int | None) -> AttentionCall:
     if layer is None or not 0 <= layer < len(record.calls):
         raise InputError(
             f"`layers` should be between 0 and {len(record.calls) - 1} for this model. "
@@ -153,17 +97,16 @@ def _call(record: Trace, layer: int | None) -> AttentionCall:
 def _layer_map(
     record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
 ) -> LayerMap:
-    if name == "block":
-        return _whole(layer, name, count_heads(call.module), block_parts(record, call))
-    if name == "stack":
-        return _whole(layer, name, count_heads(call.module), stack_parts(record, call))
+    if name in OF_BLOCKS:
+        built = (block_map if name == "block" else stack_map)(record, call)
+        return replace(built, layer=layer, map=name, num_heads=count_heads(call.module))
     if call.refusal:
         raise InputError(call.refusal)
     attention = closed_form(call)
     core: ClosedForm | Replayed
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
-    note = None if attention is not None else _generic(call)
+    note = None if attention is not None else _generic_note(call)
     before = norm_before(record, call) if name in ("normed", "residual") else None
 
     def finished(
@@ -187,7 +130,7 @@ def _layer_map(
             ends,
             note,
             module=call.name,
-            argument=_moved(call, before, x),
+            argument=_argument_name(call, before, x),
             projection=_projects(call, attention, name),
             norms=norms,
         )
@@ -214,7 +157,7 @@ def _layer_map(
     return finished(*residual(record, call, before, core))
 
 
-def _moved(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
+def _argument_name(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
     """What a row says of the input of a map: arguments of the layer, or the norm's input."""
     if norm is not None and x.data_ptr() == norm.x.data_ptr():
         return f"input of {norm.name}"
@@ -230,7 +173,7 @@ def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bo
     return True if call.projection is not None else None
 
 
-def _generic(call: AttentionCall) -> str:
+def _generic_note(call: AttentionCall) -> str:
     return (
         f"generic path: {why_run(call.module)}, so no bound from weights (local, in a ball or "
         "global) is available for this layer"
@@ -265,29 +208,6 @@ def _head_outputs(
     return heads if name == "heads" else heads @ projection_by_head(call).mT
 
 
-def _no_heads() -> Tensor:
-    raise InputError("Blocks and models have no single heads; leave out `per_head`.")
-
-
-def _whole(layer: int | None, name: str, heads: int | None, parts: BlockMap) -> LayerMap:
-    """A map of whole blocks, which are always run again."""
-    return LayerMap(
-        layer,
-        name,
-        parts.x,
-        parts.output,
-        parts.function,
-        lambda x, memory, per_head: linearise(parts.function, x),
-        None,
-        heads,
-        _no_heads,
-        parts.ends,
-        parts.note,
-        module=parts.module,
-        argument=", ".join(parts.moved),
-    )
-
-
 def margin_of(built: LayerMap) -> LayerMap:
     """From a model's scores to ``s_a - s_b``: the answer over the next one, of the last row.
 
@@ -313,15 +233,7 @@ def margin_of(built: LayerMap) -> LayerMap:
 def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
-    """Refuse a map that the generic path could not hold in this memory at this length.
-
-    Args:
-        record: A trace, at any length.
-        layer: Index of the layer, None for ``model``.
-        name: The map.
-        num_tokens: Largest number of tokens to be measured.
-        memory: Bytes that may be used.
-    """
+    """Refuse a map that the generic path could not hold in ``memory`` bytes at this length."""
     call = record.calls[layer or 0]
     if name not in OF_BLOCKS and closed_form(call) is not None:
         return
@@ -383,24 +295,7 @@ def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
     return slice(None) if empty is None else ~empty.reshape(-1, empty.shape[-1]).any(0)
 
 
-# --- the map ``residual``: which sum of its input and output an attention layer is part of ---
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Norms and scale of a map ``x -> N_o(x + s N_s(f(N_b(x))))``, None where there is none.
-
-    Attributes:
-        before: ``N_b``, in front of the attention.
-        second: ``N_s``, which takes the attention's own output.
-        outer: ``N_o``, which takes the sum.
-        scale: ``s``, one number, ``()``, or one for every channel, ``(d,)``.
-    """
-
-    before: nn.Module | None = None
-    second: nn.Module | None = None
-    outer: nn.Module | None = None
-    scale: Tensor | None = None
+# --- ``residual``: which sum of its input and output an attention layer is part of
 
 
 # Input, the model's own output, the function, how to linearise it, where it is, and its norms.
@@ -507,8 +402,7 @@ def _sum_of(
 ) -> tuple[int | None, Tensor | None]:
     """Which sum is ``x + s added``, formed by the model, that it went on from; and ``s``.
 
-    ``s`` is a factor that the model multiplied with what lies at this place, the attention's
-    output; None for 1.
+    ``s`` is a factor on what lies at this place, the attention's output; None for 1.
     """
     if x.shape != added.shape:
         return None, None
@@ -525,7 +419,7 @@ def _sum_of(
     return None, None
 
 
-# --- padded inputs: maps of the real tokens alone, padding held fixed and not read ---
+# --- padding: held fixed and not read
 
 
 def without_padding(built: LayerMap, record: Trace) -> LayerMap:
@@ -535,19 +429,17 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     encoder ``decoder_attention_mask``; of states that are handed to a decoder
     ``encoder_attention_mask``), one entry per token; and what the layer's own call says: tokens
     that a mask among its arguments hides from all queries. Padding stands where it is: its keys
-    are hidden by the mask, and its own outputs are left out. A mask of tokens that the model was
-    given and no layer is seen to take is in a note.
-
-    Raises:
-        InputError: If no token is real.
+    are hidden by the mask, and its own outputs are left out.
     """
-    moves, reads = _parts(built, record)
+    moves, reads = _whose_tokens(built, record)
     call = record.calls[built.layer or 0]
     hidden = None
     if record.side != "query":
         hidden = _hidden_in(built.attention) if built.attention is not None else hidden_keys(call)
-    moved = _real(record, moves, built.x.shape[0], hidden)
-    read = _real(record, reads, built.output.shape[0], hidden if record.side == "self" else None)
+    moved = _real_tokens(record, moves, built.x.shape[0], hidden)
+    read = _real_tokens(
+        record, reads, built.output.shape[0], hidden if record.side == "self" else None
+    )
     if moved is None and read is None:
         unseen = _unrecognised(record, built.x.shape[0])
         if unseen is None or hidden is not None:
@@ -579,21 +471,18 @@ def without_padding(built: LayerMap, record: Trace) -> LayerMap:
     )
 
 
-def _parts(built: LayerMap, record: Trace) -> tuple[str, str]:
-    """Whose tokens move and whose are read: those of ``states`` that a decoder reads, or ``own``.
-
-    In a model of two parts, ``own`` tokens of a layer of the encoder are its states.
-    """
+def _whose_tokens(built: LayerMap, record: Trace) -> tuple[str, str]:
+    """Whose tokens move and whose are read: of ``states`` that a decoder reads, or its ``own``."""
     if record.side != "self":
         return ("states" if record.side == "key" else "own"), "own"
     if built.layer is None:
         first = next(iter(record.firsts), "")
-        return ("own" if _decodes(first) or not _two_parts(record) else "states"), "own"
+        return ("own" if _in_decoder(first) or not _two_parts(record) else "states"), "own"
     name = record.calls[built.layer].name
-    return ("own", "own") if _decodes(name) or not _two_parts(record) else ("states", "states")
+    return ("own", "own") if _in_decoder(name) or not _two_parts(record) else ("states", "states")
 
 
-def _decodes(name: str) -> bool:
+def _in_decoder(name: str) -> bool:
     return "decoder" in name.split(".")
 
 
@@ -603,7 +492,7 @@ def _two_parts(record: Trace) -> bool:
     )
 
 
-def _real(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor | None:
+def _real_tokens(record: Trace, of: str, count: int, hidden: Tensor | None) -> Tensor | None:
     """Indices of the real tokens, or None if all are."""
     given = record.inputs
     mask = None
@@ -628,15 +517,9 @@ def _hidden_in(layer: Attention) -> Tensor | None:
 
 
 def hidden_keys(call: AttentionCall) -> Tensor | None:
-    """Which keys a mask among the arguments of a call hides from every query, ``(m,)``.
+    """Which keys a mask among the arguments of a call hides from every query; None: no mask.
 
     Whether an entry hides or shows is seen, not read: what is hidden changes no other output.
-
-    Args:
-        call: A call of self-attention, or one through the key side.
-
-    Returns:
-        True where hidden; None where no argument is a mask of the keys.
     """
     if call.in_parts:
         return None

@@ -31,14 +31,14 @@ class _KeepFloat64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(map(_doubled, args))
-        kwargs = {k: _doubled(v) for k, v in (kwargs or {}).items()}
+        args = tuple(map(_in_float64, args))
+        kwargs = {k: _in_float64(v) for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].double()
         return func(*args, **kwargs)
 
 
-def _doubled(value: Any) -> Any:
+def _in_float64(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return torch.complex128 if value is torch.complex64 else value
@@ -48,9 +48,7 @@ def _doubled(value: Any) -> Any:
 def exact_maths(dtype: torch.dtype, *, differentiable: bool = True) -> Iterator[None]:
     """No fast path that skips modules, float64 where it is asked for.
 
-    Args:
-        dtype: Floating type of the computation.
-        differentiable: Only attention kernels with all derivatives; they hold every score.
+    ``differentiable``: only attention kernels with all derivatives; they hold every score.
     """
     fast, default = torch.backends.mha.get_fastpath_enabled(), torch.get_default_dtype()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -81,10 +79,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 class ExactNorm(nn.Module):
-    """A norm that computes in the precision of its input, whatever its own code asks for.
-
-    Its output may be multiplied by a scale, one number or one for every channel.
-    """
+    """A norm, maybe times a scale, in the precision of its input, whatever its code asks for."""
 
     scale: Tensor | None
 
@@ -101,11 +96,7 @@ class ExactNorm(nn.Module):
 
 
 def converted(model: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model itself where it is in this dtype and on this device, else a copy that is.
-
-    Raises:
-        InputError: If it cannot be copied, or has a part that takes no hooks.
-    """
+    """The model itself where it is in this dtype and on this device, else a copy that is."""
     _check_hooks(model)
     if all(t.dtype == dtype and t.device.type == device.type for t in _floating(model)):
         return model
@@ -121,26 +112,12 @@ def prepared(
     implementation: str,
     own: nn.Module | None = None,
 ) -> Iterator[tuple[nn.Module, list[str]]]:
-    """A model ready to be measured: eval mode, one dtype, a known attention implementation.
+    """A model ready to be measured, and notes on what was changed.
 
-    A model in another dtype or on another device is copied; otherwise its settings are
-    changed for the time of the block and put back.
-
-    Args:
-        model: Any module.
-        dtype: Floating type of weights and activations.
-        device: Device to run on.
-        implementation: Attention implementation of every Hugging Face model in it, set before
-            any capture, because masks are built for one implementation and are wrong or
-            missing under another.
-        own: What `converted` gave for it before, if it did.
-
-    Yields:
-        The model, and notes on what was changed.
-
-    Raises:
-        InputError: If the model cannot be copied, does not offer the implementation, or has a part
-            that takes no hooks.
+    It is in eval mode, of one dtype and one attention implementation, set before any capture
+    because masks are built for one implementation and are wrong or missing under another. A model
+    in another dtype or on another device is copied (``own`` is what `converted` gave for it
+    before); otherwise its settings are changed for the time of the block and put back.
     """
     notes: list[str] = []
     if narrow := sorted({str(t.dtype)[6:] for t in _floating(model) if t.dtype.itemsize < 4}):
@@ -273,10 +250,7 @@ def _drops(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _implementations(model: nn.Module, attention: str) -> Iterator[None]:
-    """One attention implementation in every part of a model, and plain loops over experts.
-
-    Grouped products of experts exist in float32 and below only.
-    """
+    """One attention implementation everywhere, and plain loops over experts (for float64)."""
     before = choices(model)
     try:
         for part in _outermost(model, "set_attn_implementation"):
@@ -313,11 +287,7 @@ def _choose(some: Iterable[Choice]) -> None:
 
 @contextlib.contextmanager
 def as_chosen(model: nn.Module, own: Iterable[Choice]) -> Iterator[None]:
-    """A model with the attention that it, or the one that it is a copy of, came with.
-
-    As far as that runs everywhere. Its answers may be others then: eager attention adds a mask of
-    booleans to the scores where fused attention hides what it leaves out.
-    """
+    """A model with the attention it came with, as far as that runs: its answers may be others."""
     before = choices(model)
     pairs = zip(before, own, strict=True)
     try:
@@ -328,16 +298,10 @@ def as_chosen(model: nn.Module, own: Iterable[Choice]) -> Iterator[None]:
 
 
 def implementation_for(model: nn.Module, *, closed: bool) -> str:
-    """The attention implementation for a capture.
+    """The attention implementation for a capture, ``sdpa`` or ``eager``.
 
-    Args:
-        model: The model.
-        closed: Whether every layer will be read in closed form: fused attention keeps the
-            forward pass small then, where the model has it. The generic path replays modules
-            and needs the attention whose derivatives all exist.
-
-    Returns:
-        ``sdpa`` or ``eager``.
+    Fused attention keeps the forward pass small where all layers are read in closed form; the
+    generic path needs the attention whose derivatives all exist.
     """
     outer = _outermost(model, "set_attn_implementation")
     # Of the parts inside, transformers asks those that it holds able to change, even where they

@@ -32,11 +32,7 @@ class Recorder(contextlib.ExitStack):
     """Hooks on modules, and runs of the model with them; on exit they are gone."""
 
     def before(self, module: nn.Module, hook: Callable[..., Any]) -> Any:
-        """Call ``hook(module, args, kwargs)`` before every call; what it returns takes their place.
-
-        Returns:
-            A handle that removes it early.
-        """
+        """Call ``hook(module, args, kwargs)`` before a call; what it returns takes their place."""
         handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         self.callback(handle.remove)
         return handle
@@ -132,10 +128,7 @@ def bound_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]
 def as_called(
     module: nn.Module, arguments: Mapping[str, Any], first: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by name as a call, of which the ``first`` ones have no name there.
-
-    Neither have those before variable positional ones.
-    """
+    """Arguments by name as a call: the ``first`` ones, and those before ``*args``, have no name."""
     kinds = {n: p.kind for n, p in inspect.signature(module.forward).parameters.items()}
     named, args = dict(arguments), list[Any]()
     several = any(k.endswith("]") for k in named)
@@ -311,9 +304,7 @@ def depends(node: Node | None, on: Node | None) -> bool:
 class TensorStore:
     """Tensors of one forward pass, kept alive so that none takes the place of another.
 
-    Attributes:
-        copies: Keep the values as they were when the tensor was seen. Only models that write
-            into their activations (``x += attention(x)``) need this.
+    ``copies``: as they were when seen, for models that write into them (``x += attention(x)``).
     """
 
     copies: bool = False
@@ -348,38 +339,23 @@ class NormCall:
 
 @dataclass
 class Sum:
-    """A sum of two tensors of one shape, and what the model did with it next.
+    """A sum of two tensors of one shape, and what the model did with it next."""
 
-    Attributes:
-        value: The sum.
-        read: Whether anything but another sum used it: a partial sum is not the stream.
-        added: Whether it was a term of another sum: the stream goes on from here.
-        norm: The norm that took it, or None.
-    """
-
-    value: Tensor
-    read: bool = False
-    added: bool = False
-    norm: NormCall | None = None
+    value: Tensor  # the sum
+    read: bool = False  # whether anything but another sum used it: a partial sum is not the stream
+    added: bool = False  # whether it was a term of another sum: the stream goes on from here
+    norm: NormCall | None = None  # the norm that took it, or None
 
 
 @dataclass
 class Multiple:
-    """A token matrix times a factor that depends on no token.
+    """A token matrix times a factor that depends on no token."""
 
-    Attributes:
-        factor: One number, ``()``, or one for every channel, ``(d,)``.
-        of: Where the matrix lies in memory.
-        address: Where the product lies.
-        value: The product, kept alive so that nothing else takes its place.
-        sums_before: Number of sums that the model had formed before.
-    """
-
-    factor: Tensor
-    of: int
-    address: int
-    value: Tensor
-    sums_before: int
+    factor: Tensor  # one number, ``()``, or one for every channel, ``(d,)``
+    of: int  # where the matrix lies in memory
+    address: int  # where the product lies
+    value: Tensor  # the product, kept alive so that nothing else takes its place
+    sums_before: int  # number of sums that the model had formed before
 
 
 class SumRecorder(TorchFunctionMode):

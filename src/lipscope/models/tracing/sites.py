@@ -44,55 +44,35 @@ class AttentionCall:
 
     In cross-attention, queries are made of some tokens and keys and values of others: one of
     the two is the layer's input here, the other its fixed context.
-
-    Attributes:
-        name: Dotted path of the module in the model.
-        module: The module.
-        arguments: Bound arguments of its forward, by name.
-        hidden: Names of the arguments that hold the layer's input.
-        token_axis: Axis of the tokens in the input, 0 or 1; the other one has length 1.
-        x: Input, ``(n, d)``.
-        side: What the input makes: all (``self``), queries, or keys and values.
-        context: Cross-attention: the tokens that stay, ``(m, d)``; else None.
-        output: Output with the output projection, ``(n, d_out)``.
-        projection: The output projection, where a module of its own.
-        projection_inside: Whether the module applies the projection itself.
-        goes_on: Whether the module does more after its projection (adds the residual).
-        heads: Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
-        out_at: Place of the output among the tensors that the module returns.
-        inside: Modules with weights that were applied inside, in their order.
-        behind: Modules with weights beside it that took its output.
-        unsure: Names of other tokens that may be the source of keys, under names of their own.
-        implementation: Attention implementation under which the call was made.
-        sums_before: Number of sums that the model had formed before.
-        blocks_before: Number of calls of blocks that had ended before.
-        turn: Which of the calls of its module it is, from 0.
-        refusal: Why the call is no attention map of its input; empty if it is one.
-        in_parts: Whether it was made on windows of the tokens, or on tokens of other axes.
     """
 
-    name: str
+    name: str  # dotted path of the module in the model
     module: nn.Module
-    arguments: dict[str, Any]
-    hidden: tuple[str, ...]
-    token_axis: int
-    x: Tensor
-    output: Tensor
-    side: Side = "self"
-    context: Tensor | None = None
-    projection: nn.Module | None = None
-    projection_inside: bool = True
-    goes_on: bool = False
+    arguments: dict[str, Any]  # bound arguments of its forward, by name
+    hidden: tuple[str, ...]  # names of the arguments that hold the layer's input
+    token_axis: int  # axis of the tokens in the input, 0 or 1; the other one has length 1
+    x: Tensor  # input, ``(n, d)``
+    output: Tensor  # output with the output projection, ``(n, d_out)``
+    side: Side = "self"  # what the input makes: all (``self``), queries, or keys and values
+    context: Tensor | None = None  # cross-attention: the tokens that stay, ``(m, d)``; else None
+    projection: nn.Module | None = None  # the output projection, where a module of its own
+    projection_inside: bool = True  # whether the module applies the projection itself
+    goes_on: bool = False  # whether the module does more after its projection (adds the residual)
+    # Concatenated heads, the projection's input, ``(n, h d_v)``; None if unknown.
     heads: Tensor | None = None
-    out_at: int = 0
+    out_at: int = 0  # place of the output among the tensors that the module returns
+    # Modules with weights that were applied inside, in their order.
     inside: list[Applied] = field(default_factory=list, repr=False)
+    # Modules with weights beside it that took its output.
     behind: list[Applied] = field(default_factory=list, repr=False)
+    # Names of other tokens that may be the source of keys, under names of their own.
     unsure: tuple[str, ...] = ()
-    implementation: str | None = None
-    sums_before: int = 0
-    blocks_before: int = 0
-    turn: int = 0
-    refusal: str = ""
+    implementation: str | None = None  # attention implementation under which the call was made
+    sums_before: int = 0  # number of sums that the model had formed before
+    blocks_before: int = 0  # number of calls of blocks that had ended before
+    turn: int = 0  # which of the calls of its module it is, from 0
+    refusal: str = ""  # why the call is no attention map of its input; empty if it is one
+    # Whether it was made on windows of the tokens, or on tokens of other axes.
     in_parts: bool = False
     kept: list[Any] = field(default_factory=list, repr=False)
 
@@ -126,17 +106,11 @@ Scores = Literal["plain", "rotary", "relative bias", "soft cap", "normalised"]
 
 @dataclass(frozen=True)
 class Family:
-    """A family whose weights are read.
+    """A family whose weights are read."""
 
-    Attributes:
-        reader: How.
-        classes: Names of its attention modules.
-        scores: What its logits are besides inner products, masks and windows.
-    """
-
-    reader: WeightReader
-    classes: tuple[str, ...]
-    scores: Scores
+    reader: WeightReader  # how
+    classes: tuple[str, ...]  # names of its attention modules
+    scores: Scores  # what its logits are besides inner products, masks and windows
 
     @property
     def title(self) -> str:
@@ -226,16 +200,8 @@ def attention_sites(
     """The attention modules of a model by dotted path, in model order.
 
     By default the innermost modules whose class name ends in ``Attention`` (``Attn``, ``XCA``); for
-    self-attention without those that are named cross-attention.
-
-    Args:
-        model: Any module.
-        modules: Regular expression searched in the dotted paths instead, or one whole path; what
-            lies inside a match is no match.
-        side: ``self``, or a side of cross-attention.
-
-    Returns:
-        Path to module.
+    self-attention without those that are named cross-attention. ``modules`` is a regular expression
+    searched in the dotted paths instead, or one whole path; what lies inside a match is no match.
 
     Raises:
         InputError: If nothing matches, a match only holds attention, or the expression is

@@ -68,23 +68,17 @@ def trace(
     side: Side = "self",
     asked: str | None = None,
 ) -> Trace:
-    """Run ``model`` on one input and record its attention calls.
+    """Run a `prepared` model on one sample and record its attention calls, which are the layers.
 
     Args:
-        model: A model inside `prepared`.
-        inputs: Keyword arguments, or a tuple of positional ones; one sample.
+        model: The model.
+        inputs: Keyword arguments, or a tuple of positional ones.
         sites: Attention modules by path (`attention_sites`).
         norms: Also record every sum (for the maps ``normed`` and ``residual``).
         blocks: Also record the Transformer blocks around the sites.
         dtype: Floating type of the run.
         side: ``self``, or through which side the calls of cross-attention are layers.
         asked: Path of a module that is a layer because it was asked for by its own name.
-
-    Returns:
-        The trace; its ``calls`` are the layers.
-
-    Raises:
-        InputError: If no attention module was called, or one that is none.
     """
     options = (model, inputs, sites, norms, blocks, dtype, side)
     marks = True
@@ -188,15 +182,7 @@ def _is_ours(problem: Exception) -> bool:
 
 
 def resolve_calls(record: Trace, asked: str | None = None) -> None:
-    """Finish the calls of a trace.
-
-    Args:
-        record: The trace.
-        asked: Path of a module that is a layer because it was asked for by its own name.
-
-    Raises:
-        InputError: If a module that was called is no attention.
-    """
+    """Tell layers from other calls, and find their projections, once the pass is over."""
     calls, record.calls = record.calls, []
     for call in calls:
         if call.in_parts:
@@ -222,13 +208,7 @@ def _belongs(record: Trace, call: AttentionCall) -> bool:
 
 
 def reaches_others(call: AttentionCall, names: Sequence[str], there: Tensor) -> bool:
-    """Whether some tokens of these arguments change the output of other ones.
-
-    Args:
-        call: A call of attention.
-        names: Arguments that hold one tensor of tokens.
-        there: Which tokens are changed, ``(n,)`` booleans.
-    """
+    """Whether these tokens (booleans) of arguments that are one tensor change others' output."""
     given: Tensor = call.arguments[names[0]]
     noise = torch.randn(given.shape, generator=start_named("what changes")).to(given)
     shape = [1, 1, 1]
@@ -265,13 +245,13 @@ def _find_projection(call: AttentionCall) -> None:
         call.projection_inside = True
         return
     for one in call.inside:
-        as_it_is = _same(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape
+        as_it_is = _same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape
         if isinstance(one.module, nn.Conv1d) and as_it_is:  # not a transpose of it
             raise InputError(
                 f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
                 "convolution runs over its input as it is; this layout is not covered."
             )
-    inner = _projection_of([one for one in call.inside if _same(one.y, out)])
+    inner = _projection_of([one for one in call.inside if _same_place(one.y, out)])
     call.projection_inside = inner is not None
     if inner is not None:
         call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
@@ -290,7 +270,9 @@ def _projection_of(applied: list[Applied]) -> Applied | None:
     if not affine:
         return None
     last = affine[-1]  # what holds a module is done after it
-    return next((one for one in affine if is_plain(one.module) and _same(one.y, last.y)), last)
+    return next(
+        (one for one in affine if is_plain(one.module) and _same_place(one.y, last.y)), last
+    )
 
 
 def _is_affine(one: Applied) -> bool:
@@ -311,12 +293,11 @@ def _is_affine(one: Applied) -> bool:
 
 
 def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
-    """Modules that add the residual themselves (BLOOM), some with a norm after it (ALBERT).
-
-    The attention ends at the projection, if the rest is seen to be such a sum.
-    """
+    """Find the projection in modules that add the residual themselves (BLOOM; ALBERT: a norm)."""
     axis = call.token_axis
-    norm = next((one for one in call.inside if is_norm(one.module) and _same(one.y, out)), None)
+    norm = next(
+        (one for one in call.inside if is_norm(one.module) and _same_place(one.y, out)), None
+    )
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
     given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
@@ -337,21 +318,19 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
         )
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same_place(a: Tensor, b: Tensor) -> bool:
     return data_address(a) == data_address(b) and a.numel() == b.numel()
 
 
-# --- layers of a model in half precision that overflow at an input, as the model itself runs ---
+# --- overflow in half precision
 
 
 def overflows(
     model: nn.Module, inputs: Inputs, modules: str | None = None, side: Side = "self"
 ) -> dict[int, str]:
-    """What overflows in a model's own half precision, as a remark by layer.
+    """What overflows in a model's own half precision, where it is measured in more: by layer.
 
-    Models in float16 or bfloat16 are measured in float32 or float64, where such a layer has a
-    sigma; this says that the model as it is stored has none there. Nothing is said of one in
-    float32 or wider, or one that this machine cannot run in half precision.
+    Nothing of one in float32 or wider, or that this machine cannot run in half precision.
     """
     first = next(model.parameters(), None)
     if first is None or not first.is_floating_point() or first.dtype.itemsize > 2:
