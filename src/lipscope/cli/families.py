@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 
 from lipscope.attention import DotProduct, Rotary, TokenNorm
-from lipscope.models import Scores, families
+from lipscope.models import Scores, known_families
 from lipscope.theorems import (
     Head,
     HeadAt,
@@ -41,7 +41,7 @@ def page() -> str:
         "|---|---|---|---|",
     ]
     found = {kind: _names(kind) for kind in get_args(Scores)}
-    for one in families():
+    for one in known_families():
         names = ", ".join(f"`{name}`" for name in one.classes)
         title = one.title.rstrip(".").replace("``", "`")
         lines.append(f"| {title} | {names} | {one.scores} | {len(found[one.scores])} |")

@@ -90,8 +90,8 @@ from lipscope.models.tracing.sites import Side as Side
 from lipscope.models.tracing.sites import attention_sites as attention_sites
 from lipscope.models.tracing.sites import block_of as block_of
 from lipscope.models.tracing.sites import closed_form as closed_form
-from lipscope.models.tracing.sites import families as families
 from lipscope.models.tracing.sites import family as family
+from lipscope.models.tracing.sites import known_families as known_families
 from lipscope.models.tracing.sites import reader_of as reader_of
 from lipscope.models.tracing.sites import why_run as why_run
 from lipscope.models.tracing.trace import overflows as overflows

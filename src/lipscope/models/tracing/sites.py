@@ -122,7 +122,7 @@ class Family:
 _REGISTRY: list[Family] = []
 
 
-def families() -> list[Family]:
+def known_families() -> list[Family]:
     """Every family with a closed form; those of plug-ins too."""
     load_plugins(_PLUGINS)
     return sorted(_REGISTRY, key=lambda one: one.reader.__name__)
