@@ -19,10 +19,10 @@ import typer
 import lipscope as ls
 from command import BERT
 from lipscope import attacks
-from lipscope.cli import COMMANDS, app, doctor
+from lipscope.cli import EXAMPLES, app, doctor
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+NAMES = [command.__name__ for command in EXAMPLES]
 SCREEN = 40
 
 
@@ -130,7 +130,7 @@ def test_python_outside_the_range_is_named(monkeypatch) -> None:
 OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
 OPEN |= {"random": (20,), "ascents": (2,)}  # the command attacks its certificate unasked
 # What only a command has: files, streams, what is printed, what chooses between two verbs.
-ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list_all", "dry_run"}
+ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list", "dry_run"}
 ONLY_HERE |= {"budget", "read_out", "between", "pool"}
 SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision",)}  # behind one command
 
@@ -191,18 +191,18 @@ def test_layer_and_layers_length_and_lengths_are_one(command, name: str) -> None
 
 
 def test_what_is_completed_is_what_there_is() -> None:
-    from lipscope.cli import completion
+    from lipscope.cli import terminal
     from lipscope.models import MAPS, load_model
     from lipscope_experiments import experiments
 
-    assert sorted(completion.maps("")) == sorted(MAPS)
+    assert sorted(terminal.complete_maps("")) == sorted(MAPS)
     names = {one.name for one in ls.catalogue()}
-    assert set(completion.theorems("")) == names | {"all"}
-    assert completion.theorems("all,local_row") == [
+    assert set(terminal.complete_theorems("")) == names | {"all"}
+    assert terminal.complete_theorems("all,local_row") == [
         f"all,{name}" for name in sorted(names) if name.startswith("local_row")
     ]
-    assert set(completion.experiments("")) == {one.name for one in experiments()}
-    for name in completion.models("random:"):
+    assert set(terminal.complete_experiments("")) == {one.name for one in experiments()}
+    for name in terminal.complete_models("random:"):
         with pytest.raises(ls.InputError, match="no_such_entry"):
             load_model(f"{name}:no_such_entry=1")
 

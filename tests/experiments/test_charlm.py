@@ -15,10 +15,17 @@ from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
 from lipscope_experiments import reproduce
 from lipscope_experiments.kim2021 import charlm
-from lipscope_experiments.kim2021.charlm import VARIANTS, Corpus, Run, UntiedL2, corpus, train
+from lipscope_experiments.kim2021.charlm import (
+    VARIANTS,
+    Corpus,
+    TrainingRun,
+    UntiedL2,
+    corpus,
+    train,
+)
 from lipscope_experiments.texts import Text
 
-TINY = Run("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
+TINY = TrainingRun("dot product", 1, "warm-up", 0, 4, 2, width=8, heads=2, length=6, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,9 @@ def data() -> Corpus:
     return corpus(Text("a text", (TEXT * 100)[:6000]), TINY.length)
 
 
-def run_of(path: Path, data: Corpus, run: Run = TINY) -> tuple[dict[str, Any], dict[str, float]]:
+def run_of(
+    path: Path, data: Corpus, run: TrainingRun = TINY
+) -> tuple[dict[str, Any], dict[str, float]]:
     """What a run returns, and its sigmas by model, layer and step."""
     with RunFolder(path, {"a": 1}) as folder:
         found = train(run, data, folder)
@@ -64,7 +73,7 @@ def test_a_killed_run_goes_on_to_the_same_curve(tmp_path, monkeypatch, data, var
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_its_checkpoint(
     tmp_path, monkeypatch, data
 ) -> None:
-    monkeypatch.setattr(Run, "rate_at", lambda run, step: 1e-3 if step <= 2 else 1e30)
+    monkeypatch.setattr(TrainingRun, "rate_at", lambda run, step: 1e-3 if step <= 2 else 1e30)
     found, _ = run_of(tmp_path / "run", data)
     (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert found["bits"] is None and [point[0] for point in found["curve"]] == [2]
@@ -114,7 +123,7 @@ def test_untied_attention_has_the_derivative_of_autograd() -> None:
 def test_the_page_says_how_deep_each_trains_and_what_ended_early(tmp_path, monkeypatch) -> None:
     """Runs made up: dot products fail at four blocks, and one run of them has no finite loss."""
 
-    def made_up(run: Run, data: Corpus, folder: RunFolder) -> dict[str, Any]:
+    def made_up(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
         bad = run.variant == VARIANTS[0] and run.depth == 4
         early = bad and run.schedule == "warm-up"
         bits = None if early else data.chance - (0.1 if bad else 1.0)

@@ -15,7 +15,7 @@ from lipscope.records.folder import RunFolder
 from lipscope_experiments import experiments
 from lipscope_experiments.experiment import Source, Study
 from lipscope_experiments.questions import long_context, precision, sink
-from lipscope_experiments.questions.precision import Run
+from lipscope_experiments.questions.precision import RoundedModel
 from lipscope_experiments.texts import Text
 from small import drawn
 from tiny import TEXT, tiny
@@ -46,7 +46,8 @@ def test_a_planted_sink_is_found(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sink, "_TOKENS", 16)
     source = Source(with_a_sink(), "text", {"data": TEXT})
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
-        case = sink._case(a_study(folder), "here", source, "planted")
+        study = a_study(folder)
+        case = sink._sink_case(study, "here", source, "planted")
     for window in case.layers[0]:
         assert window.top == sink.FIRST and window.on(sink.FIRST, window.held) > 0.9
         assert window.on(sink.FIRST, window.received) == pytest.approx(1.0, abs=1e-3)
@@ -54,7 +55,8 @@ def test_a_planted_sink_is_found(tmp_path, monkeypatch) -> None:
     for window in case.layers[1]:
         assert sum(window.held) == pytest.approx(1.0, abs=1e-5)
         assert sum(window.received) == pytest.approx(1.0, abs=1e-5)
-    (about, received, *_) = sink._claims([case])
+    sink._of_the_sink(study, [case])
+    (about, received, *_) = study.findings.claims
     assert "first token" in about.found and received.said.startswith("0.062")
 
 
@@ -85,8 +87,8 @@ def test_a_predictor_is_advice_where_it_beats_the_baselines() -> None:
     assert precision.correlations(noise, change) == pytest.approx(expected)
 
 
-def run_of(loaded: LoadedModel) -> Run:
-    return Run(Source(loaded, "text", {"data": TEXT}), {"lengths": [9], "samples": 3})
+def run_of(loaded: LoadedModel) -> RoundedModel:
+    return RoundedModel(Source(loaded, "text", {"data": TEXT}), {"lengths": [9], "samples": 3})
 
 
 def test_rounding_what_is_on_the_grid_changes_nothing() -> None:
@@ -137,7 +139,7 @@ def test_uniform_attention_reads_its_last_token_with_a_part_of_one_over_root_n(t
         one.attention.self.query.bias.data.zero_()
     with RunFolder(tmp_path / "run", {"a": 1}) as folder:
         names = ["all tokens", "read at the last token", "first tenth moves"]
-        case = long_context._case(a_study(folder), loaded, Text("text", 3 * TEXT), names)
+        case = long_context._restricted_case(a_study(folder), loaded, Text("text", 3 * TEXT), names)
     assert case.lengths == [32, 64]
     for n, tenth in ((32, 4), (64, 7)):
         for layer in case.layers:

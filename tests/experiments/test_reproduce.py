@@ -22,9 +22,9 @@ from lipscope.records.folder import RunFolder
 from lipscope.records.power_law import growth
 from lipscope_experiments import experiments, reproduce
 from lipscope_experiments.castin2024.controls import controls
-from lipscope_experiments.experiment import Study
-from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle, page
-from lipscope_experiments.texts import Text, texts_of
+from lipscope_experiments.experiment import Study, grid
+from lipscope_experiments.findings import Claim, Findings, Table, exponent, findings_page, middle
+from lipscope_experiments.texts import Text, texts_named
 from rows import row
 from small import drawn
 
@@ -115,10 +115,10 @@ def test_a_folder_of_short_texts_is_one_text(monkeypatch, tmp_path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"Short, in {name}.")
     monkeypatch.chdir(tmp_path / "news")
-    _, text = texts_of(["."])
+    _, text = texts_named(["."])
     assert text == Text("news", "Short, in news/a.txt.\n\nShort, in news/b.txt.")
     with pytest.raises(InputError, match="Found two called `news`"):
-        texts_of([".", str(tmp_path / "old" / "news")])
+        texts_named([".", str(tmp_path / "old" / "news")])
 
 
 @pytest.fixture
@@ -150,13 +150,13 @@ def test_figure1_on_tiny_models(monkeypatch, capsys, tmp_path, short_text) -> No
 def test_values_survive_a_torn_line(tmp_path) -> None:
     calls = []
 
-    def job(i: int):
-        return {"i": i}, lambda: calls.append(i) or {"square": i * i}
+    def square(i: int) -> dict[str, int]:
+        return calls.append(i) or {"square": i * i}
 
     def run(count: int) -> list[dict]:
         with RunFolder(tmp_path / "run", {"a": 1}) as folder:
             study = Study(folder, (), (), True, None)
-            return study.values("squares", [job(i) for i in range(count)])
+            return study.values("squares", grid(i=range(count)), square)
 
     run(2)
     path = tmp_path / "run" / "values.jsonl"
@@ -172,7 +172,9 @@ def test_page_escapes_and_counts() -> None:
         (Claim("‖J‖ | n", "a\nb", "1"),), (Table("More", ("x", "y"), (("1", "2"),)),), ("Not run.",)
     )
     figures = [("f.svg", "F", "0123456789abcdef")]
-    text = page(findings, title="T", cite="castin2024", command="c", figures=figures, origin="o")
+    text = findings_page(
+        findings, title="T", cite="castin2024", command="c", figures=figures, origin="o"
+    )
     assert "| ‖J‖ \\| n | a b | 1 |" in text
     assert "![F](f.svg)\n<!-- sha256 0123456789abcdef -->" in text and "- Not run." in text
 
@@ -242,7 +244,7 @@ def test_changed_code_draws_a_finished_run_again(figure3, monkeypatch, tmp_path)
     digest = hashlib.sha256(drawn).hexdigest()[:16]
     assert f"(figure3.svg)\n<!-- sha256 {digest} -->" in (folder / "findings.md").read_text()
     figure.write_bytes(b"of older code")
-    monkeypatch.setattr("lipscope_experiments.castin2024.figure3.top_singular", None)
+    monkeypatch.setattr("lipscope_experiments.castin2024.figure3.top", None)
     assert reproduce("castin2024/figure3", quick=True, out=folder) == found
     assert figure.read_bytes() == b"of older code"
     (tmp_path / "look.py").write_text("WIDTH = 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,19 +20,27 @@ from lipscope.engine import Progress as RowProgress
 from lipscope.engine import folder_of, measure_built
 from lipscope.models import LoadedModel, folder_stamp, load_model, source_stamp
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
-from lipscope_experiments.findings import Findings, Record, findings_of, page
-from lipscope_experiments.texts import Text, texts_of
+from lipscope_experiments.findings import (
+    Claim,
+    Findings,
+    Record,
+    Table,
+    Value,
+    findings_of,
+    findings_page,
+    records_table,
+)
+from lipscope_experiments.texts import Text, texts_named
 
 if TYPE_CHECKING:
     from lipscope.charts import Scene
 
 Progress = Callable[[int, int, str], None]
-ValueJob = tuple[Record, Callable[[], Record]]
 T = TypeVar("T")
 _PAGE, _FINDINGS = "findings.md", "findings"
 # What draws and writes from rows: all of the library and of this package.
 _CODE = (Path(lipscope.__file__).parent, Path(__file__).parent)
-Function = TypeVar("Function", bound=Callable[..., Findings])
+Function = TypeVar("Function", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
@@ -40,17 +49,17 @@ class Experiment:
 
     Attributes:
         name: ``paper/figure``.
-        function: Does it.
+        function: What runs it.
         title: What is reproduced, in a line.
         cite: Key of ``docs/references.bib``.
         models: Models by default; none where the experiment needs no model.
-        quick_models: Those of ``--quick``; the same if there are none.
+        quick_models: Those of ``--quick``, where they are others.
         reads_text: Whether it reads texts.
         reads_images: Whether it reads pictures, where a model does.
     """
 
     name: str
-    function: Callable[[Study], Findings]
+    function: Callable[[Study], None]
     title: str
     cite: str
     models: tuple[str, ...] = ()
@@ -61,13 +70,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Source:
-    """A model with what it reads: a text, or pictures.
-
-    Attributes:
-        model: The model.
-        name: Of the text; "random pixels" or "pictures".
-        asked: The options of a verb that name it: ``data``, or ``images``.
-    """
+    """A model with what it reads: the name of a text or pictures, and a verb's option for it."""
 
     model: LoadedModel
     name: str
@@ -88,7 +91,12 @@ _REGISTER: dict[str, Experiment] = {}
 
 
 def experiment(name: str, **fields: Any) -> Callable[[Function], Function]:
-    """Enter a function into the register under its name, with the fields of `Experiment`."""
+    """Enter a function into the register under its name, with the fields of `Experiment`.
+
+    It cites the paper of its name, and a quick run takes the smallest of its models, unless said.
+    """
+    small = tuple(one for one in fields.get("models", ()) if one == "minilm")
+    fields = {"cite": name.partition("/")[0], "quick_models": small} | fields
 
     def enter(function: Function) -> Function:
         _REGISTER[name] = Experiment(name, function, **fields)
@@ -102,17 +110,17 @@ def experiments() -> list[Experiment]:
     return list(_REGISTER.values())
 
 
-class Study:
-    """What an experiment is given: what to run on, and where its rows, values and figures go.
+def grid(**axes: Iterable[Any]) -> list[Record]:
+    """Every combination of values by name, the last name varying fastest.
 
-    Args:
-        folder: Its run folder.
-        models: Names of models.
-        texts: Texts.
-        images: Folder of pictures, or ``random`` pixels.
-        quick: Whether a minute is enough.
-        progress: Called as ``progress(done, total, part)``.
+    >>> grid(n=[1, 2], kind=["a"])
+    [{'n': 1, 'kind': 'a'}, {'n': 2, 'kind': 'a'}]
     """
+    return [dict(zip(axes, each, strict=True)) for each in itertools.product(*axes.values())]
+
+
+class Study:
+    """What an experiment is given: what to run on, and where go rows, figures and findings."""
 
     def __init__(
         self,
@@ -126,6 +134,9 @@ class Study:
         self.folder, self.quick, self.images = folder, quick, images
         self.models, self.texts = models, texts
         self.figures: list[tuple[str, str, str]] = []
+        self._claims: list[Claim] = []
+        self._tables: list[Table] = []
+        self._remarks: list[str] = []
         self._progress = progress
         self.load = functools.lru_cache(maxsize=2)(load_model)
 
@@ -142,9 +153,8 @@ class Study:
     def sources(self, missing: list[str]) -> Iterator[Source]:
         """Every model on every text, or on pictures if it reads them.
 
-        Args:
-            missing: Takes a remark where the package of ``dinov2`` is not there, which is no
-                part of the set-up.
+        ``missing`` takes a remark where the package of ``dinov2`` is not there, which is no part
+        of the set-up.
         """
         for name in self.models:
             try:
@@ -160,6 +170,32 @@ class Study:
                 continue
             for text in self.texts:
                 yield Source(loaded, text.name, {"data": text.content})
+
+    @property
+    def findings(self) -> Findings:
+        """What was said so far."""
+        return Findings(tuple(self._claims), tuple(self._tables), tuple(self._remarks))
+
+    def claim(self, about: str, said: str, found: str) -> None:
+        """Say what is compared, what the paper (or a derivation here) says, and what was found."""
+        self._claims.append(Claim(about, said, found))
+
+    def remark(self, *remarks: str) -> None:
+        """Say what a reader must know: what was not run, what does not apply."""
+        self._remarks += remarks
+
+    def table(
+        self,
+        title: str,
+        items: Iterable[Any],
+        columns: Mapping[str, Value] | Sequence[str],
+        digits: int = 4,
+    ) -> None:
+        """Add a table: lines of cells, or of the values of records by name or by function."""
+        if isinstance(columns, Mapping):
+            self._tables.append(records_table(title, items, columns, digits))
+        else:
+            self._tables.append(Table(title, tuple(columns), tuple(map(tuple, items))))
 
     def not_run(self, *names: str) -> list[str]:
         """A remark, if any, on models that the paper used and this run did not."""
@@ -182,26 +218,22 @@ class Study:
             yield measure_built(x=build(), sample=sample, out=self.folder, **options)
             self._tell(done, len(inputs), part)
 
-    def values(self, part: str, jobs: Iterable[ValueJob]) -> list[Record]:
-        """Records of jobs by their keys, each computed once and kept in the run folder.
+    def values(
+        self, part: str, keys: Iterable[Record], compute: Callable[..., Record]
+    ) -> list[Record]:
+        """A record for each key with ``compute(**key)``, computed once and kept in the run folder.
 
-        Args:
-            part: Name of the part.
-            jobs: Pairs of a key (plain values that determine the record) and a function that
-                computes the rest of it.
-
-        Returns:
-            Key and values together, in the order of the jobs.
+        A key holds plain values, which determine the record.
         """
-        jobs, held = list(jobs), self.folder.values(part)
+        keys, held = list(keys), self.folder.values(part)
         found = []
-        for done, (key, compute) in enumerate(jobs):
+        for done, key in enumerate(keys):
             name = stable_id({"part": part, **key})
             if name not in held:
-                self._tell(done, len(jobs), part)
-                held[name] = self.folder.add_value(part, name, {**key, **compute()})
+                self._tell(done, len(keys), part)
+                held[name] = self.folder.add_value(part, name, {**key, **compute(**key)})
             found.append(held[name])
-        self._tell(len(jobs), len(jobs), part)
+        self._tell(len(keys), len(keys), part)
         return found
 
     def draw(
@@ -212,12 +244,7 @@ class Study:
         notes: Sequence[str] = (),
         columns: int = 3,
     ) -> None:
-        """Save panels as ``<stem>.svg`` and ``<stem>.png``; the findings show the first.
-
-        In the names of the files everything but letters, digits, - and _ becomes -.
-
-        Nothing is saved where there is nothing to draw.
-        """
+        """Save panels, if any, as ``<stem>.svg``, which the findings show, and ``<stem>.png``."""
         from lipscope.charts import curves_chart, save_each
 
         if not panels:
@@ -240,7 +267,7 @@ class Study:
         return []
 
     def _drawn(self, name: str, title: str) -> None:
-        """Keep a figure for the page, with the digest by which it is known again."""
+        """Keep a figure for the findings_page, with the digest by which it is known again."""
         content = (self.folder.path / name).read_bytes()
         self.figures.append((name, title, hashlib.sha256(content).hexdigest()[:16]))
 
@@ -279,11 +306,8 @@ def reproduce(
         texts: Files, or ``ag_news``, besides the default text.
         images: Folder of pictures for models that read them; random pixels if None.
         quick: About a minute instead of the paper's size.
-        out: Folder of the rows, figures and ``findings.md``.
+        out: Folder of the rows, figures and ``findings.md``, which says what is returned.
         progress: Called as ``progress(done, total, part)``.
-
-    Returns:
-        The findings, which also stand in ``findings.md``.
 
     Raises:
         InputError: If there is no such experiment, or it cannot be run as asked.
@@ -302,20 +326,21 @@ def reproduce(
     if images is not None and not entry.reads_images:
         raise InputError(f"`--images` goes with experiments on pictures. Found it with `{name}`.")
     chosen = tuple(models or (quick and entry.quick_models) or entry.models)
-    held = texts_of(texts) if entry.reads_text else ()
+    held = texts_named(texts) if entry.reads_text else ()
     spec = {"experiment": name, "quick": quick, "models": chosen}
     spec |= {"texts": {text.name: text.sha256 for text in held}}
     if images is not None:
         spec["images"] = str(images)
     origin = provenance()
     with RunFolder(folder_of(out), spec, origin) as folder:
-        key = _key(folder.spec)
+        key = _findings_key(folder.spec)
         found = folder.values(_FINDINGS).get(key or "")
         if found is not None and all((folder.path / one).exists() for one in found["files"]):
             return findings_of(found["findings"])
         study = Study(folder, chosen, held, quick, progress, images or "random")
-        findings = entry.function(study)
-        text = page(
+        entry.function(study)
+        findings = study.findings
+        text = findings_page(
             findings,
             title=entry.title,
             cite=entry.cite,
@@ -324,14 +349,14 @@ def reproduce(
             origin=f"lipscope {origin['lipscope']}, torch {origin['torch']}, transformers "
             f"{origin['transformers']}",
         )
-        _write(folder.path / _PAGE, text)
+        _write_page(folder.path / _PAGE, text)
         if key is not None and not any(row.passing for row in folder.done.values()):
             files = [_PAGE, *(name for name, *_ in study.figures)]
             folder.add_value(_FINDINGS, key, {"findings": asdict(findings), "files": files})
     return findings
 
 
-def _key(spec: Mapping[str, Any]) -> str | None:
+def _findings_key(spec: Mapping[str, Any]) -> str | None:
     """What the findings of a run depend on; None where that takes loading a model."""
     stamps = [source_stamp(name) for name in spec["models"]]
     if None in stamps:
@@ -348,11 +373,7 @@ def _file_name(words: str) -> str:
 
 
 def _command(
-    name: str,
-    models: Sequence[str] | None,
-    texts: Sequence[Text],
-    images: str | None,
-    quick: bool,
+    name: str, models: Sequence[str] | None, texts: Sequence[Text], images: str | None, quick: bool
 ) -> str:
     words = ["lipscope reproduce", name]
     if models:
@@ -364,7 +385,7 @@ def _command(
     return " ".join([*words, "--quick"] if quick else words)
 
 
-def _write(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     try:
         replaced(path, text.encode())
     except OSError as problem:

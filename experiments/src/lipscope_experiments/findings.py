@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lipscope.charts import LineKind, Series
 from lipscope.pages import number
 from lipscope.records import (
     CONFIDENCE,
@@ -21,7 +22,8 @@ from lipscope.records import (
 )
 
 Record = dict[str, Any]
-"""What a job computed, with its key."""
+"""What was computed for a key, with the key."""
+Value = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Claim:
 
     Attributes:
         about: What is compared.
-        said: What the paper (or its code, or a derivation here) says.
+        said: What the paper, its code, or a derivation here says.
         found: What was measured.
     """
 
@@ -41,13 +43,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A further table.
-
-    Attributes:
-        title: Heading.
-        columns: Names.
-        lines: Cells, as many as columns in each line.
-    """
+    """A further table: a heading, names of columns, and lines of as many cells."""
 
     title: str
     columns: tuple[str, ...]
@@ -56,13 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Findings:
-    """The result of an experiment in words and numbers.
-
-    Attributes:
-        claims: Beside the paper.
-        tables: Further ones.
-        remarks: What a reader must know: what was not run, what does not apply.
-    """
+    """The result of an experiment: claims beside the paper, further tables, remarks."""
 
     claims: tuple[Claim, ...]
     tables: tuple[Table, ...] = ()
@@ -79,7 +69,40 @@ def findings_of(plain: Mapping[str, Any]) -> Findings:
     return Findings(tuple(claims), tuple(tables), tuple(plain["remarks"]))
 
 
-def page(
+def value_of(item: Any, what: Value) -> Any:
+    """A value of a record or row by name, or by a function of it; of groups, of key and records."""
+    if callable(what):
+        return what(*item) if isinstance(item, tuple) else what(item)
+    return item[what] if isinstance(item, Mapping) else getattr(item, what)
+
+
+def records_table(
+    title: str, items: Iterable[Any], columns: Mapping[str, Value], digits: int = 4
+) -> Table:
+    """A table with a line for each record: its values by name or function, numbers rounded.
+
+    >>> records_table("T", [{"n": 1, "x": 0.5}], {"n": "n", "twice": lambda r: 2 * r["x"]}, 2).lines
+    (('1', '1.0'),)
+    """
+
+    def cell(value: Any) -> str:
+        return number(value, digits) if value is None or isinstance(value, float) else str(value)
+
+    lines = (tuple(cell(value_of(item, one)) for one in columns.values()) for item in items)
+    return Table(title, tuple(columns), tuple(lines))
+
+
+def curve(name: str, items: Iterable[Any], x: Value, y: Value, kind: LineKind = "line") -> Series:
+    """A curve through values of records or rows by name or function, where there is a second one.
+
+    >>> curve("c", [{"n": 1, "y": 2.0}, {"n": 3, "y": None}], "n", "y").points
+    ((1, 2.0),)
+    """
+    points = ((value_of(item, x), value_of(item, y)) for item in items)
+    return Series(name, tuple(one for one in points if one[1] is not None), kind)
+
+
+def findings_page(
     findings: Findings,
     *,
     title: str,
@@ -90,17 +113,7 @@ def page(
 ) -> str:
     """The findings in Markdown.
 
-    Args:
-        findings: The result.
-        title: Of the experiment.
-        cite: Key of the bibliography.
-        command: What printed it.
-        figures: File name, what it shows, and its digest: a page and a figure of two runs are
-            told apart by it.
-        origin: Versions.
-
-    Returns:
-        The page.
+    Figures are file name, what is shown, and a digest, which tells a page of another run apart.
     """
     claims = [(c.about, c.said, c.found) for c in findings.claims]
     parts = [
@@ -207,27 +220,30 @@ def geometric(values: Sequence[float]) -> str:
     >>> geometric([1.0, 10.0, 100.0])
     '10.0 [0.0328, 3049]'
     """
-    mean, *ends = mean_interval([math.log(value) for value in values])
-    said = number(math.exp(mean), 3)
-    if len(values) < 3:  # an interval of two values says nothing
-        return said
-    low, high = (number(math.exp(end), 3) for end in ends)
-    return f"{said} [{low}, {high}]"
+    mean, low, high = (math.exp(v) for v in mean_interval([math.log(value) for value in values]))
+    return number(mean, 3) + _ends(low, high, 3) * (len(values) > 2)
 
 
 def average(
-    values: Sequence[float | int], within: tuple[float, float] = (-math.inf, math.inf)
+    values: Sequence[float | int],
+    within: tuple[float, float] = (-math.inf, math.inf),
+    digits: int = 3,
+    least: int = 3,
 ) -> str:
-    """A mean with its 95 % interval, where there is one; cut to what is possible.
+    """A mean with its 95 % interval, where there are enough values; cut to what is possible.
 
-    >>> average([1.0, 2.0, 3.0]), average([0.9, 0.95, 1.0], (0.0, 1.0))
-    ('2.00 [-0.484, 4.48]', '0.950 [0.826, 1.00]')
+    >>> average([1.0, 2.0, 3.0]), average([0.9, 0.95, 1.0], (0.0, 1.0)), average([])
+    ('2.00 [-0.484, 4.48]', '0.950 [0.826, 1.00]', '–')
     """
+    if not values:
+        return "–"
     mean, low, high = mean_interval(values)
-    if len(values) < 3:  # an interval of two values says nothing
-        return number(mean, 3)
-    low, high = max(low, within[0]), min(high, within[1])
-    return f"{number(mean, 3)} [{number(low, 3)}, {number(high, 3)}]"
+    ends = _ends(max(low, within[0]), min(high, within[1]), digits)
+    return number(mean, digits) + ends * (len(values) >= least)
+
+
+def _ends(low: float, high: float, digits: int) -> str:
+    return f" [{number(low, digits)}, {number(high, digits)}]"
 
 
 def share(hits: int, total: int) -> str:
@@ -238,3 +254,13 @@ def share(hits: int, total: int) -> str:
     """
     low, high = (round(100 * end) for end in share_interval(hits, total))
     return f"{hits} of {total} ({round(100 * hits / total)} % [{low} %, {high} %])"
+
+
+def percentage(hits: int, total: int, form: str = ".1%") -> str:
+    """A share with its 95 % interval.
+
+    >>> percentage(1, 4)
+    '25.0% [0.6%, 80.6%]'
+    """
+    low, high = share_interval(hits, total)
+    return f"{hits / total:{form}} [{low:{form}}, {high:{form}}]"

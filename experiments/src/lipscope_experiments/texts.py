@@ -18,12 +18,7 @@ AG_NEWS_TITLE = "AG_NEWS"
 
 @dataclass(frozen=True)
 class Text:
-    """A text with the name that tables give it.
-
-    Attributes:
-        name: Name of the file, or of the data set.
-        content: The text.
-    """
+    """A text with the name that tables give it: that of its file or data set."""
 
     name: str
     content: str
@@ -34,18 +29,11 @@ class Text:
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
-def texts_of(names: Sequence[str]) -> tuple[Text, ...]:
-    """The default text, then those that were named.
+def texts_named(names: Sequence[str]) -> tuple[Text, ...]:
+    """The default text, then those that were named, each once.
 
-    Args:
-        names: Files in UTF-8, folders of ``.txt`` files, or ``ag_news`` (its test split, which
-            needs the package ``datasets`` and a network or its cache).
-
-    Returns:
-        The texts, each once.
-
-    Raises:
-        InputError: If one cannot be had.
+    Files in UTF-8, folders of ``.txt`` files, or ``ag_news``: its test split, which needs the
+    package ``datasets`` and a network or its cache.
     """
     found = [Text("Python manual", default_text())]
     for name in dict.fromkeys(names):

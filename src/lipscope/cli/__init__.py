@@ -1,4 +1,4 @@
-"""The command line: one screen per command, one command per file.
+"""The command line: one screen per command, and the example that it shows.
 
 Results go to standard output, everything else to standard error. A mistake that the user
 can mend is one line and exit status 2; an interrupted run says how to go on.
@@ -12,27 +12,13 @@ import lipscope.cli.interrupts  # noqa: F401  (first: all others take time)
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
 
-from lipscope.cli import (
-    attack,
-    bounds,
-    certify,
-    directions,
-    doctor,
-    measure,
-    push,
-    report,
-    reproduce,
-    rows,
-    smooth,
-    split,
-    sweep,
-    theorems,
-)
-from lipscope.cli.terminal import errors
+from lipscope.cli import catalogue, certify, doctor, layers, moves, reproduce, rows, sweep
+from lipscope.cli.terminal import errors, note
 from lipscope.errors import InputError
 
 STATUS = (
@@ -73,11 +59,24 @@ def _commands(
     del version
 
 
-COMMANDS = (measure, bounds, directions, attack, certify, push, split, smooth)
-COMMANDS += (theorems, sweep, rows, reproduce, report, doctor)
-for _command in COMMANDS:
-    _name = _command.__name__.rpartition(".")[2]
-    app.command(epilog=_command.EXAMPLE, context_settings=_ALIKE)(getattr(_command, _name))
+EXAMPLES: dict[Callable[..., None], str] = {
+    layers.measure: "lipscope measure minilm --text FILE --lengths 16,64,256 --rest",
+    layers.bounds: "lipscope bounds minilm --layer 3 --length 64 --radius norm",
+    layers.directions: "lipscope directions minilm --layer 3 --length 32 -k 3 --out runs/words",
+    moves.attack: "lipscope attack minilm --layer 3 --length 64 --like-text --steps 80",
+    certify.certify: "lipscope certify minilm --layer 3 --length 32 --eps 0.01",
+    moves.push: "lipscope push smollm2 --layer 5 --length 32 --map block --out runs/push",
+    layers.split: "lipscope split minilm --layers 0,3 --length 32 --out runs/split",
+    sweep.smooth: "lipscope smooth minilm --layers 3 --target 2 --out smooth-minilm",
+    catalogue.theorems: "lipscope theorems --kind upper --scope local",
+    sweep.sweep: "lipscope sweep growth.yaml --out runs/growth --workers 2",
+    rows.rows: 'lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv',
+    reproduce.reproduce: "lipscope reproduce castin2024/figure1 --quick --out runs/figure1",
+    rows.report: "lipscope report runs/demo runs/bounds -o report.html --svg figures",
+    doctor.doctor: "lipscope doctor",
+}
+for _command, _example in EXAMPLES.items():
+    app.command(epilog=f"Example: {_example}", context_settings=_ALIKE)(_command)
 
 
 def main() -> NoReturn:
@@ -86,7 +85,7 @@ def main() -> NoReturn:
     try:
         app(prog_name="lipscope")
     except InputError as problem:
-        errors.print(f"lipscope: {problem}", markup=False, soft_wrap=True)
+        note(f"lipscope: {problem}")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         errors.print("Stopped.")
@@ -119,4 +118,4 @@ class _Remarks(logging.Handler):
     """Remarks of the library as lines on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        errors.print(record.getMessage(), markup=False, soft_wrap=True)
+        note(record.getMessage())

@@ -1,27 +1,25 @@
-"""`lipscope certify`: how far outputs can move while the input stays in a ball."""
+"""`lipscope certify`: how far outputs, or a decision, can move while the input stays in a ball."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli.options import INPUT, SOLVER, Model, asked, with_options
-from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
+from lipscope.cli.options import INPUT, SOLVER, Model, ask, with_options
+from lipscope.cli.terminal import note, say
 from lipscope.errors import InputError
-from lipscope.records import Place
 
 if TYPE_CHECKING:
     from lipscope.engine import CertifiedBall, CertifiedDecision
 
-EXAMPLE = "Example: lipscope certify minilm --layer 3 --length 32 --eps 0.01"
 _EPS = 0.01
-_BALLS, _POOLS = ("token", "frobenius"), ("mean", "first")
+_MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
 _FORMS = {
     "sum": "the sum of their bounds",
     "projection": "the norm of the output projection",
@@ -31,10 +29,15 @@ _FORMS = {
 _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
-@with_options(*INPUT, "map", *SOLVER, hidden=(*_HIDDEN, "images", "memory"), map="or heads.")
+@with_options(
+    *("layer", "length", "read_out", "between", "pool", *INPUT, "map", *SOLVER),
+    hidden=(*_HIDDEN, "images", "memory"),
+    map="or heads.",
+    out="Run folder for the row, and worst inputs.",
+    jsonl="ball",
+)
 def certify(
     model: Model = "minilm",
-    layer: Annotated[int, typer.Option(help="Index of the layer, from 0.")] = 0,
     eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
     ball: Annotated[
         str | None,
@@ -42,19 +45,6 @@ def certify(
             help="token: each token moves by eps; frobenius: all together.  [default: token; both]"
         ),
     ] = None,
-    read_out: Annotated[
-        Path | None,
-        typer.Option(help="A decision: matrix in .npy or .safetensors."),
-    ] = None,
-    between: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The same: the nearest of these texts at this layer, one option each.",
-        ),
-    ] = None,
-    pool: Annotated[str, typer.Option(help="Pool by mean or first.")] = "mean",
-    length: Annotated[int, typer.Option(help="Tokens in the window.")] = 64,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
     sharp: Annotated[
@@ -62,13 +52,6 @@ def certify(
     ] = None,
     random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
     ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder for the row, and worst inputs.")
-    ] = None,
-    force: Force = False,
-    jsonl: Annotated[
-        bool, typer.Option("--jsonl", help="One JSON object per ball on stdout.")
-    ] = False,
     **options: Any,
 ) -> None:
     """Bound all moves in a ball around a text.
@@ -78,50 +61,41 @@ def certify(
     --read-out or --between: the radius within which a decision on the pooled output cannot
     change. More options: docs/commands.md.
     """
-    deciding = read_out is not None or bool(between)
-    content, given = asked(options)
-    if deciding and (eps is not None or head is not None or given["map"] != "attention"):
+    deciding = options["read_out"] is not None or bool(options["between"])
+    if deciding and (eps is not None or head is not None or options["map"] != "attention"):
         raise InputError(
             "A decision has its own radius and reads the whole layer. Found `--eps`, `--head` or "
             "`--map` beside `--read-out` or `--between`; leave them out."
         )
-    for option, value, known in (("ball", ball, _BALLS), ("pool", pool, _POOLS)):
+    pool = options["pool"] if deciding else options.pop("pool")
+    for option, value, known in (("ball", ball, tuple(_MOVES)), ("pool", pool, ("mean", "first"))):
         if value not in (None, *known):
             raise InputError(f"`{option}` should be {' or '.join(known)}. Found `{value}`.")
-    from lipscope.cli import decision
-    from lipscope.engine import certify as certify_ball
-    from lipscope.engine import certify_decision
-
-    length_of = None if "images" in given else length
-    place = {"layer": layer, "length": length_of, "random": random, "ascents": ascents} | given
-    with resumable(), bar() as told:
-        place |= {"out": None if out is None else Place(out, force=force), "progress": told.update}
-        found: list[Any]
-        if deciding:
-            how: dict[str, Any] = {"pool": pool, "steps": 8 if steps is None else steps}
-            how |= {} if ball is None else {"ball": ball}
-            decides = {"between": between or None, "read_out": read_out}
-            found = [*certify_decision(model, content, **decides, **how, **place)]
-        else:
-            how = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
-            how |= {"steps": 4 if steps is None else steps, "sharp": sharp}
-            found = [certify_ball(model, content, **how, **place)]
-    if jsonl:
-        for one in found:
-            said = json.dumps(_plain(one), ensure_ascii=False, allow_nan=False)
-            sys.stdout.write(said + "\n")
-    elif deciding:
-        decision.show(found)
+    tried = {"random": random, "ascents": ascents}
+    if deciding:
+        how: dict[str, Any] = {"ball": ball} if ball else {}
+        how["steps"] = 8 if steps is None else steps
+        decision, folder, _ = ask("certify_decision", model, options, **tried, **how)
+        found = [*decision]
     else:
-        _show(found[0])
-    if out is not None:
-        inputs = f"; inputs: {out / found[0].file}" if found[0].file else ""
-        errors.print(f"Row: {out}{inputs}", markup=False, soft_wrap=True)
+        how = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
+        how |= {"steps": 4 if steps is None else steps, "sharp": sharp}
+        one, folder, _ = ask("certify", model, options, **tried, **how)
+        found = [one]
+    if options["jsonl"]:
+        for one in found:
+            said = json.dumps(_as_json(one), ensure_ascii=False, allow_nan=False)
+            sys.stdout.write(said + "\n")
+    else:
+        say(_of_decision(found) if deciding else _of_ball(found[0]))
+    if folder is not None:
+        inputs = f"; inputs: {folder / found[0].file}" if found[0].file else ""
+        note(f"Row: {folder}{inputs}")
     if any(one.violated for one in found):
         raise typer.Exit(1)
 
 
-def _plain(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
+def _as_json(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
     """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
     left = ("heads", "value", "ratio", "file")
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
@@ -132,32 +106,80 @@ def _plain(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
     return {name: None if name in endless else value for name, value in said.items()}
 
 
-def _show(found: CertifiedBall) -> None:
-    console = Screen()
+def _of_ball(found: CertifiedBall) -> Iterator[str]:
     head = "" if found.head is None else f", head {found.head}"
-    kind = "every token moves" if found.ball == "token" else "all tokens together move"
-    lines = [
-        f"{found.model}, layer {found.layer}{head}, map {found.map}, {found.num_tokens} tokens",
-        f"ball          {kind} by at most {found.eps:.4g} "
-        f"({found.relative_eps:.2g} of the largest token norm)",
-        f"certificate   ‖f(X') − f(X)‖ ≤ {_up(found.value)} ‖X' − X‖ from the centre X to "
-        f"every X' in the ball (heads put together by: {_FORMS.get(found.form, found.form)})",
-        f"sigma         at most {_up(found.sigma_bound)} anywhere in the ball, hence between any "
-        f"two of its inputs; at X measured in [{found.sigma:.4g}, {found.upper:.4g}]",
+    yield f"{found.model}, layer {found.layer}{head}, map {found.map}, {found.num_tokens} tokens"
+    yield (
+        f"ball          {_MOVES[found.ball]} by at most {found.eps:.4g} "
+        f"({found.relative_eps:.2g} of the largest token norm)"
+    )
+    yield (
+        f"certificate   ‖f(X') − f(X)‖ ≤ {_rounded_up(found.value)} ‖X' − X‖ from the centre X to "
+        f"every X' in the ball (heads put together by: {_FORMS.get(found.form, found.form)})"
+    )
+    yield (
+        f"sigma         at most {_rounded_up(found.sigma_bound)} anywhere in the ball, hence "
+        f"between any two of its inputs; at X measured in [{found.sigma:.4g}, {found.upper:.4g}]"
+    )
+    yield (
         f"attack        largest ratio found {found.largest_ratio:.4g}, largest sigma "
-        f"{found.largest_sigma:.4g}, in {found.attempts} attempts",
-    ]
+        f"{found.largest_sigma:.4g}, in {found.attempts} attempts"
+    )
     if found.violated:
-        lines.append("VIOLATED: the attack found more than the certificate allows. Please report.")
+        yield "VIOLATED: the attack found more than the certificate allows. Please report."
     elif found.over_attack is not None:
-        share = found.over_attack
-        lines.append(f"The certificate holds; it is {share:.3g} times the best attack.")
+        yield f"The certificate holds; it is {found.over_attack:.3g} times the best attack."
     if found.note:
-        lines.append(f"Note: {found.note}.")
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        yield f"Note: {found.note}."
 
 
-def _up(value: float) -> str:
-    """Rounded upwards, so that what is printed still holds."""
+def _of_decision(found: Sequence[CertifiedDecision]) -> Iterator[str]:
+    """The decision, then each ball."""
+    from lipscope.pages import number
+
+    first = found[0]
+    pooled = "mean over" if first.pool == "mean" else "first of"
+    yield f"{first.model}, layer {first.layer}, map attention, {pooled} {first.num_tokens} tokens"
+    yield (
+        f"decision      {first.named('decision')}; {first.named('rival')} is behind by a "
+        f"margin of {number(first.margin)}"
+    )
+    yield f"{'':14}decided by {first.by}, not by the model's own head"
+    for one in found:
+        yield from _of_radius(one)
+    yield from (f"Note: {text}." for text in dict.fromkeys(one.note for one in found) if text)
+
+
+def _of_radius(one: CertifiedDecision) -> Iterator[str]:
+    from lipscope.pages import number
+
+    name = f"{one.ball:<14}"
+    if one.radius == 0.0:
+        yield f"{name}No certificate: two classes tie at X."
+        return
+    if one.radius is None:
+        yield f"{name}certified at any radius: the scores do not depend on the input"
+        return
+    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
+    yield f"{name}certified radius {below}: the decision stands while {_MOVES[one.ball]} by less"
+    if one.fraction is None:
+        yield f"{'':14}there is no other token to compare with"
+    else:
+        yield (
+            f"{'':14}{100 * one.fraction:.2g} % of the distance to the nearest other token's "
+            f"vector, {number(one.nearest)}"
+        )
+    if one.violated:
+        yield f"VIOLATED: an attack changed it at {one.flip_radius:.6g}. Please report."
+    elif one.flip_radius is None:
+        yield f"{'':14}no attack changed it, in {one.attempts} attempts"
+    else:
+        yield (
+            f"{'':14}an attack changes it at {number(one.flip_radius)}, "
+            f"{one.flip_radius / one.radius:.3g} times the radius, in {one.attempts} attempts"
+        )
+
+
+def _rounded_up(value: float) -> str:
+    """So that what is printed still holds."""
     return f"{value * (1 + 5e-4):.4g}"

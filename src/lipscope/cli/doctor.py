@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.completion import MODELS
+from lipscope.cli.terminal import MODELS
 from lipscope.errors import install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-EXAMPLE = "Example: lipscope doctor"
 
 FEATURES = {
     "measures": "exact transport between measures of unequal weights",
@@ -52,7 +50,7 @@ def doctor(
     """
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     bad = False
-    for finding in _findings(extras):
+    for finding in _looked_for(extras):
         missing = bool(finding.remedy)
         bad |= missing and finding.required
         mark = ("no" if finding.required else "–") if missing else "ok"
@@ -62,7 +60,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _findings(extras: bool) -> Iterator[Finding]:
+def _looked_for(extras: bool) -> Iterator[Finding]:
     yield Finding("lipscope", importlib.metadata.version("lipscope"))
     yield _python()
     required, optional = _requirements()

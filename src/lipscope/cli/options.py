@@ -1,18 +1,18 @@
-"""Options that commands share: each declared once, and given to every command that names it."""
+"""Options that commands share, each declared once, and what asks a verb with them."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
-from lipscope.cli.completion import COMPLETED, models
-from lipscope.cli.terminal import read_text
+from lipscope.cli.terminal import COMPLETED, bar, complete_models, read_text, resumable
 from lipscope.engine import AXES, OPTIONS, items, options_of, parse_integers
 from lipscope.errors import InputError
+from lipscope.records import Place
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # What determines which input is read, how a question is answered, and what is asked besides.
@@ -24,33 +24,46 @@ Model = Annotated[
     typer.Argument(
         metavar="[MODEL]",
         help="minilm, a folder, a hub id, timm:NAME, random:FAMILY…",
-        autocompletion=models,
+        autocompletion=complete_models,
     ),
 ]
-_TEXT = "File, folder, -.  [default: Python's manual]"
+Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]
+# What only the command line declares: kind, default, help.
+_OWN: dict[str, tuple[Any, Any, str]] = {
+    "text": (str, None, "File, folder, -.  [default: Python's manual]"),
+    "layer": (int, 0, "Index of the layer, from 0."),
+    "layers": (str, "0", "An index, 0,3, or all."),
+    "length": (int, 64, "Tokens in the window."),
+    "lengths": (str, "64", "Tokens, or 16,64,128."),
+    "samples": (int, 1, "Windows per length."),
+    "among": (Path, None, "File, a text a line: the nearest is read."),
+    "read_out": (Path, None, "A decision: matrix in .npy or .safetensors."),
+    "between": (list[str], None, "The same: the nearest of these texts, one option each."),
+    "pool": (str, "mean", "Pool by mean or first."),
+    "out": (Path, None, "Run folder."),
+    "force": (bool, False, "Replace a run of another question."),
+    "jsonl": (bool, False, "One JSON object per {} on stdout."),
+}
+_LAST = ("force", "out", "jsonl")
 
 
 def with_options(
-    *names: str, hidden: tuple[str, ...] = (), **words: str
+    *names: str, hidden: tuple[str, ...] = (), **words: str | tuple[Any, ...]
 ) -> Callable[[Command], Command]:
-    """Give a command, which takes ``**options``, some of the shared options.
+    """Give a command, which takes ``**options``, some of the shared options, and where rows go.
 
-    Args:
-        *names: Which.
-        hidden: Which others its help leaves to the documentation, for want of room.
-        **words: Help of its own for some of them.
-
-    Returns:
-        The decorator.
+    Its help leaves the hidden ones to the documentation. ``words`` are help of its own, or a
+    default and help; what a line of ``jsonl`` is about; of options that no other command has
+    kind, default and help.
     """
 
     def give(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True)
         kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        last = [p for p in kept if p.name in ("out", "jsonl")]
-        kept = [p for p in kept if p not in last]
-        given = [_parameter(name, words.get(name), name in hidden) for name in names]
-        found = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *given, *last)]
+        new = [name for name, one in words.items() if isinstance(one, tuple) and len(one) == 3]
+        every = (*names, *new, *(_LAST if isinstance(words.get("jsonl"), str) else ()))
+        given = [_parameter(name, words.get(name), name in hidden) for name in every]
+        found = [p.replace(kind=p.KEYWORD_ONLY) for p in (*kept, *given)]
         command.__signature__ = own.replace(parameters=found)  # pyright: ignore
         command.__annotations__ = {p.name: p.annotation for p in found}
         return command
@@ -58,24 +71,32 @@ def with_options(
     return give
 
 
-def _parameter(name: str, words: str | None, hidden: bool) -> inspect.Parameter:
-    kind, default, told = str, None, {"help": _TEXT, "left": False, "rare": False}
-    if name != "text":
-        entry = OPTIONS[AXES.get(name, name)]
-        (default, *_), told = items(entry.default) or [None], entry.metadata
-        kind = str if default is None else type(default)
+def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> inspect.Parameter:
+    own, rare, left = True, False, False
+    if isinstance(words, tuple) and len(words) == 3:
+        kind, default, told = words
+    elif name in _OWN:
+        kind, default, told = _OWN[name]
+        default, words = words if isinstance(words, tuple) else (default, words)
+        told = told.format(words) if name == "jsonl" else words or told
+    else:
+        entry, own = OPTIONS[AXES.get(name, name)], False
+        (default, *_), how = items(entry.default) or [None], entry.metadata
+        kind, rare, left = str if default is None else type(default), how["rare"], how["left"]
+        told = words or how["help"]
     flag = "--" + name.replace("_", "-")
     names = [flag] if kind is bool else []
     if default is True:
         names = [f"{flag}/--no-{flag[2:]}"]
-    if told["left"]:
-        default = None
+    default = None if left else default
     option = typer.Option(
         *names,
-        help=words or told["help"],
-        hidden=hidden or told["rare"],
-        show_default=default not in (None, "all", "self", True, "attention"),
+        help=str(told),
+        hidden=hidden or rare,
+        show_default=default is not None
+        and (own or default not in ("all", "self", True, "attention")),
         autocompletion=COMPLETED.get(name),
+        metavar="TEXT" if name == "between" else None,
     )
     return inspect.Parameter(
         name,
@@ -85,31 +106,55 @@ def _parameter(name: str, words: str | None, hidden: bool) -> inspect.Parameter:
     )
 
 
-def asked(options: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """What a verb is called with: its text, and its other options.
+class Answer(NamedTuple):
+    """What a verb found, in which folder if any, and whether anything there is new."""
 
-    Args:
-        options: As the command line gives them; what is None is left to the verb.
+    found: Any
+    folder: Any
+    anew: bool
 
-    Returns:
-        The text, or None, and keyword arguments.
+
+def ask(
+    verb: str, model: str, options: Mapping[str, Any], stem: str | None = None, **more: Any
+) -> Answer:
+    """Ask a verb of the library, with a bar; an interrupted run says how to go on.
+
+    ``options`` are those of `with_options`; what is None is left to the verb. ``stem`` is that of
+    the run folder where none is named; there is none without it.
     """
-    found = {name: value for name, value in options.items() if value is not None}
-    if "images" in found and "text" in found:
+    given = {name: value for name, value in options.items() if name not in (*_LAST, "text")}
+    content = convert(given, options["text"])
+    out, force = options["out"], options["force"]
+    place = Place(out, stem or "", force=force) if stem or out is not None else None
+    from lipscope import engine
+
+    with resumable(), bar() as told:
+        run = getattr(engine, verb)
+        found = run(model, content, out=place, progress=told.update, **given, **more)
+    return Answer(found, None if place is None else place.path, told.anew)
+
+
+def convert(found: dict[str, Any], text: str | None) -> str | None:
+    """Turn words into what a verb takes, in place; its text."""
+    for name in [name for name, value in found.items() if value is None or value == []]:
+        del found[name]
+    pictures = "images" in found
+    if pictures and text is not None:
         raise InputError("`--images` take the place of a text. Found `--text` too; leave one out.")
-    content = read_text(found.pop("text", None)) if "images" not in found else None
-    if "images" in found:
-        found["images"], found["resolutions"] = _images(found["images"])
+    content = None if pictures else read_text(text)
+    if pictures:
+        found["images"], found["resolutions"] = _folder_and_sides(found["images"])
+        found |= {name: None for name in ("length", "lengths") if name in found}
     for name in ("inputs", "theorems"):
         if name in found:
             found[name] = found[name].split(",")
     if found.get("theorems") in (["all"], ["none"]):
         (found["theorems"],) = found["theorems"]
-    if "causal" in found:
-        found["causal"] = _yes_or_no(found["causal"])
-    if "radius" in found:
-        found["radius"] = _radius(found["radius"])
-    return content, found
+    into = {"causal": _yes_or_no, "radius": _number_or_word}
+    into |= {"layers": lambda text: indices(text, "layers")}
+    into |= {"lengths": lambda text: text and parse_integers(text, "lengths")}
+    found |= {name: into[name](found[name]) for name in into if name in found}
+    return content
 
 
 def indices(text: str, option: str) -> Any:
@@ -117,10 +162,10 @@ def indices(text: str, option: str) -> Any:
     return text if text == "all" else parse_integers(text, option)
 
 
-def _images(text: str) -> tuple[str, list[int] | None]:
+def _folder_and_sides(text: str) -> tuple[str, list[int] | None]:
     """A folder of pictures and, after an ``@``, their sides in pixels.
 
-    >>> _images("cats@224,448")
+    >>> _folder_and_sides("cats@224,448")
     ('cats', [224, 448])
     """
     if Path(text).exists() or "@" not in text:
@@ -135,8 +180,7 @@ def _yes_or_no(text: str) -> bool:
     return text == "yes"
 
 
-def _radius(text: str) -> float | str:
-    """A number, or a word for how it is found."""
+def _number_or_word(text: str) -> float | str:
     if text in ("norm", "inputs", "row"):
         return text
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,72 +12,51 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.cli.completion import EXPERIMENTS, experiments
-from lipscope.cli.terminal import Force, Screen, errors, resumable
+from lipscope.cli.options import with_options
+from lipscope.cli.terminal import EXPERIMENTS, Screen, complete_experiments, note, resumable, say
 from lipscope.errors import InputError
 from lipscope.plugins import load_plugins
 from lipscope.records import Place
 
-EXAMPLE = "Example: lipscope reproduce castin2024/figure1 --quick --out runs/figure1"
 
-
+@with_options(
+    list=(bool, False, "Names and titles."),
+    models=(str, None, "Comma-separated, such as minilm,bert-base-uncased. Default: see --list."),
+    text=(list[str], None, "Text file, folder of .txt files or ag_news, besides the default."),
+    images=(str, None, "Folder of pictures for models that read them. Default: random pixels."),
+    quick=(bool, False, "About a minute on two cores, not the paper's size."),
+    out=(Path, None, "Run folder.  [default: runs/<date>-<name>]"),
+    force=(bool, False, "Replace a run of another question."),
+)
 def reproduce(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="See --list.", autocompletion=experiments),
+        typer.Argument(metavar="[NAME]", help="See --list.", autocompletion=complete_experiments),
     ] = None,
-    list_all: Annotated[bool, typer.Option("--list", help="Names and titles.")] = False,
-    models: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, such as minilm,bert-base-uncased. Default: see --list."
-        ),
-    ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text file, folder of .txt files or ag_news, besides the default; may be repeated."
-        ),
-    ] = None,
-    images: Annotated[
-        str | None,
-        typer.Option(help="Folder of pictures for models that read them. Default: random pixels."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About a minute on two cores, not the paper's size.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder.  [default: runs/<date>-<name>]")
-    ] = None,
-    force: Force = False,
+    **options: Any,
 ) -> None:
     """Repeat an experiment of a paper: a run folder, its figures, and findings.md.
 
     findings.md puts the numbers beside what the paper says, in one table. A run that was
     stopped goes on when the same command is given again.
     """
-    if list_all:
-        _list()
+    if options.pop("list"):
+        _list_experiments()
         return
     if name is None:
         raise InputError("`NAME` should name an experiment. Found none; `--list` shows them.")
     package = _package_of(name)
-    place = Place(out, name + "-quick" * quick, force=force)
-    with resumable(), _Parts() as parts:
-        findings = package.reproduce(
-            name,
-            models=None if models is None else _names(models),
-            texts=text or (),
-            images=images,
-            quick=quick,
-            out=place,
-            progress=parts.tell,
-        )
-    _show(findings)
-    errors.print(f"Rows, figures and findings.md: {place.path}", markup=False, soft_wrap=True)
+    out, force = options.pop("out"), options.pop("force")
+    place = Place(out, name + "-quick" * options["quick"], force=force)
+    models, texts = options.pop("models"), options.pop("text") or ()
+    options["models"] = None if models is None else _model_names(models)
+    with resumable(), _part_progress() as tell:
+        findings = package.reproduce(name, texts=texts, out=place, progress=tell, **options)
+    _show_findings(findings)
+    note(f"Rows, figures and findings.md: {place.path}")
 
 
-def _names(text: str) -> list[str]:
+def _model_names(text: str) -> list[str]:
     """Names between commas; those of ``random:FAMILY:key=value,key=value`` stay together."""
     found: list[str] = []
     for word in text.split(","):
@@ -106,7 +86,7 @@ def _package_of(name: str) -> Any:
     return packages[name]
 
 
-def _list() -> None:
+def _list_experiments() -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("name", "what", "models"):
         table.add_column(column, no_wrap=column == "name")
@@ -115,38 +95,32 @@ def _list() -> None:
     Screen().print(table)
 
 
-def _show(findings: Any) -> None:
+def _show_findings(findings: Any) -> None:
     table = Table(show_lines=True)
     for column in ("what", "the paper, or theory", "here"):
         table.add_column(column)
     for claim in findings.claims:
         table.add_row(Text(claim.about), Text(claim.said), Text(claim.found))
-    console = Screen()
-    console.print(table)
-    for remark in findings.remarks:
-        console.print(f"- {remark}", markup=False, soft_wrap=True)
+    Screen().print(table)
+    say(f"- {remark}" for remark in findings.remarks)
 
 
-class _Parts:
+@contextmanager
+def _part_progress() -> Iterator[Callable[[int, int, str], None]]:
     """One line for each part on standard error; a counter in it where that is a terminal."""
+    live, now = sys.stderr.isatty(), ""
 
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._part = ""
-
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._live and self._part:
-            sys.stderr.write("\n")
-
-    def tell(self, done: int, total: int, part: str) -> None:
-        """Say which part is being worked on, and how far it is."""
-        new = part != self._part
-        if self._live:
-            sys.stderr.write(("\n" if new and self._part else "\r") + f"{part}: {done}/{total} ")
-        elif new:
+    def tell(done: int, total: int, part: str) -> None:
+        nonlocal now
+        if live:
+            sys.stderr.write(("\n" if now not in ("", part) else "\r") + f"{part}: {done}/{total} ")
+        elif part != now:
             sys.stderr.write(f"{part}: {total}\n")
-        self._part = part
+        now = part
         sys.stderr.flush()
+
+    try:
+        yield tell
+    finally:
+        if live and now:
+            sys.stderr.write("\n")

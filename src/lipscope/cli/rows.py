@@ -1,4 +1,4 @@
-"""`lipscope rows`: print or export any selection of a run folder."""
+"""`lipscope rows` and `lipscope report`: a run folder printed, exported, or drawn as a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lipscope.cli.options import with_options
 from lipscope.cli.terminal import Screen
 from lipscope.display import printable
 from lipscope.engine import nearest
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from lipscope.records import Run
 
-EXAMPLE = 'Example: lipscope rows runs/demo --where "layer = 3 and sigma > 10" --to csv'
 _ALWAYS = ("layer", "num_tokens", "sample", "sigma", "upper", "relative", "status")
 _WHERE_VARIED = (
     "model", "step", "text", "input", "head", "map", "metric", "move", "read", "dtype", "seed",
@@ -41,29 +41,20 @@ _FORMULA = r"^[=+\-@\t\r]"
 Form = Literal["csv", "parquet", "json", "latex"]
 
 
+@with_options(
+    where=(str, None, "SQL condition on the columns; tokens, bounds and directions by id."),
+    part=(str, None, "Beside the rows: tokens, bounds, directions; edits, push…"),
+    to=(str, None, "csv, parquet, json or latex.  [default: a table]"),
+    out=(Path, None, "File to write.  [default: standard output]"),
+)
 def rows(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
-    where: Annotated[
-        str | None,
-        typer.Option(
-            help="SQL condition on the columns; also on tokens, bounds and directions, by id."
-        ),
-    ] = None,
-    part: Annotated[
-        str | None,
-        typer.Option(help="Beside the rows: tokens, bounds, directions; edits, push…"),
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option(help="csv, parquet, json or latex.  [default: a table]")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write.  [default: standard output]")
-    ] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")], **options: Any
 ) -> None:
     """Print or export the rows of a run folder.
 
     The table and latex have the columns that vary; csv, parquet and json have all.
     """
+    where, part, to, out = (options[name] for name in ("where", "part", "to", "out"))
     if to not in (None, "csv", "parquet", "json", "latex"):
         raise InputError(f"`--to` should be one of csv, parquet, json, latex. Found `{to}`.")
     from lipscope.records import read_run
@@ -75,7 +66,7 @@ def rows(
         return
     content = exported(found, to or _form_of(out))  # pyright: ignore[reportArgumentType]
     if out is not None:
-        _write(out, content)
+        _write_file(out, content)
     elif to == "parquet" and sys.stdout.isatty():
         raise InputError("Parquet cannot be shown in a terminal; name a file with `--out`.")
     else:
@@ -84,18 +75,7 @@ def rows(
 
 
 def selected(run: Run, where: str | None) -> polars.DataFrame:
-    """The rows for which a condition holds.
-
-    Args:
-        run: The run; its tables are ``rows`` and those of `BESIDE`.
-        where: What stands after WHERE, in polars' SQL; all rows if None.
-
-    Returns:
-        The rows.
-
-    Raises:
-        InputError: If it is no such condition.
-    """
+    """The rows for which an SQL condition on them and the tables beside them holds."""
     import polars as pl
 
     from lipscope.records import BESIDE
@@ -151,26 +131,17 @@ def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.Da
 
 
 def exported(frame: polars.DataFrame, form: Form) -> bytes:
-    """Rows as the content of a file.
-
-    Args:
-        frame: Rows.
-        form: ``csv`` (``'`` before text that a spreadsheet would compute), ``parquet``,
-            ``json`` (a list of objects) or ``latex`` (a tabular with the columns that vary).
-
-    Returns:
-        The content.
-    """
+    """Rows as the content of a file, which in ``latex`` has the columns that vary."""
     if form == "latex":
         return latex(shown(frame)).encode()
     if form == "csv":
-        return _plain(frame).write_csv().encode()
+        return _without_formulas(frame).write_csv().encode()
     content = io.BytesIO()
     frame.write_parquet(content) if form == "parquet" else frame.write_json(content)
     return content.getvalue() + b"\n" * (form == "json")
 
 
-def _plain(frame: polars.DataFrame) -> polars.DataFrame:
+def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
     """Text that begins like a formula with ``'`` before it, as spreadsheets mark plain text."""
     import polars as pl
 
@@ -192,11 +163,13 @@ def latex(frame: polars.DataFrame) -> str:
     sides = "".join("r" if kind.is_numeric() else "l" for kind in frame.dtypes)
     lines = [f"\\begin{{tabular}}{{{sides}}}", "\\toprule"]
     lines += [" & ".join(map(_escaped, frame.columns)) + r" \\", "\\midrule"]
-    lines += [" & ".join(_escaped(_cell(v)) for v in row) + r" \\" for row in frame.iter_rows()]
+    lines += [
+        " & ".join(_escaped(_cell_words(v)) for v in row) + r" \\" for row in frame.iter_rows()
+    ]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
-def _cell(value: object) -> str:
+def _cell_words(value: object) -> str:
     from lipscope.pages import number
 
     if isinstance(value, float):
@@ -222,7 +195,7 @@ def _form_of(out: Path | None) -> str:
     return endings[ending]
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     try:
         path.write_bytes(content)
     except OSError as problem:
@@ -235,9 +208,35 @@ def _print(frame: polars.DataFrame) -> None:
     for name, kind in frame.schema.items():
         table.add_column(Text(name), justify="right" if kind.is_numeric() else "left", no_wrap=True)
     for row in frame.iter_rows():
-        table.add_row(*(Text(printable(_cell(value))) for value in row))
+        table.add_row(*(Text(printable(_cell_words(value))) for value in row))
     # A pipe counts as 80 columns, and a table is never measured as wider than that.
     needed = Console(width=10**6).measure(table).maximum
     console = Screen(width=max(Console().width, needed))
     console.print(table)
     console.print(f"{len(frame):,} rows")
+
+
+@with_options(
+    png=(Path, None, "Folder for the figures as PNG."),
+    svg=(Path, None, "Folder for the figures as SVG."),
+    compare=(bool, False, "Also compare the second of two DIRs with the first."),
+)
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Run folders, shown together.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="The page.  [default: report.html in the first DIR]"),
+    ] = None,
+    **options: Any,
+) -> None:
+    """Draw run folders as one HTML page that opens from disk and asks no network.
+
+    Sigma with its intervals beside the shaded text, growth, heads, bounds, sensitivity,
+    worst cases, methods, provenance and references. The paths written go to standard output.
+    """
+    from lipscope.pages import report as write
+
+    for path in write(folders, out, **options):
+        sys.stdout.write(f"{path}\n")

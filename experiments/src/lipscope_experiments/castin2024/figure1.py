@@ -23,86 +23,81 @@ from lipscope_experiments.castin2024.protocol import (
     is_deep,
 )
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import (
-    Claim,
-    Findings,
-    Table,
-    counted,
-    exponent,
-    law,
-    middle,
-    plain_exponent,
-)
+from lipscope_experiments.findings import counted, curve, exponent, law, middle, plain_exponent
 from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 
 @dataclass(frozen=True)
-class Case:
-    """One column of the figure: a model, perhaps masked, on one text.
+class FigureColumn:
+    """One column of the figure: a model, perhaps masked, on one text, with its rows.
 
     Attributes:
-        loaded: The model.
-        text: The text.
+        layers: First and middle, as the paper's 0 and 6 of 12; of masked encoders the latter.
+        real: On disjoint windows.
+        coded: The quantity of the published scripts on these windows, by layer.
+        paired: The same passages at every length: nested prefixes, for all layers.
     """
 
     loaded: LoadedModel
     text: Text
-
-    @property
-    def family(self) -> str:
-        """Model type of transformers."""
-        return str(getattr(self.loaded.config, "model_type", ""))
-
-    @property
-    def layers(self) -> list[int]:
-        """First and middle, as the paper's 0 and 6 of 12; of masked encoders the latter."""
-        return first_and_middle(self.loaded)[self.loaded.name.endswith(", causal") :]
+    layers: list[int]
+    real: Rows
+    coded: Curves
+    paired: Rows
 
     @property
     def name(self) -> str:
         """As tables say it."""
         return f"{self.loaded.name}, {self.text.name}"
 
+    @property
+    def masked(self) -> bool:
+        """Whether it is an encoder that runs as a decoder."""
+        return self.loaded.name.endswith(", causal")
+
 
 @experiment(
     "castin2024/figure1",
     title="How Smooth Is Attention?, Figure 1: growth with the number of tokens",
-    cite="castin2024",
     models=("minilm", "smollm2", "random:gpt2", "random:bert"),
-    quick_models=("minilm",),
 )
-def figure1(study: Study) -> Findings:
+def figure1(study: Study) -> None:
     """Both rows of the figure, what its scripts compute, and the controls."""
-    cases = [Case(m, text) for m in _models(study) for text in study.texts]
-    real = {case.name: disjoint(study, case.loaded, case.text, case.layers) for case in cases}
-    coded = {case.name: _as_coded(study, case) for case in cases}
-    paired = {case.name: _paired(study, case) for case in cases}
+    cases = [
+        _figure_column(study, m, text) for m in _models_and_masked(study) for text in study.texts
+    ]
     worst = [
         found
         for case in cases
         if case.text is study.texts[0]
-        for found in adversarial(study, case.loaded, case.layers, real[case.name])
+        for found in adversarial(study, case.loaded, case.layers, case.real)
     ]
     controlled = [
         found
         for case in cases
-        if not case.loaded.name.endswith(", causal")
+        if not case.masked
         for found in controls(study, case.loaded, case.text)
     ]
-    _draw(study, cases, real, coded, worst)
-    return Findings(
-        claims=_claims(cases, real, paired, coded, worst, controlled),
-        tables=(
-            _exponents(cases, real, paired, coded),
-            *_worst_tables(worst),
-            *control_tables(controlled),
-            *(table for case in cases for table in offsets(study, case.loaded, case.text)),
-        ),
-        remarks=(*_remarks(study), *_on_samples(paired)),
-    )
+    _draw_rows(study, cases, worst)
+    _of_growth(study, cases, worst, controlled)
+    _exponent_table(study, cases)
+    lines = [
+        (one.model, str(one.layer), f"{name}, {one.radii[name]:.3g}", one.exponents(name))
+        for one in worst
+        for name in one.rows
+    ]
+    if lines:
+        columns = ("model", "layer", "radius of", "exponent: median and range over heads")
+        study.table("Adversarial inputs, one head placing the tokens, n ≥ 10", lines, columns)
+    control_tables(study, controlled)
+    for case in cases:
+        offsets(study, case.loaded, case.text)
+    notes = {fit.note for case in cases for fit in _fits(case.paired).values() if fit}
+    few = (f"Same passages: {note}." for note in sorted(filter(None, notes)))
+    study.remark(*_remarks_on(study), *few)
 
 
-def _models(study: Study) -> Iterator[LoadedModel]:
+def _models_and_masked(study: Study) -> Iterator[LoadedModel]:
     for name in study.models:
         loaded = study.load(name)
         yield loaded
@@ -111,37 +106,38 @@ def _models(study: Study) -> Iterator[LoadedModel]:
             yield as_decoder(loaded)
 
 
-def _every(case: Case) -> list[int]:
+def _every(loaded: LoadedModel) -> list[int]:
     """All layers; of deep models every fifth, of random ones (all alike) three."""
-    count = int(case.loaded.config.num_hidden_layers)
-    if case.loaded.weights.startswith("random"):
+    count = int(loaded.config.num_hidden_layers)
+    if loaded.weights.startswith("random"):
         return sorted({0, count // 2, count - 1})
-    return list(range(0, count, 5 if is_deep(case.loaded) else 1))
+    return list(range(0, count, 5 if is_deep(loaded) else 1))
 
 
-def _paired(study: Study, case: Case) -> Rows:
-    """The same passages at every length: nested prefixes, for all layers."""
+def _figure_column(study: Study, loaded: LoadedModel, text: Text) -> FigureColumn:
+    layers = first_and_middle(loaded)[loaded.name.endswith(", causal") :]
     usual = [8, 16, 32, 64, 128, 256]
-    longer = (case.loaded.trained_length or 0) >= 512
-    return study.measure(
-        f"nested-{case.name}",
-        case.loaded,
-        case.text.content,
-        layers=study.pick(case.layers, _every(case)),
-        lengths=study.pick([16, 32, 64], [*usual, *[512] * longer]),
-        samples=study.pick(3, 10),
-        special_tokens=False,
-        rest=True,
+    longer = (loaded.trained_length or 0) >= 512
+    return FigureColumn(
+        loaded,
+        text,
+        layers,
+        disjoint(study, loaded, text, layers),
+        as_coded(study, loaded, text, layers, as_in_the_paper(study, loaded, text)),
+        study.measure(
+            f"nested-{loaded.name}, {text.name}",
+            loaded,
+            text.content,
+            layers=study.pick(layers, _every(loaded)),
+            lengths=study.pick([16, 32, 64], [*usual, *[512] * longer]),
+            samples=study.pick(3, 10),
+            special_tokens=False,
+            rest=True,
+        ),
     )
 
 
-def _as_coded(study: Study, case: Case) -> Curves:
-    """The quantity of the published scripts on the windows of the first row, by layer."""
-    options = as_in_the_paper(study, case.loaded, case.text)
-    return as_coded(study, case.loaded, case.text, case.layers, options)
-
-
-def _of(rows: Rows, layer: int) -> list[Measurement]:
+def _rows_of(rows: Rows, layer: int) -> list[Measurement]:
     return [row for row in rows if row.layer == layer]
 
 
@@ -150,28 +146,10 @@ def _fits(rows: Rows) -> dict[int, Growth | None]:
     return {key.layer or 0: fit for key, fit in rows.growth().items()}
 
 
-def _rest(rows: Rows, layer: int) -> Growth | None:
-    """Growth with the top token held fixed."""
-    return growth(top_held_fixed(_of(rows, layer)), paired=True)
-
-
-# --- what is drawn ---------------------------------------------------------------------------
-
-
-def _draw(
-    study: Study,
-    cases: Sequence[Case],
-    real: dict[str, Rows],
-    coded: dict[str, Curves],
-    worst: Sequence[Adversarial],
-) -> None:
+def _draw_rows(study: Study, cases: Sequence[FigureColumn], worst: Sequence[Adversarial]) -> None:
     for text in study.texts:
-        panels = [
-            _real_panel(case, layer, real[case.name], coded[case.name][layer])
-            for case in cases
-            if case.text is text
-            for layer in case.layers
-        ]
+        mine = [case for case in cases if case.text is text]
+        panels = [_real_panel(case, layer) for case in mine for layer in case.layers]
         title, across = f"Figure 1, first row: {text.name}", 3 if len(panels) == 3 else 2
         study.draw(f"real-{text.name}", title, panels, [_HOW], columns=across)
     panels = [_worst_panel(one, name) for one in worst for name in one.rows]
@@ -181,47 +159,38 @@ def _draw(
 _HOW = "Points: single windows (disjoint, as in the paper); both axes logarithmic."
 
 
-def _real_panel(case: Case, layer: int, rows: Rows, coded: list[tuple[int, float]]) -> Panel:
-    points = tuple((row.num_tokens, row.sigma or 0.0) for row in _of(rows, layer))
+def _real_panel(case: FigureColumn, layer: int) -> Panel:
+    sigma = curve("sigma of attention", _rows_of(case.real, layer), "num_tokens", "sigma", "points")
     return Panel(
-        f"{case.loaded.name}, layer {layer}: sigma {law(_fits(rows)[layer])}",
+        f"{case.loaded.name}, layer {layer}: sigma {law(_fits(case.real)[layer])}",
         (
-            Series("sigma of attention", points, "points"),
-            Series("as in the published scripts", tuple(coded), "points"),
-            power_law(points, 0.25, "~ n^(1/4)"),
-            power_law(points, 0.5, "~ n^(1/2)"),
+            sigma,
+            Series("as in the published scripts", tuple(case.coded[layer]), "points"),
+            power_law(sigma.points, 0.25, "~ n^(1/4)"),
+            power_law(sigma.points, 0.5, "~ n^(1/2)"),
         ),
         y="sigma, or the scripts' quantity",
     )
 
 
 def _worst_panel(one: Adversarial, name: str) -> Panel:
-    heads = tuple((row.num_tokens, row.sigma or 0.0) for row in one.rows[name])
-    lengths = dict.fromkeys(n for n, _ in heads)
-    medians = tuple((n, statistics.median(y for m, y in heads if m == n)) for n in lengths)
+    heads = curve("one head places the tokens", one.rows[name], "num_tokens", "sigma", "points")
+    lengths = dict.fromkeys(n for n, _ in heads.points)
+    medians = tuple((n, statistics.median(y for m, y in heads.points if m == n)) for n in lengths)
     return Panel(
         f"{one.model}, layer {one.layer}, radius of {name}, {one.radii[name]:.3g}",
-        (
-            Series("one head places the tokens", heads, "points"),
-            Series("median over heads", medians),
-            power_law(medians, 0.5, "~ n^(1/2)"),
-        ),
+        (heads, Series("median over heads", medians), power_law(medians, 0.5, "~ n^(1/2)")),
     )
 
 
-# --- what is said ----------------------------------------------------------------------------
-
-
-def _claims(
-    cases: Sequence[Case],
-    real: dict[str, Rows],
-    paired: dict[str, Rows],
-    coded: dict[str, Curves],
+def _of_growth(
+    study: Study,
+    cases: Sequence[FigureColumn],
     worst: Sequence[Adversarial],
     controlled: Sequence[Control],
-) -> tuple[Claim, ...]:
-    fresh = [fit for case in cases for fit in _fits(real[case.name]).values() if fit]
-    same = [fit for case in cases for fit in _fits(paired[case.name]).values() if fit]
+) -> None:
+    fresh = [fit for case in cases for fit in _fits(case.real).values() if fit]
+    same = [fit for case in cases for fit in _fits(case.paired).values() if fit]
     quarter = (
         "growth close to n^(1/4) (exponent as on the authors' slides, January 2025), whatever the "
         "text, the depth and the mask (Section 5.3)"
@@ -229,119 +198,71 @@ def _claims(
     ratio = [
         slope_of(values) - fit.slope
         for case in cases
-        for layer, values in coded[case.name].items()
-        if (fit := _fits(real[case.name])[layer]) is not None
+        for layer, values in case.coded.items()
+        if (fit := _fits(case.real)[layer]) is not None
     ]
-    heads = [slope_of(curve) for one in worst for name in one.rows for curve in one.curves(name)]
-    return (
-        Claim("real text, disjoint windows", quarter, counted(fit.law for fit in fresh)),
-        Claim("real text, the same passages at every n", quarter, counted(f.law for f in same)),
-        Claim(
-            "exponents, all layers and texts",
-            "1/4; the worst case is 1/2",
-            f"disjoint {middle(f.slope for f in fresh)}, nested {middle(f.slope for f in same)}",
-        ),
-        Claim(
-            "as in the published scripts: √‖Jᵀf(X)‖ instead of sigma",
-            "named sigma there (read in the code, commit eff2f2a; whether the printed figures "
-            "came from it is unknown)",
-            f"its exponent minus that of sigma: {middle(ratio)}",
-        ),
-        Claim(
-            "adversarial inputs",
-            "growth like n^(1/2) (slides)",
-            f"exponents {middle(heads)}" if worst else "not for rotary layers",
-        ),
-        Claim(
-            "one token repeated, at one position",
-            "exactly no growth in an unmasked layer (derived here, docs/theory/inputs.md)",
-            _repeated(controlled),
-        ),
-        Claim(
-            "prefixes in causal layers",
-            "sigma can only grow (derived here)",
-            _prefixes(cases, paired),
-        ),
-    )
-
-
-def _repeated(controlled: Sequence[Control]) -> str:
+    heads = [slope_of(one) for found in worst for name in found.rows for one in found.curves(name)]
     spreads = [c.spread() for c in controlled if c.name == "one token, one position"]
-    return f"largest relative change {max(spreads):.1e}" if spreads else "not run"
+    study.claim("real text, disjoint windows", quarter, counted(fit.law for fit in fresh))
+    study.claim("real text, the same passages at every n", quarter, counted(f.law for f in same))
+    study.claim(
+        "exponents, all layers and texts",
+        "1/4; the worst case is 1/2",
+        f"disjoint {middle(f.slope for f in fresh)}, nested {middle(f.slope for f in same)}",
+    )
+    study.claim(
+        "as in the published scripts: √‖Jᵀf(X)‖ instead of sigma",
+        "named sigma there (read in the code, commit eff2f2a; whether the printed figures "
+        "came from it is unknown)",
+        f"its exponent minus that of sigma: {middle(ratio)}",
+    )
+    study.claim(
+        "adversarial inputs",
+        "growth like n^(1/2) (slides)",
+        f"exponents {middle(heads)}" if worst else "not for rotary layers",
+    )
+    study.claim(
+        "one token repeated, at one position",
+        "exactly no growth in an unmasked layer (derived here, docs/theory/inputs.md)",
+        f"largest relative change {max(spreads):.1e}" if spreads else "not run",
+    )
+    study.claim("prefixes in causal layers", "sigma can only grow (derived here)", _prefixes(cases))
 
 
-def _prefixes(cases: Sequence[Case], paired: dict[str, Rows]) -> str:
+def _prefixes(cases: Sequence[FigureColumn]) -> str:
     """How often sigma fell from one prefix to the next longer one, beyond the tolerance."""
     pairs = [
         (short, long)
         for case in cases
-        if case.loaded.name.endswith(", causal") or case.family in ("gpt2", "llama")
-        for short, long in steps(paired[case.name])
+        if case.masked or getattr(case.loaded.config, "model_type", "") in ("gpt2", "llama")
+        for short, long in steps(case.paired)
     ]
     fell = sum((long.upper or 0.0) < (short.sigma or 0.0) for short, long in pairs)
     return f"fell in {fell} of {len(pairs)} steps"
 
 
-def _exponents(
-    cases: Sequence[Case],
-    real: dict[str, Rows],
-    paired: dict[str, Rows],
-    coded: dict[str, Curves],
-) -> Table:
-    lines = []
-    for case in cases:
-        first, second = _fits(real[case.name]), _fits(paired[case.name])
-        for layer, fit in second.items():
-            values = coded[case.name].get(layer)
-            lines.append(
-                (
-                    case.name,
-                    str(layer),
-                    exponent(first.get(layer)),
-                    exponent(fit),
-                    exponent(_rest(paired[case.name], layer)),
-                    "–" if values is None else plain_exponent(values),
-                )
-            )
-    columns = (
-        "model, text",
-        "layer",
-        "disjoint windows",
-        "same passages",
-        "top token fixed",
-        "as in the scripts",
-    )
-    title = (
+def _exponent_table(study: Study, cases: Sequence[FigureColumn]) -> None:
+    def rest(case: FigureColumn, layer: int) -> Growth | None:
+        return growth(top_held_fixed(_rows_of(case.paired, layer)), paired=True)
+
+    study.table(
         "Exponents of sigma in n (interval over the sampling of text, 95 % unless named; off by: "
-        "largest deviation of a mean from the line; ✗: no power law)"
+        "largest deviation of a mean from the line; ✗: no power law)",
+        [(case, layer) for case in cases for layer in _fits(case.paired)],
+        {
+            "model, text": lambda case, _: case.name,
+            "layer": lambda _, layer: layer,
+            "disjoint windows": lambda case, layer: exponent(_fits(case.real).get(layer)),
+            "same passages": lambda case, layer: exponent(_fits(case.paired)[layer]),
+            "top token fixed": lambda case, layer: exponent(rest(case, layer)),
+            "as in the scripts": lambda case, layer: (
+                plain_exponent(case.coded[layer]) if layer in case.coded else "–"
+            ),
+        },
     )
-    return Table(title, columns, tuple(lines))
 
 
-def _worst_tables(worst: Sequence[Adversarial]) -> Iterator[Table]:
-    """One table, or none where no head can place tokens."""
-    lines = tuple(
-        (
-            one.model,
-            str(one.layer),
-            f"{name}, {one.radii[name]:.3g}",
-            one.exponents(name),
-        )
-        for one in worst
-        for name in one.rows
-    )
-    columns = ("model", "layer", "radius of", "exponent: median and range over heads")
-    if lines:
-        yield Table("Adversarial inputs, one head placing the tokens, n ≥ 10", columns, lines)
-
-
-def _on_samples(paired: dict[str, Rows]) -> Iterator[str]:
-    """What few windows do to an interval."""
-    notes = {fit.note for rows in paired.values() for fit in _fits(rows).values() if fit}
-    yield from (f"Same passages: {note}." for note in sorted(filter(None, notes)))
-
-
-def _remarks(study: Study) -> tuple[str, ...]:
+def _remarks_on(study: Study) -> tuple[str, ...]:
     return (
         *study.not_run("bert-base-uncased", "gpt2"),
         "Text: "

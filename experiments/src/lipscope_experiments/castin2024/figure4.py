@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lipscope import Measurement, Rows
-from lipscope.charts import Panel, Series, power_law
+from lipscope.charts import Panel, power_law
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.castin2024.protocol import disjoint, first_and_middle
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle
+from lipscope_experiments.findings import curve, exponent, middle
 from lipscope_experiments.texts import Text
 
 _LEAST = 1.1  # range of the radius below which a slope in it says nothing
@@ -21,26 +21,24 @@ _LEAST = 1.1  # range of the radius below which a slope in it says nothing
 @experiment(
     "castin2024/figure4",
     title="How Smooth Is Attention?, Figures 4 to 6: learnt positions, radius and sigma",
-    cite="castin2024",
     models=("minilm", "random:gpt2", "dinov2"),
-    quick_models=("minilm",),
     reads_images=True,
 )
-def figure4(study: Study) -> Findings:
+def figure4(study: Study) -> None:
     """Consecutive windows: sigma and the radius against n, and sigma against the radius."""
     missing: list[str] = []
     places = [
         (f"{where}, layer {layer}", [row for row in rows if row.layer == layer], fit)
-        for where, rows in _rows(study, missing)
+        for where, rows in _windows_or_pictures(study, missing)
         for (_, layer, *_), fit in rows.growth().items()
     ]
     shown: dict[str, tuple[str, list[Measurement]]] = {}  # the middle layer on the first text
     for name, rows, _ in places:
         if rows[0].layer:
             shown.setdefault(rows[0].model, (name, rows))
-    _draw(study, list(shown.values()))
-    radius = [_slope(rows) for _, rows, _ in places]
-    across = [_against_radius(rows) for _, rows, _ in places]
+    _draw_radii(study, list(shown.values()))
+    radius = [_radius_slope(rows) for _, rows, _ in places]
+    across = [_sigma_in_radius(rows) for _, rows, _ in places]
     steep = [slope for slope in across if math.isfinite(slope)]
     lines = tuple(
         (name, f"{min(lengths)} to {max(lengths)}", f"{r:.3f}", exponent(fit), number(a, 3))
@@ -48,37 +46,32 @@ def figure4(study: Study) -> Findings:
         for lengths in [[row.num_tokens for row in rows]]
     )
     columns = ("where", "n", "radius in n", "sigma in n", "sigma in the radius, at the largest n")
-    return Findings(
-        (
-            Claim(
-                "radius against n",
-                "grows with n in pretrained GPT-2, by its learnt positions (Appendix E.2)",
-                f"exponents {middle(radius, 3)}",
-            ),
-            Claim(
-                "sigma against the radius at one n",
-                "sigma ≤ C R² √n (Theorem 3.3)",
-                f"least squares, without an interval: {middle(steep)} in {len(steep)} of "
-                f"{len(across)} layers; in the others the radius varies by less than "
-                f"{_LEAST - 1:.0%}",
-            ),
-        ),
-        (Table("Exponents", columns, lines),),
-        (
-            *study.not_run("gpt2"),
-            "The statement is about pretrained GPT-2. The models here have learnt positions, too, "
-            "but none of them has a radius that grows so.",
-            "The figure shows the middle layer of each model, of texts the first. Its right panels "
-            "pool all n, along which radius and sigma both grow: they do not show how sigma grows "
-            "with the radius at one n.",
-            "Pictures: the same ones at every resolution; at any but the model's own the "
-            "learnt positions are interpolated.",
-            *missing,
-        ),
+    study.claim(
+        "radius against n",
+        "grows with n in pretrained GPT-2, by its learnt positions (Appendix E.2)",
+        f"exponents {middle(radius, 3)}",
+    )
+    study.claim(
+        "sigma against the radius at one n",
+        "sigma ≤ C R² √n (Theorem 3.3)",
+        f"least squares, without an interval: {middle(steep)} in {len(steep)} of {len(across)} "
+        f"layers; in the others the radius varies by less than {_LEAST - 1:.0%}",
+    )
+    study.table("Exponents", lines, columns)
+    study.remark(
+        *study.not_run("gpt2"),
+        "The statement is about pretrained GPT-2. The models here have learnt positions, too, "
+        "but none of them has a radius that grows so.",
+        "The figure shows the middle layer of each model, of texts the first. Its right panels "
+        "pool all n, along which radius and sigma both grow: they do not show how sigma grows "
+        "with the radius at one n.",
+        "Pictures: the same ones at every resolution; at any but the model's own the "
+        "learnt positions are interpolated.",
+        *missing,
     )
 
 
-def _rows(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
+def _windows_or_pictures(study: Study, missing: list[str]) -> Iterator[tuple[str, Rows]]:
     """Rows of every model on every text, or on pictures if it reads them."""
     for one in study.sources(missing):
         if one.sees:
@@ -102,11 +95,11 @@ def _seen(study: Study, loaded: LoadedModel) -> Rows:
     )
 
 
-def _slope(rows: Sequence[Measurement]) -> float:
+def _radius_slope(rows: Sequence[Measurement]) -> float:
     return slope_of((row.num_tokens, row.radius_rms or 0.0) for row in rows)
 
 
-def _against_radius(rows: Sequence[Measurement]) -> float:
+def _sigma_in_radius(rows: Sequence[Measurement]) -> float:
     """Slope of sigma in the radius over the windows of the largest n; NaN if it hardly varies."""
     longest = max(row.num_tokens for row in rows)
     last = [row for row in rows if row.num_tokens == longest]
@@ -116,16 +109,15 @@ def _against_radius(rows: Sequence[Measurement]) -> float:
     return slope_of((row.radius_rms or 0.0, row.sigma or 0.0) for row in last)
 
 
-def _draw(study: Study, places: Sequence[tuple[str, list[Measurement]]]) -> None:
+def _draw_radii(study: Study, places: Sequence[tuple[str, list[Measurement]]]) -> None:
     panels = []
     for name, rows in places:
-        radius = tuple((row.num_tokens, row.radius_rms or 0.0) for row in rows)
-        sigma = tuple((row.num_tokens, row.sigma or 0.0) for row in rows)
-        law = power_law(sigma, 0.5, "~ n^(1/2)")
-        both = tuple((row.radius_rms or 0.0, row.sigma or 0.0) for row in rows)
+        radius = curve("radius", rows, "num_tokens", "radius_rms", "points")
+        sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
+        both = curve("sigma", rows, "radius_rms", "sigma", "points")
         panels += [
-            Panel(name, (Series("radius", radius, "points"),), y="radius"),
-            Panel(name, (Series("sigma", sigma, "points"), law)),
-            Panel(name, (Series("sigma", both, "points"),), x="radius"),
+            Panel(name, (radius,), y="radius"),
+            Panel(name, (sigma, power_law(sigma.points, 0.5, "~ n^(1/2)"))),
+            Panel(name, (both,), x="radius"),
         ]
     study.draw("figure4", "Figures 4 to 6: radius and sigma", panels, columns=3)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-import torch
-
-from lipscope import L2Attention, top_singular
+from lipscope import L2Attention
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
-from lipscope.pages import number
 from lipscope.records import looseness as looseness_of
 from lipscope.theorems import Metric, bounds_at, infinity_norm
-from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
-from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped, middle
+from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.findings import Record, chosen, grouped, middle
+from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
 _DIVISOR = "global_rows_capped"
@@ -33,72 +32,76 @@ _METRICS: tuple[Metric, ...] = ("frobenius", "max-token")
 @experiment(
     "castin2024/looseness",
     title="How far every theorem is above sigma on real layers",
-    cite="castin2024",
     models=("minilm", "smollm2"),
-    quick_models=("minilm",),
 )
-def looseness(study: Study) -> Findings:
+def looseness(study: Study) -> None:
     """Upper bounds divided by the measured norm of the same map, input and metric."""
     lengths = study.pick([16, 32], [16, 32, 64])
     places = list(study.places())
-    points = [point for place in places for point in _of(study, *place, lengths)]
+    points = [point for place in places for point in _above_sigma(study, *place, lengths)]
     # The infinity norm is that of a theorem on L2 attention: the same weights with its score.
-    jobs = [
-        _l2_job(loaded, text, layer, n)
-        for loaded, text in places
-        if loaded.config.model_type == "bert"  # no rotary embedding, no groups: it can have them
-        for layer in _layers(study, loaded)
-        for n in lengths
-    ]
-    found = study.values("l2-attention", jobs)
-    points += [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
-    _draw(study, points)
+    for loaded, text in places:
+        if loaded.config.model_type != "bert":  # a rotary embedding, or groups: it has none
+            continue
+        key = {"model": [loaded.name], "text": [text.name], "layer": _three_layers(study, loaded)}
+        found = study.values(
+            "l2-attention",
+            grid(**key, n=lengths, layers=["L2 attention"]),
+            functools.partial(_as_l2, loaded, text.content),
+        )
+        points += [one | {"n": r["n"], "layers": r["layers"]} for r in found for one in r["bounds"]]
+    _draw_bounds(study, points)
     worst = [p for p in points if p["ratio"] < 1 - 1e-5]
-    return Findings(
-        (
-            Claim("bounds below the measured norm", "none", f"{len(worst)} of {len(points)}"),
-            *(
-                Claim(f"{name}, {norm} norm", said, _ratio(points, name))
-                for name, norm, said in (
-                    ("castin_thm_3_3", "Frobenius", "tight in n (Section 3.2)"),
-                    ("castin_thm_e_3", "Frobenius", "Theorem 3.3 with biases (Appendix E.3)"),
-                    (_DIVISOR, "Frobenius", "below Theorem 3.3 (derived here)"),
-                    ("local_rows", "Frobenius", "local: reads the input (derived here)"),
-                    ("row_gram_joint", "Frobenius", "local, all heads at once (derived here)"),
-                    ("local_max_token_scalar", "largest-token", "local, without n (derived here)"),
-                    ("kim_thm_3_2_infinity", "infinity", "asymptotically tight (abstract)"),
-                )
-            ),
-            Claim(
-                "attention divided by global_rows_capped",
-                "a promising option at a fixed number of tokens (Section 5.3)",
-                f"costs a factor of the order of 10³ on these layers: {_ratio(points, _DIVISOR)}",
-            ),
-        ),
-        (_table(points, lengths),),
-        (
-            "A ratio compares a bound with a measurement of the same map and metric only.",
-            "L2 attention: the layer's own query, value and output weights and its own input, "
-            "with tied keys and without biases; no model was trained so. Its infinity norm is a "
-            "lower value by Hager's iteration, so that ratios are at most those shown.",
-            "No theorem of the catalogue on dot-product attention is stated in the infinity norm.",
-        ),
+    study.claim("bounds below the measured norm", "none", f"{len(worst)} of {len(points)}")
+    for name, norm, said in (
+        ("castin_thm_3_3", "Frobenius", "tight in n (Section 3.2)"),
+        ("castin_thm_e_3", "Frobenius", "Theorem 3.3 with biases (Appendix E.3)"),
+        (_DIVISOR, "Frobenius", "below Theorem 3.3 (derived here)"),
+        ("local_rows", "Frobenius", "local: reads the input (derived here)"),
+        ("row_gram_joint", "Frobenius", "local, all heads at once (derived here)"),
+        ("local_max_token_scalar", "largest-token", "local, without n (derived here)"),
+        ("kim_thm_3_2_infinity", "infinity", "asymptotically tight (abstract)"),
+    ):
+        study.claim(f"{name}, {norm} norm", said, _ratio_of(points, name))
+    study.claim(
+        "attention divided by global_rows_capped",
+        "a promising option at a fixed number of tokens (Section 5.3)",
+        f"costs a factor of the order of 10³ on these layers: {_ratio_of(points, _DIVISOR)}",
+    )
+    keys = ("layers", "metric", "theorem", "scope")
+    study.table(
+        "Bound / measured norm, median over layers and texts",
+        grouped(points, *keys),
+        {
+            **{name: lambda key, _, i=i: key[i] for i, name in enumerate(keys)},
+            **{f"n = {n}": lambda _, mine, n=n: _upper_median(mine, n) for n in lengths},
+        },
+        digits=3,
+    )
+    study.remark(
+        "A ratio compares a bound with a measurement of the same map and metric only.",
+        "L2 attention: the layer's own query, value and output weights and its own input, "
+        "with tied keys and without biases; no model was trained so. Its infinity norm is a "
+        "lower value by Hager's iteration, so that ratios are at most those shown.",
+        "No theorem of the catalogue on dot-product attention is stated in the infinity norm.",
     )
 
 
-def _layers(study: Study, loaded: LoadedModel) -> list[int]:
+def _three_layers(study: Study, loaded: LoadedModel) -> list[int]:
     count = int(loaded.config.num_hidden_layers)
     return study.pick([count // 2], [0, count // 2, count - 1])
 
 
-def _of(study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]) -> Iterator[Record]:
+def _above_sigma(
+    study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]
+) -> Iterator[Record]:
     """Every upper bound of a model on one text, divided by the measured norm."""
     for metric in _METRICS:
         rows = study.bounds(
             f"{loaded.name}-{text.name}-{metric}",
             loaded,
             text.content,
-            layers=_layers(study, loaded),
+            layers=_three_layers(study, loaded),
             lengths=lengths,
             samples=1,
             metric=metric,
@@ -111,40 +114,31 @@ def _of(study: Study, loaded: LoadedModel, text: Text, lengths: Sequence[int]) -
             row = measured[bound.id]
             ratio = looseness_of(bound, row)
             if ratio is not None:
-                point = _point(bound.theorem, bound.scope, metric, ratio)
+                point = _bound_point(bound.theorem, bound.scope, metric, ratio)
                 yield point | {"n": row.num_tokens, "layers": "as they are"}
 
 
-def _l2_job(loaded: LoadedModel, text: Text, layer: int, n: int) -> ValueJob:
-    def compute() -> Record:
-        one = next(
-            layers_of(loaded, text.content, layers=[layer], lengths=[n], special_tokens=False)
-        )
-        own = one.attention
-        l2 = L2Attention(own.query, own.value, own.output, heads=own.num_heads)
-        inner = l2.linearise(one.x)
-        measured = {
-            "frobenius": top_singular(inner, generator=torch.Generator().manual_seed(0)).sigma,
-            "infinity": infinity_norm(inner).lower,
-        }
-        return {
-            "bounds": [
-                _point(bound.theorem, bound.scope, metric, bound.value / norm)
-                for metric, norm in measured.items()
-                for bound in bounds_at(l2, one.x, metric=cast("Metric", metric))
-                if bound.value is not None and bound.kind == "upper"
-            ]
-        }
-
-    key = {"model": loaded.name, "text": text.name, "layer": layer, "n": n}
-    return key | {"layers": "L2 attention"}, compute
+def _as_l2(loaded: LoadedModel, text: str, layer: int, n: int, **_: str) -> Record:
+    one = next(layers_of(loaded, text, layers=[layer], lengths=[n], special_tokens=False))
+    own = one.attention
+    l2 = L2Attention(own.query, own.value, own.output, heads=own.num_heads)
+    inner = l2.linearise(one.x)
+    measured = {"frobenius": top(inner).sigma, "infinity": infinity_norm(inner).lower}
+    return {
+        "bounds": [
+            _bound_point(bound.theorem, bound.scope, metric, bound.value / norm)
+            for metric, norm in measured.items()
+            for bound in bounds_at(l2, one.x, metric=cast("Metric", metric))
+            if bound.value is not None and bound.kind == "upper"
+        ]
+    }
 
 
-def _point(theorem: str, scope: str, metric: str, ratio: float) -> dict[str, Any]:
+def _bound_point(theorem: str, scope: str, metric: str, ratio: float) -> dict[str, Any]:
     return {"theorem": theorem, "scope": scope, "metric": metric, "ratio": ratio}
 
 
-def _ratio(points: Sequence[Record], theorem: str) -> str:
+def _ratio_of(points: Sequence[Record], theorem: str) -> str:
     ratios = [p["ratio"] for p in points if p["theorem"] == theorem]
     return (
         f"{middle(ratios, 1)} times the measured norm"
@@ -153,34 +147,19 @@ def _ratio(points: Sequence[Record], theorem: str) -> str:
     )
 
 
-def _draw(study: Study, points: Sequence[Record]) -> None:
+def _draw_bounds(study: Study, points: Sequence[Record]) -> None:
     """Medians over layers and texts, of the theorems that the findings speak of."""
-    mine = [p for p in points if (p["layers"], p["metric"]) == ("as they are", "frobenius")]
-    series = [
-        Series(name, _medians(mine, theorem))
-        for theorem, name in _SHOWN.items()
-        if any(p["theorem"] == theorem for p in mine)
-    ]
+    mine = chosen(points, layers="as they are", metric="frobenius")
+    series = []
+    for theorem, name in _SHOWN.items():
+        by = dict(grouped(chosen(mine, theorem=theorem), "n"))
+        medians = ((n, statistics.median(p["ratio"] for p in by[n])) for n in sorted(by))
+        if by:
+            series.append(Series(name, tuple(medians)))
     panel = Panel("Frobenius norm", tuple(series), y="bound / sigma")
     study.draw("looseness", "Bounds above sigma", [panel], ["Medians over layers and texts."])
 
 
-def _medians(points: Sequence[Record], theorem: str) -> tuple[tuple[int, float], ...]:
-    mine = [p for p in points if p["theorem"] == theorem]
-    return tuple(
-        (n, statistics.median(p["ratio"] for p in mine if p["n"] == n))
-        for n in sorted({p["n"] for p in mine})
-    )
-
-
-def _table(points: Sequence[Record], lengths: Sequence[int]) -> Table:
-    lines = []
-    keys = ("layers", "metric", "theorem", "scope")
-    for key, mine in grouped(points, *keys):
-        cells = []
-        for n in lengths:
-            ratios = sorted(p["ratio"] for p in mine if p["n"] == n)
-            cells.append(number(ratios[len(ratios) // 2], 3) if ratios else "–")
-        lines.append((*key, *cells))
-    columns = (*keys, *(f"n = {n}" for n in lengths))
-    return Table("Bound / measured norm, median over layers and texts", columns, tuple(lines))
+def _upper_median(points: Sequence[Record], n: int) -> float | None:
+    ratios = sorted(p["ratio"] for p in chosen(points, n=n))
+    return ratios[len(ratios) // 2] if ratios else None

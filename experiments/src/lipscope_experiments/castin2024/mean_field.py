@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any
-
-import torch
 
 from lipscope import DotProduct
 from lipscope.attacks import weighted_two_atoms
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope.theorems import NotApplicableError, catalogue, eigen_directions, evaluate, heads_of
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, curve, grouped
+from lipscope_experiments.simple_layers import SIGNS, multiple
 
 _MOST = 1e7  # tokens
-_SIGNS = {"A = -I": -1.0, "A = +I": 1.0}
 _BOUNDS = {
     "Theorem 3.5": "geshkovski_mean_field",
     "mean-field bound derived here": "mean_field",
@@ -28,59 +26,65 @@ _BOUNDS = {
 @experiment(
     "castin2024/mean-field",
     title="How Smooth Is Attention?, Proposition 3.6: the mean-field regime",
-    cite="castin2024",
     reads_text=False,
 )
-def mean_field(study: Study) -> Findings:
+def mean_field(study: Study) -> None:
     """Sigma of the two clusters exactly (weighted tokens), against R, and against n at one R."""
     steps = study.pick(8, 24)
-    along = study.values(
-        "against-R", [_job(name, k / steps) for name in _SIGNS for k in range(1, steps + 1)]
-    )
+    keys = [
+        {"layer": name, "radius": k / steps * math.sqrt(math.log(_MOST) / (2 * _gamma(name)))}
+        for name in SIGNS
+        for k in range(1, steps + 1)
+    ]
+    along = study.values("against-R", keys, _at_radius)
     fine = study.pick(2, 6)
     counts = sorted({max(2, round(10 ** (k / fine))) for k in range(1, 1 + fine * 7)})
-    across = study.values("against-n", [_count_job(n) for n in counts])
-    _draw(study, along, across)
-    last = {name: [r for r in along if r["layer"] == name][-1] for name in _SIGNS}
+    across = study.values("against-n", grid(n=counts, radius=[_RADIUS]), _against_n)
+    _draw_clusters(study, along, across)
+    last = {name: mine[-1] for name, mine in grouped(along, "layer")}
     edge = [(r["n"], r["sigma"]) for r in across]
     early = slope_of((n, s) for n, s in edge if 10 <= n <= 0.1 * _edge())
     late = slope_of((n, s) for n, s in edge if n >= 100 * _edge())
     top = max(edge, key=lambda pair: pair[1])
-    return Findings(
-        (
-            *(
-                Claim(
-                    f"sigma / ((γ/2) R² e^(γR²)), {name}",
-                    "tends to 1 (Proposition 3.6); like 1 + 1/(γR²) (derived here)",
-                    f"{number(r['sigma'] / r['reference'])} at R = {number(r['radius'], 3)}, "
-                    f"n = {r['n']:,}; 1 + 1/(γR²) = {number(1 + 1 / r['t'])}",
-                )
-                for name, r in last.items()
-            ),
-            Claim(
-                "upper bounds there, divided by sigma",
-                "almost tight up to a constant factor in the exponential (Section 3.2)",
-                "; ".join(
-                    f"{name}: "
-                    + ", ".join(
-                        f"{label} {number(r[key] / r['sigma'], 3)}"
-                        for label, key in _BOUNDS.items()
-                    )
-                    for name, r in last.items()
-                ),
-            ),
-            Claim(
-                "where the growth like √n ends (A = -I, R = 2)",
-                "up to n of the order of e^(2γR²)",
-                f"exponent {early:.3f} below a tenth of e^(2γR²) = {_edge():.0f}, largest sigma at "
-                f"n = {top[0]:,}, exponent {late:.3f} beyond a hundred times",
-            ),
+    for name, r in last.items():
+        study.claim(
+            f"sigma / ((γ/2) R² e^(γR²)), {name}",
+            "tends to 1 (Proposition 3.6); like 1 + 1/(γR²) (derived here)",
+            f"{number(r['sigma'] / r['reference'])} at R = {number(r['radius'], 3)}, "
+            f"n = {r['n']:,}; 1 + 1/(γR²) = {number(1 + 1 / r['t'])}",
+        )
+    study.claim(
+        "upper bounds there, divided by sigma",
+        "almost tight up to a constant factor in the exponential (Section 3.2)",
+        "; ".join(
+            f"{name}: "
+            + ", ".join(
+                f"{label} {number(r[key] / r['sigma'], 3)}" for label, key in _BOUNDS.items()
+            )
+            for name, r in last.items()
         ),
-        (_table(along),),
-        (
-            "Weighted tokens: exact for any n, moves of equal tokens against each other included.",
-            "For A = +I, γ = 1/8 and the exponent of the upper bounds is eight times larger.",
-        ),
+    )
+    study.claim(
+        "where the growth like √n ends (A = -I, R = 2)",
+        "up to n of the order of e^(2γR²)",
+        f"exponent {early:.3f} below a tenth of e^(2γR²) = {_edge():.0f}, largest sigma at "
+        f"n = {top[0]:,}, exponent {late:.3f} beyond a hundred times",
+    )
+    study.table(
+        "V = I, one token against all others",
+        along,
+        {
+            "layer": "layer",
+            "R": lambda r: number(r["radius"], 3),
+            "n": lambda r: f"{r['n']:,}",
+            "sigma": "sigma",
+            "sigma / ((γ/2) R² e^(γR²))": lambda r: r["sigma"] / r["reference"],
+            **_BOUNDS,
+        },
+    )
+    study.remark(
+        "Weighted tokens: exact for any n, moves of equal tokens against each other included.",
+        "For A = +I, γ = 1/8 and the exponent of the upper bounds is eight times larger.",
     )
 
 
@@ -91,82 +95,46 @@ def _edge() -> float:
     return math.exp(2 * _RADIUS**2)
 
 
-def _layer(sign: float) -> DotProduct:
-    eye = torch.eye(2, dtype=torch.float64)
-    return DotProduct(eye, sign * eye, eye, scale=1.0)
+def _gamma(name: str) -> float:
+    return eigen_directions(heads_of(multiple(SIGNS[name], 2))[0])[0].gamma
 
 
-def _job(name: str, share: float) -> ValueJob:
-    layer = _layer(_SIGNS[name])
-    gamma = eigen_directions(heads_of(layer)[0])[0].gamma
-    radius = share * math.sqrt(math.log(_MOST) / (2 * gamma))
-
-    def compute() -> Record:
-        found = weighted_two_atoms(layer, radius=radius)
-        t = gamma * radius**2
-        return {
-            "t": t,
-            "n": found.num_tokens,
-            "sigma": found.sigma,
-            "moving": found.moving,
-            "reference": t / 2 * math.exp(t),
-            **_bounds(layer, found.num_tokens, radius),
-        }
-
-    return {"layer": name, "radius": radius}, compute
+def _at_radius(layer: str, radius: float) -> Record:
+    own, t = multiple(SIGNS[layer], 2), _gamma(layer) * radius**2
+    found = weighted_two_atoms(own, radius=radius)
+    return {
+        "t": t,
+        "n": found.num_tokens,
+        "sigma": found.sigma,
+        "moving": found.moving,
+        "reference": t / 2 * math.exp(t),
+        **_bounds_at(own, found.num_tokens, radius),
+    }
 
 
-def _bounds(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, float | None]:
+def _bounds_at(layer: DotProduct, num_tokens: int, radius: float) -> dict[str, float | None]:
     known = {one.name: one for one in catalogue()}
-    found: dict[str, float | None] = {}
-    for name in _BOUNDS.values():
-        try:
+    found: dict[str, float | None] = dict.fromkeys(_BOUNDS.values())
+    for name in found:
+        with contextlib.suppress(NotApplicableError):
             found[name] = evaluate(known[name], layer, num_tokens=num_tokens, radius=radius)
-        except NotApplicableError:
-            found[name] = None
     return found
 
 
-def _count_job(n: int) -> ValueJob:
-    def compute() -> Record:
-        found = weighted_two_atoms(_layer(-1.0), radius=_RADIUS, num_tokens=n)
-        return {"sigma": found.sigma, **_bounds(_layer(-1.0), n, _RADIUS)}
-
-    return {"n": n, "radius": _RADIUS}, compute
+def _against_n(n: int, radius: float) -> Record:
+    layer = multiple(-1.0, 2)
+    found = weighted_two_atoms(layer, radius=radius, num_tokens=n)
+    return {"sigma": found.sigma, **_bounds_at(layer, n, radius)}
 
 
-def _draw(study: Study, along: list[Record], across: list[Record]) -> None:
+def _draw_clusters(study: Study, along: list[Record], across: list[Record]) -> None:
     panels = []
-    for name in _SIGNS:
-        mine = [r for r in along if r["layer"] == name]
-        curves = [("sigma", "sigma", "points"), ("(γ/2) R² e^(γR²)", "reference", "line")]
-        curves += [(label, key, "dashes") for label, key in _BOUNDS.items()]
-        panels.append(Panel(name, _series(mine, "radius", curves), x="radius R"))
-    curves = [("sigma", "sigma", "points"), *((k, v, "dashes") for k, v in _BOUNDS.items())]
-    panels.append(Panel(f"A = -I, R = {_RADIUS}", _series(across, "n", curves)))
+    for name, mine in [*grouped(along, "layer"), (f"A = -I, R = {_RADIUS}", across)]:
+        x = "radius" if mine is not across else "n"
+        series = [curve("sigma", mine, x, "sigma", "points")]
+        if mine is not across:
+            series.append(curve("(γ/2) R² e^(γR²)", mine, x, "reference"))
+        series += [curve(label, mine, x, key, "dashes") for label, key in _BOUNDS.items()]
+        words = "number of tokens n" if mine is across else "radius R"
+        panels.append(Panel(name, tuple(series), words))
     study.draw("mean-field", "Two unbalanced clusters", panels, columns=3)
-
-
-def _series(
-    records: list[Record], x: str, curves: list[tuple[str, str, Any]]
-) -> tuple[Series, ...]:
-    return tuple(
-        Series(name, tuple((r[x], r[key]) for r in records if r[key] is not None), kind)
-        for name, key, kind in curves
-    )
-
-
-def _table(along: list[Record]) -> Table:
-    columns = ("layer", "R", "n", "sigma", "sigma / ((γ/2) R² e^(γR²))", *_BOUNDS)
-    lines = tuple(
-        (
-            r["layer"],
-            number(r["radius"], 3),
-            f"{r['n']:,}",
-            number(r["sigma"]),
-            number(r["sigma"] / r["reference"]),
-            *(number(r[key]) for key in _BOUNDS.values()),
-        )
-        for r in along
-    )
-    return Table("V = I, one token against all others", columns, lines)

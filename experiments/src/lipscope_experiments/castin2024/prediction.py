@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lipscope import LayerAtInput, Rows, top_singular
+from lipscope import LayerAtInput, Rows
 from lipscope.charts import Panel, Series
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import rank_correlation
-from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
-from lipscope_experiments.findings import Claim, Findings, Record, Table, middle
+from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.findings import Record, middle
+from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
 Scores = Callable[[Tensor], Tensor]
@@ -29,40 +30,36 @@ _BEYOND = 1.02  # a step goes a little further than the linear model asks, as De
 @experiment(
     "castin2024/prediction",
     title="Does sigma predict the smallest move that changes an answer?",
-    cite="castin2024",
     models=("minilm", "smollm2"),
-    quick_models=("minilm",),
 )
-def prediction(study: Study) -> Findings:
+def prediction(study: Study) -> None:
     """Rank correlation over windows of sigma, relative sigma and a certificate with the move."""
-    cases = [_case(study, *place) for place in study.places()]
-    tables = [_table(case) for case in cases]
-    _draw(study, cases)
-    return Findings(
-        tuple(claim for case in cases for claim in _claims(case)),
-        tuple(tables),
-        (
-            f"Windows of {_TOKENS} tokens, spread over the text. The answer of an encoder is the "
-            "nearest of as many other windows, none of which is asked itself, by cosine of the "
-            "mean token; that of a decoder the likeliest next token, by its own embedding table.",
-            "The move is one of the first block's input, ‖E‖_F / ‖X‖_F: steps to the nearest of "
-            f"the {_RIVALS} nearest rivals to first order until the answer is another one "
-            "(DeepFool), then bisection on its length. It is an upper value of the smallest move.",
-            "Sigma is that of each layer's attention at the window. A fragile window has a small "
-            "move: where sigma predicts, the correlation is negative. The margin of the answer, "
-            "the model's own sigma and their quotient stand beside it, to compare with.",
-            "Intervals: 95 %, Bonett and Wright's standard error of a rank correlation on Fisher's "
-            "scale, for independent windows. Each row is one test among many.",
-            "The local bound is `local_rows`. The row-Gram certificate was left out: it takes "
-            "seconds a window, and lies at most 1.8 times above sigma, which it would follow.",
-        ),
+    cases = [_windows_of(study, *place) for place in study.places()]
+    _draw_predictors(study, cases)
+    for case in cases:
+        _of_correlations(study, case)
+    for case in cases:
+        lines = [(name, _interval_of(found)) for name, found in _correlations(case).items()]
+        title = f"Rank correlation with the smallest move: {case['model']}, {case['text']}"
+        study.table(title, lines, ("predictor", "correlation, 95 % interval"))
+    study.remark(
+        f"Windows of {_TOKENS} tokens, spread over the text. The answer of an encoder is the "
+        "nearest of as many other windows, none of which is asked itself, by cosine of the "
+        "mean token; that of a decoder the likeliest next token, by its own embedding table.",
+        "The move is one of the first block's input, ‖E‖_F / ‖X‖_F: steps to the nearest of "
+        f"the {_RIVALS} nearest rivals to first order until the answer is another one "
+        "(DeepFool), then bisection on its length. It is an upper value of the smallest move.",
+        "Sigma is that of each layer's attention at the window. A fragile window has a small "
+        "move: where sigma predicts, the correlation is negative. The margin of the answer, "
+        "the model's own sigma and their quotient stand beside it, to compare with.",
+        "Intervals: 95 %, Bonett and Wright's standard error of a rank correlation on Fisher's "
+        "scale, for independent windows. Each row is one test among many.",
+        "The local bound is `local_rows`. The row-Gram certificate was left out: it takes "
+        "seconds a window, and lies at most 1.8 times above sigma, which it would follow.",
     )
 
 
-# --- what is computed ------------------------------------------------------------------------
-
-
-def _case(study: Study, loaded: LoadedModel, text: Text) -> Record:
+def _windows_of(study: Study, loaded: LoadedModel, text: Text) -> Record:
     count = int(loaded.config.num_hidden_layers)
     every = study.pick(count // 2, 5 if count > 12 else 1)
     decides = loaded.config.model_type != "bert"
@@ -82,18 +79,22 @@ def _case(study: Study, loaded: LoadedModel, text: Text) -> Record:
     scores = _next_token(loaded)
     if not decides:
         bank = torch.stack([_sentence(one.output) for one in asked[1::2]])
-        asked, scores = asked[::2], _nearest(bank)
+        asked, scores = asked[::2], _nearest_passage(bank)
         key["passages"] = len(bank)
-    jobs = [_job({**key, "sample": one.sample}, one, scores) for one in asked]
-    records = study.values(f"flips-{loaded.name}-{text.name}", jobs)
-    return {"model": loaded.name, "text": text.name, "rows": rows, "moves": records}
+    by = {one.sample: one for one in asked}
+    moves = study.values(
+        f"flips-{loaded.name}-{text.name}",
+        [{**key, "sample": sample} for sample in by],
+        lambda sample, **_: _flip(by[sample], scores),
+    )
+    return {"model": loaded.name, "text": text.name, "rows": rows, "moves": moves}
 
 
 def _sentence(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.mean(0), dim=0)
 
 
-def _nearest(bank: Tensor) -> Scores:
+def _nearest_passage(bank: Tensor) -> Scores:
     passages = bank.detach()
     return lambda hidden: passages @ _sentence(hidden)
 
@@ -104,16 +105,12 @@ def _next_token(loaded: LoadedModel) -> Scores:
     return lambda hidden: table @ hidden[-1]
 
 
-def _job(key: Record, one: LayerAtInput, scores: Scores) -> ValueJob:
-    def compute() -> Record:
-        x = one.x.detach()
-        margin, move = smallest_flip(lambda e: scores(one(x + e)), x)
-        start = torch.Generator().manual_seed(0)
-        sigma = top_singular(one.linearise(x), tol=1e-2, generator=start).sigma
-        size = None if move is None else float(move.norm() / x.norm())
-        return {"size": size, "margin": margin, "model": sigma}
-
-    return key, compute
+def _flip(one: LayerAtInput, scores: Scores) -> Record:
+    x = one.x.detach()
+    margin, move = smallest_flip(lambda e: scores(one(x + e)), x)
+    sigma = top(one.linearise(x), tol=1e-2).sigma
+    size = None if move is None else float(move.norm() / x.norm())
+    return {"size": size, "margin": margin, "model": sigma}
 
 
 def smallest_flip(scores: Scores, x: Tensor) -> tuple[float, Tensor | None]:
@@ -122,15 +119,8 @@ def smallest_flip(scores: Scores, x: Tensor) -> tuple[float, Tensor | None]:
     Each step is the least one that closes the gap to first order, for the nearest of a few
     rivals; then the length is halved in on, along the move that was found.
 
-    Holds for scores that are differentiable in the move: an upper value of the smallest one.
-
-    Args:
-        scores: Scores of the classes by the move.
-        x: The input, for the shape of the move.
-
-    Returns:
-        Margin of the largest score over the second one, and the move, or None if none was found.
-
+    Holds for scores that are differentiable in the move: an upper value of the smallest one. Also
+    the margin of the largest score over the second one.
     Source: DeepFool (Moosavi-Dezfooli et al. 2016), over some rivals.
     """
     with torch.no_grad():
@@ -171,47 +161,40 @@ def _answer(scores: Scores, move: Tensor) -> int:
         return int(scores(move).argmax())
 
 
-# --- what is said ----------------------------------------------------------------------------
-
-
-def _predictors(case: Record) -> dict[str, dict[int, float]]:
-    """By name, a value for every window."""
+def _by_window(case: Record) -> dict[str, dict[int, float]]:
+    """Predictors by name, a value for every window."""
     rows: Rows = case["rows"]
     bounds = {b.id: b.value for b in rows.bounds if b.theorem == "local_rows"}
     found: dict[str, dict[int, float]] = {}
     for row in rows:
-        values = (
-            ("sigma", row.sigma),
-            ("relative sigma", row.relative),
-            ("local bound", bounds.get(row.id)),
-        )
-        for name, value in values:
+        values = {"sigma": row.sigma, "relative sigma": row.relative}
+        for name, value in (values | {"local bound": bounds.get(row.id)}).items():
             if value is not None and math.isfinite(value):
                 found.setdefault(f"{name}, layer {row.layer}", {})[row.sample] = value
-    for r in case["moves"]:
-        found.setdefault("sigma of the model", {})[r["sample"]] = r["model"]
-        found.setdefault("margin", {})[r["sample"]] = r["margin"]
-        found.setdefault("margin / sigma of the model", {})[r["sample"]] = r["margin"] / r["model"]
+    moves = {r["sample"]: r for r in case["moves"]}
+    found["sigma of the model"] = {s: r["model"] for s, r in moves.items()}
+    found["margin"] = {s: r["margin"] for s, r in moves.items()}
+    found["margin / sigma of the model"] = {s: r["margin"] / r["model"] for s, r in moves.items()}
     return found
 
 
-def _sizes(case: Record) -> dict[int, float]:
+def _move_sizes(case: Record) -> dict[int, float]:
     return {r["sample"]: r["size"] for r in case["moves"] if r["size"] is not None}
 
 
 def _correlations(case: Record) -> dict[str, tuple[float, float, float]]:
-    sizes = _sizes(case)
+    sizes = _move_sizes(case)
     found = {}
-    for name, values in _predictors(case).items():
+    for name, values in _by_window(case).items():
         both = sorted(sizes.keys() & values.keys())
         found[name] = rank_correlation([values[s] for s in both], [sizes[s] for s in both])
     return found
 
 
-def _claims(case: Record) -> Iterator[Claim]:
+def _of_correlations(study: Study, case: Record) -> None:
     where, found = f"{case['model']}, {case['text']}", _correlations(case)
-    sizes = _sizes(case)
-    yield Claim(
+    sizes = _move_sizes(case)
+    study.claim(
         f"{where}: smallest move found, share of ‖X‖",
         "not in the paper",
         f"{middle(sizes.values(), 4)}, {len(sizes)} of {len(case['moves'])} windows",
@@ -220,51 +203,39 @@ def _claims(case: Record) -> Iterator[Claim]:
         mine = [value for key, value in found.items() if key.startswith(f"{name}, layer")]
         sure = sum(high < 0 for _, _, high in mine)
         other = sum(low > 0 for _, low, _ in mine)
-        yield Claim(
+        study.claim(
             f"{where}: {name} of a layer against the move, rank correlation",
             "negative if it predicts",
             f"{middle(rho for rho, _, _ in mine)} over {len(mine)} layers, negative beyond the "
             f"interval in {sure}, positive in {other}",
         )
-    known = _predictors(case)
+    known = _by_window(case)
     factors = [max(known[name].values()) / min(known[name].values()) for name in _PER_WINDOW]
-    yield Claim(
+    study.claim(
         f"{where}: largest over smallest, among windows",
         "not in the paper",
         ", ".join(f"{n} {number(f, 3)}" for n, f in zip(_PER_WINDOW, factors, strict=True)),
     )
     for name in ("margin", "margin / sigma of the model"):
-        yield Claim(f"{where}: {name} against the move", "positive", _cell(found[name]))
+        study.claim(f"{where}: {name} against the move", "positive", _interval_of(found[name]))
 
 
-def _cell(found: tuple[float, float, float]) -> str:
+def _interval_of(found: tuple[float, float, float]) -> str:
     rho, low, high = found
     return f"{rho:.2f}" + ("" if math.isnan(low) else f" [{low:.2f}, {high:.2f}]")
 
 
-def _table(case: Record) -> Table:
-    lines = tuple((name, _cell(found)) for name, found in _correlations(case).items())
-    title = f"Rank correlation with the smallest move: {case['model']}, {case['text']}"
-    return Table(title, ("predictor", "correlation, 95 % interval"), lines)
-
-
-# --- what is drawn ---------------------------------------------------------------------------
-
-
-def _draw(study: Study, cases: Sequence[Record]) -> None:
+def _draw_predictors(study: Study, cases: Sequence[Record]) -> None:
     panels = []
     for case in cases:
-        sizes, values = _sizes(case), _predictors(case)
+        sizes, values = _move_sizes(case), _by_window(case)
         layers = sorted({row.layer or 0 for row in case["rows"]})
         for name in (f"sigma, layer {layers[len(layers) // 2]}", "margin / sigma of the model"):
             points = tuple((v, sizes[s]) for s, v in values[name].items() if s in sizes)
-            panels.append(
-                Panel(
-                    f"{case['model']}, {case['text']}",
-                    (Series("a window of the text", points, "points"),),
-                    x=name,
-                    y="smallest move / ‖X‖",
-                )
+            windows, title = (
+                Series("a window of the text", points, "points"),
+                f"{case['model']}, {case['text']}",
             )
+            panels.append(Panel(title, (windows,), x=name, y="smallest move / ‖X‖"))
     title = "What predicts the smallest move that changes an answer"
     study.draw("prediction", title, panels, columns=2)

@@ -1,10 +1,11 @@
-"""The windows of the paper's experiments: fresh text at every length, no special tokens."""
+"""The protocol of Figure 1: windows of text, the scripts' quantity, two clusters of tokens."""
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,6 @@ def disjoint(study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int
     return study.measure(part, loaded, text.content, layers=layers, **options)
 
 
-# --- quantities that published scripts compute under the name of sigma, for comparison only ---
-
 Curves = dict[int, list[tuple[int, float]]]
 
 # What the scripts call attention: for BERT with residual and norm, for GPT-2 without.
@@ -70,13 +69,6 @@ def castin_scripts(layer: LayerAtInput) -> float:
 
     Holds for every map. For BERT the scripts take the map ``residual`` on text and ``heads``
     on adversarial inputs, for GPT-2 ``attention``.
-
-    Args:
-        layer: A map at its input.
-
-    Returns:
-        The quantity.
-
     Source: read in the code of [castin2024] (github.com/vcastin/how-smooth-is-attention,
     commit eff2f2a, ``loc_lipschitz``); ``examples/published_power_iteration.py`` repeats it.
     """
@@ -88,19 +80,11 @@ def castin_scripts(layer: LayerAtInput) -> float:
 def as_coded(
     study: Study, loaded: LoadedModel, text: Text, layers: Sequence[int], options: dict[str, Any]
 ) -> Curves:
-    """The quantity of the published scripts on windows of a text: pairs ``(n, value)`` by layer.
-
-    Args:
-        study: Keeps the values.
-        loaded: The model.
-        text: The text.
-        layers: Layers.
-        options: How the text is cut, as for `lipscope.measure`.
-    """
+    """The quantity of the published scripts on windows of a text: pairs ``(n, value)`` by layer."""
     name = f"{loaded.name}, {text.name}"
     what = _AS_CODED.get(str(getattr(loaded.config, "model_type", "")), "attention")
 
-    def compute() -> Record:
+    def compute(**_: Any) -> Record:
         maps = layers_of(loaded, text.content, layers=layers, map=what, dtype="float32", **options)
         found = [
             {"layer": one.layer, "n": len(one.x), "value": castin_scripts(one)} for one in maps
@@ -108,14 +92,12 @@ def as_coded(
         return {"values": found}
 
     key = {"case": name, "map": what, "lengths": str(options["lengths"])}
-    (record,) = study.values(f"as-coded-{name}", [(key, compute)])
+    (record,) = study.values(f"as-coded-{name}", [key], compute)
     return {
         layer: [(v["n"], v["value"]) for v in record["values"] if v["layer"] == layer]
         for layer in layers
     }
 
-
-# --- second row of Figure 1: two clusters of tokens, placed by one head after another ---
 
 # Radii of the published scripts for the first and the middle layer (adversarial.py): the first
 # layer of GPT-2 is that of the pretrained model there, the middle one that of random weights.
@@ -125,14 +107,7 @@ _FROM = 10  # the law is one for large n: below, n - 1 is not n
 
 @dataclass(frozen=True)
 class Adversarial:
-    """One layer: by name of the radius, a row for every placing head (`sample`) and n.
-
-    Attributes:
-        model: Name of the model.
-        layer: Index of the layer.
-        rows: Rows by name of the radius.
-        radii: The radii.
-    """
+    """One layer: by name of the radius, a row for every placing head (`sample`) and n."""
 
     model: str
     layer: int
@@ -176,35 +151,26 @@ def adversarial(
         except InputError as why:
             if "real eigenvalue" not in str(why):
                 return  # rotary: nothing to place
-        found = {
-            name: _rows(study, loaded, layer, one.attention, radius, every, lengths)
-            for name, radius in radii.items()
-        }
+        heads = [h for h in range(0, one.attention.num_heads, every) if _places(one.attention, h)]
+        options = {"layer": one.attention, "kind": "two_cluster", "of": loaded, "index": layer}
+        found = {}
+        for name, radius in radii.items():
+            inputs = [
+                (head, functools.partial(_placed, one.attention, head, n, radius))
+                for head in heads
+                for n in lengths
+            ]
+            found[name] = list(study.built("adversarial", inputs, **options))
         yield Adversarial(loaded.name, layer, found, radii)
 
 
-def _rows(
-    study: Study,
-    loaded: LoadedModel,
-    layer: int,
-    attention: Attention,
-    radius: float,
-    every: int,
-    lengths: Sequence[int],
-) -> list[Measurement]:
-    heads = range(0, attention.num_heads, every)
-
-    def placed(head: int, n: int) -> tuple[int, Callable[[], Tensor]]:
-        return head, lambda: two_cluster(attention, head=head, num_tokens=n, radius=radius).x
-
-    inputs = [placed(head, n) for head in heads if _placeable(attention, head) for n in lengths]
-    options = {"layer": attention, "kind": "two_cluster", "of": loaded, "index": layer}
-    return list(study.built("adversarial", inputs, **options))
+def _placed(layer: Attention, head: int, n: int, radius: float) -> Tensor:
+    return two_cluster(layer, head=head, num_tokens=n, radius=radius).x
 
 
-def _placeable(attention: Attention, head: int) -> bool:
+def _places(layer: Attention, head: int) -> bool:
     try:
-        two_cluster(attention, head=head, num_tokens=2, radius=1.0)
+        _placed(layer, head, 2, 1.0)
     except InputError:
         return False
     return True

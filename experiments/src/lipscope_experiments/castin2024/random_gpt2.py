@@ -20,12 +20,11 @@ from lipscope_experiments.castin2024.protocol import (
     first_and_middle,
 )
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Claim, Findings, Table, exponent, middle, plain_exponent
-from lipscope_experiments.texts import Text
+from lipscope_experiments.findings import curve, exponent, middle, plain_exponent
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Draw:
     """One draw of the weights on one text."""
 
     seed: int
@@ -41,77 +40,92 @@ class _Case:
 @experiment(
     "castin2024/random-gpt2",
     title="How Smooth Is Attention?, Figure 1, third column: GPT-2 with random weights",
-    cite="castin2024",
     models=("random:gpt2",),
 )
-def random_gpt2(study: Study) -> Findings:
+def random_gpt2(study: Study) -> None:
     """Both quantities on text, and sigma on two clusters at the radius of text and of the paper."""
-    cases: list[_Case] = []
+    cases: list[_Draw] = []
     built: list[tuple[int, Adversarial]] = []
     layers = first_and_middle(study.load(study.models[0]))
-    for seed, drawn in _drawn(study):
-        mine = [_case(study, seed, drawn, text, layers) for text in study.texts]
+    lengths = study.pick([10, 20, 40], [10, 20, 40, 70, 100])
+    options: dict[str, Any] = {"lengths": lengths, "samples": study.pick(3, 10)}
+    options |= {"windows": "disjoint", "special_tokens": False}
+    for seed, drawn in _draws(study):
+        mine = []
+        for text in study.texts:
+            part = f"text-{drawn.name}-{text.name}"
+            rows = study.measure(part, drawn, text.content, layers=layers, **options)
+            coded = as_coded(study, drawn, text, layers, options)
+            mine.append(_Draw(seed, text.name, rows, coded))
         cases += mine
-        few = {"every": 4, "lengths": _lengths(study)}
-        built += [(seed, one) for one in adversarial(study, drawn, layers[1:], mine[0].rows, **few)]
-    _draw(study, cases, built, layers)
-    return Findings(_claims(cases, built, layers), (_table(cases), *_built_table(built)), _SAID)
+        found = adversarial(study, drawn, layers[1:], mine[0].rows, every=4, lengths=lengths)
+        built += [(seed, one) for one in found]
+    _draw_both(study, cases, built, layers)
+    _of_both(study, cases, built, layers)
+    study.table(
+        "Exponents in n on text, 95 % intervals over its windows",
+        [(case, key.layer, fit) for case in cases for key, fit in case.rows.growth().items()],
+        {
+            "seed": lambda case, _, __: case.seed,
+            "text": lambda case, _, __: case.text,
+            "layer": lambda _, layer, __: layer,
+            "norm of the tokens": lambda case, layer, _: f"{case.radius(layer):.2f}",
+            "sigma": lambda _, __, fit: exponent(fit),
+            "as in the scripts": lambda case, layer, _: plain_exponent(case.coded[layer]),
+        },
+    )
+    lines = [
+        (str(seed), str(one.layer), f"{one.radii[name]:.3g}", one.exponents(name))
+        for seed, one in built
+        for name in one.rows
+    ]
+    if lines:
+        columns = ("seed", "layer", "radius", "exponent: median and range over heads")
+        study.table("Two clusters", lines, columns)
+    study.remark(*_SAID)
 
 
-def _drawn(study: Study) -> Iterator[tuple[int, LoadedModel]]:
+def _draws(study: Study) -> Iterator[tuple[int, LoadedModel]]:
     first = study.load(study.models[0])
     for seed in range(study.pick(1, 3)):
         again = reinitialised(first, seed) if seed else first
         yield seed, replace(again, name=f"{first.name}, seed {seed}")
 
 
-def _lengths(study: Study) -> list[int]:
-    return study.pick([10, 20, 40], [10, 20, 40, 70, 100])
-
-
-def _case(study: Study, seed: int, drawn: LoadedModel, text: Text, layers: Sequence[int]) -> _Case:
-    options: dict[str, Any] = {
-        "lengths": _lengths(study),
-        "samples": study.pick(3, 10),
-        "windows": "disjoint",
-        "special_tokens": False,
-    }
-    part = f"text-{drawn.name}-{text.name}"
-    rows = study.measure(part, drawn, text.content, layers=layers, **options)
-    return _Case(seed, text.name, rows, as_coded(study, drawn, text, layers, options))
-
-
-def _claims(
-    cases: Sequence[_Case], built: Sequence[tuple[int, Adversarial]], layers: Sequence[int]
-) -> tuple[Claim, ...]:
+def _of_both(
+    study: Study,
+    cases: Sequence[_Draw],
+    built: Sequence[tuple[int, Adversarial]],
+    layers: Sequence[int],
+) -> None:
     fits = [fit.slope for case in cases for fit in case.rows.growth().values() if fit]
     coded = {layer: [slope_of(case.coded[layer]) for case in cases] for layer in layers}
     slopes = {
         name: middle(slope_of(curve) for _, one in built for curve in one.curves(name))
         for name in ("the text", "the scripts")
     }
-    return (
-        Claim(
-            f"norm of the tokens, layer {layers[-1]}",
-            "27.7 (Section 5.2)",
-            middle(case.radius(layers[-1]) for case in cases),
-        ),
-        Claim(
-            "exponent of sigma on text",
-            "close to 1/4, in all considered cases (Section 5.3; exponent from the slides)",
-            middle(fits),
-        ),
-        Claim(
-            "exponent of what the scripts compute, √‖Jᵀf(X)‖",
-            "named sigma in the scripts; whether the printed figure came from them is unknown",
-            "; ".join(f"layer {layer}: {middle(found)}" for layer, found in coded.items()),
-        ),
-        Claim(
-            "exponent on two clusters at the norm of text",
-            "radii below 100 grow slower than n^(1/2) (Section 5.2)",
-            slopes["the text"],
-        ),
-        Claim("exponent on two clusters at radius 100", "1/2 (Section 5.3)", slopes["the scripts"]),
+    study.claim(
+        f"norm of the tokens, layer {layers[-1]}",
+        "27.7 (Section 5.2)",
+        middle(case.radius(layers[-1]) for case in cases),
+    )
+    study.claim(
+        "exponent of sigma on text",
+        "close to 1/4, in all considered cases (Section 5.3; exponent from the slides)",
+        middle(fits),
+    )
+    study.claim(
+        "exponent of what the scripts compute, √‖Jᵀf(X)‖",
+        "named sigma in the scripts; whether the printed figure came from them is unknown",
+        "; ".join(f"layer {layer}: {middle(found)}" for layer, found in coded.items()),
+    )
+    study.claim(
+        "exponent on two clusters at the norm of text",
+        "radii below 100 grow slower than n^(1/2) (Section 5.2)",
+        slopes["the text"],
+    )
+    study.claim(
+        "exponent on two clusters at radius 100", "1/2 (Section 5.3)", slopes["the scripts"]
     )
 
 
@@ -128,68 +142,29 @@ _SAID = (
 )
 
 
-def _table(cases: Sequence[_Case]) -> Table:
-    lines = tuple(
-        (
-            str(case.seed),
-            case.text,
-            str(key.layer),
-            f"{case.radius(key.layer or 0):.2f}",
-            exponent(fit),
-            plain_exponent(case.coded[key.layer or 0]),
-        )
-        for case in cases
-        for key, fit in case.rows.growth().items()
-    )
-    columns = ("seed", "text", "layer", "norm of the tokens", "sigma", "as in the scripts")
-    return Table("Exponents in n on text, 95 % intervals over its windows", columns, lines)
-
-
-def _built_table(built: Sequence[tuple[int, Adversarial]]) -> Iterator[Table]:
-    lines = tuple(
-        (str(seed), str(one.layer), f"{one.radii[name]:.3g}", one.exponents(name))
-        for seed, one in built
-        for name in one.rows
-    )
-    if lines:
-        yield Table(
-            "Two clusters",
-            ("seed", "layer", "radius", "exponent: median and range over heads"),
-            lines,
-        )
-
-
-def _draw(
+def _draw_both(
     study: Study,
-    cases: Sequence[_Case],
+    cases: Sequence[_Draw],
     built: Sequence[tuple[int, Adversarial]],
     layers: Sequence[int],
 ) -> None:
     panels = []
     for layer in layers:
-        sigma = [
-            (row.num_tokens, row.sigma or 0.0)
-            for case in cases
-            for row in case.rows
-            if row.layer == layer
-        ]
-        coded = [pair for case in cases for pair in case.coded[layer]]
-        shown = (
-            Series("sigma", tuple(sigma), "points"),
-            Series("as in the scripts", tuple(coded), "points"),
-            power_law(sigma, 0.25, "~ n^(1/4)"),
-        )
+        rows = [row for case in cases for row in case.rows if row.layer == layer]
+        sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
+        coded = tuple(pair for case in cases for pair in case.coded[layer])
+        shown = Series("as in the scripts", coded, "points")
         fits = [c.rows.growth().items() for c in cases]
         slopes = [fit.slope for one in fits for key, fit in one if fit and key.layer == layer]
         title = f"text, layer {layer}: sigma ~ n^{statistics.median(slopes or [math.nan]):.2f}"
-        panels.append(Panel(title, shown, y="sigma, or the scripts' quantity"))
+        line = power_law(sigma.points, 0.25, "~ n^(1/4)")
+        panels.append(Panel(title, (sigma, shown, line), y="sigma, or the scripts' quantity"))
     for name, title in (("the text", "at the norm of text"), ("the scripts", "at radius 100")):
-        points = tuple(
-            (row.num_tokens, row.sigma or 0.0) for _, one in built for row in one.rows[name]
-        )
-        if not points:  # rotary: nothing to place
+        rows = [row for _, one in built for row in one.rows[name]]
+        if not rows:  # rotary: nothing to place
             continue
-        shown = (Series("sigma", points, "points"), power_law(points, 0.5, "~ n^(1/2)"))
+        sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
         slope = statistics.median(slope_of(c) for _, one in built for c in one.curves(name))
-        panels.append(Panel(f"two clusters {title}: median ~ n^{slope:.2f}", shown))
+        line = power_law(sigma.points, 0.5, "~ n^(1/2)")
+        panels.append(Panel(f"two clusters {title}: median ~ n^{slope:.2f}", (sigma, line)))
     study.draw("random-gpt2", "GPT-2 with random weights", panels, columns=2)

@@ -12,18 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope import Attention, InputError, LayerAtInput, Operator, TopSingular, top_singular
+from lipscope import Attention, InputError, LayerAtInput, Operator, TopSingular
 from lipscope.attacks import Function, ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
 from lipscope.models import LoadedModel
 from lipscope.records import mean_interval, share_interval
-from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
-from lipscope_experiments.findings import Claim, Findings, Record, Table, average
+from lipscope_experiments.experiment import Study, experiment, layers_of
+from lipscope_experiments.findings import Record, average, chosen, grouped
+from lipscope_experiments.simple_layers import top
 from lipscope_experiments.texts import Text
 
 _TOKENS = 32
 _SHARES = (0.001, 0.01, 0.1, 0.3)  # size of the move as a share of ‖X‖
+_PERCENT = {share: f"{100 * share:g} %" for share in _SHARES}
 _ASKED = 2  # the certificate, at the smallest of them
 _KINDS = {
     "random": "random direction",
@@ -40,34 +42,30 @@ _MOVES = [kind for kind in _KINDS if kind != "split"]  # of the input itself
 @experiment(
     "castin2024/robustness",
     title="Perturbations of one size, against sigma and the ball certificate",
-    cite="castin2024",
     models=("minilm",),
 )
-def robustness(study: Study) -> Findings:
+def robustness(study: Study) -> None:
     """The first layer and the whole model of an encoder, perturbed at the first layer's input."""
-    found = [case for place in study.places() for case in _cases(study, *place)]
-    _draw(study, found)
-    return Findings(
-        (*_of_sigma(found), _of_the_certificate(found), *_of_neighbours(found)),
-        (_layer_table(found), _model_table(found)),
-        (
-            f"Windows of {_TOKENS} tokens; the move is one of the first layer's input, which is "
-            "also the first block's input.",
-            "Sigma speaks of small moves; sigma · size is what it would allow if the map were "
-            "linear. The certificate holds for every move of the ball.",
-            "A certificate costs half a minute: it was asked for on some of the windows, and at "
-            f"no size above {_percent(_SHARES[_ASKED - 1])}. It is refused where it would allow "
-            "more than the values of the layer do.",
-            f"Nearest neighbour: the mean token, by cosine, among {study.pick(12, 60)} windows of "
-            "the same text.",
-            "Mass splitting doubles the tokens; its norms are weighted, and it acts on the layer "
-            "only.",
-            "Attacks made of real tokens are not in this table.",
-        ),
+    found = [case for place in study.places() for case in _moved_windows(study, *place)]
+    _draw_moves(study, found)
+    _of_sigma(study, found)
+    _of_the_certificate(study, found)
+    _of_neighbours(study, found)
+    _layer_table(study, found)
+    _whole_table(study, found)
+    study.remark(
+        f"Windows of {_TOKENS} tokens; the move is one of the first layer's input, which is "
+        "also the first block's input.",
+        "Sigma speaks of small moves; sigma · size is what it would allow if the map were "
+        "linear. The certificate holds for every move of the ball.",
+        "A certificate costs half a minute: it was asked for on some of the windows, and at "
+        f"no size above {_PERCENT[_SHARES[_ASKED - 1]]}. It is refused where it would allow "
+        "more than the values of the layer do.",
+        f"Nearest neighbour: the mean token, by cosine, among {study.pick(12, 60)} windows of "
+        "the same text.",
+        "Mass splitting doubles the tokens; its norms are weighted, and it acts on the layer only.",
+        "Attacks made of real tokens are not in this table.",
     )
-
-
-# --- what is computed ------------------------------------------------------------------------
 
 
 @dataclass
@@ -90,7 +88,7 @@ class _Window:
         return self._top(self.model)
 
     def _top(self, f: Any) -> TopSingular:
-        return top_singular(f.linearise(self.x), generator=torch.Generator().manual_seed(self.seed))
+        return top(f.linearise(self.x), self.seed)
 
     def moves(self, size: float, steps: int) -> dict[str, Tensor]:
         """One move of this size of every kind but splitting."""
@@ -105,7 +103,7 @@ class _Window:
         }
 
 
-def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
+def _moved_windows(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
     """Records of all windows and sizes of a model on one text."""
     every, windows = study.pick((3, 12), (6, 60))
     options: Record = {"layers": [0], "lengths": [_TOKENS], "samples": windows}
@@ -122,7 +120,10 @@ def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Record]:
             part = f"moves-{loaded.name}-{text.name}-{model.sample}"
             others = bank.clone()
             others[place] = 0.0  # not its own neighbour
-            (record,) = study.values(part, [_job(study, key, window, others)])
+            # Half a minute each: of a quick run one window, of a full one every fourth.
+            asked = _ASKED if model.sample % 24 == 0 else 0
+            move = functools.partial(_moves_of, window, others, asked, not study.quick)
+            (record,) = study.values(part, [{**key, "steps": study.pick(10, 20)}], move)
             yield from record["cases"]
 
 
@@ -131,28 +132,20 @@ def _embedding(hidden: Tensor) -> Tensor:
     return torch.nn.functional.normalize(hidden.detach().mean(0), dim=0)
 
 
-def _job(study: Study, key: Record, window: _Window, others: Tensor) -> ValueJob:
-    steps = study.pick(10, 20)
-    # Half a minute each: of a quick run one window, of a full one every fourth.
-    certified = key["sample"] % 24 == 0
-
-    def compute() -> Record:
-        sizes = [share * float(window.x.norm()) for share in _SHARES]
-        asked = sizes[:_ASKED] if certified else []
-        promised = _certificates(window, asked, sharp=not study.quick)
-        cases = []
-        for share, size, most in zip(_SHARES, sizes, promised, strict=True):
-            moves = window.moves(size, steps)
-            case: Record = {"share": share, "size": size, "certificate": most}
-            case["asked"] = size in asked
-            case["sigma"], case["sigma model"] = window.layer_top.sigma, window.model_top.sigma
-            for name, move in moves.items():
-                case |= _effect(name, window, move, others)
-            case["split"] = split_change(window.attention, window.x, size, window.seed)
-            cases.append(case)
-        return {"cases": cases}
-
-    return {**key, "steps": steps}, compute
+def _moves_of(
+    window: _Window, others: Tensor, certified: int, sharp: bool, steps: int, **_: Any
+) -> Record:
+    sizes = [share * float(window.x.norm()) for share in _SHARES]
+    promised = _certificates(window, sizes[:certified], sharp=sharp)
+    cases = []
+    for i, (share, size, most) in enumerate(zip(_SHARES, sizes, promised, strict=True)):
+        case: Record = {"share": share, "size": size, "certificate": most, "asked": i < certified}
+        case["sigma"], case["sigma model"] = window.layer_top.sigma, window.model_top.sigma
+        for name, move in window.moves(size, steps).items():
+            case |= _effect(name, window, move, others)
+        case["split"] = split_change(window.attention, window.x, size, window.seed)
+        cases.append(case)
+    return {"cases": cases}
 
 
 def _certificates(window: _Window, sizes: Sequence[float], *, sharp: bool) -> list[float | None]:
@@ -182,163 +175,142 @@ def _effect(name: str, window: _Window, move: Tensor, others: Tensor) -> Record:
     }
 
 
-# --- what is said ----------------------------------------------------------------------------
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
-
-
-def _at(found: Sequence[Record], share: float) -> list[Record]:
-    return [r for r in found if r["share"] == share]
-
-
 def _gain(records: Sequence[Record], kind: str) -> list[float]:
     """Change of the layer's output divided by what sigma says of a move of this size."""
     return [r[kind] / (r["sigma"] * r["size"]) for r in records]
 
 
-def _of_sigma(found: Sequence[Record]) -> Iterator[Claim]:
-    first = _at(found, _SHARES[0])
-    yield Claim(
-        f"layer: change / (sigma · size) along the top singular vector, {_percent(_SHARES[0])}",
+def _of_sigma(study: Study, found: Sequence[Record]) -> None:
+    first = chosen(found, share=_SHARES[0])
+    study.claim(
+        f"layer: change / (sigma · size) along the top singular vector, {_PERCENT[_SHARES[0]]}",
         "tends to 1 as the size goes to 0 (Section 3.1)",
         average(_gain(first, "singular")),
     )
-    yield Claim(
-        f"layer: random direction, {_percent(_SHARES[0])}",
+    study.claim(
+        f"layer: random direction, {_PERCENT[_SHARES[0]]}",
         "at most sigma · size, far below in high dimension",
         average(_gain(first, "random")),
     )
-    over = {share: sum(g > 1.01 for g in _gain(_at(found, share), "pgd")) for share in _SHARES}
-    yield Claim(
+    over = {
+        share: sum(g > 1.01 for g in _gain(chosen(found, share=share), "pgd")) for share in _SHARES
+    }
+    study.claim(
         "layer: largest change found above sigma · size, by more than 1 %",
         "possible: sigma speaks of small moves only",
-        "; ".join(f"{hits} of {len(first)} windows at {_percent(s)}" for s, hits in over.items()),
+        "; ".join(f"{hits} of {len(first)} windows at {_PERCENT[s]}" for s, hits in over.items()),
     )
 
 
-def _of_the_certificate(found: Sequence[Record]) -> Claim:
+def _of_the_certificate(study: Study, found: Sequence[Record]) -> None:
     known = [r for r in found if r["certificate"] is not None]
     above = sum(r[kind] > r["certificate"] * (1 + 1e-5) for r in known for kind in _MOVES)
     given = []
     for share in _SHARES[:_ASKED]:
-        mine = _at(known, share)
+        mine = chosen(known, share=share)
         loose = [r["certificate"] / (r["sigma"] * r["size"]) for r in mine]
-        asked = sum(r["asked"] for r in _at(found, share))
+        asked = sum(r["asked"] for r in chosen(found, share=share))
         words = f", where it allows {average(loose)} times sigma · size" if mine else ""
-        given.append(f"given for {len(mine)} of {asked} windows at {_percent(share)}{words}")
-    return Claim(
+        given.append(f"given for {len(mine)} of {asked} windows at {_PERCENT[share]}{words}")
+    study.claim(
         "ball certificate",
         "no move inside the ball changes more (derived here)",
         f"exceeded by {above} of {len(known) * len(_MOVES)} moves; {'; '.join(given)}",
     )
 
 
-def _of_neighbours(found: Sequence[Record]) -> Iterator[Claim]:
+def _of_neighbours(study: Study, found: Sequence[Record]) -> None:
     for share in _SHARES:
-        cells = []
+        mine, cells = chosen(found, share=share), []
         for kind in ("random", "singular model", "pgd model"):
-            hits, total, low, high = _changed(_at(found, share), kind)
-            cells.append(f"{_KINDS[kind]} {hits}/{total} [{low:.2f}, {high:.2f}]")
-        about = f"nearest neighbour changes, move of {_percent(share)} of ‖X‖"
-        yield Claim(about, "not in the paper", "; ".join(cells))
+            hits = [r[f"{kind} neighbour"] for r in mine]
+            low, high = share_interval(sum(hits), len(hits))
+            cells.append(f"{_KINDS[kind]} {sum(hits)}/{len(hits)} [{low:.2f}, {high:.2f}]")
+        about = f"nearest neighbour changes, move of {_PERCENT[share]} of ‖X‖"
+        study.claim(about, "not in the paper", "; ".join(cells))
 
 
-def _changed(records: Sequence[Record], kind: str) -> tuple[int, int, float, float]:
-    hits = sum(r[f"{kind} neighbour"] for r in records)
-    return hits, len(records), *share_interval(hits, len(records))
+def _layer_table(study: Study, found: Sequence[Record]) -> None:
+    def part(mine: list[Record], kind: str) -> str:
+        known = [r for r in mine if r["certificate"] is not None and kind in _MOVES]
+        return average([r[kind] / r["certificate"] for r in known])
 
-
-def _layer_table(found: Sequence[Record]) -> Table:
-    lines = []
-    for share in _SHARES:
-        mine = _at(found, share)
-        known = [r for r in mine if r["certificate"] is not None]
-        for kind, words in _KINDS.items():
-            part = [r[kind] / r["certificate"] for r in known if kind in _MOVES]
-            lines.append(
-                (
-                    _percent(share),
-                    words,
-                    average(_gain(mine, kind)),
-                    average(part) if part else "–",
-                )
-            )
-    columns = ("size / ‖X‖", "move", "change / (sigma · size)", "change / certificate")
-    return Table("The layer: means with 95 % intervals over windows", columns, tuple(lines))
-
-
-def _model_table(found: Sequence[Record]) -> Table:
-    lines = []
-    for share in _SHARES:
-        mine = _at(found, share)
-        for kind in _MOVES:
-            gains = [r[f"{kind} output"] / (r["sigma model"] * r["size"]) for r in mine]
-            hits, total, low, high = _changed(mine, kind)
-            lines.append(
-                (
-                    _percent(share),
-                    _KINDS[kind],
-                    average(gains),
-                    average([r[f"{kind} relative"] for r in mine]),
-                    f"{hits} of {total} [{low:.2f}, {high:.2f}]",
-                )
-            )
-    columns = (
-        "size / ‖X‖",
-        "move",
-        "change / (sigma of the model · size)",
-        "change / ‖output‖",
-        "nearest neighbour changes",
+    study.table(
+        "The layer: means with 95 % intervals over windows",
+        [(share, mine, kind) for share, mine in grouped(found, "share") for kind in _KINDS],
+        {
+            "size / ‖X‖": lambda share, _, __: _PERCENT[share],
+            "move": lambda _, __, kind: _KINDS[kind],
+            "change / (sigma · size)": lambda _, mine, kind: average(_gain(mine, kind)),
+            "change / certificate": lambda _, mine, kind: part(mine, kind),
+        },
     )
-    return Table("The model: means with 95 % intervals over windows", columns, tuple(lines))
 
 
-# --- what is drawn ---------------------------------------------------------------------------
+def _whole_table(study: Study, found: Sequence[Record]) -> None:
+    def gain(r: Record, kind: str) -> float:
+        return r[f"{kind} output"] / (r["sigma model"] * r["size"])
+
+    def changed(mine: list[Record], kind: str) -> str:
+        hits = sum(r[f"{kind} neighbour"] for r in mine)
+        low, high = share_interval(hits, len(mine))
+        return f"{hits} of {len(mine)} [{low:.2f}, {high:.2f}]"
+
+    study.table(
+        "The model: means with 95 % intervals over windows",
+        [(share, mine, kind) for share, mine in grouped(found, "share") for kind in _MOVES],
+        {
+            "size / ‖X‖": lambda share, _, __: _PERCENT[share],
+            "move": lambda _, __, kind: _KINDS[kind],
+            "change / (sigma of the model · size)": lambda _, mine, kind: average(
+                [gain(r, kind) for r in mine]
+            ),
+            "change / ‖output‖": lambda _, mine, kind: average(
+                [r[f"{kind} relative"] for r in mine]
+            ),
+            "nearest neighbour changes": lambda _, mine, kind: changed(mine, kind),
+        },
+    )
 
 
-def _draw(study: Study, found: Sequence[Record]) -> None:
+def _draw_moves(study: Study, found: Sequence[Record]) -> None:
     found = [r | {"one": 1.0} for r in found]
     attacks = {"random": "random direction", "singular": "top singular vector", "pgd": "PGD"}
     layer = (
-        *(_curve(found, key, name) for key, name in attacks.items()),
-        _curve(found, "split", _KINDS["split"]),
-        _curve(found, "sigma", "sigma", "one", "dashes"),
-        _curve(found, "certificate", "ball certificate", kind="dashes"),
+        *(_mean_curve(found, key, name) for key, name in attacks.items()),
+        _mean_curve(found, "split", _KINDS["split"]),
+        _mean_curve(found, "sigma", "sigma", "one", "dashes"),
+        _mean_curve(found, "certificate", "ball certificate", kind="dashes"),
     )
     of_model = ("random output", "singular model output", "pgd model output")
     model = (
-        *map(functools.partial(_curve, found), of_model, attacks.values()),
-        _curve(found, "fgsm output", "FGSM"),
-        _curve(found, "sigma model", "sigma", "one", "dashes"),
+        *map(functools.partial(_mean_curve, found), of_model, attacks.values()),
+        _mean_curve(found, "fgsm output", "FGSM"),
+        _mean_curve(found, "sigma model", "sigma", "one", "dashes"),
     )
     x, y = "size of the move / ‖X‖", "change of the output / size of the move"
     panels = [Panel("layer 0", layer, x=x, y=y), Panel("whole model", model, x=x, y=y)]
-    study.draw("robustness", "Moves of one size", panels, [_HOW], columns=2)
+    how = (
+        "Means over windows. Singular vectors, PGD and sigma are those of the map above the panel."
+    )
+    study.draw("robustness", "Moves of one size", panels, [how], columns=2)
 
 
-_HOW = "Means over windows. Singular vectors, PGD and sigma are those of the map above the panel."
-
-
-def _curve(
+def _mean_curve(
     found: Sequence[Record], key: str, name: str, unit: str = "size", kind: LineKind = "line"
 ) -> Series:
     """Means of a quantity over those windows that have it, by size of the move."""
-    at = {s: [r for r in _at(found, s) if r[key] is not None] for s in _SHARES}
-    means = {
-        s: mean_interval([r[key] / r[unit] for r in mine])[0] for s, mine in at.items() if mine
-    }
-    return Series(name, tuple(means.items()), kind)
-
-
-# --- moves of one ℓ2 size along a singular vector, and of tokens that are split ---
+    known = [r for r in found if r[key] is not None]
+    points = (
+        (share, mean_interval([r[key] / r[unit] for r in mine])[0])
+        for share, mine in grouped(known, "share")
+    )
+    return Series(name, tuple(points), kind)
 
 
 def singular_move(operator: Operator, size: float, seed: int) -> Float[Tensor, "n d"]:
     """The top right singular vector of a Jacobian, scaled to ``‖E‖_F = size``."""
-    gen = torch.Generator().manual_seed(seed)
-    return of_size(top_singular(operator, generator=gen).v, size)
+    return of_size(top(operator, seed).v, size)
 
 
 def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: int) -> float:
@@ -347,16 +319,8 @@ def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: i
     ``X`` doubled has weights 1/2 for every copy, so that norms are divided by ``√2``: moves
     ``(V, -V)`` with ``‖V‖_F = size`` along the direction of largest gain among them.
 
-    Holds for unmasked layers without rotary embedding: copies share their position.
-
-    Args:
-        layer: The layer.
-        x: Its input.
-        size: ``‖V‖_F``, the weighted norm of the move.
-        seed: Of the solver's start.
-
-    Returns:
-        ``‖f(X') - f(X)‖_F / √2`` on the doubled input.
+    Holds for unmasked layers without rotary embedding: copies share their position. The change is
+    ``‖f(X') - f(X)‖_F / √2`` on the doubled input.
 
     Source: mass splitting; derived here (``docs/theory/inputs.md``).
     """

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 
-import torch
-
-from lipscope import DotProduct, top_singular
+from lipscope import DotProduct
 from lipscope.attacks import two_cluster, weighted_two_atoms
 from lipscope.certificates import in_double
 from lipscope.charts import Panel, Series
 from lipscope.pages import number
 from lipscope.records import off_line, percent_off, slope_of
 from lipscope.theorems import castin_thm_e_3, eigen_directions, heads_of
-from lipscope_experiments.experiment import Study, ValueJob, experiment, layers_of
-from lipscope_experiments.findings import Claim, Findings, Record, Table, grouped
+from lipscope_experiments.experiment import Study, experiment, grid, layers_of
+from lipscope_experiments.findings import Record, curve, grouped
+from lipscope_experiments.simple_layers import multiple, top
 
 _FACTORS = (0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 10.0)
 _IDEAL = "A = -I"
@@ -23,72 +22,83 @@ _IDEAL = "A = -I"
 @experiment(
     "castin2024/scaling-factor",
     title="How Smooth Is Attention?: the adversarial exponent against the scaling factor",
-    cite="castin2024",
     models=("minilm",),
     reads_text=False,
 )
-def scaling_factor(study: Study) -> Findings:
+def scaling_factor(study: Study) -> None:
     """Exponent over 10 to 100 tokens, and the n of the largest sigma, for each gamma R²."""
-    layers = {_IDEAL: _ideal()} | _heads(study)
+    layers = {_IDEAL: multiple(-1.0, 2)} | _single_heads(study)
     lengths = [round(10 ** (1 + k / study.pick(4, 10))) for k in range(1 + study.pick(4, 10))]
     wide = [round(2 ** (k / 2)) for k in range(2, study.pick(40, 60))]
     found = study.values(
-        "exponents", [_job(name, layers[name], t, lengths) for name in layers for t in _FACTORS]
+        "exponents",
+        grid(layer=layers, t=_FACTORS, lengths=[",".join(map(str, lengths))]),
+        lambda layer, t, **_: _exponent_at(layers[layer], t, lengths),
     )
-    peaks = study.values("peaks", [_peak_job(layers[_IDEAL], t, wide) for t in _FACTORS[3:8]])
-    _draw(study, found, peaks)
+    peaks = study.values(
+        "peaks",
+        grid(t=_FACTORS[3:8], longest=[wide[-1]]),
+        lambda t, **_: _largest_n(layers[_IDEAL], t, wide),
+    )
+    _draw_factors(study, found, peaks)
+    by = {
+        (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {percent_off(r['off'])} %" for r in found
+    }
     small = [r for r in found if r["layer"] == _IDEAL]
     reached = next((r["t"] for r in small if r["slope"] >= 0.45), math.nan)
     steepest = max(small, key=lambda r: r["slope"])
     shares = [p["n"] / math.exp(2 * p["t"]) for p in peaks]
     last = _FACTORS[-1]
     real = [r["slope"] for r in found if r["layer"] != _IDEAL and r["t"] >= 4]
-    return Findings(
-        (
-            Claim(
-                "exponent over n = 10 to 100 against γR²",
-                "smaller radii grow slower than √n; left open (Section 5.2)",
-                f"{_IDEAL}: first above 0.45 at γR² = {reached:g}, where e^(2γR²) = "
-                f"{math.exp(2 * reached):.0f}; largest {steepest['slope']:.2f} at γR² = "
-                f"{steepest['t']:g}; {small[-1]['slope']:.2f} at γR² = {small[-1]['t']:g}",
-            ),
-            Claim(
-                "the n of the largest sigma",
-                "of the order of e^(2γR²) (Proposition 3.4); 3 e^(2γR²) for large γR² (derived "
-                "here)",
-                f"{min(shares):.2f} to {max(shares):.2f} times e^(2γR²) for γR² from "
-                f"{peaks[0]['t']:g} to {peaks[-1]['t']:g}",
-            ),
-            Claim(
-                "single heads of a pretrained layer, γR² ≥ 4",
-                "growth like √n",
-                f"exponents {min(real):.2f} to {max(real):.2f}" if real else "not run",
-            ),
-            Claim(
-                f"Theorem E.3 (Theorem 3.3 with biases) over that sigma, γR² = {last:g}, "
-                "n = 10 and 100",
-                "the same, if √n is tight in n",
-                "; ".join(f"{r['layer']}: {_both(r['above'])}" for r in found if r["t"] == last),
-            ),
+    study.claim(
+        "exponent over n = 10 to 100 against γR²",
+        "smaller radii grow slower than √n; left open (Section 5.2)",
+        f"{_IDEAL}: first above 0.45 at γR² = {reached:g}, where e^(2γR²) = "
+        f"{math.exp(2 * reached):.0f}; largest {steepest['slope']:.2f} at γR² = "
+        f"{steepest['t']:g}; {small[-1]['slope']:.2f} at γR² = {small[-1]['t']:g}",
+    )
+    study.claim(
+        "the n of the largest sigma",
+        "of the order of e^(2γR²) (Proposition 3.4); 3 e^(2γR²) for large γR² (derived here)",
+        f"{min(shares):.2f} to {max(shares):.2f} times e^(2γR²) for γR² from "
+        f"{peaks[0]['t']:g} to {peaks[-1]['t']:g}",
+    )
+    study.claim(
+        "single heads of a pretrained layer, γR² ≥ 4",
+        "growth like √n",
+        f"exponents {min(real):.2f} to {max(real):.2f}" if real else "not run",
+    )
+    study.claim(
+        f"Theorem E.3 (Theorem 3.3 with biases) over that sigma, γR² = {last:g}, n = 10 and 100",
+        "the same, if √n is tight in n",
+        "; ".join(
+            f"{r['layer']}: {' and '.join(map(number, r['above']))}"
+            for r in found
+            if r["t"] == last
         ),
-        (_table(found), _peak_table(peaks)),
-        (
-            "Heads alone, with biases, at their own two clusters and the radius that gives γR².",
-            "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",
-        ),
+    )
+    study.table(
+        "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law",
+        _FACTORS,
+        {"γR²": lambda t: f"{t:g}", **{name: lambda t, name=name: by[name, t] for name in layers}},
+    )
+    study.table(
+        "Where sigma is largest, A = -I",
+        peaks,
+        {
+            "γR²": lambda p: f"{p['t']:g}",
+            "n": lambda p: f"{p['n']:,}",
+            "e^(2γR²)": lambda p: math.exp(2 * p["t"]),
+            "sigma": "sigma",
+        },
+    )
+    study.remark(
+        "Heads alone, with biases, at their own two clusters and the radius that gives γR².",
+        "The n of the largest sigma is found on a grid of ratio √2, exactly (weighted tokens).",
     )
 
 
-def _both(ends: list[float]) -> str:
-    return " and ".join(number(end) for end in ends)
-
-
-def _ideal() -> DotProduct:
-    eye = torch.eye(2, dtype=torch.float64)
-    return DotProduct(eye, -eye, eye, scale=1.0)
-
-
-def _heads(study: Study) -> dict[str, DotProduct]:
+def _single_heads(study: Study) -> dict[str, DotProduct]:
     """Some heads of the middle layer of each model, each as a layer of its own."""
     found = {}
     for name in study.models:
@@ -102,77 +112,40 @@ def _heads(study: Study) -> dict[str, DotProduct]:
     return found
 
 
-def _radius(layer: DotProduct, t: float) -> float:
+def _radius_for(layer: DotProduct, t: float) -> float:
     return math.sqrt(t / eigen_directions(heads_of(layer)[0])[0].gamma)
 
 
-def _sigma(layer: DotProduct, n: int, radius: float) -> float:
-    x = two_cluster(layer, num_tokens=n, radius=radius).x
-    start = torch.Generator().manual_seed(0)
-    return top_singular(layer.linearise(x), tol=1e-4, generator=start).sigma
+def _exponent_at(layer: DotProduct, t: float, lengths: list[int]) -> Record:
+    radius, (head,) = _radius_for(layer, t), heads_of(layer)
+    inputs = [two_cluster(layer, num_tokens=n, radius=radius).x for n in lengths]
+    points = [(len(x), top(layer.linearise(x), tol=1e-4).sigma) for x in inputs]
+    above = [castin_thm_e_3(head, n, radius) / sigma for n, sigma in points]
+    ends = {"above": [above[0], above[-1]], "off": off_line(points)}
+    return {"radius": radius, "slope": slope_of(points), "sigma": points[-1][1], **ends}
 
 
-def _job(name: str, layer: DotProduct, t: float, lengths: list[int]) -> ValueJob:
-    def compute() -> Record:
-        radius = _radius(layer, t)
-        points = [(n, _sigma(layer, n, radius)) for n in lengths]
-        (head,) = heads_of(layer)
-        above = [castin_thm_e_3(head, n, radius) / sigma for n, sigma in points]
-        slope, sigma = slope_of(points), points[-1][1]
-        ends = {"above": [above[0], above[-1]], "off": off_line(points)}
-        return {"radius": radius, "slope": slope, "sigma": sigma, **ends}
-
-    return {"layer": name, "t": t, "lengths": ",".join(map(str, lengths))}, compute
-
-
-def _peak_job(layer: DotProduct, t: float, lengths: list[int]) -> ValueJob:
-    def compute() -> Record:
-        radius = _radius(layer, t)
-        points = [
-            (weighted_two_atoms(layer, radius=radius, num_tokens=n).sigma, n) for n in lengths
-        ]
-        sigma, n = max(points)
-        return {"n": n, "sigma": sigma}
-
-    return {"t": t, "longest": lengths[-1]}, compute
-
-
-def _draw(study: Study, found: list[Record], peaks: list[Record]) -> None:
-    slopes = tuple(
-        Series(name, tuple((r["t"], r["slope"]) for r in mine))
-        for name, mine in grouped(found, "layer")
+def _largest_n(layer: DotProduct, t: float, lengths: list[int]) -> Record:
+    radius = _radius_for(layer, t)
+    sigma, n = max(
+        (weighted_two_atoms(layer, radius=radius, num_tokens=n).sigma, n) for n in lengths
     )
+    return {"n": n, "sigma": sigma}
+
+
+def _draw_factors(study: Study, found: list[Record], peaks: list[Record]) -> None:
+    slopes = [curve(name, mine, "t", "slope") for name, mine in grouped(found, "layer")]
     half = Series("1/2", ((_FACTORS[0], 0.5), (_FACTORS[-1], 0.5)), "dashes")
     left = Panel("exponent over n = 10 to 100", (*slopes, half), "γ R²", "exponent", log_y=False)
     right = Panel(
         f"n of the largest sigma, {_IDEAL}",
         (
-            Series("measured", tuple((p["t"], p["n"]) for p in peaks), "points"),
-            Series("e^(2γR²)", tuple((p["t"], math.exp(2 * p["t"])) for p in peaks), "dashes"),
-            Series(
-                "3 e^(2γR²)", tuple((p["t"], 3 * math.exp(2 * p["t"])) for p in peaks), "dashes"
-            ),
+            curve("measured", peaks, "t", "n", "points"),
+            curve("e^(2γR²)", peaks, "t", lambda p: math.exp(2 * p["t"]), "dashes"),
+            curve("3 e^(2γR²)", peaks, "t", lambda p: 3 * math.exp(2 * p["t"]), "dashes"),
         ),
         "γ R²",
         "number of tokens n",
         log_x=False,
     )
     study.draw("scaling-factor", "The scaling factor", [left, right], columns=2)
-
-
-def _table(found: list[Record]) -> Table:
-    names = list(dict.fromkeys(r["layer"] for r in found))
-    value = {
-        (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {percent_off(r['off'])} %" for r in found
-    }
-    lines = tuple((f"{t:g}", *(value[name, t] for name in names)) for t in _FACTORS)
-    title = "Exponent of sigma over n = 10 to 100, and how far sigma leaves that power law"
-    return Table(title, ("γR²", *names), lines)
-
-
-def _peak_table(peaks: list[Record]) -> Table:
-    lines = tuple(
-        (f"{p['t']:g}", f"{p['n']:,}", number(math.exp(2 * p["t"])), number(p["sigma"]))
-        for p in peaks
-    )
-    return Table("Where sigma is largest, A = -I", ("γR²", "n", "e^(2γR²)", "sigma"), lines)

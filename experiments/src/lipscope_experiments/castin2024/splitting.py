@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
-from lipscope import Attention, DotProduct, InputError, split
+from lipscope import Attention, InputError, split
 from lipscope.attention import arguments, variants
 from lipscope.charts import Panel, Series
 from lipscope.linalg import start_named
 from lipscope.measures import TokenMeasure, finite_split, split_at, tiny_mass_gain, tiny_mass_ratio
 from lipscope.pages import number
-from lipscope.records import mean_interval, share_interval
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table
+from lipscope.records import mean_interval
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, chosen, curve, percentage
+from lipscope_experiments.simple_layers import SIGNS, eye, in_ball, multiple, normal
 
 _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
@@ -28,74 +29,72 @@ _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
 @experiment(
     "castin2024/splitting",
     title="Mass splitting: when tokens should be taken apart rather than moved",
-    cite="castin2024",
     models=("minilm", "smollm2"),
-    quick_models=("minilm",),
 )
-def splitting(study: Study) -> Findings:
+def splitting(study: Study) -> None:
     """Wedges, finite moves, tiny masses, a table of maps, and tokens of texts."""
-    areas = study.values("areas", _area_jobs(study))
-    finite = study.values("finite moves", [_finite_job(pair) for pair in _WEDGES])
-    far = study.values("tiny masses", [_far_job(sign, r) for sign in SIGNS for r in _FAR])
-    chance = study.values("tiny masses at random", [_chance_job(study, s) for s in SIGNS])
-    maps = table_of_maps(study)
-    texts = _texts(study)
-    _draw(study, far)
-    return Findings(
-        (
-            Claim(
-                "one dimension, two tokens in [-R, R]², A = -1",
-                "splitting wins in curved wedges, one token near 0 and one near ±R (derived here)",
-                _areas(areas, "A = -I", 2, 1),
-            ),
-            Claim("the same, A = +1", "none found (derived here)", _areas(areas, "A = +I", 2, 1)),
-            Claim(
-                "finite moves by exact transport at (-3, -0.3) and (-0.5, -5)",
-                "gains of 1.5535 and 1.7467, moves of 1.2187 and 1.1928 (derived here)",
-                "; ".join(
-                    f"split {number(r['split'], 5)}, together {number(r['together'], 5)}, "
-                    f"sigma {number(r['moving'], 5)}"
-                    for r in finite
-                ),
-            ),
-            Claim(
-                "two atoms at ±R, A = +1: a tiny mass carried across the middle",
-                "tends to 2, every small move to 1 (derived here)",
-                "; ".join(
-                    f"R = {r['radius']:g}: {number(r['far'])} against {number(r['small'])}"
-                    for r in far
-                    if r["sign"] == "A = +I"
-                ),
-            ),
-            Claim(
-                "inputs of three tokens in the plane where a tiny mass beats every small move",
-                "unknown",
-                "; ".join(_chances(r) for r in chance),
-            ),
-            Claim("tokens of texts that are better split than moved alone", "unknown", texts[0]),
-        ),
-        (
-            Table(
-                "Share of random or gridded inputs that split",
-                ("A", "tokens", "d", "R", "share", "largest split / moved"),
-                tuple(_area_line(r) for r in areas),
-            ),
-            maps,
-            texts[1],
-        ),
-        (
-            "Split / moved above 1: two copies of a token that move against each other change "
-            "the output more than any move of whole tokens does.",
-            "Intervals are 95 %: Clopper–Pearson over inputs that were drawn independently, "
-            "Student's over windows of text.",
-            "Not found is no proof. What is proved stands in docs/theory/splitting.md.",
-            "With a causal mask or positions, copies share those of their token; a text has no "
-            "such copies.",
+    side, many = study.pick((41, 400), (121, 4000))
+    keys = grid(sign=SIGNS, n=[2], d=[1], radius=(1.0, 2.0, 3.0, 5.0), count=[side])
+    keys += grid(sign=SIGNS, n=[3], d=(1, 2, 4), radius=[3.0], count=[many])
+    areas = study.values("areas", keys, _splitting_share)
+    finite = study.values("finite moves", grid(x=map(list, _WEDGES)), _finite_moves)
+    far = study.values("tiny masses", grid(sign=SIGNS, radius=_FAR), _tiny_mass)
+    count, targets = study.pick((60, 200), (500, 500))
+    keys = grid(sign=SIGNS, count=[count], targets=[targets], radius=[3.0])
+    chance = study.values("tiny masses at random", keys, _random_masses)
+    _draw_regions(study, far)
+    study.claim(
+        "one dimension, two tokens in [-R, R]², A = -1",
+        "splitting wins in curved wedges, one token near 0 and one near ±R (derived here)",
+        _areas(areas, "A = -I", 2, 1),
+    )
+    study.claim("the same, A = +1", "none found (derived here)", _areas(areas, "A = +I", 2, 1))
+    study.claim(
+        "finite moves by exact transport at (-3, -0.3) and (-0.5, -5)",
+        "gains of 1.5535 and 1.7467, moves of 1.2187 and 1.1928 (derived here)",
+        "; ".join(
+            f"split {number(r['split'], 5)}, together {number(r['together'], 5)}, "
+            f"sigma {number(r['moving'], 5)}"
+            for r in finite
         ),
     )
-
-
-# --- where: shares of squares and balls
+    study.claim(
+        "two atoms at ±R, A = +1: a tiny mass carried across the middle",
+        "tends to 2, every small move to 1 (derived here)",
+        "; ".join(
+            f"R = {r['radius']:g}: {number(r['far'])} against {number(r['small'])}"
+            for r in far
+            if r["sign"] == "A = +I"
+        ),
+    )
+    study.claim(
+        "inputs of three tokens in the plane where a tiny mass beats every small move",
+        "unknown",
+        "; ".join(_chances(r) for r in chance),
+    )
+    study.table(
+        "Share of random or gridded inputs that split",
+        areas,
+        {
+            "A": "sign",
+            "tokens": "n",
+            "d": "d",
+            "R": lambda r: f"{r['radius']:g}",
+            "share": _area_share,
+            "largest split / moved": "largest",
+        },
+    )
+    table_of_maps(study)
+    _of_texts(study)
+    study.remark(
+        "Split / moved above 1: two copies of a token that move against each other change "
+        "the output more than any move of whole tokens does.",
+        "Intervals are 95 %: Clopper–Pearson over inputs that were drawn independently, "
+        "Student's over windows of text.",
+        "Not found is no proof. What is proved stands in docs/theory/splitting.md.",
+        "With a causal mask or positions, copies share those of their token; a text has no "
+        "such copies.",
+    )
 
 
 def ratios(layer: Attention, x: Tensor) -> Tensor:
@@ -108,101 +107,68 @@ def ratios(layer: Attention, x: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(blocks, 2).amax(1) / moving
 
 
-def _area_jobs(study: Study) -> list[ValueJob]:
-    grid, many = study.pick((41, 400), (121, 4000))
-    lines = [(sign, 2, 1, r, grid) for sign in SIGNS for r in (1.0, 2.0, 3.0, 5.0)]
-    clouds = [(sign, 3, d, 3.0, many) for sign in SIGNS for d in (1, 2, 4)]
-    return [_area_job(*one) for one in (*lines, *clouds)]
+def _splitting_share(sign: str, n: int, d: int, radius: float, count: int) -> Record:
+    if n == 2:
+        axis = torch.linspace(-radius, radius, count, dtype=torch.float64)
+        x = torch.cartesian_prod(axis, axis)[:, :, None]
+    else:
+        gen = start_named(f"splitting|{sign}|{d}")
+        x = radius * in_ball(gen, count, n, d)
+    found = torch.cat([ratios(multiple(SIGNS[sign], d), part) for part in x.split(2000)])
+    hits = int((found > 1 + CLEAR).sum())
+    return {"hits": hits, "total": len(x), "largest": float(found.max())}
 
 
-def _area_job(sign: str, n: int, d: int, radius: float, count: int) -> ValueJob:
-    def compute() -> Record:
-        if n == 2:
-            axis = torch.linspace(-radius, radius, count, dtype=torch.float64)
-            x = torch.cartesian_prod(axis, axis)[:, :, None]
-        else:
-            gen = start_named(f"splitting|{sign}|{d}")
-            x = torch.randn(count, n, d, generator=gen, dtype=torch.float64)
-            far = torch.rand(count, n, 1, generator=gen, dtype=torch.float64) ** (1 / d)
-            x = radius * far * x / x.norm(dim=-1, keepdim=True)
-        found = torch.cat([ratios(multiple(SIGNS[sign], d), part) for part in x.split(2000)])
-        hits = int((found > 1 + CLEAR).sum())
-        return {"hits": hits, "total": len(x), "largest": float(found.max())}
-
-    return {"sign": sign, "n": n, "d": d, "radius": radius, "count": count}, compute
-
-
-def _share(r: Record) -> str:
-    share = f"{r['hits'] / r['total']:.1%}"
+def _area_share(r: Record) -> str:
     if r["n"] == 2:  # a grid
-        return share
-    low, high = share_interval(r["hits"], r["total"])
-    return f"{share} [{low:.1%}, {high:.1%}]"
+        return f"{r['hits'] / r['total']:.1%}"
+    return percentage(r["hits"], r["total"])
 
 
 def _areas(found: list[Record], sign: str, n: int, d: int) -> str:
-    mine = [r for r in found if (r["sign"], r["n"], r["d"]) == (sign, n, d)]
     return "; ".join(
-        f"R = {r['radius']:g}: {_share(r)}, largest ratio {number(r['largest'], 3)}" for r in mine
+        f"R = {r['radius']:g}: {_area_share(r)}, largest ratio {number(r['largest'], 3)}"
+        for r in chosen(found, sign=sign, n=n, d=d)
     )
 
 
-def _area_line(r: Record) -> tuple[str, ...]:
-    plain = (r["sign"], str(r["n"]), str(r["d"]), f"{r['radius']:g}")
-    return (*plain, _share(r), number(r["largest"]))
+def _finite_moves(x: list[float]) -> Record:
+    layer, tokens = multiple(-1.0, 1), torch.tensor(x, dtype=torch.float64)[:, None]
+    found = split_at(layer, tokens)
+    mu, size = TokenMeasure(tokens), 1e-4
+    return {
+        "moving": found.moving,
+        "split": finite_split(layer, mu, found, size=size),
+        "together": finite_split(layer, mu, found, size=size, whole=True),
+    }
 
 
-# --- finite moves, and tiny masses
+def _tiny_mass(sign: str, radius: float) -> Record:
+    layer = multiple(SIGNS[sign], 1)
+    x = torch.tensor([[radius], [-radius]], dtype=torch.float64)
+    y = torch.linspace(-radius, radius, 801, dtype=torch.float64)[:, None]
+    mu, small = TokenMeasure(x), split_at(layer, x)
+    gains = tiny_mass_gain(layer, mu, y)
+    atom, target = divmod(int(gains.argmax()), len(y))
+    exact = tiny_mass_ratio(layer, mu, atom, y[target], mass=1e-6)
+    return {
+        "small": max(small.moving, small.splitting),
+        "far": float(gains.max()),
+        "exact": exact,
+        "to": float(y[target]) / float(x[atom]),
+    }
 
 
-def _finite_job(pair: tuple[float, float]) -> ValueJob:
-    def compute() -> Record:
-        layer, x = multiple(-1.0, 1), torch.tensor(pair, dtype=torch.float64)[:, None]
+def _random_masses(sign: str, count: int, targets: int, radius: float) -> Record:
+    gen, layer, hits, best = start_named(f"far|{sign}"), multiple(SIGNS[sign], 2), 0, 0.0
+    for _ in range(count):
+        x = radius * _in_disc(3, gen)
         found = split_at(layer, x)
-        mu, size = TokenMeasure(x), 1e-4
-        return {
-            "moving": found.moving,
-            "split": finite_split(layer, mu, found, size=size),
-            "together": finite_split(layer, mu, found, size=size, whole=True),
-        }
-
-    return {"x": list(pair)}, compute
-
-
-def _far_job(sign: str, radius: float) -> ValueJob:
-    def compute() -> Record:
-        layer = multiple(SIGNS[sign], 1)
-        x = torch.tensor([[radius], [-radius]], dtype=torch.float64)
-        y = torch.linspace(-radius, radius, 801, dtype=torch.float64)[:, None]
-        mu, small = TokenMeasure(x), split_at(layer, x)
-        gains = tiny_mass_gain(layer, mu, y)
-        atom, target = divmod(int(gains.argmax()), len(y))
-        exact = tiny_mass_ratio(layer, mu, atom, y[target], mass=1e-6)
-        return {
-            "small": max(small.moving, small.splitting),
-            "far": float(gains.max()),
-            "exact": exact,
-            "to": float(y[target]) / float(x[atom]),
-        }
-
-    return {"sign": sign, "radius": radius}, compute
-
-
-def _chance_job(study: Study, sign: str) -> ValueJob:
-    (count, targets), radius = study.pick((60, 200), (500, 500)), 3.0
-
-    def compute() -> Record:
-        gen, layer, hits, best = start_named(f"far|{sign}"), multiple(SIGNS[sign], 2), 0, 0.0
-        for _ in range(count):
-            x = radius * _in_disc(3, gen)
-            found = split_at(layer, x)
-            small = max(found.moving, found.splitting)
-            gains = tiny_mass_gain(layer, TokenMeasure(x), radius * _in_disc(targets, gen))
-            ratio = float(gains.max()) / small
-            hits, best = hits + (ratio > 1 + CLEAR), max(best, ratio)
-        return {"hits": hits, "total": count, "largest": best}
-
-    return {"sign": sign, "count": count, "targets": targets, "radius": radius}, compute
+        small = max(found.moving, found.splitting)
+        gains = tiny_mass_gain(layer, TokenMeasure(x), radius * _in_disc(targets, gen))
+        ratio = float(gains.max()) / small
+        hits, best = hits + (ratio > 1 + CLEAR), max(best, ratio)
+    return {"hits": hits, "total": count, "largest": best}
 
 
 def _in_disc(n: int, gen: torch.Generator) -> Tensor:
@@ -211,17 +177,13 @@ def _in_disc(n: int, gen: torch.Generator) -> Tensor:
 
 
 def _chances(r: Record) -> str:
-    low, high = share_interval(r["hits"], r["total"])
     return (
-        f"{r['sign']}, R = {r['radius']:g}: {r['hits'] / r['total']:.1%} [{low:.1%}, {high:.1%}], "
+        f"{r['sign']}, R = {r['radius']:g}: {percentage(r['hits'], r['total'])}, "
         f"at most {number(r['largest'], 3)} times"
     )
 
 
-# --- real layers
-
-
-def _texts(study: Study) -> tuple[str, Table]:
+def _of_texts(study: Study) -> None:
     """Tokens of windows of texts, layers and heads of models."""
     length = study.pick(16, 32)
     count = study.pick(1, 4)
@@ -240,86 +202,67 @@ def _texts(study: Study) -> tuple[str, Table]:
             above += sum(one > 1 for one in held)
             lines.append((model.name, text.name, str(window), number(max(held)), number(alone)))
     columns = ("model", "text", "window", "largest split / moved", "of one token, moved alone")
-    table = Table(f"Layers, heads and tokens of texts, {length} tokens", columns, tuple(lines))
+    study.table(f"Layers, heads and tokens of texts, {length} tokens", lines, columns)
     mean, low, high = mean_interval(shares)
     ends = "" if math.isnan(low) else f" [{max(low, 0.0):.2%}, {high:.2%}]"
-    return (
+    study.claim(
+        "tokens of texts that are better split than moved alone",
+        "unknown",
         f"{better} of {total:,} tokens in all layers, {mean:.2%}{ends} of a window; in {above} of "
         f"{rows:,} layers and heads splitting beats every move",
-        table,
     )
 
 
-# --- figures
+def _draw_regions(study: Study, far: list[Record]) -> None:
+    def dots(name: str, x: Tensor) -> Series:
+        return Series(name, tuple((float(a), float(b)) for a, b in x), "points")
 
+    def panel(title: str, series: list[Series], x: str, y: str) -> Panel:
+        return Panel(title, tuple(series), x, y, log_x=False, log_y=False)
 
-def _draw(study: Study, far: list[Record]) -> None:
-    side = study.pick(61, 121)
-    panels = []
+    wins, side, panels = "splitting beats moving", study.pick(61, 121), []
     for radius in (3.0, 5.0):
         axis = torch.linspace(-radius, radius, side, dtype=torch.float64)
         x = torch.cartesian_prod(axis, axis)
         inside = ratios(multiple(-1.0, 1), x[:, :, None]) > 1 + CLEAR
-        panels.append(_places(f"d = 1, R = {radius:g}", x[inside], "x₁", "x₂"))
+        panels.append(panel(f"d = 1, R = {radius:g}", [dots(wins, x[inside])], "x₁", "x₂"))
     axis = torch.linspace(-5, 5, side, dtype=torch.float64)
     moving = torch.cartesian_prod(axis, axis)
     fixed = torch.tensor([[3.0, 0.0], [-1.0, 1.0]], dtype=torch.float64)
     x = torch.cat([fixed.expand(len(moving), 2, 2), moving[:, None]], 1)
     inside = ratios(multiple(-1.0, 2), x) > 1 + CLEAR
-    plane = _places(
-        "d = 2: where a third token makes it split",
-        moving[inside],
-        "x₃, first entry",
-        "x₃, second entry",
-    )
-    held = Series("the two other tokens", tuple((float(a), float(b)) for a, b in fixed), "points")
-    panels.append(Panel(plane.title, (*plane.series, held), plane.x, plane.y, False, False))
-    mine = [r for r in far if r["sign"] == "A = +I"]
-    curves = [("a tiny mass across", "far"), ("any small move", "small")]
-    series = [Series(n, tuple((r["radius"], r[key]) for r in mine)) for n, key in curves]
-    two = Series("gain 2", tuple((r["radius"], 2.0) for r in mine), "dashes")
-    panels.append(
-        Panel("A = +1, atoms at ±R", (*series, two), "radius R", "gain", log_x=False, log_y=False)
-    )
+    series = [dots(wins, moving[inside]), dots("the two other tokens", fixed)]
+    title = "d = 2: where a third token makes it split"
+    panels.append(panel(title, series, "x₃, first entry", "x₃, second entry"))
+    mine = chosen(far, sign="A = +I")
+    series = [
+        curve("a tiny mass across", mine, "radius", "far"),
+        curve("any small move", mine, "radius", "small"),
+        curve("gain 2", mine, "radius", lambda r: 2.0, "dashes"),
+    ]
+    panels.append(panel("A = +1, atoms at ±R", series, "radius R", "gain"))
     study.draw("splitting", "Where splitting beats moving (A = -I)", panels, columns=2)
 
 
-def _places(title: str, points: Tensor, x: str, y: str) -> Panel:
-    found = tuple((float(a), float(b)) for a, b in points)
-    return Panel(
-        title, (Series("splitting beats moving", found, "points"),), x, y, log_x=False, log_y=False
-    )
-
-
-# --- which maps split: every variant and what is made of layers, searched ---
-
 Map = Callable[[Tensor], Tensor]
-SIGNS = {"A = -I": -1.0, "A = +I": 1.0}
 CLEAR = 1e-6  # above 1: what rounding cannot do
 _OPTIONS: dict[str, Any] = {"temperature": 5.0, "radius": 3.0, "num_tokens": 64, "by": "G2"}
 
 
-def multiple(sign: float, d: int) -> DotProduct:
-    """One head with ``A = sign I`` and ``V = I``."""
-    eye = torch.eye(d, dtype=torch.float64)
-    return DotProduct(sign * eye, eye, eye, scale=1.0)
-
-
-def table_of_maps(study: Study) -> Table:
+def table_of_maps(study: Study) -> None:
     """Every map, the largest ratio that a search found, and what is proved."""
-    maps = study.values("maps", [_map_job(study, name) for name in _maps()])
-    return Table(
+    starts, steps = study.pick((4, 25), (6, 60))
+    study.table(
         "Which maps split: largest split / moved that a search found",
-        ("map", "largest", "found", "proved"),
-        tuple(
-            (
-                r["map"],
-                "–" if r["largest"] is None else number(r["largest"]),
-                _verdict(r),
-                _PROVED.get(r["map"], "–"),
-            )
-            for r in maps
+        study.values(
+            "maps", grid(map=_maps_by_name(), starts=[starts], steps=[steps]), _search_map
         ),
+        {
+            "map": "map",
+            "largest": "largest",
+            "found": _verdict_on,
+            "proved": lambda r: _PROVED.get(r["map"], "–"),
+        },
     )
 
 
@@ -335,15 +278,12 @@ _PROVED = {
 }
 
 
-def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
+def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
     """Maps on tokens by name: what makes one of width d, and the number of tokens."""
     gen = start_named("splitting|maps")
 
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
     def mlp(d: int) -> Map:
-        first, second = weight(4 * d, d), weight(d, 4 * d)
+        first, second = normal(gen, 4 * d, d), normal(gen, d, 4 * d)
         return lambda x: torch.tanh(x @ first.T) @ second.T
 
     def block(d: int) -> Map:
@@ -354,6 +294,13 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
             return y + g(y)
 
         return both
+
+    def residual(sign: float) -> Callable[[int], Map]:
+        def build(d: int) -> Map:
+            f = multiple(sign, d)
+            return lambda x: x + f(x)
+
+        return build
 
     def encoder(d: int) -> Map:
         with torch.random.fork_rng([]):
@@ -366,8 +313,8 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
     for kind in variants():
         for name, sign in SIGNS.items():
             made[f"{kind.__name__}, {name}"] = (_builder(kind, sign), 3)
-    made["residual, A = -I"] = (lambda d: _plus(multiple(-1.0, d)), 3)
-    made["residual, A = +I"] = (lambda d: _plus(multiple(1.0, d)), 3)
+    made["residual, A = -I"] = (residual(-1.0), 3)
+    made["residual, A = +I"] = (residual(1.0), 3)
     made["block: attention, then MLP"] = (block, 3)
     made[_ENCODER] = (encoder, 3)
     made["A = 0 (uniform attention)"] = (lambda d: multiple(0.0, d), 3)
@@ -377,35 +324,24 @@ def _maps() -> dict[str, tuple[Callable[[int], Map], int]]:
     return made
 
 
-def _plus(f: Map) -> Map:
-    return lambda x: x + f(x)
-
-
 def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:
     """A layer of a variant with ``A`` a multiple of the identity, whatever else it asks for."""
+    every = arguments(kind).items()
+    needed = [name for name, one in every if one.default is inspect.Parameter.empty]
 
     def build(d: int) -> Map:
-        eye = torch.eye(d, dtype=torch.float64)
-        needed = [
-            name for name, one in arguments(kind).items() if one.default is inspect.Parameter.empty
-        ]
-        given: dict[str, Any] = {"query": sign * eye, "key": eye, "value": eye, **_OPTIONS}
+        given = {"query": sign * eye(d), "key": eye(d), "value": eye(d), **_OPTIONS}
         return kind(**{name: given.get(name, 1.0) for name in needed})
 
     return build
 
 
-def _map_job(study: Study, name: str) -> ValueJob:
-    starts, steps = study.pick((4, 25), (6, 60))
-
-    def compute() -> Record:
-        make, n = _maps()[name]
-        widths = (4,) if name == _ENCODER else (1, 2)  # a norm of two entries is constant
-        found = [_search(make(d), n, d, starts, steps, name) for d in widths]
-        kept = [one for one in found if one is not None]
-        return {"largest": max(kept, default=None), "inputs": len(widths) * starts * (steps + 1)}
-
-    return {"map": name, "starts": starts, "steps": steps}, compute
+def _search_map(map: str, starts: int, steps: int) -> Record:
+    make, n = _maps_by_name()[map]
+    widths = (4,) if map == _ENCODER else (1, 2)  # a norm of two entries is constant
+    found = [_search(make(d), n, d, starts, steps, map) for d in widths]
+    kept = [one for one in found if one is not None]
+    return {"largest": max(kept, default=None), "inputs": len(widths) * starts * (steps + 1)}
 
 
 def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float | None:
@@ -421,18 +357,18 @@ def _search(f: Map, n: int, d: int, starts: int, steps: int, name: str) -> float
 
     for _ in range(starts):
         size = 10 ** (1.4 * torch.rand(1, generator=gen, dtype=torch.float64) - 0.4)
-        x = size * torch.randn(n, d, generator=gen, dtype=torch.float64)
+        x = size * normal(gen, n, d)
         here = value(x)
         for step in range(steps):
             scale = size * 10 ** (-2 * step / steps)
-            other = x + 0.5 * scale * torch.randn(n, d, generator=gen, dtype=torch.float64)
+            other = x + 0.5 * scale * normal(gen, n, d)
             if (tried := value(other)) > here:
                 x, here = other, tried
         best = max(here, -1.0 if best is None else best)
     return None if best is None or best < 0 else best
 
 
-def _verdict(r: Record) -> str:
+def _verdict_on(r: Record) -> str:
     if r["largest"] is None:
         return "no gain at all"
     if r["largest"] > 1 + CLEAR:

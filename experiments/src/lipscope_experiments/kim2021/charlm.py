@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +23,8 @@ from lipscope.control import ContractiveAttention
 from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import RunFolder, opened, replaced, stable_id
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table, chosen
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, chosen, curve
 from lipscope_experiments.texts import Text
 
 VARIANTS = ("dot product", "L2, untied", "L2, tied", "contractive L2")
@@ -33,7 +34,7 @@ _HELD = 64  # windows of the held-out part
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """Everything that decides on a run besides its text.
 
     Attributes:
@@ -71,17 +72,7 @@ class Run:
 
 
 class UntiedL2(Distance):
-    """``P X W_V`` with ``P_ij ∝ exp(-|x_i W_Q - x_j W_K|² / √k)``: not Lipschitz.
-
-    Args:
-        query: ``(heads * k, d)``.
-        key: ``(heads * k, d)``.
-        value: ``(heads * d_v, d)``.
-        output: ``(d_out, heads * d_v)``, or None for concatenated heads.
-        heads: Number of heads.
-        causal: Token i reads tokens j <= i only.
-        mask: ``(n, n)`` or ``(heads, n, n)``: True where i may read j.
-    """
+    """``P X W_V`` with ``P_ij ∝ exp(-|x_i W_Q - x_j W_K|² / √k)``: not Lipschitz."""
 
     def __init__(
         self,
@@ -104,12 +95,12 @@ class UntiedL2(Distance):
         return self.query * factor, self.key * factor, self.value
 
 
-class Block(nn.Module):
+class CharBlock(nn.Module):
     """``LN(X + F(X))`` for the attention, then for two linear maps: the original Transformer's."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainingRun) -> None:
         super().__init__()
-        self.attention = _attention(run)
+        self.attention = _attention_of(run)
         self.first, self.second = nn.LayerNorm(run.width), nn.LayerNorm(run.width)
         self.mlp = nn.Sequential(
             nn.Linear(run.width, 4 * run.width), nn.ReLU(), nn.Linear(4 * run.width, run.width)
@@ -124,19 +115,14 @@ class Block(nn.Module):
         return self.second(x + self.mlp(x))
 
 
-class Decoder(nn.Module):
-    """A causal decoder on characters.
+class CharDecoder(nn.Module):
+    """A causal decoder on characters."""
 
-    Args:
-        run: Sizes and variant.
-        characters: How many there are.
-    """
-
-    def __init__(self, run: Run, characters: int) -> None:
+    def __init__(self, run: TrainingRun, characters: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(characters, run.width)
         self.positions = nn.Parameter(torch.randn(run.length, run.width))
-        self.blocks = nn.ModuleList(Block(run) for _ in range(run.depth))
+        self.blocks = nn.ModuleList(CharBlock(run) for _ in range(run.depth))
         self.head = nn.Linear(run.width, characters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -147,7 +133,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
 
-def _attention(run: Run) -> nn.Module:
+def _attention_of(run: TrainingRun) -> nn.Module:
     kind = ("dot-product", UntiedL2, "l2", "l2")[VARIANTS.index(run.variant)]
     module = MultiheadAttention(
         run.width, run.heads, kind, bias=False, batch_first=True, causal=True
@@ -159,13 +145,9 @@ def _attention(run: Run) -> nn.Module:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as numbers.
+    """A text as numbers: what is trained on, and held-out windows ``(windows, length + 1)``.
 
-    Attributes:
-        text: The text.
-        train: Characters before the held-out ones.
-        held: Windows of the held-out part, ``(windows, length + 1)``.
-        characters: How many there are; the last stands for those that training never saw.
+    The last of the characters stands for those that training never saw.
     """
 
     text: Text
@@ -200,18 +182,12 @@ def corpus(text: Text, length: int) -> Corpus:
     return Corpus(text, ids[:cut], held, len(known) + 1)
 
 
-def train(run: Run, data: Corpus, folder: RunFolder) -> dict[str, Any]:
+def train(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
     """Train one decoder; rows of its attention layers go to the folder at every reading.
 
-    Args:
-        run: What to train.
-        data: On what.
-        folder: Where rows and checkpoints go. A run that was stopped goes on from its last one.
-
-    Returns:
-        ``curve``: steps, bits per character of training (mean since the last) and held out;
-        ``stopped``: why it ended early, or None; ``bits``: the last held-out ones, None if
-        it ended early.
+    A run that was stopped goes on from its last checkpoint. Returns ``curve``: steps, bits per
+    character of training (mean since the last) and held out; ``stopped``: why it ended early, or
+    None; ``bits``: the last held-out ones, None if it ended early.
     """
     state = _State(run, data, folder)
     monitor = Monitor(
@@ -234,7 +210,7 @@ def train(run: Run, data: Corpus, folder: RunFolder) -> dict[str, Any]:
             with monitor.step(loss):
                 state.optimiser.step()
         except InputError as problem:
-            if math.isfinite(losses[-1]) and _finite(state.net):
+            if math.isfinite(losses[-1]) and _all_finite(state.net):
                 raise
             kept = state.path.name if state.path.exists() else "none"
             why = f"{problem} The last good checkpoint: {kept}."
@@ -253,14 +229,14 @@ def train(run: Run, data: Corpus, folder: RunFolder) -> dict[str, Any]:
 class _State:
     """All that a run goes on from: weights, moments, random numbers, the curve."""
 
-    def __init__(self, run: Run, data: Corpus, folder: RunFolder) -> None:
+    def __init__(self, run: TrainingRun, data: Corpus, folder: RunFolder) -> None:
         self.run, self.data = run, data
         self.name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, "
         self.name += data.text.name
         self.path = _checkpoint(folder, asdict(run) | {"text": data.text.sha256})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)
-            self.net = Decoder(run, data.characters)
+            self.net = CharDecoder(run, data.characters)
         self.optimiser = torch.optim.Adam(self.net.parameters(), lr=run.rate, fused=True)
         self.gen = torch.Generator().manual_seed(run.seed)
         self.step, self.curve = 0, []
@@ -314,11 +290,9 @@ def _checkpoint(folder: RunFolder, key: dict[str, Any]) -> Path:
     return folder.path / "checkpoints" / f"{stable_id(key)}.pt"
 
 
-def _finite(net: nn.Module) -> bool:
+def _all_finite(net: nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in net.parameters())
 
-
-# --- … ---
 
 _RATES = {"fixed": "fixed rate", "warm-up": "warm-up"}
 _SCHEDULES = tuple(_RATES)
@@ -329,27 +303,32 @@ _BETTER = 0.25  # bits below what knows how often each character occurs: the mod
 @experiment(
     "kim2021/charlm",
     title="The Lipschitz Constant of Self-Attention: how deep a character-level model trains",
-    cite="kim2021",
 )
-def charlm(study: Study) -> Findings:
+def charlm(study: Study) -> None:
     """Decoders of 2 to 18 blocks at a fixed rate and with warm-up, bits per held-out character."""
-    texts = [corpus(text, Run.length) for text in study.texts]
-    jobs = [job for data in texts for job in _jobs(study, data)]
-    runs = study.values("runs", jobs)
-    rows = [row for row in study.folder.done.values() if row.step is not None]
-    _draw(study, texts, runs, rows)
-    return _findings(study, texts, runs, rows)
-
-
-def _jobs(study: Study, data: Corpus) -> Iterator[ValueJob]:
+    texts = [corpus(text, TrainingRun.length) for text in study.texts]
     steps, every = study.pick((100, 50), (1000, 250))
-    for seed in range(_SEEDS):
-        for depth in study.pick((2, 4), (2, 6, 10, 14, 18)):
-            for schedule in _SCHEDULES:
-                for variant in VARIANTS:
-                    run = Run(variant, depth, schedule, seed, steps, every)
-                    key = asdict(run) | {"text": data.text.name, "sha256": data.text.sha256}
-                    yield key, lambda run=run: train(run, data, study.folder)
+    keys = [
+        asdict(TrainingRun(**one, steps=steps, every=every))
+        | {"text": data.text.name, "sha256": data.text.sha256}
+        for data in texts
+        for one in grid(
+            seed=range(_SEEDS),
+            depth=study.pick((2, 4), (2, 6, 10, 14, 18)),
+            schedule=_SCHEDULES,
+            variant=VARIANTS,
+        )
+    ]
+    by = {data.text.sha256: data for data in texts}
+    runs = study.values(
+        "runs",
+        keys,
+        lambda text, sha256, **run: train(TrainingRun(**run), by[sha256], study.folder),
+    )
+    rows = [row for row in study.folder.done.values() if row.step is not None]
+    _draw_bits(study, texts, runs)
+    _draw_sigmas(study, texts[0], runs, rows)
+    _of_trainable_depths(study, texts, runs, rows)
 
 
 def _depths(runs: Sequence[Record]) -> list[int]:
@@ -362,7 +341,9 @@ def _mean_bits(runs: Sequence[Record]) -> float | None:
     return None if None in found or not found else fmean(found)
 
 
-def _sigmas(rows: Sequence[Measurement], of: dict[str, Any], layer: int) -> list[tuple[int, float]]:
+def _sigmas_along(
+    rows: Sequence[Measurement], of: dict[str, Any], layer: int
+) -> list[tuple[int, float]]:
     """Sigma of a layer of a run at its readings."""
     start = "{variant}, {depth} blocks, {schedule}, seed {seed}, {text}@".format_map(of)
     found = {
@@ -374,12 +355,7 @@ def _sigmas(rows: Sequence[Measurement], of: dict[str, Any], layer: int) -> list
     return sorted(found.items())
 
 
-def _draw(
-    study: Study,
-    texts: Sequence[Corpus],
-    runs: Sequence[Record],
-    rows: Sequence[Measurement],
-) -> None:
+def _draw_bits(study: Study, texts: Sequence[Corpus], runs: Sequence[Record]) -> None:
     depths, panels = _depths(runs), []
     for data in texts:
         for schedule in _SCHEDULES:
@@ -388,82 +364,67 @@ def _draw(
                 Series("single characters", tuple((d, data.chance) for d in depths), "dashes")
             ]
             for variant in VARIANTS:
-                means = {d: _mean_bits(chosen(own, variant=variant, depth=d)) for d in depths}
-                points = tuple((d, bits) for d, bits in means.items() if bits is not None)
-                series.append(Series(variant, points))
+                mine = [(d, chosen(own, variant=variant, depth=d)) for d in depths]
+                series.append(curve(variant, mine, lambda d, _: d, lambda _, one: _mean_bits(one)))
+            title, axes = f"{data.text.name}, {_RATES[schedule]}", {"log_x": False, "log_y": False}
             panels.append(
-                Panel(
-                    f"{data.text.name}, {_RATES[schedule]}",
-                    tuple(series),
-                    x="blocks",
-                    y="bits per held-out character",
-                    log_x=False,
-                    log_y=False,
-                )
+                Panel(title, tuple(series), "blocks", "bits per held-out character", **axes)
             )
     study.draw("charlm", "Bits per character against depth", panels, columns=2)
-    own = chosen(runs, sha256=texts[0].text.sha256, depth=depths[-1], seed=0, schedule="fixed")
-    layers, panels = sorted({0, depths[-1] // 2, depths[-1] - 1}), []
-    for one in own:
-        curves = {f"layer {i}": tuple(_sigmas(rows, one, i)) for i in layers}
+
+
+def _draw_sigmas(
+    study: Study, data: Corpus, runs: Sequence[Record], rows: Sequence[Measurement]
+) -> None:
+    deepest, panels = _depths(runs)[-1], []
+    layers = sorted({0, deepest // 2, deepest - 1})
+    for one in chosen(runs, sha256=data.text.sha256, depth=deepest, seed=0, schedule="fixed"):
+        curves = {f"layer {i}": tuple(_sigmas_along(rows, one, i)) for i in layers}
         series = tuple(Series(name, points) for name, points in curves.items() if points)
         if series:
             panels.append(Panel(one["variant"], series, x="step", log_x=False))
-    title = f"Sigma of layers along training, {depths[-1]} blocks at a fixed rate"
+    title = f"Sigma of layers along training, {deepest} blocks at a fixed rate"
     study.draw("charlm-sigma", title, panels, columns=2)
 
 
-def _findings(
-    study: Study,
-    texts: Sequence[Corpus],
-    runs: Sequence[Record],
-    rows: Sequence[Measurement],
-) -> Findings:
+def _of_trainable_depths(
+    study: Study, texts: Sequence[Corpus], runs: Sequence[Record], rows: Sequence[Measurement]
+) -> None:
     first = runs[0]
     stopped = [one for one in runs if one["stopped"]]
-    claims = [
-        Claim(
+    for data in texts:
+        study.claim(
             f"deepest that trains at a fixed rate, {data.text.name}",
             "dot product: not beyond 10 blocks; L2, tied, and contractive L2: 18 (the authors, in "
             "their replies to reviewers)",
             _deepest(data, runs, "fixed"),
         )
-        for data in texts
-    ]
-    claims += [
-        Claim(
-            f"deepest that trains with warm-up, {data.text.name}",
-            "–",
-            _deepest(data, runs, "warm-up"),
-        )
-        for data in texts
-    ]
-    return Findings(
-        tuple(claims),
-        (*(_bits(data, runs) for data in texts), _grown(runs, rows)),
-        (
-            f"Not run: the paper's own sizes. Its text was not at hand; as recalled it is the Penn "
-            f"Treebank, with models far wider and trained far longer than here: width "
-            f"{first['width']}, {first['heads']} heads, windows of {first['length']} characters, "
-            f"{first['batch']} a step, {first['steps']} steps of Adam at {first['rate']:g}, "
-            f"{_SEEDS} seed{'s' * (_SEEDS > 1)}."
-            + (" Depths: 2 and 4 only." if study.quick else ""),
-            "A model trains if it needs at least "
-            f"{_BETTER} bits per character less than what knows only how often each character "
-            "occurs (the dashes), with every seed. The last tenth of a text is held out.",
-            "Blocks are the original Transformer's: norms after each sum. Only the attention "
-            "differs: untied L2 has keys and values of its own; contractive L2 is "
-            f"{CONSTANT} F / L, L at {first['length']} tokens. Warm-up: linear over a fifth of the "
-            "steps, then the inverse square root.",
-            f"What has not left the dashes after {first['steps']} steps may do so later, or at a "
-            "smaller rate. Tied and contractive attention begins with a far smaller sigma, so with "
-            "a smaller branch beside the sum, which alone makes such deep models easier to train: "
-            "that the Lipschitz constant is the reason is not shown.",
-            f"{len(stopped)} of {len(runs)} runs ended in a loss that is not finite."
-            + "".join(f" {one['variant']}, {one['depth']}: {one['stopped']}" for one in stopped),
-            "Sigma of every layer at every reading, at one held-out window, are rows of the run "
-            "folder (column `step`), map `attention`.",
-        ),
+    for data in texts:
+        about = f"deepest that trains with warm-up, {data.text.name}"
+        study.claim(about, "–", _deepest(data, runs, "warm-up"))
+        _bits_table(study, data, runs)
+    _sigma_table(study, runs, rows)
+    study.remark(
+        f"Not run: the paper's own sizes. Its text was not at hand; as recalled it is the Penn "
+        f"Treebank, with models far wider and trained far longer than here: width "
+        f"{first['width']}, {first['heads']} heads, windows of {first['length']} characters, "
+        f"{first['batch']} a step, {first['steps']} steps of Adam at {first['rate']:g}, "
+        f"{_SEEDS} seed{'s' * (_SEEDS > 1)}." + (" Depths: 2 and 4 only." if study.quick else ""),
+        "A model trains if it needs at least "
+        f"{_BETTER} bits per character less than what knows only how often each character "
+        "occurs (the dashes), with every seed. The last tenth of a text is held out.",
+        "Blocks are the original Transformer's: norms after each sum. Only the attention "
+        "differs: untied L2 has keys and values of its own; contractive L2 is "
+        f"{CONSTANT} F / L, L at {first['length']} tokens. Warm-up: linear over a fifth of the "
+        "steps, then the inverse square root.",
+        f"What has not left the dashes after {first['steps']} steps may do so later, or at a "
+        "smaller rate. Tied and contractive attention begins with a far smaller sigma, so with "
+        "a smaller branch beside the sum, which alone makes such deep models easier to train: "
+        "that the Lipschitz constant is the reason is not shown.",
+        f"{len(stopped)} of {len(runs)} runs ended in a loss that is not finite."
+        + "".join(f" {one['variant']}, {one['depth']}: {one['stopped']}" for one in stopped),
+        "Sigma of every layer at every reading, at one held-out window, are rows of the run "
+        "folder (column `step`), map `attention`.",
     )
 
 
@@ -471,49 +432,51 @@ def _deepest(data: Corpus, runs: Sequence[Record], schedule: str) -> str:
     found = []
     for variant in VARIANTS:
         own = chosen(runs, sha256=data.text.sha256, schedule=schedule, variant=variant)
-        fine = [d for d in _depths(own) if _trains(data, chosen(own, depth=d))]
+        fine = [d for d in _depths(own) if _all_train(data, chosen(own, depth=d))]
         found.append(f"{variant}: {max(fine, default='none')}")
     return f"{'; '.join(found)} (of {', '.join(map(str, _depths(runs)))})"
 
 
-def _trains(data: Corpus, runs: Sequence[Record]) -> bool:
+def _all_train(data: Corpus, runs: Sequence[Record]) -> bool:
     return all(one["bits"] is not None and one["bits"] < data.chance - _BETTER for one in runs)
 
 
-def _bits(data: Corpus, runs: Sequence[Record]) -> Table:
+def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
     """Mean and range over seeds."""
-    depths, lines = _depths(runs), []
-    for schedule in _SCHEDULES:
-        for variant in VARIANTS:
-            cells = []
-            for d in depths:
-                own = chosen(runs, sha256=data.text.sha256, schedule=schedule, depth=d)
-                own = chosen(own, variant=variant)
-                mean, bits = _mean_bits(own), [one["bits"] for one in own]
-                text = "ended early" if mean is None else f"{mean:.2f}"
-                spread = mean is not None and len(own) > 1
-                cells.append(f"{text} ({min(bits):.2f} to {max(bits):.2f})" if spread else text)
-            lines.append((schedule, variant, *cells))
-    return Table(
+
+    def cell(own: list[Record]) -> str:
+        mean, bits = _mean_bits(own), [one["bits"] for one in own]
+        if mean is None:
+            return "ended early"
+        return f"{mean:.2f}" + f" ({min(bits):.2f} to {max(bits):.2f})" * (len(own) > 1)
+
+    def cells(own: list[Record]) -> list[str]:
+        return [cell(chosen(own, depth=d)) for d in depths]
+
+    own, depths = chosen(runs, sha256=data.text.sha256), _depths(runs)
+    study.table(
         f"Bits per held-out character: {data.text.name} (single characters: {data.chance:.2f})",
+        [
+            (rate, variant, *cells(chosen(own, schedule=rate, variant=variant)))
+            for rate in _SCHEDULES
+            for variant in VARIANTS
+        ],
         ("rate", "attention", *(f"{d} blocks" for d in depths)),
-        tuple(lines),
     )
 
 
-def _grown(runs: Sequence[Record], rows: Sequence[Measurement]) -> Table:
+def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measurement]) -> None:
     """Sigma of the deepest models, the largest over layers, runs and texts."""
     deepest, lines = _depths(runs)[-1], []
-    for schedule in _SCHEDULES:
-        for variant in VARIANTS:
-            own = chosen(runs, schedule=schedule, variant=variant, depth=deepest)
-            curves = [_sigmas(rows, one, i) for one in own for i in range(deepest)]
-            ends = [(c[0][1], c[-1][1]) for c in curves if c]
-            if ends:
-                first, last = (max(one) for one in zip(*ends, strict=True))
-                lines.append((schedule, variant, number(first), number(last)))
-    return Table(
+    for place in itertools.product(_SCHEDULES, VARIANTS):
+        own = chosen(runs, schedule=place[0], variant=place[1], depth=deepest)
+        curves = [_sigmas_along(rows, one, i) for one in own for i in range(deepest)]
+        ends = [(c[0][1], c[-1][1]) for c in curves if c]
+        if ends:
+            first, last = (max(one) for one in zip(*ends, strict=True))
+            lines.append((*place, number(first), number(last)))
+    study.table(
         f"Largest sigma of an attention layer, {deepest} blocks",
-        ("rate", "attention", "before training", "at the end"),
         tuple(lines),
+        ("rate", "attention", "before training", "at the end"),
     )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 from torch import Tensor
 
 from lipscope import Attention, L2Attention
 from lipscope.attacks import check_size
-from lipscope.charts import Panel, Series
+from lipscope.charts import Panel
 from lipscope.pages import number
 from lipscope.theorems import infinity_norm, kim_thm_3_2_infinity, tight_input, tight_value
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table
+from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.findings import Record, curve
+from lipscope_experiments.simple_layers import eye
 
 _DENSE = 1001  # up to here the whole Jacobian is formed
 
@@ -23,113 +24,93 @@ _MANY_STARTS = 11
 @experiment(
     "kim2021/tightness",
     title="The Lipschitz Constant of Self-Attention: tightness of the infinity-norm bound",
-    cite="kim2021",
     reads_text=False,
 )
-def tightness(study: Study) -> Findings:
+def tightness(study: Study) -> None:
     """One head of width one with unit weights, an odd number N of tokens."""
     sizes = study.pick([3, 5, 11, 101, 10001], [3, 5, 11, 51, 101, 301, 1001, 10001])
     sizes = sorted({*sizes, 100001, 1000001})
-    found = study.values("tightness", [_job(study, n) for n in sizes])
-    _draw(study, found)
-    return _findings(found)
+    keys = []
+    for n in sizes:  # each step forms the dense Jacobian of every start
+        restarts, steps = study.pick((6, 100), (50 if n <= _MANY_STARTS else 8, 300))
+        keys.append({"n": n, "restarts": restarts, "steps": steps})
+    found = study.values("tightness", keys, functools.partial(_bound_and_best, study.pick(11, 51)))
+    _draw_tightness(study, found)
+    _of_tightness(study, found)
 
 
-def _job(study: Study, n: int) -> ValueJob:
-    searched = n <= study.pick(11, 51)
-    # Each step forms the dense Jacobian of every start.
-    restarts, steps = study.pick((6, 100), (50 if n <= _MANY_STARTS else 8, 300))
-
-    def compute() -> Record:
-        one = torch.ones(1, 1, dtype=torch.float64)
-        layer = L2Attention(one, one)
-        exact = best = None
-        if n <= _DENSE:
-            exact = infinity_norm(layer.linearise(tight_input(n))).lower
-        if searched:
-            best = ascend_infinity(layer, num_tokens=n, restarts=restarts, steps=steps)
-        return {
-            "bound": kim_thm_3_2_infinity(layer, n),
-            "closed": tight_value(n),
-            "measured": exact,
-            "best": best,
-        }
-
-    return {"n": n, "restarts": restarts, "steps": steps}, compute
+def _bound_and_best(searched: int, n: int, restarts: int, steps: int) -> Record:
+    layer, exact, best = L2Attention(eye(1), eye(1)), None, None
+    if n <= _DENSE:
+        exact = infinity_norm(layer.linearise(tight_input(n))).lower
+    if n <= searched:
+        best = ascend_infinity(layer, num_tokens=n, restarts=restarts, steps=steps)
+    return {
+        "bound": kim_thm_3_2_infinity(layer, n),
+        "closed": tight_value(n),
+        "measured": exact,
+        "best": best,
+    }
 
 
-def _draw(study: Study, found: list[Record]) -> None:
-    def curve(name: str, key: str, kind: Any = "line") -> Series:
-        return Series(name, tuple((r["n"], r[key]) for r in found if r[key] is not None), kind)
-
-    norms = Panel(
-        "infinity norm of the Jacobian",
-        (
-            curve("upper bound, Theorem 3.2", "bound"),
-            curve("closed form at the opposed input", "closed"),
-            curve("measured there", "measured", "points"),
-            curve("best found by ascent", "best", "points"),
-        ),
-        x="number of tokens N",
-        y="norm",
-        log_y=False,
+def _draw_tightness(study: Study, found: list[Record]) -> None:
+    series = (
+        curve("upper bound, Theorem 3.2", found, "n", "bound"),
+        curve("closed form at the opposed input", found, "n", "closed"),
+        curve("measured there", found, "n", "measured", "points"),
+        curve("best found by ascent", found, "n", "best", "points"),
     )
-    ratio = tuple((r["n"], r["bound"] / r["closed"]) for r in found)
-    shares = Panel(
-        "bound divided by the closed form",
-        (Series("ratio", ratio),),
-        x="number of tokens N",
-        y="ratio",
-        log_y=False,
-    )
-    study.draw("tightness", "L2 attention against its infinity-norm bound", [norms, shares])
+    ratio = curve("ratio", found, "n", lambda r: r["bound"] / r["closed"])
+    x = "number of tokens N"
+    panels = [
+        Panel("infinity norm of the Jacobian", series, x, "norm", log_y=False),
+        Panel("bound divided by the closed form", (ratio,), x, "ratio", log_y=False),
+    ]
+    study.draw("tightness", "L2 attention against its infinity-norm bound", panels)
 
 
-def _findings(found: list[Record]) -> Findings:
+def _of_tightness(study: Study, found: list[Record]) -> None:
     last = found[-1]
     gap = max(r["bound"] - r["closed"] for r in found)
     error = max(abs(r["measured"] / r["closed"] - 1) for r in found if r["measured"])
     above = [r["best"] / r["closed"] for r in found if r["best"]]
     inside = all(r["best"] <= r["bound"] for r in found if r["best"])
-    lines = tuple(
-        (
-            str(r["n"]),
-            *(number(r[key]) for key in ("bound", "closed", "measured", "best")),
-            number(r["bound"] / r["closed"]),
-        )
-        for r in found
+
+    study.claim(
+        "asymptotic tightness in the infinity norm",
+        "empirical evidence of it (abstract); by optimisation over inputs",
+        f"bound / closed form falls to {number(last['bound'] / last['closed'])} at "
+        f"N = {last['n']:,}; their difference is at most {number(gap)}",
     )
-    columns = ("N", "upper bound", "closed form", "measured there", "best found", "bound / closed")
-    return Findings(
-        (
-            Claim(
-                "asymptotic tightness in the infinity norm",
-                "empirical evidence of it (abstract); by optimisation over inputs",
-                f"bound / closed form falls to {number(last['bound'] / last['closed'])} at "
-                f"N = {last['n']:,}; their difference is at most {number(gap)}",
-            ),
-            Claim(
-                "closed form of the norm at the opposed input",
-                "4 φ⁻¹ - 1 + 2 / (1 + φ⁻¹), φ⁻¹ = φ⁻¹(N-1) (derived here)",
-                f"equal to the measured norm to {error:.1e}",
-            ),
-            Claim(
-                "best input found by ascent",
-                "50 random starts, N to 1000 (as recalled from the authors' reply to reviewers)",
-                f"best found / closed form {min(above):.4f} to {max(above):.4f}; "
-                + ("never above the bound" if inside else "ABOVE THE BOUND"),
-            ),
-        ),
-        (Table("One head of width one, unit weights", columns, lines),),
-        (
-            "The opposed input (one token at the origin, the others at opposite points) is derived "
-            "here; the paper's own figure was not seen.",
-            f"Ascent by Adam from random starts, of a full run 50 to N = {_MANY_STARTS}, then 8.",
-        ),
+    study.claim(
+        "closed form of the norm at the opposed input",
+        "4 φ⁻¹ - 1 + 2 / (1 + φ⁻¹), φ⁻¹ = φ⁻¹(N-1) (derived here)",
+        f"equal to the measured norm to {error:.1e}",
+    )
+    study.claim(
+        "best input found by ascent",
+        "50 random starts, N to 1000 (as recalled from the authors' reply to reviewers)",
+        f"best found / closed form {min(above):.4f} to {max(above):.4f}; "
+        + ("never above the bound" if inside else "ABOVE THE BOUND"),
+    )
+    study.table(
+        "One head of width one, unit weights",
+        found,
+        {
+            "N": "n",
+            "upper bound": "bound",
+            "closed form": "closed",
+            "measured there": "measured",
+            "best found": "best",
+            "bound / closed": lambda r: r["bound"] / r["closed"],
+        },
+    )
+    study.remark(
+        "The opposed input (one token at the origin, the others at opposite points) is derived "
+        "here; the paper's own figure was not seen.",
+        f"Ascent by Adam from random starts, of a full run 50 to N = {_MANY_STARTS}, then 8.",
     )
 
-
-# --- inputs on which the infinity norm of the Jacobian is large, found by gradient ascent ---
 
 _RATE = 0.05
 _SPREADS = 4.0  # random starts have entries up to this many standard deviations of scale
@@ -141,17 +122,8 @@ def ascend_infinity(
     """The largest ``‖J(X)‖_∞ = max_o sum_i |J_oi|`` that Adam finds from random starts.
 
     Holds for every layer; a lower value of the supremum, the best over all iterates. The dense
-    Jacobian is formed: ``num_tokens · d`` up to some hundreds.
-
-    Args:
-        layer: The layer.
-        num_tokens: Number of tokens.
-        restarts: Random starts, normal with scales from 0.1 to 4.
-        steps: Steps of each.
-        seed: Of the starts.
-
-    Returns:
-        The largest value.
+    Jacobian is formed: ``num_tokens · d`` up to some hundreds. Starts are normal, with scales from
+    0.1 to 4.
 
     Raises:
         InputError: For no tokens.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope import DotProduct, InputError, top_singular
+from lipscope import DotProduct, InputError
 from lipscope.attacks import quadratic
-from lipscope.charts import Panel, Series, power_law
+from lipscope.charts import Panel, power_law
 from lipscope.pages import number
 from lipscope.records import slope_of
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, curve
+from lipscope_experiments.simple_layers import normal, top
 
 _TOKENS = 9
 
@@ -25,106 +24,71 @@ _TOKENS = 9
     cite="kim2021",
     reads_text=False,
 )
-def witness(study: Study) -> Findings:
+def witness(study: Study) -> None:
     """Sigma of one random head at (0, R u, -R u, …) against R, and every step of the proof."""
     radii = [10.0 ** (k / 4) for k in range(-4, study.pick(9, 17))]
-    found = study.values("witness", [_job(radius) for radius in radii])
-    steps = study.values("steps", [_step_job(seed) for seed in range(study.pick(5, 50))])
-    _draw(study, found)
-    large = [(r["radius"], r["sigma"]) for r in found if r["radius"] >= 10]
+    found = study.values("witness", grid(radius=radii, n=[_TOKENS]), _sigma_beside)
+    steps = study.values("steps", grid(seed=range(study.pick(5, 50))), _errors_of_steps)
+    series = curve("sigma", found, "radius", "sigma", "points")
+    large = [point for point in series.points if point[0] >= 10]
+    shown = (series, curve("closed form", found, "radius", "closed"), power_law(large, 2.0, "~ R²"))
+    panel = Panel(f"one random head, n = {_TOKENS}", shown, x="radius R")
+    study.draw("witness", "A token at the origin, the others at ± R u", [panel])
+    ratios = [r["sigma"] / r["closed"] for r in found]
     names = [name for name in steps[0] if name != "seed"]
     worst = {name: max(step[name] for step in steps) for name in names}
-    return Findings(
-        (
-            Claim(
-                "sigma against R",
-                "not Lipschitz: sigma is unbounded (Theorem 3.1); like R² (derived here)",
-                f"exponent {slope_of(large):.4f} from R = 10 on; sigma = "
-                f"{number(found[-1]['sigma'])} at R = {number(found[-1]['radius'])}",
-            ),
-            Claim(
-                "closed form",
-                "sigma ≥ ‖V (I/n + C A)‖ at the origin (derived here)",
-                f"sigma / closed form {_ratio(found, min)} to {_ratio(found, max)}",
-            ),
-            Claim(
-                "every step of the proof",
-                "each inequality at random heads; the last step is derived here",
-                f"largest relative error {max(worst.values()):.1e} over {len(steps)} random heads",
-            ),
-        ),
-        (
-            Table(
-                f"One random head, n = {_TOKENS}",
-                ("R", "sigma", "upper", "closed form", "sigma / R²"),
-                tuple(
-                    (
-                        number(r["radius"], 3),
-                        number(r["sigma"]),
-                        number(r["upper"]),
-                        number(r["closed"]),
-                        number(r["sigma"] / r["radius"] ** 2),
-                    )
-                    for r in found
-                ),
-            ),
-            Table(
-                "Steps of the proof",
-                ("step", "largest relative error"),
-                tuple((name, f"{error:.1e}") for name, error in worst.items()),
-            ),
-        ),
-        ("The note was read as a draft that ends before its last step.",),
+    study.claim(
+        "sigma against R",
+        "not Lipschitz: sigma is unbounded (Theorem 3.1); like R² (derived here)",
+        f"exponent {slope_of(large):.4f} from R = 10 on; sigma = "
+        f"{number(found[-1]['sigma'])} at R = {number(found[-1]['radius'])}",
     )
+    study.claim(
+        "closed form",
+        "sigma ≥ ‖V (I/n + C A)‖ at the origin (derived here)",
+        f"sigma / closed form {min(ratios):.4f} to {max(ratios):.4f}",
+    )
+    study.claim(
+        "every step of the proof",
+        "each inequality at random heads; the last step is derived here",
+        f"largest relative error {max(worst.values()):.1e} over {len(steps)} random heads",
+    )
+    study.table(
+        f"One random head, n = {_TOKENS}",
+        found,
+        {
+            "R": lambda r: number(r["radius"], 3),
+            "sigma": "sigma",
+            "upper": "upper",
+            "closed form": "closed",
+            "sigma / R²": lambda r: r["sigma"] / r["radius"] ** 2,
+        },
+    )
+    study.table(
+        "Steps of the proof",
+        tuple((name, f"{error:.1e}") for name, error in worst.items()),
+        ("step", "largest relative error"),
+    )
+    study.remark("The note was read as a draft that ends before its last step.")
 
 
-def _head(seed: int) -> DotProduct:
+def _random_head(seed: int) -> DotProduct:
     gen = torch.Generator().manual_seed(seed)
-    return DotProduct(*(torch.randn(4, 4, generator=gen, dtype=torch.float64) for _ in range(3)))
+    return DotProduct(*(normal(gen, 4, 4) for _ in range(3)))
 
 
-def _job(radius: float) -> ValueJob:
-    def compute() -> Record:
-        layer = _head(0)
-        built = quadratic(layer, num_tokens=_TOKENS, radius=radius)
-        start = torch.Generator().manual_seed(1)
-        top = top_singular(layer.linearise(built.x), tol=1e-6, generator=start)
-        return {"sigma": top.sigma, "upper": top.upper, "closed": built.predicted}
-
-    return {"radius": radius, "n": _TOKENS}, compute
+def _sigma_beside(radius: float, n: int) -> Record:
+    layer = _random_head(0)
+    built = quadratic(layer, num_tokens=n, radius=radius)
+    found = top(layer.linearise(built.x), 1, tol=1e-6)
+    return {"sigma": found.sigma, "upper": found.upper, "closed": built.predicted}
 
 
-def _step_job(seed: int) -> ValueJob:
-    def compute() -> Record:
-        gen = torch.Generator().manual_seed(1000 + seed)
-        x, e = (torch.randn(_TOKENS, 4, generator=gen, dtype=torch.float64) for _ in range(2))
-        x[2] = 0.0
-        return proof_steps(_head(seed), x, e, 2)
-
-    return {"seed": seed}, compute
-
-
-def _draw(study: Study, found: list[Record]) -> None:
-    curve = tuple((r["radius"], r["sigma"]) for r in found)
-    closed = tuple((r["radius"], r["closed"]) for r in found)
-    large = [(r, s) for r, s in curve if r >= 10]
-    panel = Panel(
-        f"one random head, n = {_TOKENS}",
-        (
-            Series("sigma", curve, "points"),
-            Series("closed form", closed),
-            power_law(large, 2.0, "~ R²"),
-        ),
-        x="radius R",
-    )
-    study.draw("witness", "A token at the origin, the others at ± R u", [panel])
-
-
-def _ratio(found: list[Record], pick: Any) -> str:
-    return f"{pick(r['sigma'] / r['closed'] for r in found):.4f}"
-
-
-# --- the steps of the proof ---
+def _errors_of_steps(seed: int) -> Record:
+    gen = torch.Generator().manual_seed(1000 + seed)
+    x, e = (normal(gen, _TOKENS, 4) for _ in range(2))
+    x[2] = 0.0
+    return proof_steps(_random_head(seed), x, e, 2)
 
 
 def proof_steps(
@@ -137,17 +101,9 @@ def proof_steps(
     ``V (C A e_row + mean_j e_j)`` with ``C`` the covariance of the tokens, which grows like
     ``R^2`` as the other tokens do.
 
-    Holds for one unmasked head without biases.
-
-    Args:
-        layer: One head.
-        x: Tokens, the one in ``row`` at the origin.
-        e: Direction ``E``.
-        row: Which token is at the origin.
-
-    Returns:
-        For each step, the largest deviation of what it says from automatic differentiation or
-        direct evaluation, relative to the largest entry.
+    Holds for one unmasked head without biases, and ``row`` the token at the origin. For each step:
+    the largest deviation of what it says from automatic differentiation or direct evaluation,
+    relative to the largest entry.
 
     Raises:
         InputError: If the layer or the tokens are not as asked.
@@ -170,16 +126,16 @@ def proof_steps(
     spread = torch.cov(x.T, correction=0)
     last = layer.value @ (spread @ a @ e[row] + e.mean(0))
     return {
-        "chain rule: dAtt = M X W_V + softmax(P) X' W_V": _error(
+        "chain rule: dAtt = M X W_V + softmax(P) X' W_V": _relative_error(
             (through @ x + weights @ e) @ layer.value.T, exact
         ),
         "the logits of the zero token vanish": float(logits[row].abs().max()),
-        "its weights are 1/n": _error(weights[row], torch.full_like(weights[row], 1 / n)),
-        "softmax'(0) = I/n - 11'/n²": _error(slope, uniform),
-        "its logits move by X v, v = A e": _error(moved[row], x @ a @ e[row]),
-        "its output moves by V (C A e + mean e) (derived here)": _error(last, exact[row]),
+        "its weights are 1/n": _relative_error(weights[row], torch.full_like(weights[row], 1 / n)),
+        "softmax'(0) = I/n - 11'/n²": _relative_error(slope, uniform),
+        "its logits move by X v, v = A e": _relative_error(moved[row], x @ a @ e[row]),
+        "its output moves by V (C A e + mean e) (derived here)": _relative_error(last, exact[row]),
     }
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -15,8 +17,8 @@ from lipscope import InputError, Monitor
 from lipscope.charts import Panel, Series
 from lipscope.control import PAST, WARM, Alarm, excess_of
 from lipscope.pages import number
-from lipscope_experiments.experiment import Study, ValueJob, experiment
-from lipscope_experiments.findings import Claim, Findings, Record, Table
+from lipscope_experiments.experiment import Study, experiment, grid
+from lipscope_experiments.findings import Record, grouped
 
 _WIDTH, _HEADS, _LENGTH, _BATCH, _STEPS = 32, 4, 32, 4, 100
 _MOMENTUM = 0.9
@@ -37,7 +39,7 @@ SIGNALS = (
 )
 
 
-class Decoder(nn.Module):
+class ByteDecoder(nn.Module):
     """A small causal decoder on bytes, of torch's own layers."""
 
     def __init__(self, depth: int) -> None:
@@ -62,44 +64,39 @@ class Decoder(nn.Module):
     title="Early warning: signals of a monitor before training diverges",
     cite="derived here",
 )
-def early_warning(study: Study) -> Findings:
+def early_warning(study: Study) -> None:
     """Small decoders trained at rates that grow, a third to a half of them too far."""
     text = study.texts[0]
     data = torch.tensor(list(text.content.encode()[:200_000]))
-    seeds = study.pick(range(2), range(_SEEDS))
-    depths = study.pick((1,), (1, 2, 3))
-    peaks = study.pick((0.2, 0.8), (0.3, 0.36, 0.43, 0.52))
-    every = study.pick(8, 2)
-    jobs = [
-        _job(data, {"depth": d, "peak": p, "seed": s, "every": every, "text": text.sha256})
-        for d in depths
-        for p in peaks
-        for s in seeds
-    ]
-    runs = study.values("runs", jobs)
+    keys = grid(
+        depth=study.pick((1,), (1, 2, 3)),
+        peak=study.pick((0.2, 0.8), (0.3, 0.36, 0.43, 0.52)),
+        seed=range(study.pick(2, _SEEDS)),
+        every=[study.pick(8, 2)],
+        text=[text.sha256],
+    )
+    runs = study.values("runs", keys, functools.partial(_train_until_divergence, data))
     found = {name: _judged(name, runs) for name in (*SIGNALS, LOSS)}
-    _draw(study, runs, found)
-    return _findings(runs, found)
+    _draw_alarms(study, runs, found)
+    _of_alarms(study, runs, found)
 
 
-def _job(data: Tensor, key: dict[str, Any]) -> ValueJob:
-    return key, lambda: _trained(data, key["depth"], key["peak"], key["seed"], key["every"])
-
-
-def _trained(data: Tensor, depth: int, peak: float, seed: int, every: int) -> dict[str, Any]:
+def _train_until_divergence(
+    data: Tensor, depth: int, peak: float, seed: int, every: int, **_: str
+) -> Record:
     """One run: when it diverged, and the excess of every signal at every reading before."""
     gen = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = Decoder(depth)
+        net = ByteDecoder(depth)
     optimiser = torch.optim.SGD(net.parameters(), lr=peak, momentum=_MOMENTUM)
-    monitor = Monitor(net, _windows(data, 1, gen)[:, :-1], every=every, alert=None)
+    monitor = Monitor(net, _byte_windows(data, 1, gen)[:, :-1], every=every, alert=None)
     alarm, losses, scores = Alarm(), [], {}
     onset: int | None = None
     for step in range(1, _STEPS + 1):
         for group in optimiser.param_groups:
             group["lr"] = peak * step / _STEPS
-        ids = _windows(data, _BATCH, gen)
+        ids = _byte_windows(data, _BATCH, gen)
         logits = net(ids[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         losses.append(float(loss.detach()))
@@ -128,7 +125,7 @@ def _trained(data: Tensor, depth: int, peak: float, seed: int, every: int) -> di
     }
 
 
-def _windows(data: Tensor, count: int, gen: torch.Generator) -> Tensor:
+def _byte_windows(data: Tensor, count: int, gen: torch.Generator) -> Tensor:
     starts = torch.randint(0, len(data) - _LENGTH - 1, (count,), generator=gen)
     return torch.stack([data[i : i + _LENGTH + 1] for i in starts.tolist()])
 
@@ -163,27 +160,31 @@ def _excesses(monitor: Monitor) -> tuple[list[int], dict[str, list[float | None]
 def _judged(name: str, runs: Sequence[Record]) -> dict[str, Any]:
     """Warnings, false alarms and misses at the monitor's own threshold, and at every other."""
     threshold = Alarm().deviations if name == LOSS else Alarm().threshold(name)
-    bad = [one for one in runs if one["onset"] is not None]
-    good = [one for one in runs if one["onset"] is None]
-    warned = [one["onset"] - step for one in bad if (step := _first(one, name, threshold))]
-    tops = {id(one): _top(one, name) for one in runs}
+    bad, good = _diverging_and_stable(runs)
+    warned = [one["onset"] - step for one in bad if (step := _first_alarm(one, name, threshold))]
+    tops = {id(one): _largest_excess(one, name) for one in runs}
     return {
         "threshold": threshold,
         "steps": warned,
         "missed": len(bad) - len(warned),
-        "false": sum(_first(one, name, threshold) is not None for one in good),
+        "false": sum(_first_alarm(one, name, threshold) is not None for one in good),
         "area": _estimate(runs, lambda one: tops[id(one)]),
         "alike": _estimate(runs, lambda one: tops[id(one)], alike=True),
-        "curve": _curve(runs, lambda one: tops[id(one)]),
+        "curve": _trade_off(runs, lambda one: tops[id(one)]),
     }
 
 
-def _curve(
+def _diverging_and_stable(runs: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Those that diverge, and those that do not."""
+    bad = [one for one in runs if one["onset"] is not None]
+    return bad, [one for one in runs if one["onset"] is None]
+
+
+def _trade_off(
     runs: Sequence[Record], of: Callable[[dict[str, Any]], float]
 ) -> list[tuple[float, float]]:
     """Shares of stable and of diverging runs above every threshold of a number."""
-    good = [of(one) for one in runs if one["onset"] is None]
-    bad = [of(one) for one in runs if one["onset"] is not None]
+    bad, good = ([of(one) for one in some] for some in _diverging_and_stable(runs))
 
     def above(some: list[float], level: float) -> float:
         return sum(value >= level for value in some) / max(len(some), 1)
@@ -192,21 +193,16 @@ def _curve(
     return [(above(good, level), above(bad, level)) for level in levels]
 
 
-def _area(
+def _order_share(
     runs: Sequence[Record], of: Callable[[dict[str, Any]], float], *, alike: bool = False
 ) -> float | None:
     """The share of pairs of a diverging and a stable run that a number puts in this order.
 
-    Args:
-        runs: The runs.
-        of: The number.
-        alike: Only pairs of the same rate and depth.
+    With ``alike`` only pairs of the same rate and depth.
     """
     pairs = [
         (of(bad), of(good))
-        for bad in runs
-        for good in runs
-        if bad["onset"] is not None and good["onset"] is None
+        for bad, good in itertools.product(*_diverging_and_stable(runs))
         if not alike or all(bad[name] == good[name] for name in ("peak", "depth"))
     ]
     wins = [1.0 if b > g else 0.5 if b == g else 0.0 for b, g in pairs]
@@ -217,8 +213,8 @@ def _estimate(
     runs: Sequence[Record], of: Callable[[dict[str, Any]], float], *, alike: bool = False
 ) -> tuple[float, float, float] | None:
     """An area with its 95 % interval: the jackknife's, every run left out once."""
-    area = _area(runs, of, alike=alike)
-    without = [_area([*runs[:k], *runs[k + 1 :]], of, alike=alike) for k in range(len(runs))]
+    area = _order_share(runs, of, alike=alike)
+    without = [_order_share([*runs[:k], *runs[k + 1 :]], of, alike=alike) for k in range(len(runs))]
     known = [one for one in without if one is not None]
     if area is None or len(known) < len(runs):
         return None
@@ -227,27 +223,25 @@ def _estimate(
     return area, max(area - error, 0.0), min(area + error, 1.0)
 
 
-def _first(run: Record, name: str, threshold: float) -> int | None:
+def _first_alarm(run: Record, name: str, threshold: float) -> int | None:
     """The first reading at which a signal is at its threshold."""
     pairs = zip(run["steps"], run["excess"][name], strict=True)
     return next((step for step, value in pairs if value is not None and value >= threshold), None)
 
 
-def _top(run: Record, name: str) -> float:
+def _largest_excess(run: Record, name: str) -> float:
     return max((value for value in run["excess"][name] if value is not None), default=0.0)
 
 
-def _draw(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
-    rate = Series(_RATE, tuple(_curve(runs, _peak)), "dashes")
+def _draw_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
+    rate = Series(_RATE, tuple(_trade_off(runs, _peak_rate)), "dashes")
     chance = Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes")
+    axes = "stable runs with an alarm", "diverging runs with one", False, False
     panels = [
         Panel(
-            f"{name.replace('_', ' ')}: area {_share(one['area'])}",
+            f"{name.replace('_', ' ')}: area {_area_words(one['area'])}",
             (Series("the signal", tuple(one["curve"])), rate, chance),
-            x="stable runs with an alarm",
-            y="diverging runs with one",
-            log_x=False,
-            log_y=False,
+            *axes,
         )
         for name, one in sorted(found.items(), key=lambda pair: -(pair[1]["area"] or (0.0,))[0])
     ]
@@ -255,11 +249,11 @@ def _draw(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]
     study.draw("early-warning", title, panels, columns=4)
 
 
-def _peak(run: Record) -> float:
+def _peak_rate(run: Record) -> float:
     return run["peak"]
 
 
-def _findings(runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> Findings:
+def _of_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
     bad = [one["onset"] for one in runs if one["onset"] is not None]
     stable = len(runs) - len(bad)
     lines = [
@@ -270,77 +264,68 @@ def _findings(runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> Findi
             f"{median(one['steps']):g}" if one["steps"] else "–",
             str(one["missed"]),
             f"{one['false']} of {stable}",
-            _share(one["area"]),
-            _share(one["alike"]),
+            _area_words(one["area"]),
+            _area_words(one["alike"]),
         )
         for name, one in found.items()
     ]
-    rate = _estimate(runs, _peak)
-    lines.append((f"{_RATE}, which was varied", "–", "–", "–", "–", "–", _share(rate), "–"))
+    rate = _estimate(runs, _peak_rate)
+    lines.append((f"{_RATE}, which was varied", "–", "–", "–", "–", "–", _area_words(rate), "–"))
     columns = ("signal", "alarm at", "warned", "steps before", "missed", "false alarms", "area")
     columns += ("area, same rate and depth",)
     usual = f"between {min(bad)} and {max(bad)}" if bad else "none"
     caught, most = _told(runs)
-    return Findings(
-        (
-            Claim(
-                "runs that diverge", "a third to a half, by design", f"{len(bad)} of {len(runs)}"
-            ),
-            Claim(
-                "diverging runs in which the monitor alerts before, at its defaults",
-                "–",
-                f"{caught} of {len(bad)}; a stable run has at most {most}",
-            ),
-            Claim(
-                "signal that tells diverging runs from stable ones best",
-                "practitioners: the norm of updates moves first, not every rise leads to a spike",
-                f"{_best(found, 'area')}; {_RATE}, which was varied, {_share(rate)}",
-            ),
-            Claim(
-                "the same among runs of one rate and one depth",
-                "–",
-                _best(found, "alike"),
-            ),
-        ),
-        (_alerts(runs), Table("Signals", columns, tuple(lines))),
-        (
-            f"A run diverges at the step whose mean loss over five steps is {number(_TOO_HIGH)} "
-            f"nat above the lowest before, or not finite ({usual} of {_STEPS} steps). Readings up "
-            "to there count.",
-            f"The monitor's defaults were chosen on the runs of seeds 0 to {_CHOSEN - 1}; those of "
-            "the other seeds were run once, afterwards.",
-            "The statistic of a signal is how many times above the largest (entropy: below the "
-            f"smallest) of its last {PAST} readings it is, from the {WARM + 1}th reading on, in "
-            "the layer where that is most; of the loss its deviations above the mean of the last "
-            "hundred. An alarm is the first reading at the threshold. Area: the share of pairs of "
-            "a diverging and a stable run whose largest statistics are in this order, with the "
-            "jackknife's 95 % interval over runs.",
-            f"Decoders of width {_WIDTH} on bytes of the default text, SGD with momentum "
-            f"{_MOMENTUM}, whose rate grows linearly over {_STEPS} steps: norms of updates grow "
-            "with it in stable runs, too. Stable runs have more readings than those that stop "
-            "early, and so more chances of a false alarm.",
-            "A rate that is too large moves every signal and makes runs diverge: an area that is "
-            "no larger than that of the rate says nothing that the rate does not. Pairs of one "
-            f"rate and one depth, of which there are {_alike(runs)}, leave it out.",
-        ),
+    study.claim("runs that diverge", "a third to a half, by design", f"{len(bad)} of {len(runs)}")
+    study.claim(
+        "diverging runs in which the monitor alerts before, at its defaults",
+        "–",
+        f"{caught} of {len(bad)}; a stable run has at most {most}",
+    )
+    study.claim(
+        "signal that tells diverging runs from stable ones best",
+        "practitioners: the norm of updates moves first, not every rise leads to a spike",
+        f"{_best_signal(found, 'area')}; {_RATE}, which was varied, {_area_words(rate)}",
+    )
+    study.claim("the same among runs of one rate and one depth", "–", _best_signal(found, "alike"))
+    _alerts(study, runs)
+    study.table("Signals", tuple(lines), columns)
+    study.remark(
+        f"A run diverges at the step whose mean loss over five steps is {number(_TOO_HIGH)} "
+        f"nat above the lowest before, or not finite ({usual} of {_STEPS} steps). Readings up "
+        "to there count.",
+        f"The monitor's defaults were chosen on the runs of seeds 0 to {_CHOSEN - 1}; those of "
+        "the other seeds were run once, afterwards.",
+        "The statistic of a signal is how many times above the largest (entropy: below the "
+        f"smallest) of its last {PAST} readings it is, from the {WARM + 1}th reading on, in "
+        "the layer where that is most; of the loss its deviations above the mean of the last "
+        "hundred. An alarm is the first reading at the threshold. Area: the share of pairs of "
+        "a diverging and a stable run whose largest statistics are in this order, with the "
+        "jackknife's 95 % interval over runs.",
+        f"Decoders of width {_WIDTH} on bytes of the default text, SGD with momentum "
+        f"{_MOMENTUM}, whose rate grows linearly over {_STEPS} steps: norms of updates grow "
+        "with it in stable runs, too. Stable runs have more readings than those that stop "
+        "early, and so more chances of a false alarm.",
+        "A rate that is too large moves every signal and makes runs diverge: an area that is "
+        "no larger than that of the rate says nothing that the rate does not. Pairs of one "
+        f"rate and one depth, of which there are {_like_pairs(runs)}, leave it out.",
     )
 
 
 def _told(runs: Sequence[Record]) -> tuple[int, int]:
     """How many diverging runs had an alert before, and the most alerts of a stable run."""
-    caught = sum(bool(one["alerts"]) for one in runs if one["onset"] is not None)
-    return caught, max((len(one["alerts"]) for one in runs if one["onset"] is None), default=0)
+    bad, good = _diverging_and_stable(runs)
+    alerts = (len(one["alerts"]) for one in good)
+    return sum(bool(one["alerts"]) for one in bad), max(alerts, default=0)
 
 
-def _alerts(runs: Sequence[Record]) -> Table:
+def _alerts(study: Study, runs: Sequence[Record]) -> None:
     """What the monitor says by itself, on the runs that its defaults were chosen on and others."""
     lines = []
     for some in (range(_CHOSEN), range(_CHOSEN, _SEEDS)):
         own = [one for one in runs if one["seed"] in some]
-        bad = [one for one in own if one["onset"] is not None]
-        good = [one for one in own if one["onset"] is None]
         if not own:
             continue
+        bad, good = _diverging_and_stable(own)
         caught = [one for one in bad if one["alerts"]]
         lead = [one["onset"] - one["alerts"][0][0] for one in caught]
         first = Counter(one["alerts"][0][1] for one in caught)
@@ -356,24 +341,21 @@ def _alerts(runs: Sequence[Record]) -> Table:
         )
     columns = ("seeds", "diverging runs with an alert", "steps before", "first alert")
     columns += ("stable runs with an alert", "most alerts of a stable run")
-    return Table("The monitor's own alerts", columns, tuple(lines))
+    study.table("The monitor's own alerts", tuple(lines), columns)
 
 
-def _share(value: tuple[float, float, float] | None) -> str:
+def _area_words(value: tuple[float, float, float] | None) -> str:
     return "–" if value is None else "{:.2f} ({:.2f} to {:.2f})".format(*value)
 
 
-def _best(found: dict[str, dict[str, Any]], which: str) -> str:
+def _best_signal(found: dict[str, dict[str, Any]], which: str) -> str:
     known = {name: one[which] for name, one in found.items() if one[which] is not None}
     if not known:
         return "no such pair"
     name = max(known, key=lambda one: known[one][0])
-    return f"{name}, area {_share(known[name])}"
+    return f"{name}, area {_area_words(known[name])}"
 
 
-def _alike(runs: Sequence[Record]) -> int:
-    places = {(one["peak"], one["depth"]) for one in runs}
-    some = [
-        [one["onset"] is None for one in runs if (one["peak"], one["depth"]) == at] for at in places
-    ]
-    return sum(sum(each) * (len(each) - sum(each)) for each in some)
+def _like_pairs(runs: Sequence[Record]) -> int:
+    parts = (_diverging_and_stable(own) for _, own in grouped(runs, "peak", "depth"))
+    return sum(len(bad) * len(good) for bad, good in parts)

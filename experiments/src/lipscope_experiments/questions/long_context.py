@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,7 +12,7 @@ from lipscope.charts import Panel, Series, training_end
 from lipscope.models import LoadedModel, reinitialised
 from lipscope.records import groups, growth
 from lipscope_experiments.experiment import Study, experiment
-from lipscope_experiments.findings import Claim, Findings, Table, average, exponent, share
+from lipscope_experiments.findings import average, exponent, share
 from lipscope_experiments.texts import Text
 
 _TOL = 1e-2
@@ -31,7 +31,7 @@ _ASKED = {
 
 
 @dataclass(frozen=True)
-class Case:
+class RestrictedCase:
     """A model on a text, changed or not: rows by what was asked, then by layer."""
 
     where: str
@@ -44,8 +44,8 @@ class Case:
 
     def parts(self, asked: str, layer: int, num_tokens: int) -> list[float]:
         """Sigma of what was asked, as a part of sigma of all tokens, by window."""
-        whole = _by_window(self.rows[_ALL][layer], num_tokens)
-        mine = _by_window(self.rows[asked][layer], num_tokens)
+        whole = _sigma_by_window(self.rows[_ALL][layer], num_tokens)
+        mine = _sigma_by_window(self.rows[asked][layer], num_tokens)
         return [mine[s] / whole[s] for s in sorted(whole.keys() & mine.keys())]
 
     @property
@@ -54,7 +54,7 @@ class Case:
         return sorted({row.num_tokens for row in self.rows[_ALL][self.layers[0]]})
 
 
-def _by_window(rows: Sequence[Measurement], num_tokens: int) -> dict[int, float]:
+def _sigma_by_window(rows: Sequence[Measurement], num_tokens: int) -> dict[int, float]:
     return {row.sample: row.sigma for row in rows if row.num_tokens == num_tokens and row.sigma}
 
 
@@ -63,49 +63,48 @@ def _by_window(rows: Sequence[Measurement], num_tokens: int) -> dict[int, float]
     title="What happens at long context? Reading the last token, moving a tenth",
     cite="derived here",
     models=("minilm", "smollm2"),
-    quick_models=("minilm",),
 )
-def long_context(study: Study) -> Findings:
+def long_context(study: Study) -> None:
     """Sigma of attention with what moves and what is read restricted, as windows get longer."""
-    cases = [case for place in study.places() for case in _cases(study, *place)]
-    _draw(study, cases)
-    return Findings(
-        tuple(claim for case in cases for claim in _claims(case)),
-        tuple(table for case in cases for table in (_growth_table(case), _part_table(case))),
-        (
-            f"The map `attention` of layer 0 and the middle one; sigma to {_TOL:.0%}. No two "
-            "windows share text, at one length or at two, and none has special tokens. A tenth "
-            "holds every token of which a part lies in it.",
-            "What moves: the tokens that may change, all unless named. What is read: the tokens "
-            "whose outputs count, all unless named.",
-            "Lengths beyond those that a model was trained on are fitted apart, where its files "
-            "say (MiniLM: 128 tokens) and there are three of them.",
-            "One layer of attention by itself: what earlier layers carried to a token before it "
-            "is in that token. In a causal layer the last tenth is read by itself alone, and the "
-            "first by all.",
-            "Control: the model's architecture with random weights. Uniform attention without a "
-            "mask gives 1/√n to the last token, and about √(1/10) to a tenth (derived here: its "
-            "Jacobian is 11ᵀ/n with the matrix of the values).",
-            "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts; of exponents see "
-            "`growth`), for windows of this text.",
-            f"Not run beyond {_MOST} tokens ({_MOST_IF_DEEP} above twelve layers). Two clusters to "
-            "131,072 tokens, and all tokens of real text as far as a model allows, are in "
-            "`castin2024/long-context`.",
-        ),
+    cases = [case for place in study.places() for case in _trained_and_random(study, *place)]
+    _draw_parts(study, cases)
+    for case in cases:
+        _of_parts(study, case)
+    for case in cases:
+        _growth_table(study, case)
+        _part_table(study, case)
+    study.remark(
+        f"The map `attention` of layer 0 and the middle one; sigma to {_TOL:.0%}. No two "
+        "windows share text, at one length or at two, and none has special tokens. A tenth "
+        "holds every token of which a part lies in it.",
+        "What moves: the tokens that may change, all unless named. What is read: the tokens "
+        "whose outputs count, all unless named.",
+        "Lengths beyond those that a model was trained on are fitted apart, where its files "
+        "say (MiniLM: 128 tokens) and there are three of them.",
+        "One layer of attention by itself: what earlier layers carried to a token before it "
+        "is in that token. In a causal layer the last tenth is read by itself alone, and the "
+        "first by all.",
+        "Control: the model's architecture with random weights. Uniform attention without a "
+        "mask gives 1/√n to the last token, and about √(1/10) to a tenth (derived here: its "
+        "Jacobian is 11ᵀ/n with the matrix of the values).",
+        "Intervals: 95 %, Student's over windows (Clopper–Pearson of counts; of exponents see "
+        "`growth`), for windows of this text.",
+        f"Not run beyond {_MOST} tokens ({_MOST_IF_DEEP} above twelve layers). Two clusters to "
+        "131,072 tokens, and all tokens of real text as far as a model allows, are in "
+        "`castin2024/long-context`.",
     )
 
 
-# --- what is computed ------------------------------------------------------------------------
-
-
-def _cases(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Case]:
-    yield _case(study, loaded, text, [*_ASKED])
+def _trained_and_random(study: Study, loaded: LoadedModel, text: Text) -> Iterator[RestrictedCase]:
+    yield _restricted_case(study, loaded, text, [*_ASKED])
     if not loaded.weights.startswith("random"):
         some = [name for name in _ASKED if "moves, read" not in name]
-        yield _case(study, reinitialised(loaded), text, some)
+        yield _restricted_case(study, reinitialised(loaded), text, some)
 
 
-def _case(study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]) -> Case:
+def _restricted_case(
+    study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]
+) -> RestrictedCase:
     depth = int(loaded.config.num_hidden_layers)
     full = _MOST if depth <= 12 else _MOST_IF_DEEP
     most = min(loaded.max_tokens or full, study.pick(2**7, full))
@@ -125,21 +124,18 @@ def _case(study: Study, loaded: LoadedModel, text: Text, asked: Sequence[str]) -
             **_ASKED[one],
         )
         found[one] = {layer: [row for row in rows if row.layer == layer] for layer in layers}
-    return Case(f"{loaded.name}, {text.name}", found)
+    return RestrictedCase(f"{loaded.name}, {text.name}", found)
 
 
-# --- what is said ----------------------------------------------------------------------------
-
-
-def _trained(case: Case) -> int:
+def _longest_trained(case: RestrictedCase) -> int:
     """The longest windows that the model was trained on, as far as its files say."""
     row = case.rows[_ALL][case.layers[0]][0]
     fit = [n for n in case.lengths if n <= (row.trained_length or math.inf)]
     return max(fit, default=case.lengths[-1])
 
 
-def _claims(case: Case) -> Iterator[Claim]:
-    n = _trained(case)
+def _of_parts(study: Study, case: RestrictedCase) -> None:
+    n = _longest_trained(case)
     tenth = math.sqrt(math.ceil(n / 10) / n)
     asked = [
         (f"read at the last token, n = {n}", f"{n**-0.5:.3f} = 1/√n", [_LAST]),
@@ -156,7 +152,7 @@ def _claims(case: Case) -> Iterator[Claim]:
     ]
     for about, uniform, names in asked:
         if names[0] in case.rows:
-            yield Claim(
+            study.claim(
                 f"{case.where}: {about}, as a part of sigma of all tokens",
                 f"{uniform} of uniform attention without a mask (derived here)",
                 ". ".join(
@@ -165,7 +161,7 @@ def _claims(case: Case) -> Iterator[Claim]:
                     for layer in case.layers
                 ),
             )
-    yield Claim(
+    study.claim(
         f"{case.where}: the first tenth moves the output more than the middle one",
         "the sink, if it is at the beginning",
         ". ".join(f"Layer {layer}: {_wins(case, layer)}" for layer in case.layers)
@@ -173,20 +169,19 @@ def _claims(case: Case) -> Iterator[Claim]:
     )
 
 
-def _wins(case: Case, layer: int) -> str:
-    hits = total = 0
+def _wins(case: RestrictedCase, layer: int) -> str:
+    hits: list[bool] = []
     for n in case.lengths:
         first, second = (
-            _by_window(case.rows[f"{name} moves"][layer], n)
+            _sigma_by_window(case.rows[f"{name} moves"][layer], n)
             for name in ("first tenth", "middle tenth")
         )
-        both = first.keys() & second.keys()
-        hits, total = hits + sum(first[s] > second[s] for s in both), total + len(both)
-    return share(hits, total)
+        hits += [first[s] > second[s] for s in first.keys() & second.keys()]
+    return share(sum(hits), len(hits))
 
 
-def _growth_table(case: Case) -> Table:
-    lines = tuple(
+def _growth_table(study: Study, case: RestrictedCase) -> None:
+    lines = [
         (
             name,
             str(layer),
@@ -194,35 +189,33 @@ def _growth_table(case: Case) -> Table:
         )
         for name, layers in case.rows.items()
         for layer, rows in layers.items()
-    )
-    title = f"{case.where}: exponents of sigma in n, {case.lengths[0]} to {_trained(case)} tokens"
-    return Table(title, ("what moves and is read", "layer", "exponent"), lines)
+    ]
+    ends = f"{case.lengths[0]} to {_longest_trained(case)}"
+    title = f"{case.where}: exponents of sigma in n, {ends} tokens"
+    study.table(title, lines, ("what moves and is read", "layer", "exponent"))
 
 
-def _part_table(case: Case) -> Table:
-    lines = tuple(
+def _part_table(study: Study, case: RestrictedCase) -> None:
+    lines = [
         (name, str(layer), *(average(case.parts(name, layer, n), (0.0, 1.0)) for n in case.lengths))
         for name in case.rows
         if name != _ALL
         for layer in case.layers
-    )
+    ]
     columns = ("what moves and is read", "layer", *(f"n = {n}" for n in case.lengths))
-    return Table(f"{case.where}: part of sigma of all tokens", columns, lines)
+    study.table(f"{case.where}: part of sigma of all tokens", lines, columns)
 
 
-# --- what is drawn ---------------------------------------------------------------------------
-
-
-def _draw(study: Study, cases: Sequence[Case]) -> None:
+def _draw_parts(study: Study, cases: Sequence[RestrictedCase]) -> None:
     """The first text of each model; the others are in the tables."""
-    shown: dict[str, Case] = {}
+    shown: dict[str, RestrictedCase] = {}
     for case in cases:
         shown.setdefault(case.where.rpartition(",")[0], case)
     panels = []
     for case in shown.values():
         for layer in case.layers:
             series = [
-                Series(name, _means(layers[layer]))
+                Series(name, _mean_sigmas(layers[layer]))
                 for name, layers in case.rows.items()
                 if "moves, read" not in name
             ]
@@ -231,8 +224,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
     study.draw("long-context", "Who moves whom at long context", panels, columns=2)
 
 
-def _means(rows: Sequence[Measurement]) -> tuple[tuple[int, float], ...]:
-    held: Mapping[int, list[float]] = {}
-    for row in rows:
-        held.setdefault(row.num_tokens, []).append(row.sigma or math.nan)
-    return tuple((n, fmean(values)) for n, values in sorted(held.items()))
+def _mean_sigmas(rows: Sequence[Measurement]) -> tuple[tuple[int, float], ...]:
+    lengths = sorted({row.num_tokens for row in rows})
+    held = {n: [row.sigma or math.nan for row in rows if row.num_tokens == n] for n in lengths}
+    return tuple((n, fmean(values)) for n, values in held.items())

@@ -17,8 +17,8 @@ from lipscope.charts import Panel, Series
 from lipscope.models import Rounds, inputs_of, reinitialised, rounded, rounding, rounding_error
 from lipscope.pages import number
 from lipscope.records import mean_interval, rank_correlation
-from lipscope_experiments.experiment import Source, Study, ValueJob, experiment, layers_of
-from lipscope_experiments.findings import Claim, Findings, Record, Table, average
+from lipscope_experiments.experiment import Source, Study, experiment, grid, layers_of
+from lipscope_experiments.findings import Record, average, chosen
 
 _TOKENS = 64
 _LAYERS = 32  # at most so many of a model, evenly
@@ -31,17 +31,11 @@ LOCAL = "change of the block's own output (measured)"
 
 
 @dataclass(frozen=True)
-class Case:
+class RoundedCase:
     """A model on what it reads: what could be known before, and what rounding did.
 
-    Attributes:
-        where: Model and text.
-        measure: What is measured of the model's output, in words.
-        layers: The blocks.
-        known: By bits and what is rounded, then by predictor: values ``[window][layer]``.
-        change: By bits and what is rounded: the true changes, likewise.
-        other: Likewise of a second measure.
-        second: That measure in words.
+    By bits and what is rounded: ``known`` by predictor, values ``[window][layer]``, and the true
+    changes of the output by two measures.
     """
 
     where: str
@@ -58,55 +52,51 @@ class Case:
     title="Which blocks do I keep in high precision? Sigma against simulated rounding",
     cite="derived here",
     models=("minilm", "smollm2", "dinov2"),
-    quick_models=("minilm",),
     reads_images=True,
 )
-def precision(study: Study) -> Findings:
+def precision(study: Study) -> None:
     """Rank correlation over blocks of sigma and rounding errors with what rounding one does."""
     missing: list[str] = []
-    cases = [case for one in study.sources(missing) for case in _cases(study, one)]
-    _draw(study, cases)
-    return Findings(
-        tuple(claim for case in cases for claim in _claims(case)),
-        tuple(table for case in cases for table in _tables(case)),
-        (
-            f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
-            f"block at a time, at most {_LAYERS} of a model, evenly spread; all of its linear maps "
-            "are rounded, symmetrically to the nearest: weights with a step for each output "
-            "channel, or inputs with a step for each token and map. Steps are exact numbers, and "
-            "nothing is calibrated.",
-            "Error: ‖Q(X) − X‖_F / ‖X‖_F of the input X of the block (of its attention, for the "
-            "predictors of attention) where inputs are rounded; ‖Q(W) − W‖_F / ‖W‖_F over all of "
-            "its matrices where weights are.",
-            "Relative sigma: sigma ‖X‖_F / ‖f(X)‖_F, of the block with its residual connections or "
-            "of its attention alone. sigma ‖X‖ · error is the change of the output that such a "
-            "move of the input could make at most, to first order; of rounded weights it is a "
-            f"guess. Sigma of blocks to {_TOL:.0%}.",
-            "Output of encoders: the last hidden state, and the mean token as an embedding. Of "
-            "decoders: the next token by the model's own embedding table; the loss is that of the "
-            "text.",
-            "Rank correlations are over blocks, one for each window; intervals: 95 %, Student's "
-            "over windows of this text, without a correction for how many there are. They say "
-            "nothing of other blocks or models: over six blocks a rank correlation differs from 0 "
-            "at 5 % only from 0.89 on. A predictor is advice where its mean is above 0 and "
-            "above that of each baseline, both beyond the interval "
-            "(pairs of one window); the index counts in the direction that suits it.",
-            *missing,
-        ),
+    cases = [case for one in study.sources(missing) for case in _trained_and_not(study, one)]
+    _draw_rounding(study, cases)
+    for case in cases:
+        _of_rounding(study, case)
+    for case in cases:
+        _rounding_tables(study, case)
+    study.remark(
+        f"Windows of {_TOKENS} tokens (pictures: at the model's own side). One Transformer "
+        f"block at a time, at most {_LAYERS} of a model, evenly spread; all of its linear maps "
+        "are rounded, symmetrically to the nearest: weights with a step for each output "
+        "channel, or inputs with a step for each token and map. Steps are exact numbers, and "
+        "nothing is calibrated.",
+        "Error: ‖Q(X) − X‖_F / ‖X‖_F of the input X of the block (of its attention, for the "
+        "predictors of attention) where inputs are rounded; ‖Q(W) − W‖_F / ‖W‖_F over all of "
+        "its matrices where weights are.",
+        "Relative sigma: sigma ‖X‖_F / ‖f(X)‖_F, of the block with its residual connections or "
+        "of its attention alone. sigma ‖X‖ · error is the change of the output that such a "
+        "move of the input could make at most, to first order; of rounded weights it is a "
+        f"guess. Sigma of blocks to {_TOL:.0%}.",
+        "Output of encoders: the last hidden state, and the mean token as an embedding. Of "
+        "decoders: the next token by the model's own embedding table; the loss is that of the "
+        "text.",
+        "Rank correlations are over blocks, one for each window; intervals: 95 %, Student's "
+        "over windows of this text, without a correction for how many there are. They say "
+        "nothing of other blocks or models: over six blocks a rank correlation differs from 0 "
+        "at 5 % only from 0.89 on. A predictor is advice where its mean is above 0 and "
+        "above that of each baseline, both beyond the interval "
+        "(pairs of one window); the index counts in the direction that suits it.",
+        *missing,
     )
 
 
-# --- what is computed ------------------------------------------------------------------------
-
-
-def _cases(study: Study, source: Source) -> Iterator[Case]:
-    yield _case(study, source)
+def _trained_and_not(study: Study, source: Source) -> Iterator[RoundedCase]:
+    yield _rounded_model(study, source)
     loaded = source.model
     if not (loaded.weights.startswith("random") or decides(loaded.config) or source.sees):
-        yield _case(study, Source(reinitialised(loaded), source.name, source.asked))
+        yield _rounded_model(study, Source(reinitialised(loaded), source.name, source.asked))
 
 
-def _case(study: Study, source: Source) -> Case:
+def _rounded_model(study: Study, source: Source) -> RoundedCase:
     count = int(source.model.config.num_hidden_layers)
     layers = [*range(0, count, math.ceil(count / study.pick(6, _LAYERS)))]
     asked: Record = {"layers": layers, **source.asked}
@@ -118,30 +108,33 @@ def _case(study: Study, source: Source) -> Case:
         map: study.measure(f"{map}, {source.where}", source.model, map=map, tol=tol, **asked)
         for map, tol in (("block", _TOL), ("attention", 1e-3))
     }
-    (errors,) = study.values(f"errors, {source.where}", [_errors(source, asked)])
+    key = {name: value for name, value in asked.items() if name != "data"}
+    (errors,) = study.values(
+        f"errors, {source.where}", [key], lambda **_: _rounding_errors(source, asked)
+    )
     paths = [_path(sigmas["block"], layer) for layer in layers]
-    done = study.values(f"rounded, {source.where}", _roundings(source, asked, paths))
-    names = _measures(done[0])
-    every: dict[str, dict[tuple[int, str], list[list[float]]]] = {}
-    for name in (*names, "local"):
-        every[name] = {
-            key: _by_window([r[name] for r in done if (r["bits"], r["what"]) == key])
-            for key in ((bits, what) for bits in _BITS for what in _WHAT)
-        }
-    first, second = names
-    return Case(
-        source.where,
-        _WORDS[first],
-        layers,
-        {
-            (bits, what): _known(layers, sigmas, errors, bits, what)
-            | {LOCAL: every["local"][bits, what]}
+    run = functools.cache(lambda: RoundedModel(source, asked))
+    del key["layers"]
+    done = study.values(
+        f"rounded, {source.where}",
+        [one | key for one in grid(path=paths, bits=_BITS, what=_WHAT)],
+        lambda path, bits, what, **_: run().rounded(path, bits, what),
+    )
+    first, second = ("divergence", "loss") if "loss" in done[0] else ("hidden", "cosine")
+    every = {
+        name: {
+            (bits, what): _transposed([r[name] for r in chosen(done, bits=bits, what=what)])
             for bits in _BITS
             for what in _WHAT
-        },
-        every[first],
-        _WORDS[second],
-        every[second],
+        }
+        for name in (first, second, "local")
+    }
+    known = {
+        (bits, what): _predictors_by_window(layers, sigmas, errors, bits, what) | {LOCAL: local}
+        for (bits, what), local in every["local"].items()
+    }
+    return RoundedCase(
+        source.where, _WORDS[first], layers, known, every[first], _WORDS[second], every[second]
     )
 
 
@@ -153,11 +146,7 @@ _WORDS = {
 }
 
 
-def _measures(record: Mapping[str, Any]) -> tuple[str, str]:
-    return ("divergence", "loss") if "loss" in record else ("hidden", "cosine")
-
-
-def _by_window(layers: Sequence[Sequence[float]]) -> list[list[float]]:
+def _transposed(layers: Sequence[Sequence[float]]) -> list[list[float]]:
     return [list(window) for window in zip(*layers, strict=True)]
 
 
@@ -168,40 +157,22 @@ def _path(rows: Rows, layer: int) -> str:
     return found
 
 
-def _errors(source: Source, asked: Record) -> ValueJob:
+def _rounding_errors(source: Source, asked: Record) -> Record:
     """Relative rounding errors, of the inputs by map, bits, layer and window, and of weights."""
-
-    def compute() -> Record:
-        found: Record = {}
-        for map in ("block", "attention"):
-            for one in layers_of(source.model, map=map, dtype="float32", **asked):
-                x = one.x.detach()
-                for bits in _BITS:
-                    error = float((rounded(x, bits) - x).norm() / x.norm())
-                    found[f"{map}, {bits}, {one.layer}, {one.sample}"] = error
-                    if map == "block" and one.sample == 0:
-                        block = source.model.model.get_submodule(one.module or "")
-                        found[f"weights, {bits}, {one.layer}"] = rounding_error(block, bits)
-        return {"errors": found}
-
-    return {name: value for name, value in asked.items() if name != "data"}, compute
+    found: Record = {}
+    for map in ("block", "attention"):
+        for one in layers_of(source.model, map=map, dtype="float32", **asked):
+            x = one.x.detach()
+            for bits in _BITS:
+                error = float((rounded(x, bits) - x).norm() / x.norm())
+                found[f"{map}, {bits}, {one.layer}, {one.sample}"] = error
+                if map == "block" and one.sample == 0:
+                    block = source.model.model.get_submodule(one.module or "")
+                    found[f"weights, {bits}, {one.layer}"] = rounding_error(block, bits)
+    return {"errors": found}
 
 
-def _roundings(source: Source, asked: Record, paths: Sequence[str]) -> Iterator[ValueJob]:
-    """What each rounding of one block does to every window."""
-    run = functools.cache(lambda: Run(source, asked))
-
-    def job(path: str, bits: int, what: Rounds) -> ValueJob:
-        def compute() -> Record:
-            return run().rounded(path, bits, what)
-
-        key = {name: value for name, value in asked.items() if name not in ("data", "layers")}
-        return {"path": path, "bits": bits, "what": what, **key}, compute
-
-    return (job(path, bits, what) for path in paths for bits in _BITS for what in _WHAT)
-
-
-def _known(
+def _predictors_by_window(
     layers: Sequence[int], sigmas: Mapping[str, Rows], errors: Record, bits: int, what: str
 ) -> dict[str, list[list[float]]]:
     """Every predictor, by window and layer."""
@@ -230,9 +201,6 @@ def _known(
     }
 
 
-# --- what is said ----------------------------------------------------------------------------
-
-
 def correlations(known: list[list[float]], change: list[list[float]]) -> list[float]:
     """Spearman's rank correlation over layers, window by window; without those that have none."""
     pairs = zip(known, change, strict=True)
@@ -244,14 +212,8 @@ def holds(
 ) -> tuple[bool, bool]:
     """Whether a predictor's correlation is above 0, and above that of each baseline.
 
-    Args:
-        known: Values by predictor, ``[window][layer]``, `BASELINES` among them.
-        change: What is predicted, likewise.
-        name: The predictor.
-
-    Returns:
-        Two answers, each beyond the 95 % interval over windows. A baseline that is constant over
-        layers says nothing, and is beaten by what is above 0.
+    Each beyond the 95 % interval over windows. A baseline that is constant over layers says
+    nothing, and is beaten by what is above 0.
     """
     mine = correlations(known[name], change)
     if len(mine) < 3 or not mean_interval(mine)[1] > 0:
@@ -267,7 +229,7 @@ def holds(
     return True, True
 
 
-def _predictors(case: Case) -> list[str]:
+def _sigma_predictors(case: RoundedCase) -> list[str]:
     one = next(iter(case.known.values()))
     return [name for name in one if name not in (*BASELINES, LOCAL)]
 
@@ -276,34 +238,34 @@ def _condition(key: tuple[int, str]) -> str:
     return f"{key[0]}-bit {key[1]}"
 
 
-def _claims(case: Case) -> Iterator[Claim]:
-    yield _verdict(case)
-    yield Claim(
+def _of_rounding(study: Study, case: RoundedCase) -> None:
+    _advice(study, case)
+    study.claim(
         f"{case.where}: {case.measure}, largest block / smallest",
         "far above 1, if it matters which block is kept",
-        "; ".join(f"{_condition(k)}: {_spread(v)}" for k, v in case.change.items()),
+        "; ".join(f"{_condition(k)}: {_range_over_blocks(v)}" for k, v in case.change.items()),
     )
     names = ("relative sigma, block", "relative sigma · error, block", *BASELINES)
     for name in names:
-        yield Claim(
+        study.claim(
             f"{case.where}: {name}, rank correlation with that",
             "a baseline" if name in BASELINES else "near 1, if it is advice",
             "; ".join(
-                f"{_condition(key)} {_correlation(case.known[key][name], change)}"
+                f"{_condition(key)} {_mean_correlation(case.known[key][name], change)}"
                 for key, change in case.change.items()
             ),
         )
 
 
-def _verdict(case: Case) -> Claim:
+def _advice(study: Study, case: RoundedCase) -> None:
     """Which predictors made of sigma are advice for this model on this text."""
     words, advice = [], []
-    for name in _predictors(case):
+    for name in _sigma_predictors(case):
         answers = [holds(case.known[key], change, name) for key, change in case.change.items()]
         above, better = (sum(one[i] for one in answers) for i in (0, 1))
         words.append(f"{name} {above}, {better}")
         advice += [name] * (better == len(answers))
-    return Claim(
+    study.claim(
         f"{case.where}: is sigma advice? Of {len(case.change)} ways to round: in how many the "
         "correlation is above 0; in how many also above that of the error and of the index",
         f"{len(case.change)}, {len(case.change)}, if it is advice",
@@ -311,7 +273,7 @@ def _verdict(case: Case) -> Claim:
     )
 
 
-def _correlation(known: list[list[float]], change: list[list[float]]) -> str:
+def _mean_correlation(known: list[list[float]], change: list[list[float]]) -> str:
     found = correlations(known, change)
     if not found:
         return "–"
@@ -320,50 +282,46 @@ def _correlation(known: list[list[float]], change: list[list[float]]) -> str:
     return f"{mean:.2f}{ends}"
 
 
-def _spread(change: list[list[float]]) -> str:
-    means = [fmean(layer) for layer in _by_window(change)]
+def _range_over_blocks(change: list[list[float]]) -> str:
+    means = [fmean(layer) for layer in _transposed(change)]
     low, high = min(means), max(means)
     ratio = f"{number(high / low, 3)} times" if low > 0 else "–"
     return f"{ratio} ({number(high, 2)} at most)"
 
 
-def _tables(case: Case) -> Iterator[Table]:
-    names = [*_predictors(case), *BASELINES, LOCAL]
+def _rounding_tables(study: Study, case: RoundedCase) -> None:
+    names = [*_sigma_predictors(case), *BASELINES, LOCAL]
     for measure, change in ((case.measure, case.change), (case.second, case.other)):
-        lines = []
-        for name in names:
-            cells = (_correlation(case.known[key][name], change[key]) for key in change)
-            lines.append((name, *cells))
-        yield Table(
+        study.table(
             f"{case.where}: rank correlation over {len(case.layers)} blocks with the {measure}",
-            ("what is known before", *map(_condition, change)),
-            tuple(lines),
+            names,
+            {"what is known before": lambda name: name}
+            | {
+                _condition(key): lambda name, known=case.known[key], own=own: _mean_correlation(
+                    known[name], own
+                )
+                for key, own in change.items()
+            },
         )
-    lines = [
-        (
-            str(layer),
-            *(average([window[i] for window in change]) for change in case.change.values()),
-        )
-        for i, layer in enumerate(case.layers)
-    ]
-    yield Table(
+    study.table(
         f"{case.where}: {case.measure}, one block rounded",
-        ("block", *map(_condition, case.change)),
-        tuple(lines),
+        enumerate(case.layers),
+        {"block": lambda _, layer: layer}
+        | {
+            _condition(key): lambda i, _, own=own: average([window[i] for window in own])
+            for key, own in case.change.items()
+        },
     )
 
 
-# --- what is drawn ---------------------------------------------------------------------------
-
-
-def _draw(study: Study, cases: Sequence[Case]) -> None:
+def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
     """One line of panels a model: trained weights on the first text; the rest is in the tables."""
     panels = []
-    shown: dict[str, Case] = {}
+    shown: dict[str, RoundedCase] = {}
     for case in cases:
         shown.setdefault(case.where.split(",")[0], case)
     for case in shown.values():
-        means = {key: [fmean(one) for one in _by_window(v)] for key, v in case.change.items()}
+        means = {key: [fmean(one) for one in _transposed(v)] for key, v in case.change.items()}
         lines = [
             Series(_condition(key), tuple(zip(case.layers, values, strict=True)))
             for key, values in means.items()
@@ -372,7 +330,7 @@ def _draw(study: Study, cases: Sequence[Case]) -> None:
         for name in ("relative sigma, block", ERROR):
             dots, every = [], list[float]()
             for key, values in means.items():
-                known = _over_mean([fmean(one) for one in _by_window(case.known[key][name])])
+                known = _over_mean([fmean(one) for one in _transposed(case.known[key][name])])
                 points = tuple(zip(known, _over_mean(values), strict=True))
                 dots.append(Series(_condition(key), points, "points"))
                 every += known
@@ -387,21 +345,13 @@ def _over_mean(values: Sequence[float]) -> list[float]:
     return [value / fmean(values) for value in values]
 
 
-# --- a model with one block rounded, beside the model as it is ---
-
-
 def decides(config: Any) -> bool:
     """Whether the next token is what a model is for."""
     return hasattr(config, "vocab_size") and config.model_type != "bert"
 
 
-class Run:
-    """A model on all windows at once, as it is and with one block rounded.
-
-    Args:
-        source: The model and what it reads.
-        asked: How that is cut into windows.
-    """
+class RoundedModel:
+    """A model on all windows at once, as it is and with one block rounded."""
 
     def __init__(self, source: Source, asked: Mapping[str, Any]) -> None:
         self.loaded = source.model
@@ -452,24 +402,21 @@ class Run:
 
     @torch.no_grad()
     def rounded(self, path: str, bits: int, what: Rounds) -> Record:
-        """What rounding one block does, by window.
+        """What rounding the weights or inputs of one block does, by window.
 
-        Args:
-            path: Of the block.
-            bits: Of each number.
-            what: ``weights`` or ``inputs`` of its linear maps.
-
-        Returns:
-            ``local`` and ``hidden``: relative changes of the block's output and of the last hidden
-            state. Of encoders ``cosine``: 1 less the cosine of mean tokens. Of decoders
-            ``divergence``: of the next token, mean over places; ``loss``: its change.
+        ``local`` and ``hidden``: relative changes of the block's output and of the last hidden
+        state. Of encoders ``cosine``: 1 less the cosine of mean tokens. Of decoders
+        ``divergence``: of the next token, mean over places; ``loss``: its change.
         """
         if path not in self.blocks:
             self.blocks = {path: self._block(path)[1]}
         own = self.blocks[path]
         with rounding(self.loaded.model.get_submodule(path), what, bits):
             hidden, block = self._block(path)
-        found = {"local": _relative(block, own), "hidden": _relative(hidden, self.before)}
+        found = {
+            "local": _relative_change(block, own),
+            "hidden": _relative_change(hidden, self.before),
+        }
         if self.log_p is None or self.ids is None:
             means = self.before.double().mean(1), hidden.double().mean(1)
             cosine = torch.cosine_similarity(*means)
@@ -480,7 +427,7 @@ class Run:
         return found | {"divergence": divergence.tolist(), "loss": lost.tolist()}
 
 
-def _relative(after: Tensor, before: Tensor) -> list[float]:
+def _relative_change(after: Tensor, before: Tensor) -> list[float]:
     change = (after - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
     return change.tolist()
 

@@ -1,0 +1,41 @@
+"""Layers with known matrices, and what is drawn for them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from lipscope import DotProduct, Operator, TopSingular, top_singular
+from lipscope.linalg import start_named
+
+SIGNS = {"A = -I": -1.0, "A = +I": 1.0}
+
+
+def eye(d: int) -> Tensor:
+    """The identity in float64."""
+    return torch.eye(d, dtype=torch.float64)
+
+
+def multiple(sign: float, d: int) -> DotProduct:
+    """One head with ``A = sign I`` and ``V = I``."""
+    return DotProduct(sign * eye(d), eye(d), eye(d), scale=1.0)
+
+
+def normal(start: str | Generator, *shape: int) -> Tensor:
+    """Standard normal numbers in float64, by name or from a generator."""
+    gen = start_named(start) if isinstance(start, str) else start
+    return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+
+def in_ball(gen: Generator, *shape: int) -> Tensor:
+    """Tokens uniform in the unit ball."""
+    x = normal(gen, *shape)
+    far = torch.rand(*shape[:-1], 1, generator=gen, dtype=torch.float64) ** (1 / shape[-1])
+    return far * x / x.norm(dim=-1, keepdim=True)
+
+
+def top(operator: Operator, seed: int = 0, **options: Any) -> TopSingular:
+    """`lipscope.top_singular` from a start of this seed."""
+    return top_singular(operator, generator=torch.Generator().manual_seed(seed), **options)

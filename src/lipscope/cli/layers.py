@@ -1,0 +1,184 @@
+"""`lipscope measure`, `bounds`, `directions` and `split`: what is asked of layers at inputs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lipscope.cli.options import (
+    INPUT,
+    QUESTION,
+    SOLVER,
+    THEOREMS,
+    Model,
+    ask,
+    indices,
+    with_options,
+)
+from lipscope.cli.terminal import Screen, errors, note, say, say_table, show, write_lines
+from lipscope.records import ADVERSARIAL, MEASURED, by_row, given, looseness
+
+if TYPE_CHECKING:
+    from lipscope.engine import Splitting
+    from lipscope.pages import Rows
+
+_PLACE = ("model", "layer", "head", "map", "num_tokens", "sample")
+_ASKED = ("map", "per_head", "metric", "radius", "theorems", "sharp", "ascent_steps")
+_STEM = "split"
+
+
+@with_options(
+    *("layers", "lengths", "samples", *INPUT, *QUESTION, *THEOREMS, *SOLVER),
+    hidden=THEOREMS,
+    layers=("all", "all, or 0,3,5 or 0:5."),
+    lengths=("16,64,256", "Tokens, or 2:512:10."),
+    samples=(10, "Windows per length."),
+    out="Run folder.  [default: runs/<date>-<model>]",
+    jsonl="row",
+)
+def measure(model: Model = "minilm", **options: Any) -> None:
+    """Measure sigma of attention, with intervals. More options: docs/commands.md."""
+    rows, folder, anew = ask("measure", model, options, model)
+    if options["jsonl"]:
+        for row in rows:
+            sys.stdout.write(row.to_json() + "\n")
+    console = errors if options["jsonl"] else Screen()
+    console.print(rows.table(), crop=False)
+    console.print()
+    console.print(rows.summary(), markup=False, soft_wrap=True)
+    # Each different remark once: bytes for tokens, steps that ran out, dropout.
+    notes = {row.note for row in rows if row.note is not None}
+    parts = {part for one in notes for part in one.split("; ") if "frobenius" not in part}
+    for part in sorted(parts):
+        note(f"Note: {part}.")
+    if anew or not any(folder.glob("*.svg")):
+        rows.save(folder)
+    note(f"Rows and figures: {folder}")
+
+
+@with_options(
+    *("layers", "lengths", "samples", *INPUT, *_ASKED, *SOLVER),
+    hidden=("windows", "position_offset", "delta", "memory"),
+    map="or heads, normed, residual.",
+    per_head="Each query head alone.",
+    metric="Only in this metric, measured in it too.",
+    radius="A number, norm, or row (the input's own).",
+    theorems="Only these.",
+    out="Run folder for rows, bounds and figure.",
+    jsonl="row",
+)
+def bounds(
+    model: Model = "minilm",
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Also the worst input within the radius.")
+    ] = False,
+    **options: Any,
+) -> None:
+    """Every bound of a layer next to its sigma.
+
+    Every theorem that applies, with its value, source and looseness against the measured
+    sigma (same metric and map), and those that do not, with the reason. More
+    options: docs/commands.md.
+    """
+    found, folder, anew = ask("bounds", model, options, attack=attack)
+    if options["jsonl"]:
+        write_lines(_rows_and_bounds(found))
+    else:
+        say_table(found.bounds_table())
+    if folder is not None:
+        if anew or not any(folder.glob("*.svg")):
+            found.save(folder)
+        note(f"Rows and figure: {folder}")
+
+
+def _rows_and_bounds(found: Rows) -> Iterator[dict[str, Any]]:
+    """Each row, then each of its bounds, which says of what it speaks."""
+    of = by_row(found.bounds)
+    for row in found:
+        yield {"theorem": MEASURED if given(row) else ADVERSARIAL} | row.to_dict()
+        place = {name: getattr(row, name) for name in _PLACE}
+        for bound in of.get(row.id, []):
+            more = {"applicable": bound.applicable, "looseness": looseness(bound, row)}
+            yield vars(bound) | place | more
+
+
+@with_options(
+    *("layers", "length", "among", *INPUT, "map", "metric", "move", "read", *SOLVER),
+    hidden=("windows", "position_offset", "delta", "dtype", "memory"),
+    among="File, a text a line: which one the output turns to.",
+    metric="or token-relative.",
+    move="first, last, not-first, a:b.",
+    jsonl="token or head",
+)
+def directions(
+    model: Model = "minilm",
+    k: Annotated[int, typer.Option("-k", help="Number of directions.")] = 5,
+    **options: Any,
+) -> None:
+    """Put the worst directions of a layer in words.
+
+    The leading singular directions, each with an interval: at which tokens they move the
+    input and the output, what these moves read as in the vocabulary, the model's logits or
+    the other tokens, and which heads carry the answer. More options: docs/commands.md.
+    """
+    options["layer"] = indices(options.pop("layers"), "layers")
+    found, folder, _ = ask("directions", model, options, k=k)
+    if options["jsonl"]:
+        for one in found.directions:
+            line = vars(one) | {sign: one.words(sign) for sign in ("plus", "minus")}
+            write_lines([line | {"reads": one.reads, "determined": one.determined}])
+    else:
+        say_table(found.directions_table(), 120)
+        say(f"Note: {text}." for text in sorted({row.note for row in found if row.note}))
+    if folder is not None:
+        note(f"Rows and directions: {folder}")
+
+
+@with_options(
+    *("layers", "length", *INPUT, "map", *SOLVER),
+    hidden=("windows", "position_offset", "images", "delta", "memory"),
+    map="or heads.",
+    out="Run folder for rows, tokens and figure.",
+    jsonl="token",
+)
+def split(model: Model = "minilm", **options: Any) -> None:
+    """Compare moving tokens with taking them apart.
+
+    Two halves of a token that move against each other can change the output more than any
+    move of whole tokens (mass splitting). For every layer and head sigma and the largest
+    gain of splitting one token; for every token of the window both of its own. More
+    options: docs/commands.md.
+    """
+    found, folder, anew = ask("split", model, options)
+    if options["jsonl"]:
+        write_lines(vars(one) | {"better_split": one.better_split} for one in found.tokens)
+    else:
+        show(found)
+    if folder is not None:
+        if anew or not (folder / f"{_STEM}.svg").exists():
+            _draw_splitting(found, folder)
+        note(f"Rows and figure: {folder}")
+
+
+def _draw_splitting(found: Splitting, folder: Path) -> None:
+    """Gains of every token, layer by layer, beside sigma of the layer."""
+    from lipscope.charts import Panel, Series, curves_chart, save_each
+
+    panels = []
+    for row in found.moved:
+        mine = [t for t in found.tokens if (t.layer, t.sample) == (row.layer, row.sample)]
+        if row.head is not None or row.sigma is None or not mine:
+            continue
+        series = (
+            Series("one token moved", tuple((t.index, t.moved) for t in mine), "points"),
+            Series("one token split", tuple((t.index, t.split) for t in mine), "points"),
+            Series("sigma", tuple((x, row.sigma) for x in (0, len(mine) - 1)), "dashes"),
+        )
+        panels.append(Panel(f"layer {row.layer}", series, x="token", y="gain", log_x=False))
+    if panels:
+        chart = curves_chart(f"{found.moved[0].model}: tokens split and moved", panels)
+        save_each(chart, [folder / f"{_STEM}.{kind}" for kind in ("svg", "png")])
