@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import lipscope as ls
-from lipscope.charts.look import save
-from lipscope.charts.text import shaded_text
-from lipscope.pages.report_page import report
+from lipscope.charts.look import save_each
+from lipscope.charts.tokens import shaded_text
+from lipscope.pages.rows import report
 
 FOLDER = Path(__file__).parent / "images"
 
@@ -58,10 +58,10 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as run:
         rows = ls.measure("minilm", lengths=[16, 32, 64, 128], samples=6, rest=True, out=run)
         photograph(report([run])[0], FOLDER / "page.png")
-    save(rows.plot(), FOLDER / "growth.svg")
+    save_each(rows.plot(), [FOLDER / "growth.svg"])
     # A typical window, by the share of its top token, of the layer where that token varies most.
     windows = ls.measure("minilm", lengths=[96], samples=9, layers=[5])
     row = sorted(windows, key=lambda row: row.top_share)[len(windows) // 2]
     tokens = [token for token in windows.tokens if token.id == row.id]
     title = f"MiniLM, layer {row.layer}, {row.num_tokens} tokens: sigma {row.sigma:.1f}"
-    save(shaded_text(tokens, title=title, columns=46), FOLDER / "sensitivity.svg")
+    save_each(shaded_text(tokens, title=title, columns=46), [FOLDER / "sensitivity.svg"])

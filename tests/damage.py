@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeVar
 
 from lipscope.errors import InputError
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.jsonl import sealed
 from lipscope.records.rows import Bound, Measurement
 from lipscope.records.run import read_run
+from lipscope.records.tables import sealed
 from rows import SPEC, row, tokens_of
 
 FILES = ("rows.jsonl", "tokens.jsonl", "bounds.jsonl", "manifest.json", "rows.parquet",

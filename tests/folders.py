@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Direction, Measurement, TokenShare
-from lipscope.records.edits import EDITS, TextEdit
-from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.gains import GAINS, TokenGain
-from lipscope.records.pushed import (
+from lipscope.records.effects import (
     DIRECTIONS,
+    EDITS,
+    GAINS,
     PLACES,
     STEPS,
     PushDirection,
     PushPlace,
     PushStep,
+    TextEdit,
+    TokenGain,
 )
+from lipscope.records.folder import Finished, RunFolder
 from lipscope.records.rows import provenance
 from rows import row, write_lines
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Measurement, TokenShare
-from lipscope.records.jsonl import sealed
-from lipscope.records.stored import BESIDE
+from lipscope.records.tables import BESIDE, sealed
 
 # As the first issue lists them, in its order; then what sweeps added.
 KEYS = [

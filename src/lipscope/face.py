@@ -1,7 +1,6 @@
 """The public names of `lipscope`: the verbs, sigma, linearise, the variants, the records."""
 
-import lipscope.dynamics
-import lipscope.pages.notebook  # noqa: F401  (what prompts and notebooks show)
+import lipscope.dynamics  # noqa: F401  (what prompts and notebooks show)
 from lipscope.attention import (
     Attention,
     ClippedAttention,
@@ -31,8 +30,7 @@ from lipscope.errors import InputError
 from lipscope.linalg.gradient import sigma
 from lipscope.linalg.operator import Operator, linearise, to_dense
 from lipscope.linalg.singular import TopSingular, top_singular
-from lipscope.pages.report_page import report
-from lipscope.pages.rows import Rows
+from lipscope.pages.rows import Rows, report
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
 from lipscope.records.run import Run, read_run
 from lipscope.theorems import catalogue

@@ -12,22 +12,22 @@ import pytest
 import vl_convert
 
 from lipscope import TokenShare
-from lipscope.charts.curves import curves_chart
+from lipscope.charts.curves import Panel, Series, curves_chart
 from lipscope.charts.growth import growth_chart
-from lipscope.charts.look import save
+from lipscope.charts.look import Chart, save_each
 from lipscope.charts.marks import (
     MAX_POINTS,
     apart,
     curve_means,
+    lay_out,
     palette,
     point_of,
+    readable,
     side_by_side,
     tick_values,
     training_end,
 )
-from lipscope.charts.panels import Panel, Series
-from lipscope.charts.pieces import lay_out, readable
-from lipscope.charts.text import shaded_text
+from lipscope.charts.tokens import shaded_text
 from lipscope.errors import InputError
 from rows import curve, row, tokens_of
 
@@ -38,6 +38,10 @@ def grown(layers: int = 3, **values: Any):
     return [
         r for k in range(layers) for r in curve(lambda n, s: (1 + s) * n**0.25, layer=k, **values)
     ]
+
+
+def save(chart: Chart, path: Path) -> Path:
+    return save_each(chart, [path])[0]
 
 
 def words(path: Path) -> str:

@@ -24,12 +24,12 @@ from command import BERT, TEXT
 from damage import WHOLE, Count, campaign, changed_manifest, cuts, finished, flips, made, one_line
 from damage import snapshot as state
 from lipscope.errors import InputError
-from lipscope.records import files, jsonl
+from lipscope.records import tables
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.jsonl import sealed
+from lipscope.records.manifest import Place
 from lipscope.records.rows import AGAIN
 from lipscope.records.run import read_run
-from lipscope.records.run_location import Place
+from lipscope.records.tables import sealed
 from rows import SPEC, row, tokens_of
 from sweeps import in_this_process
 
@@ -187,8 +187,7 @@ class Disk:
                 self.content[about.st_ino] = path.read_bytes()
             self.cut()
 
-        monkeypatch.setattr(files.os, "fsync", fsync)
-        assert jsonl.os is files.os
+        monkeypatch.setattr(tables.os, "fsync", fsync)
 
     def present(self) -> dict[str, int]:
         return {f.name: f.stat().st_ino for f in self.folder.iterdir()}
@@ -390,7 +389,7 @@ def test_without_locks_a_second_process_is_refused_and_a_dead_one_is_not(tmp_pat
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("lipscope.records.lock._lock", unsupported)
+    monkeypatch.setattr("lipscope.records.folder._lock", unsupported)
     with RunFolder(tmp_path, SPEC) as folder:
         folder.append(row())
         with pytest.raises(InputError, match="in use by another process"):

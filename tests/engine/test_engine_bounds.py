@@ -13,8 +13,8 @@ from rich.console import Console
 import lipscope as ls
 from command import TEXT
 from lipscope import Bound, Measurement, read_run
+from lipscope.charts.bounds import sandwich_chart
 from lipscope.charts.marks import spread
-from lipscope.charts.sandwich import sandwich_chart
 from lipscope.records.comparison import best_of, by_row, comparisons, given, looseness
 from lipscope.theorems import bounds_at
 from opened import layer_of

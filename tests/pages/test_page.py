@@ -20,17 +20,15 @@ import lipscope as ls
 from command import BERT, TEXT
 from folders import NASTY, grown, pushed, sandwiched, shares, trained, written
 from lipscope import Measurement, TokenShare, read_run, report
-from lipscope.charts.look import save, save_each
-from lipscope.charts.pieces import spaced
+from lipscope.charts.look import save_each
+from lipscope.charts.marks import spaced
 from lipscope.errors import InputError
 from lipscope.pages import points
-from lipscope.pages.cards import headlines
-from lipscope.pages.content import Content
-from lipscope.pages.files import training_charts
+from lipscope.pages.content import Content, headlines
+from lipscope.pages.figures import training_charts
+from lipscope.pages.html_page import bibliography, methods
 from lipscope.pages.items import items_of
-from lipscope.pages.points import axes, points_of
-from lipscope.pages.training import training_of
-from lipscope.pages.words import bibliography, methods
+from lipscope.pages.points import axes, points_of, training_of
 from rows import row, write_lines
 
 KINDS = ["sigma", "growth", "exponents", "slopes", "radius-n", "rank", "sigma-radius", "text"]
@@ -258,7 +256,7 @@ def test_figures_are_those_of_the_page(tmp_path: Path, monkeypatch) -> None:
         chart.to_dict(validate=True)  # which drawing leaves out, since it takes longest
         return save_each(chart, paths)
 
-    monkeypatch.setattr("lipscope.pages.files.save_each", valid)
+    monkeypatch.setattr("lipscope.pages.figures.save_each", valid)
     run = written(tmp_path / "run", grown() + grown(heads=2))
     bounds = sandwiched(tmp_path / "bounds")
     runs = [run, bounds, pushed(tmp_path / "pushed")]
@@ -288,7 +286,7 @@ def test_a_disk_that_fills_while_figures_are_drawn_is_an_error_of_one_line(tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
         return save_each(chart, paths)
 
-    monkeypatch.setattr("lipscope.pages.files.save_each", full)
+    monkeypatch.setattr("lipscope.pages.figures.save_each", full)
     try:
         with pytest.raises(InputError, match="should be places that can be written"):
             report([run], tmp_path / "page.html", svg=tmp_path / "svg")
@@ -322,7 +320,7 @@ def test_checkpoints_of_a_model_stand_side_by_side(tmp_path: Path) -> None:
         assert steps["high"][k] == pytest.approx(1.02 * level * math.exp(mean + half), rel=1e-4)
     ((name, chart),) = training_charts(content)
     assert name.startswith("training-org-lm-step--attention-frobenius-")
-    said = words(save(chart, tmp_path / "training.svg")).split("\n")
+    said = words(save_each(chart, [tmp_path / "training.svg"])[0]).split("\n")
     assert {"training step", "sigma", "layer", "10", "1,000"} <= set(said)
 
 
@@ -427,7 +425,7 @@ def test_names_of_files_do_not_collide(tmp_path: Path, monkeypatch) -> None:
             path.touch(exist_ok=False)
         return paths
 
-    monkeypatch.setattr("lipscope.pages.files.save_each", named)
+    monkeypatch.setattr("lipscope.pages.figures.save_each", named)
     names = ["a/b", "a-b", "модель", "模型", "x" * 300]
     runs = [written(tmp_path / str(k), grown(1, model=m)) for k, m in enumerate(names)]
     made = report(runs, tmp_path / "page.html", svg=tmp_path / "svg")
@@ -447,7 +445,7 @@ def test_control_characters_leave_drawings_whole(tmp_path: Path) -> None:
     page = made[0].read_text(encoding="utf-8")
     own = page.replace(page[page.index("<script>(() => {") : page.index('"use strict";')], "")
     assert not re.search(r"[\x00-\x08\x0e-\x1f]|\\u00[01]", own) and "␛[31m" in own
-    save(ls.Rows(rows).plot(), tmp_path / "growth.svg")
+    save_each(ls.Rows(rows).plot(), [tmp_path / "growth.svg"])
     ElementTree.parse(tmp_path / "growth.svg")
 
 

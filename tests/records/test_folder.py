@@ -20,7 +20,7 @@ import pytest
 from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from lipscope.records.jsonl import sealed
+from lipscope.records.tables import sealed
 from rows import SPEC, lines, row, tokens_of, write_lines
 
 
@@ -228,7 +228,7 @@ def test_without_locks_in_the_file_system_a_run_goes_on(tmp_path, monkeypatch):
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("lipscope.records.lock._lock", unsupported)
+    monkeypatch.setattr("lipscope.records.folder._lock", unsupported)
     assert len(filled(tmp_path / "run")) == 3
 
 

@@ -10,8 +10,7 @@ from scipy import stats
 
 from lipscope import Measurement
 from lipscope.errors import InputError
-from lipscope.records.exponent import Growth
-from lipscope.records.power_law import groups, growth
+from lipscope.records.power_law import Growth, groups, growth
 from lipscope.records.sampling import paired_lack_of_fit, unpaired_lack_of_fit
 from rows import curve, row
 

@@ -16,7 +16,7 @@ from lipscope import Measurement, read_run
 from lipscope.errors import InputError
 from lipscope.records.comparison import comparisons, looseness
 from lipscope.records.folder import Finished, RunFolder
-from lipscope.records.jsonl import sealed
+from lipscope.records.tables import sealed
 from rows import BOUND_KEYS, SPEC, bound_of, lines, row, tokens_of, write_lines
 
 
@@ -147,7 +147,7 @@ def test_only_what_came_behind_the_copy_is_read_as_lines(tmp_path, monkeypatch):
     """And a copy of other lines, put beside them by hand or by `cp`, is not believed."""
     rows = filled(tmp_path / "one") + filled(tmp_path / "one", start=3)
     asked: list[int] = []
-    from lipscope.records.stored import Stored
+    from lipscope.records.tables import Stored
 
     original = Stored._checked
 

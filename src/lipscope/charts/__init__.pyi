@@ -1,29 +1,41 @@
 # The front door: what other rooms may use.
-from .axes import Frame
-from .contrast import SIDES, ratios_chart, shifts_chart, sides_chart
-from .curves import curves_chart
-from .depth import MAPS, depth_chart, product_chart
-from .exponents import exponents_chart, slopes_chart
-from .focus import focus_chart
-from .gains import WAYS, gains_chart
-from .growth import growth_chart
-from .heads import TITLES, Quantity, heads_chart
-from .inpage import in_the_page
-from .layers import Grown, layers_chart
-from .look import Chart, as_svg, save_each
-from .marks import layer_labels, palette, points_of, positive, spread, tick_values, training_end
+from .bounds import bounds_chart, push_chart, sandwich_chart
+from .curves import LineKind, Panel, Point, Series, curves_chart, power_law
+from .growth import focus_chart, growth_chart, layers_chart, radius_chart
+from .layers import (
+    MAPS,
+    SIDES,
+    TITLES,
+    depth_chart,
+    exponents_chart,
+    heads_chart,
+    product_chart,
+    ratios_chart,
+    shifts_chart,
+    sides_chart,
+    slopes_chart,
+)
+from .look import Chart, Frame, as_svg, in_the_page, save_each
+from .marks import (
+    CERTIFIED,
+    PROMISE,
+    kind_of,
+    layer_labels,
+    palette,
+    points_of,
+    positive,
+    readable,
+    spaced,
+    spread,
+    tick_values,
+    training_end,
+)
 from .motion import Scene, animate
-from .panels import LineKind, Panel, Point, Series, power_law
-from .pieces import kind_of, readable, spaced
-from .push import CERTIFICATE, PROMISE, push_chart
-from .radius import radius_chart
-from .sandwich import bounds_chart, sandwich_chart
-from .signals import signals_chart
-from .text import shaded_text
-from .training import training_chart
+from .tokens import WAYS, gains_chart, shaded_text
+from .training import signals_chart, training_chart
 
 __all__ = [
-    "CERTIFICATE",
+    "CERTIFIED",
     "MAPS",
     "PROMISE",
     "SIDES",
@@ -31,11 +43,9 @@ __all__ = [
     "WAYS",
     "Chart",
     "Frame",
-    "Grown",
     "LineKind",
     "Panel",
     "Point",
-    "Quantity",
     "Scene",
     "Series",
     "animate",

@@ -2,22 +2,91 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import altair as alt
 
 from lipscope.charts import marks
-from lipscope.charts.axes import end_of_training
-from lipscope.charts.look import QUIET, dressed
-from lipscope.charts.panels import Panel, Point, Series
+from lipscope.charts.look import DASHES, QUIET, between, dressed, end_of_training, inline
 from lipscope.errors import InputError
+
+LineKind = Literal["points", "line", "dashes"]
+Point = tuple[float | int, float | int]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve or scatter.
+
+    Attributes:
+        name: What the legend says; series of one name have one colour in all panels.
+        points: Pairs ``(x, y)``; those that cannot stand on the axes are left out.
+        kind: ``points``, ``line`` (with its points if they are few) or ``dashes`` (a reference).
+    """
+
+    name: str
+    points: tuple[Point, ...]
+    kind: LineKind = "line"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: Above the panel.
+        series: What is drawn.
+        x: Title of the horizontal axis.
+        y: Title of the vertical axis.
+        log_x: Whether the horizontal axis is logarithmic.
+        log_y: Whether the vertical axis is.
+        end: The longest inputs that the model was trained on
+            (`lipscope.charts.marks.training_end`); None for no line.
+    """
+
+    title: str
+    series: tuple[Series, ...]
+    x: str = "number of tokens n"
+    y: str = "sigma"
+    log_x: bool = True
+    log_y: bool = True
+    end: int | None = None
+
+    def visible(self, one: Series) -> list[Point]:
+        """The points of a series that its axes can show."""
+        return [
+            (x, y) for x, y in one.points if _drawable(x, self.log_x) and _drawable(y, self.log_y)
+        ]
+
+
+def _drawable(value: float | int, log: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log)
+
+
+def power_law(points: Iterable[Point], exponent: float, name: str, lift: float = 1.0) -> Series:
+    """A dashed reference ``c x^s`` over the range of some points, ``c`` their best fit.
+
+    ``lift`` is a factor on ``c``, to draw it beside the points; empty where there are none.
+
+    >>> power_law([(1.0, 2.0), (4.0, 4.0)], 0.5, "root").points
+    ((1.0, 2.0), (4.0, 4.0))
+    """
+    held = [(x, y) for x, y in points if x > 0 and y > 0 and math.isfinite(y)]
+    if not held:
+        return Series(name, (), "dashes")
+    logs = [math.log(y) - exponent * math.log(x) for x, y in held]
+    c = lift * math.exp(math.fsum(logs) / len(logs))
+    ends = min(x for x, _ in held), max(x for x, _ in held)
+    return Series(name, tuple((x, c * x**exponent) for x in ends), "dashes")
+
 
 # Six hues that stay apart for every kind of colour vision; more series repeat them paler.
 HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 _REFERENCES = [QUIET, "#222222", "#a0a0a0"]
-_DASH = [5, 4]
 _TICKS = 7  # labels of an axis that have room beside each other
 _DOTTED = 20  # points of a line that are worth a dot each
 _BEYOND = 1e6  # times what was measured: a reference further off leaves the frame
@@ -35,41 +104,23 @@ def curves_chart(
 ) -> alt.ConcatChart:
     """Panels side by side; series of one name share one colour and one entry of the legend.
 
-    Args:
-        title: Above all panels.
-        panels: What to draw.
-        notes: Lines under the title.
-        columns: Panels in a row.
-        width: Width of a panel in pixels.
-        height: Its height.
-
-    Returns:
-        The chart.
-
     Raises:
         InputError: If no panel has a point to draw.
     """
     drawn = [panel for panel in panels if any(panel.visible(s) for s in panel.series)]
     if not drawn:
         raise InputError(f"`panels` should hold points to draw. Found none among {len(panels)}.")
-    legend = _legend(drawn)
-    charts = [_panel(panel, legend, width, height) for panel in drawn]
+    colour, dash = _legend(drawn)
+    size = {"width": width, "height": height}
+    charts = [_panel(panel, colour, dash).properties(**size) for panel in drawn]
     heading = alt.TitleParams(title, subtitle=list(notes), anchor="start")
     joined = alt.concat(*charts, columns=columns, spacing=22)
     joined = joined.resolve_scale(color="shared", strokeDash="shared")
     return dressed(joined.properties(title=heading))
 
 
-@dataclass(frozen=True)
-class _Legend:
-    """One colour for each name, and dashes for references, in one legend."""
-
-    colour: alt.Color
-    dash: alt.StrokeDash
-
-
-def _legend(panels: Sequence[Panel]) -> _Legend:
-    """Hues for what was measured, greys for references."""
+def _legend(panels: Sequence[Panel]) -> tuple[alt.Color, alt.StrokeDash]:
+    """A colour for each name, hues for what was measured and greys for references, and dashes."""
     kinds = {s.name: s.kind for panel in panels for s in panel.series if panel.visible(s)}
     measured = [name for name, kind in kinds.items() if kind != "dashes"]
     lines = [name for name, kind in kinds.items() if kind == "dashes"]
@@ -86,31 +137,26 @@ def _legend(panels: Sequence[Panel]) -> _Legend:
         symbolSize=240 if lines else 100,  # long enough to show a dash
     )
     hue = alt.Scale(domain=names, range=[*hues[: len(measured)], *greys])
-    solid, dashed = [[1, 0]] * len(measured), [_DASH] * len(lines)
-    dash = alt.Scale(domain=names, range=solid + dashed)
-    return _Legend(
-        alt.Color("name:N", scale=hue, legend=legend, sort=names),
-        alt.StrokeDash("name:N", scale=dash, legend=legend, sort=names),
-    )
+    dash = alt.Scale(domain=names, range=[[1, 0]] * len(measured) + [DASHES] * len(lines))
+    shared = {"legend": legend, "sort": names}
+    return alt.Color("name:N", scale=hue, **shared), alt.StrokeDash("name:N", scale=dash, **shared)
 
 
-def _panel(panel: Panel, legend: _Legend, width: int, height: int) -> alt.LayerChart:
+def _panel(panel: Panel, colour: alt.Color, dash: alt.StrokeDash) -> alt.LayerChart:
     every = [point for s in panel.series for point in panel.visible(s)]
-    scale_x, axis_x = _axis([x for x, _ in every], panel.log_x)
     framed = _framed(panel)
     beyond = max(framed) < max(y for _, y in every)
-    scale_y, axis_y = _axis(framed, panel.log_y)
-    x = alt.X("x:Q", title=panel.x, scale=scale_x, axis=axis_x)
-    y = alt.Y("y:Q", title=panel.y, scale=scale_y, axis=axis_y)
+    x = alt.X("x:Q", title=panel.x, **_axis([x for x, _ in every], panel.log_x))
+    y = alt.Y("y:Q", title=panel.y, **_axis(framed, panel.log_y))
     layers = [
-        layer.encode(x=x, y=y, color=legend.colour, detail="name:N")
+        layer.encode(x=x, y=y, color=colour, detail="name:N")
         for s in panel.series
         if panel.visible(s)
-        for layer in _marks(s, panel.visible(s), legend, clip=beyond)
+        for layer in _marks(s, panel.visible(s), dash, clip=beyond)
     ]
     layers = [*end_of_training(panel.end, x), *layers]
     title = alt.TitleParams(textwrap.wrap(panel.title, _TITLE), fontSize=12, anchor="middle")
-    return alt.LayerChart(layer=layers).properties(width=width, height=height, title=title)
+    return alt.LayerChart(layer=layers).properties(title=title)
 
 
 def _framed(panel: Panel) -> list[float | int]:
@@ -124,17 +170,15 @@ def _framed(panel: Panel) -> list[float | int]:
     return measured + [min(y, max(measured) * _BEYOND) for y in references]
 
 
-def _marks(one: Series, points: list[Point], legend: _Legend, *, clip: bool) -> list[alt.Chart]:
+def _marks(
+    one: Series, points: list[Point], dash: alt.StrokeDash, *, clip: bool
+) -> list[alt.Chart]:
     values = [{"name": one.name, "x": x, "y": y} for x, y in points]
-    base = alt.Chart(alt.InlineData(values=values))
+    base = inline(values)
     if one.kind == "dashes":
-        return [base.mark_line(strokeWidth=1.4, clip=clip).encode(strokeDash=legend.dash)]
+        return [base.mark_line(strokeWidth=1.4, clip=clip).encode(strokeDash=dash)]
     size = 34 if len(points) <= 60 else 9
-    tips = [
-        alt.Tooltip("name:N"),
-        alt.Tooltip("x:Q", format=".5g"),
-        alt.Tooltip("y:Q", format=".5g"),
-    ]
+    tips = [alt.Tooltip("name:N"), *(alt.Tooltip(f"{k}:Q", format=".5g") for k in "xy")]
     dots = base.mark_circle(size=size, opacity=0.85 if size > 9 else 0.5).encode(tooltip=tips)
     if one.kind == "points":
         return [dots]
@@ -142,15 +186,14 @@ def _marks(one: Series, points: list[Point], legend: _Legend, *, clip: bool) -> 
     return [line, dots] if len(points) <= _DOTTED else [line]
 
 
-def _axis(values: list[float | int], log: bool) -> tuple[alt.Scale, alt.Axis]:
+def _axis(values: list[float | int], log: bool) -> dict[str, Any]:
     """Scale and ticks around all values."""
     low, high = min(values), max(values)
     if not log:
         step = 1 if all(isinstance(value, int) for value in values) else alt.Undefined
-        return alt.Scale(zero=False), alt.Axis(tickCount=6, tickMinStep=step)
+        axis = alt.Axis(tickCount=6, tickMinStep=step)
+        return {"scale": alt.Scale(zero=False), "axis": axis}
     pad = max(1.06, (high / low) ** 0.04)
-    domain = [low / pad, high * pad]
     form = ",~g" if high < 1e6 and low >= 1e-3 else ".0e"
-    values = marks.tick_values(*domain, most=_TICKS)
-    ticks = alt.Axis(values=values, format=form, labelOverlap=True)
-    return alt.Scale(type="log", domain=domain, nice=False), ticks
+    ends = low / pad, high * pad
+    return between(*ends, marks.tick_values(*ends, most=_TICKS), format=form, labelOverlap=True)

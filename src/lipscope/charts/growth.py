@@ -4,21 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
 from lipscope.charts import marks
-from lipscope.charts.axes import end_of_training
-from lipscope.charts.look import QUIET, dressed, tooltip
+from lipscope.charts.look import (
+    AXIS,
+    BLUE,
+    DASHES,
+    FRONT,
+    HERE,
+    ORANGE,
+    QUIET,
+    Data,
+    Frame,
+    across,
+    as_long,
+    base,
+    between,
+    dressed,
+    end_of_training,
+    guides,
+    in_front,
+    inline,
+    tooltip,
+    training_end,
+    up,
+)
 from lipscope.errors import InputError
 from lipscope.records import NEAR, Measurement, TokenShare, off_line, slope_of
 
 _NAMED = 8  # lines whose names have room at their ends
 _LINE = 13  # pixels between two names
+_FADED = 0.06  # opacity of the layers that are not in focus
 
-FADED = 0.06
-"""Opacity of the layers that are not in focus."""
+Grown = Literal["sigma", "radius", "rank"]
+_TITLES: dict[Grown, str] = {
+    "sigma": "sigma",
+    "radius": "radius: largest token norm",
+    "rank": "stable rank (Frobenius norm / sigma)²",
+}
+ALL, REST = "all tokens move", "top token fixed"
 
 
 def growth_chart(
@@ -61,164 +88,125 @@ def growth_chart(
     names = {(t.id, t.index): t.text for t in tokens}
     labels = marks.layer_labels(drawn)
     settings = marks.by_setting(drawn)
-    tall = 340 if len(labels) <= 12 else 460
+    size = {"width": width, "height": height or (340 if len(labels) <= 12 else 460)}
     focus = alt.selection_point(name="focus", fields=["layer"], bind="legend")
-    charts = [
-        _panels(
-            part,
-            names,
-            labels,
-            focus,
-            kind=marks.difference(key, list(settings)),
-            legend=k == 0,
-            size=(width, height or tall),
-        )
-        for k, (key, part) in enumerate(settings.items())
-    ]
+    charts = []
+    for key, part in settings.items():
+        panels = _Panels(part, names, labels, focus, size["height"])
+        charts.append(panels.chart(marks.difference(key, list(settings)), size, not charts))
     chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
     title, lines = marks.heading(rows, drawn, list(settings))
     return dressed(chart.properties(title=alt.TitleParams(title, subtitle=lines)))
 
 
-def _panels(
-    rows: Sequence[Measurement],
-    names: Mapping[tuple[str, int], str],
-    labels: list[str],
-    focus: alt.Parameter,
-    *,
-    kind: str,
-    legend: bool,
-    size: tuple[int, int],
-) -> alt.HConcatChart:
+class _Panels:
     """The panels of one setting, on one axis: sigma, and sigma without the top token."""
-    moves = "all tokens may move" if rows[0].move == "all" else f"tokens that move: {rows[0].move}"
-    panels = {
-        moves: [marks.point_of(row, row.sigma, names) for row in rows if row.sigma is not None]
-    }
-    rest = [
-        marks.point_of(row, row.sigma_rest, names)
-        for row in rows
-        if row.sigma_rest is not None and marks.positive(row.sigma_rest)
-    ]
-    if rest:
-        panels["top token held fixed"] = rest
-    every = [p for points in panels.values() for p in points]
-    independent = marks.apart(rows)
-    means = marks.curve_means(every, independent=independent)
-    values = [p[end] for p in (*every, *means) for end in ("low", "value", "high") if end in p]
-    low, high = min(values), max(values)
-    pad = max(1.12, (high / low) ** 0.04)
-    domain = [low / pad, high * pad]
-    metric = rows[0].metric
-    unit = f"sigma: {marks.UNITS.get(metric, f'output change per input change, {metric}')}"
-    charts = []
-    for name, points in panels.items():
-        chart = _panel(
-            points,
-            labels,
-            focus,
-            domain,
-            title=unit if not charts else "",
-            legend=legend and len(charts) == len(panels) - 1,
-            end=marks.training_end(rows),
-            independent=independent,
-            height=size[1],
-        )
-        title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
-        charts.append(chart.properties(width=size[0], height=size[1], title=title))
-    return alt.hconcat(*charts, spacing=18).resolve_legend(color="independent")
 
+    def __init__(
+        self,
+        rows: Sequence[Measurement],
+        names: Mapping[tuple[str, int], str],
+        labels: list[str],
+        focus: alt.Parameter,
+        height: int,
+    ) -> None:
+        moves = f"tokens that move: {rows[0].move}"
+        parts = {
+            "all tokens may move" if rows[0].move == "all" else moves: [r.sigma for r in rows],
+            "top token held fixed": [r.sigma_rest for r in rows],
+        }
+        self.points = {
+            name: [
+                marks.point_of(row, value, names)
+                for row, value in zip(rows, values, strict=True)
+                if value is not None and marks.positive(value)
+            ]
+            for name, values in parts.items()
+        }
+        self.labels, self.focus = labels, focus
+        self.metric, self.end = rows[0].metric, marks.training_end(rows)
+        self.independent = marks.apart(rows)
+        every = [p for points in self.points.values() for p in points]
+        means = marks.curve_means(every, independent=self.independent)
+        values = [p[end] for p in (*every, *means) for end in ("low", "value", "high") if end in p]
+        low, high = min(values), max(values)
+        pad = max(1.12, (high / low) ** 0.04)
+        self.domain = low / pad, high * pad
+        self.gap = (self.domain[1] / self.domain[0]) ** (_LINE / height)
 
-def _panel(
-    points: list[dict[str, Any]],
-    labels: list[str],
-    focus: alt.Parameter,
-    domain: list[float],
-    *,
-    title: str,
-    legend: bool,
-    end: int | None,
-    independent: bool,
-    height: int,
-) -> alt.LayerChart:
-    """One panel: reference lines, the end of training, lines of means with bars, points.
+    def chart(self, kind: str, size: Mapping[str, int], legend: bool) -> alt.HConcatChart:
+        unit = marks.UNITS.get(self.metric, f"output change per input change, {self.metric}")
+        drawn = {name: points for name, points in self.points.items() if points}
+        charts = []
+        for name, points in drawn.items():
+            last = len(charts) == len(drawn) - 1
+            chart = self._panel(points, "" if charts else f"sigma: {unit}", legend and last)
+            title = alt.TitleParams(kind + name, fontSize=12, anchor="middle")
+            charts.append(chart.properties(**size, title=title))
+        return alt.hconcat(*charts, spacing=18).resolve_legend(color="independent")
 
-    Where there is no axis title, there are no axis labels either.
-    """
-    first = bool(title)
-    lengths = sorted({p["n"] for p in points})
-    means = marks.curve_means(points, independent=independent)
-    means = marks.side_by_side(means, labels, lengths)
-    points = marks.side_by_side(points, labels, lengths)
-    few, grows = len(points) <= 400, len(lengths) > 1
-    room = marks.narrowest(lengths) ** 0.28
-    # Room at the right for the names of the lines.
-    right = room * (lengths[-1] / lengths[0] * room**2) ** (0.22 if grows else 0.0)
-    x = alt.X(
-        "at:Q",
-        title="number of tokens n",
-        scale=alt.Scale(type="log", domain=[lengths[0] / room, lengths[-1] * right], nice=False),
-        axis=alt.Axis(values=lengths, format="d", labelOverlap=True),
-    )
-    y = alt.Y(
-        "value:Q",
-        title=title or None,
-        scale=alt.Scale(type="log", domain=domain, nice=False),
-        axis=alt.Axis(format="~g", values=marks.tick_values(*domain), labels=first, ticks=first),
-    )
-    colour = alt.Color(
-        "layer:O",
-        sort=labels,
-        scale=alt.Scale(domain=labels, range=marks.palette(len(labels))),
-        legend=None,
-    )
-    shown = points if len(points) <= marks.MAX_POINTS else means
-    fade = alt.value(FADED)
-    dots = alt.Chart(alt.InlineData(values=shown)).encode(x=x, y=y, color=colour)
-    lines = (
-        alt.Chart(alt.InlineData(values=means))
-        .mark_line(strokeWidth=2)
-        .encode(
-            x=x,
-            y=y,
-            color=colour,
-            detail="curve:N",
-            opacity=alt.when(focus).then(alt.value(0.9)).otherwise(fade),
+    def _panel(self, points: list[dict[str, Any]], title: str, legend: bool) -> alt.LayerChart:
+        """Reference lines, the end of training, lines of means with bars, points.
+
+        Where there is no axis title, there are no axis labels either.
+        """
+        labels, first = self.labels, bool(title)
+        lengths = sorted({p["n"] for p in points})
+        means = marks.curve_means(points, independent=self.independent)
+        means = marks.side_by_side(means, labels, lengths)
+        points = marks.side_by_side(points, labels, lengths)
+        few, grows = len(points) <= 400, len(lengths) > 1
+        room = marks.narrowest(lengths) ** 0.28
+        # Room at the right for the names of the lines.
+        right = room * (lengths[-1] / lengths[0] * room**2) ** (0.22 if grows else 0.0)
+        span = between(
+            lengths[0] / room, lengths[-1] * right, lengths, format="d", labelOverlap=True
         )
-    )
-    if legend:
-        # Vega-Lite loses the clicks of a legend that several views share: the legend and
-        # the parameter stand together in one view, the others refer to it by name.
-        key = alt.Legend(
-            title="layer",
-            symbolType="stroke",
-            symbolStrokeWidth=3,
-            symbolLimit=0,
-            columns=1 + len(labels) // 17,
+        ticks = marks.tick_values(*self.domain)
+        sides = between(*self.domain, ticks, format="~g", labels=first, ticks=first)
+        x = alt.X("at:Q", title="number of tokens n", **span)
+        y = alt.Y("value:Q", title=title or None, **sides)
+        colour = alt.Color(
+            "layer:O",
+            sort=labels,
+            scale=alt.Scale(domain=labels, range=marks.palette(len(labels))),
+            legend=None,
         )
-        lines = lines.encode(color=colour.legend(key)).add_params(focus)
-    layers = [lines]
-    if grows:
-        laws = _references(means, lengths, room, domain)
-        names = _exponents(means, labels, lengths[-1] * room**0.95)
-        gap = (domain[1] / domain[0]) ** (_LINE / height)
-        layers = [*_dashed(laws, x, y), *end_of_training(end, x), lines]
-        layers += _named([*laws, *names], labels, gap, x, y)
-    if bars := [mean for mean in means if "low" in mean]:
-        ends = y.copy()
-        ends.shorthand = "low:Q"
-        opacity = alt.when(focus).then(alt.value(0.55)).otherwise(fade)
-        rule = alt.Chart(alt.InlineData(values=bars)).mark_rule(strokeWidth=2)
-        layers.append(rule.encode(x=x, y=ends, y2="high:Q", color=colour, opacity=opacity))
-    tips = ("layer", "head", "n", "sample", "sigma", "interval", "relative")
-    circles = dots.mark_circle(size=20 if few else 12).encode(
-        opacity=alt.when(focus).then(alt.value(0.65 if few else 0.3)).otherwise(fade),
-        tooltip=tooltip(*tips, "top token", "its share")
-        if shown is points
-        else tooltip("layer", "n"),
-    )
-    layers.append(circles)
-    return alt.LayerChart(layer=layers).resolve_legend(color="independent")
+        shown = points if len(points) <= marks.MAX_POINTS else means
+        lines = inline(means).mark_line(strokeWidth=2)
+        lines = lines.encode(x=x, y=y, color=colour, detail="curve:N", opacity=self._focused(0.9))
+        if legend:
+            # Vega-Lite loses the clicks of a legend that several views share: the legend and
+            # the parameter stand together in one view, the others refer to it by name.
+            key = alt.Legend(
+                title="layer",
+                symbolType="stroke",
+                symbolStrokeWidth=3,
+                symbolLimit=0,
+                columns=1 + len(labels) // 17,
+            )
+            lines = lines.encode(color=colour.legend(key)).add_params(self.focus)
+        layers = [lines]
+        if grows:
+            laws = _references(means, lengths, room, self.domain)
+            names = _exponents(means, labels, lengths[-1] * room**0.95)
+            layers = [*_dashed(laws, x, y), *end_of_training(self.end, x), lines]
+            layers += _names([*laws, *names], labels, self.gap, x, y)
+        if bars := [mean for mean in means if "low" in mean]:
+            low = y.copy()
+            low.shorthand = "low:Q"
+            rule = inline(bars).mark_rule(strokeWidth=2)
+            opacity = self._focused(0.55)
+            layers.append(rule.encode(x=x, y=low, y2="high:Q", color=colour, opacity=opacity))
+        tips = ("layer", "head", "n", "sample", "sigma", "interval", "relative", "top token")
+        told = tooltip(*tips, "its share") if shown is points else tooltip("layer", "n")
+        dots = inline(shown).mark_circle(size=20 if few else 12)
+        opacity = self._focused(0.65 if few else 0.3)
+        layers.append(dots.encode(x=x, y=y, color=colour, opacity=opacity, tooltip=told))
+        return alt.LayerChart(layer=layers).resolve_legend(color="independent")
+
+    def _focused(self, strong: float) -> Any:
+        return alt.when(self.focus).then(alt.value(strong)).otherwise(alt.value(_FADED))
 
 
 def _references(
@@ -265,27 +253,124 @@ def _dashed(laws: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Char
         for law in laws
         for at, value in (("from", "level"), ("at", "value"))
     ]
-    dashes = alt.Chart(alt.InlineData(values=ends)).mark_line(
-        color=QUIET, strokeDash=[5, 4], strokeWidth=1.2, clip=True
-    )
+    dashes = inline(ends).mark_line(color=QUIET, strokeDash=DASHES, strokeWidth=1.2, clip=True)
     return [dashes.encode(x=x, y=y, detail="said:N")]
 
 
-def _named(
+def _names(
     names: Sequence[dict[str, Any]], labels: Sequence[str], gap: float, x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
     """Names at the ends of lines, moved apart where they would hide each other."""
     last = max(name["at"] for name in names)
     places = marks.spread([name["value"] for name in names if name["at"] == last], gap)
-    # What left the frame above has its name there, under the edge.
-    ends = [places.pop(0) if name["at"] == last else name["value"] for name in names]
     hues = dict(zip(labels, marks.palette(len(labels)), strict=True))
-    charts = []
-    for name, end in zip(names, ends, strict=True):
-        one = [{"said": name["said"], "at": name["at"], "value": end}]
-        hue, down = hues.get(name.get("layer", ""), QUIET), 0 if name["at"] == last else 7
-        word = alt.Chart(alt.InlineData(values=one)).mark_text(
-            align="left", dx=5, dy=down, color=hue, fontSize=11, clip=True
-        )
-        charts.append(word.encode(x=x, y=y, text="said:N"))
-    return charts
+    # What left the frame above has its name there, under the edge.
+    found: dict[int, list[dict[str, Any]]] = {0: [], 7: []}
+    for name in names:
+        inside = name["at"] == last
+        place = {"value": places.pop(0)} if inside else {}
+        hue = hues.get(name.get("layer", ""), QUIET)
+        found[0 if inside else 7].append(name | place | {"hue": hue})
+    return [
+        inline(some)
+        .mark_text(align="left", dx=5, dy=down, fontSize=11, clip=True)
+        .encode(x=x, y=y, text="said:N", color=alt.Color("hue:N", scale=None, legend=None))
+        for down, some in found.items()
+        if some
+    ]
+
+
+# --- in a report ------------------------------------------------------------------------------
+
+
+def layers_chart(
+    frame: Frame, points: Data | None = None, means: Data | None = None, *, grown: Grown = "sigma"
+) -> alt.LayerChart:
+    """Sigma, radius or stable rank against the number of tokens, both logarithmic.
+
+    Points are single rows, lines run through geometric means. Sigma has bars up to `upper` and
+    guides like n^(1/4) and n^(1/2).
+    """
+    sigma = grown == "sigma"
+    free = alt.Y(f"{grown}:Q", title=_TITLES[grown], **as_long())
+    x, y, colour = across(), up("sigma:Q", "sigma") if sigma else free, frame.by_layer()
+    shown = f"{HERE} && datum.{grown} > 0"
+    mean = base("means", means).transform_filter(shown)
+    lines = mean.mark_line(strokeWidth=2).encode(
+        x=x, y=y, color=colour, detail=["layer:N", "kind:N"], opacity=in_front(0.95, 0.16)
+    )
+    single = base("points", points).transform_filter(shown)
+    single = single.transform_calculate(
+        at="datum.n * pow(axes.room, datum.order)",
+        top="isValid(datum.upper) ? datum.upper : datum.sigma",
+    )
+    place = {"x": across("at:Q"), "y": y, "color": colour}
+    bars = single.transform_filter(FRONT).mark_rule(strokeWidth=1, opacity=0.35)
+    dots = single.mark_circle(size=20, cursor="pointer")
+    behind = [*guides(mean, x, y), bars.encode(**place, y2="top:Q")] if sigma else []
+    dots = dots.encode(**place, opacity=in_front(0.7, 0.06), tooltip="i:Q")
+    return frame.around([*training_end(mean, x), *behind, lines, dots], frame.ends, *frame.chosen)
+
+
+def radius_chart(frame: Frame, points: Data | None = None) -> alt.LayerChart:
+    """Sigma of single rows against the radius, logarithmic; larger points are longer windows."""
+    some = base("points", points).transform_filter(f"{HERE} && datum.radius > 0 && datum.sigma > 0")
+    dots = some.mark_circle(cursor="pointer").encode(
+        x=alt.X("radius:Q", title=_TITLES["radius"], **as_long()),
+        y=alt.Y("sigma:Q", title="sigma", **as_long()),
+        size=alt.Size("n:Q", legend=None, scale=alt.Scale(range=[18, 90])),
+        color=frame.by_layer("circle"),
+        opacity=in_front(0.65, 0.07),
+        tooltip="i:Q",
+    )
+    return frame.around([dots], *frame.chosen)
+
+
+def focus_chart(
+    frame: Frame, points: Data | None = None, means: Data | None = None
+) -> alt.LayerChart:
+    """Sigma with its intervals, and sigma with the top token held fixed, of one layer.
+
+    Points are single windows, bars reach up to `upper`, lines run through geometric means;
+    the other layers stand faintly behind, and dashed lines grow like n^(1/4) and n^(1/2).
+    """
+    x, y = across(), up("value:Q", "sigma")
+    here = f"{HERE} && datum.layer === layer"
+    mean = base("means", means)
+    behind = (
+        mean.transform_filter(f"{HERE} && datum.layer !== layer")
+        .mark_line(color=AXIS, strokeWidth=1.3, opacity=0.55)
+        .encode(x=x, y=up("sigma:Q", "sigma"), detail="layer:N")
+    )
+    mine = mean.transform_filter(here)
+    inks = {ALL: BLUE, REST: ORANGE}
+    colour = frame.colours("series:N", inks, orient="top", symbolType="circle")
+    lines = _folded(mine).mark_line(strokeWidth=2.4).encode(x=x, y=y, color=colour)
+    # Windows side by side around their length: sigma with its bar, and without the token.
+    windows = _folded(
+        base("points", points).transform_filter(here),
+        at="datum.n * pow(axes.room, datum.order)",
+        top="datum.key === 'a' && isValid(datum.upper) ? datum.upper : datum.value",
+    )
+    place = {"x": across("at:Q"), "y": y}
+    bars = windows.mark_rule(strokeWidth=1.2, opacity=0.55)
+    dots = windows.mark_circle(size=30, opacity=0.75, cursor="pointer")
+    ring = windows.transform_filter("datum.i === picked && datum.key === 'a'")
+    ring = ring.mark_point(size=150, stroke=marks.INK, strokeWidth=1.8, filled=False)
+    layers = [
+        *(behind, *training_end(mine, x), *guides(mine, x, y), lines),
+        bars.encode(**place, y2="top:Q", color=colour),
+        dots.encode(**place, color=colour, tooltip="i:Q"),
+        ring.encode(**place),
+    ]
+    return frame.around(layers, frame.ends, alt.param(name="picked", value=-1), *frame.chosen)
+
+
+def _folded(records: alt.Chart, **more: str) -> alt.Chart:
+    """Sigma and sigma without the token as two series of one ``value``."""
+    return (
+        records.transform_calculate(a="datum.sigma", b="datum.rest")
+        .transform_fold(["a", "b"], as_=["key", "value"])
+        .transform_filter("isValid(datum.value)")
+        .transform_calculate(series=f"datum.key === 'a' ? '{ALL}' : '{REST}'", **more)
+    )

@@ -1,98 +1,289 @@
-"""A quantity against the number of tokens, one colour for each layer, one brought forward."""
+"""Layer by layer: exponents, heads, maps through depth, and two runs side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import altair as alt
 
-from lipscope.charts.axes import (
-    FRONT,
+from lipscope.charts.look import (
+    BLUE,
+    DASHES,
+    GREEN,
+    HERE,
+    ORANGE,
+    PURPLE,
+    QUANTITY,
+    QUIET,
     Data,
     Frame,
     across,
-    by_layer,
-    data,
-    guides,
+    base,
     in_front,
-    training_end,
+    inline,
     up,
 )
+from lipscope.charts.marks import INK, KINDS
 
-Grown = Literal["sigma", "radius", "rank"]
-TITLES: dict[Grown, str] = {
+MAPS = {"attention": BLUE, "normed": PURPLE, "heads": QUIET, "residual": GREEN, "block": ORANGE}
+"""Maps of a layer and their colours."""
+# What is said of several blocks: the product of their sigmas, sigma of all of them together.
+_TOGETHER = {"product": ORANGE, "stack": BLUE}
+_SERIES = {"real": ("all tokens move", BLUE), "rest": ("top token fixed", ORANGE)}
+SIDES = ("a", "b")
+Quantity = Literal["sigma", "relative", "share"]
+TITLES: dict[Quantity, str] = {
     "sigma": "sigma",
-    "radius": "radius: largest token norm",
-    "rank": "stable rank (Frobenius norm / sigma)²",
+    "relative": "relative",
+    "share": "share of the top token",
 }
+_SHAPES = dict(zip(KINDS, ("square", "circle", "triangle-up", "diamond", "cross"), strict=True))
+_CELL, _ROW = 26, 34  # pixels of a head and of a layer
 
 
-def layers_chart(
-    points: Data | None,
-    means: Data | None,
-    layers: Sequence[str],
-    frame: Frame,
-    *,
-    grown: Grown = "sigma",
+# --- through depth ----------------------------------------------------------------------------
+
+
+def depth_chart(
+    frame: Frame, lines: Data | None = None, whole: Data | None = None
 ) -> alt.LayerChart:
-    """Sigma, radius or stable rank against the number of tokens, both logarithmic.
+    """Sigma of every map, layer by layer, and that of the model's map as a line across."""
+    return _through_depth(frame, base("lines", lines), whole, "sigma", "map", MAPS)
 
-    Points are single rows, lines run through geometric means. Sigma has bars up to `upper` and
-    guides like n^(1/4) and n^(1/2).
 
-    Args:
-        points: Records of single rows, or None where a page puts them in.
-        means: Records of geometric means.
-        layers: All layers in their order.
-        frame: What is in front, the axes (``y`` is of sigma and used for it only) and the size.
-        grown: What grows.
+def product_chart(
+    frame: Frame, products: Data | None = None, whole: Data | None = None
+) -> alt.LayerChart:
+    """The product of the blocks up to each layer, sigma of them together, and the model's map."""
+    title, key = "sigma, product of sigmas", "blocks 0 to"
+    return _through_depth(frame, base("products", products), whole, title, key, _TOGETHER)
 
-    Returns:
-        The chart.
+
+def _through_depth(
+    frame: Frame, lines: alt.Chart, whole: Data | None, title: str, key: str, inks: dict[str, str]
+) -> alt.LayerChart:
+    """Bars, a line and points in each ink; the model's map as a band and a dashed line across."""
+    colour = frame.colours("map:N", inks, title=key, symbolType="circle")
+    axis = alt.Axis(format="d", tickMinStep=1, grid=False)
+    x = alt.X("layer:Q", title="layer", axis=axis, scale=alt.Scale(nice=False, padding=14))
+    y, low = up("sigma:Q", title), up("low:Q", title)
+    model = base("whole", whole)
+    band = model.mark_rect(opacity=0.12, color=INK)
+    dashes = model.mark_rule(strokeDash=DASHES, strokeWidth=1.6, color=INK)
+    word = model.mark_text(align="right", baseline="bottom", dy=-3, color=INK, fontSize=11)
+    name = word.encode(y=y, x=alt.value("width"), text=alt.value("the model's map"))
+    bars = lines.mark_rule(strokeWidth=1.6, opacity=0.55)
+    dots = lines.mark_circle(size=44, opacity=1, cursor="pointer")
+    parts = [
+        band.encode(y=low, y2="high:Q"),
+        dashes.encode(y=y, tooltip="z:Q"),
+        *([name] if frame.legend else []),  # a page names it in the key above
+        bars.encode(x=x, y=low, y2="high:Q", color=colour),
+        lines.mark_line(strokeWidth=2).encode(x=x, y=y, color=colour),
+        dots.encode(x=x, y=y, tooltip="z:Q", color=colour),
+    ]
+    return frame.around(parts, frame.ends)
+
+
+# --- exponents --------------------------------------------------------------------------------
+
+
+def exponents_chart(
+    frame: Frame, fits: Data | None = None, built: str = "built inputs"
+) -> alt.LayerChart:
+    """The exponent s of sigma ~ n^s of every layer, with its interval.
+
+    Hollow points: no power law fits (F test, and means far from the line). Dashed: 1/4 and 1/2.
+    ``built`` names the kind of built inputs that the records hold.
     """
-    sigma = grown == "sigma"
-    x, y = across(), up("sigma:Q", "sigma") if sigma else _free(grown)
-    colour = by_layer(layers, legend=frame.legend)
-    shown = f"datum.head === head && datum.{grown} > 0"
-    mean = alt.Chart(data("means", means)).transform_filter(shown)
-    lines = mean.mark_line(strokeWidth=2).encode(
-        x=x,
-        y=y,
-        color=colour,
-        detail=["layer:N", "kind:N"],
-        opacity=in_front(0.95, 0.16),
-    )
-    base = (
-        alt.Chart(data("points", points))
-        .transform_filter(shown)
+    inks = {**dict(_SERIES.values()), built: PURPLE}
+    names, (real, rest) = [*inks], (name for name, _ in _SERIES.values())
+    some = (
+        base("fits", fits)
+        .transform_filter(HERE)
         .transform_calculate(
-            at="datum.n * pow(axes.room, datum.order)",
-            top="isValid(datum.upper) ? datum.upper : datum.sigma",
+            series=f"datum.kind === 'real' ? '{real}' : "
+            f"datum.kind === 'rest' ? '{rest}' : {json.dumps(built)}"
         )
     )
-    at = across("at:Q")
-    bars = (
-        base.transform_filter(FRONT)
-        .mark_rule(strokeWidth=1, opacity=0.35)
-        .encode(x=at, y=y, y2="top:Q", color=colour)
+    axis = alt.Axis(grid=True, tickBand="extent", ticks=False, domain=False)
+    y = alt.Y("layer:N", sort=list(frame.layers), title="layer", axis=axis)
+    offset = alt.YOffset("series:N", sort=names, scale=alt.Scale(domain=names, paddingOuter=0.35))
+    title = "exponent s of sigma ~ nˢ"
+    ticks, scale = alt.Axis(tickCount=6, format=".2~f"), alt.Scale(zero=True, nice=True)
+    x = alt.X("slope:Q", title=title, scale=scale, axis=ticks)
+    colour = frame.colours("series:N", inks, orient="top")
+    place: dict[str, Any] = {"y": y, "yOffset": offset, "color": colour}
+    bars = some.mark_rule(strokeWidth=2.4, opacity=0.5)
+    filled = alt.Fill(
+        "series:N", scale=alt.Scale(domain=names, range=[*inks.values()]), legend=None
     )
-    dots = base.mark_circle(size=20, cursor="pointer").encode(
-        x=at,
-        y=y,
-        color=colour,
-        opacity=in_front(0.7, 0.06),
-        tooltip="i:Q",
-    )
-    behind = [*guides(mean, x, y), bars] if sigma else []
-    return frame.around([*training_end(mean, x), *behind, lines, dots], frame.ends, *frame.chosen)
+    fill = alt.when("datum.fits === false").then(alt.value("#ffffff")).otherwise(filled)
+    dots = some.mark_point(size=54, strokeWidth=2, opacity=1, cursor="pointer")
+    laws = inline([{"s": 0.25, "law": "¼"}, {"s": 0.5, "law": "½"}])
+    word = laws.mark_text(color=QUIET, baseline="bottom", dy=-3, fontSize=11)
+    parts = [
+        laws.mark_rule(color=QUIET, strokeDash=DASHES, opacity=0.8).encode(x="s:Q"),
+        word.encode(x="s:Q", y=alt.value(0), text="law:N"),
+        bars.encode(**place, x=alt.X("low:Q", title=title), x2="high:Q"),
+        dots.encode(**place, x=x, fill=fill, tooltip="f:Q"),
+    ]
+    height = alt.Step(_ROW, **{"for": "position"})
+    return frame.around(parts, frame.chosen[1], height=height)
 
 
-def _free(grown: Grown) -> alt.Y:
-    """A logarithmic axis as long as its values."""
-    return alt.Y(
-        f"{grown}:Q",
-        title=TITLES[grown],
-        scale=alt.Scale(type="log", nice=False, padding=12),
-        axis=alt.Axis(format="~g", tickCount=5, labelOverlap=True),
+def slopes_chart(frame: Frame, slopes: Data | None = None) -> alt.LayerChart:
+    """Slopes of log sigma on log n between neighbouring lengths, one colour for each layer."""
+    some = base("slopes", slopes).transform_filter(f"{HERE} && datum.kind === 'real'")
+    place: dict[str, Any] = {
+        "x": alt.X(
+            "span:O",
+            title="from length to length, n",
+            sort=alt.EncodingSortField("from", op="min"),
+            axis=alt.Axis(grid=False, labelAngle=0, labelOverlap=True),
+        ),
+        "y": alt.Y("slope:Q", title="local slope", axis=alt.Axis(tickCount=6)),
+        "color": frame.by_layer(),
+        "opacity": in_front(0.9, 0.14),
+    }
+    laws = inline([{"slope": 0.25}, {"slope": 0.5}])
+    parts = [
+        laws.mark_rule(color=QUIET, strokeDash=DASHES, opacity=0.8).encode(y="slope:Q"),
+        some.mark_line(strokeWidth=1.8).encode(**place),
+        some.mark_circle(size=34).encode(**place, tooltip="f:Q"),
+    ]
+    return frame.around(parts, *frame.chosen)
+
+
+# --- heads ------------------------------------------------------------------------------------
+
+
+def heads_chart(
+    frame: Frame, cells: Data | None = None, *, quantity: Quantity = "sigma"
+) -> alt.LayerChart:
+    """Sigma, relative or the share of the top token, by layer and head, at one length.
+
+    A mark in a cell is ``top``, the kind of token that most often is on top. The colour is
+    logarithmic but for shares.
+    """
+    share = quantity == "share"
+    some = base("cells", cells).transform_filter(f"isValid(datum.{quantity})")
+    x = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, orient="bottom"))
+    y = alt.Y("layer:N", sort=list(frame.layers), title="layer", scale=alt.Scale(reverse=False))
+    range_: dict[str, Any] = {"domain": [0, 1]} if share else {"type": "log", "nice": False}
+    key = alt.Legend(
+        title=TITLES[quantity],
+        format=".0%" if share else "~g",
+        orient="top",  # beside few layers it would be longer than the map
+        gradientLength=220,
+        titleLimit=0,
+        tickCount=4,
     )
+    scale = alt.Scale(scheme="viridis", **range_)
+    colour = alt.Color(f"{quantity}:Q", scale=scale, legend=key)
+    cell = some.mark_rect(cornerRadius=2, cursor="pointer")
+    kinds = alt.Legend(
+        title="kind of the top token in most windows",
+        orient="top",
+        titleLimit=0,
+        symbolType="square",
+        symbolFillColor=INK,
+        symbolOpacity=1,
+        symbolSize=60,
+        values=list(_SHAPES),
+    )
+    shape = alt.Shape(
+        "top:N",
+        scale=alt.Scale(domain=[*_SHAPES], range=[*_SHAPES.values()]),
+        legend=kinds if frame.legend else None,
+    )
+    # Small and in the middle: the colour around it says the value.
+    kind = some.transform_filter("isValid(datum.top)")
+    kind = kind.mark_point(size=54, fill="#ffffff", strokeWidth=1, opacity=1)
+    mark = some.transform_filter(f"datum.layer === layer && {HERE}")
+    mark = mark.mark_rect(fill=None, stroke=INK, strokeWidth=2.4, cornerRadius=2)
+    parts = [
+        cell.encode(x=x, y=y, color=colour, tooltip="m:Q"),
+        kind.encode(x=x, y=y, shape=shape, stroke=alt.value(INK), tooltip="m:Q"),
+        mark.encode(x=x, y=y),
+    ]
+    return frame.around(parts, *frame.chosen, height=alt.Step(_CELL))
+
+
+# --- two runs ---------------------------------------------------------------------------------
+
+
+def sides_chart(
+    frame: Frame,
+    means: Data | None = None,
+    *,
+    names: Sequence[str] = ("", ""),
+    title: str = QUANTITY,
+) -> alt.LayerChart:
+    """Geometric means of both runs against the number of tokens, with their 95 % intervals."""
+    label = f"datum.label === 'a' ? {_quoted(names[0])} : {_quoted(names[1])}"
+    key: dict[str, Any] = {"symbolType": "circle", "orient": "top", "labelLimit": 0}
+    inks = dict(zip(SIDES, (BLUE, ORANGE), strict=True))
+    colour = frame.colours("side:N", inks, labelExpr=label, **key)
+    some = base("means", means).transform_calculate(
+        at="datum.n * pow(axes.room, datum.side === 'a' ? -0.12 : 0.12)"
+    )
+    place: dict[str, Any] = {"x": across("at:Q"), "color": colour}
+    y = up("value:Q", title)
+    # Ends beyond the axis are cut by it: two windows can say nearly nothing.
+    bars = some.mark_rule(strokeWidth=1.6, opacity=0.6, clip=True)
+    dots = some.mark_circle(size=46, opacity=1, cursor="pointer")
+    parts = [
+        bars.encode(**place, y=up("low:Q", title), y2="high:Q"),
+        some.mark_line(strokeWidth=2).encode(**place, y=y),
+        dots.encode(**place, y=y, tooltip="c:Q"),
+    ]
+    return frame.around(parts, frame.ends)
+
+
+def ratios_chart(
+    frame: Frame, ratios: Data | None = None, *, title: str = QUANTITY
+) -> alt.LayerChart:
+    """The second run divided by the first, layer by layer at one length, with 95 % intervals.
+
+    Full marks changed beyond the sampling, hollow ones did not; without an interval, ``low`` is
+    null.
+    """
+    value, low = (up(field, title) for field in ("ratio:Q", "low:Q"))
+    return frame.around(_beside(frame, base("ratios", ratios), value, low, 1.0), frame.ends)
+
+
+def shifts_chart(
+    frame: Frame, shifts: Data | None = None, *, title: str = QUANTITY
+) -> alt.LayerChart:
+    """Exponents of the second run less those of the first, likewise."""
+    value, low = (
+        alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
+        for field in ("difference:Q", "low:Q")
+    )
+    return frame.around(_beside(frame, base("shifts", shifts), value, low, 0.0))
+
+
+def _beside(
+    frame: Frame, some: alt.Chart, value: alt.Y, low: alt.Y, same: float
+) -> list[alt.Chart]:
+    """A mark for each layer with its interval, and a line where nothing differs."""
+    x = alt.X("layer:N", sort=list(frame.layers), title="layer", axis=alt.Axis(labelAngle=0))
+    line = some.mark_rule(color=QUIET, strokeDash=DASHES)
+    bars = some.transform_filter("isValid(datum.low)")
+    bars = bars.mark_rule(strokeWidth=1.8, color=INK, opacity=0.7)
+    fill = alt.when("datum.changed").then(alt.value(ORANGE)).otherwise(alt.value("#ffffff"))
+    look: Mapping[str, Any] = {"strokeWidth": 1.8, "color": ORANGE, "filled": True, "opacity": 1}
+    dots = some.mark_point(size=70, cursor="pointer", **look)
+    return [
+        line.encode(y=alt.datum(same, type="quantitative")),
+        bars.encode(x=x, y=low, y2="high:Q"),
+        dots.encode(x=x, y=value, fill=fill, stroke=alt.value(ORANGE), tooltip="c:Q"),
+    ]
+
+
+def _quoted(text: str) -> str:
+    """Text inside an expression of Vega."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", " ") + "'"

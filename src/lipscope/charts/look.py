@@ -1,9 +1,17 @@
-"""The look of all charts, their tooltips, and the files that they are saved as."""
+"""The look of all charts, the axes that they share, and the files that they are saved as.
+
+The data of a chart may come later: a page puts them in when a reader chooses, by the names
+`points`, `means`, `axes` and so on.
+"""
 
 from __future__ import annotations
 
+import html
+import importlib.resources
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,61 +19,62 @@ import altair as alt
 import vl_convert
 
 from lipscope.charts import marks
-from lipscope.charts.standalone import chart_page
+from lipscope.charts.marks import INK, palette
 from lipscope.display import picture, printable
 from lipscope.errors import InputError
 from lipscope.records import replaced
 
 Chart: TypeAlias = alt.LayerChart | alt.HConcatChart | alt.VConcatChart | alt.ConcatChart
+Data = Sequence[Mapping[str, Any]]
 
-QUIET, GRID, AXIS, INK = "#6b6b6b", "#ececec", "#bbbbbb", marks.INK
+QUIET, GRID, AXIS = "#6b6b6b", "#ececec", "#bbbbbb"
+# Blue and orange stay apart for every kind of colour vision; so does their brightness.
+BLUE, ORANGE, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#8a4f9e"
+DASHES = [5, 4]
+FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
+WIDTH, HEIGHT = 460, 320
+QUANTITY = "quantity"  # title of an axis that a page names by a signal of this name
+FRONT = "layer === null || datum.layer === layer"
+HERE = "datum.head === head"
+# A browser without these fonts takes a wider one: it writes over what was measured for them.
+_ROOM = 32
+_NAMED = 24  # pixels beside names of lines, whose width is an estimate
+
+# The style sheet of the page gives these colours a light and a dark value.
+_NAMES = {
+    INK: "--ink",
+    QUIET: "--quiet",
+    GRID: "--grid",
+    AXIS: "--axis",
+    BLUE: "--blue",
+    ORANGE: "--orange",
+    GREEN: "--green",
+    PURPLE: "--purple",
+    "#ffffff": "--paper",
+}
 _SPOKEN = re.compile(
     r'<path aria-label="[^"]*" role="graphics-symbol" aria-roledescription="[^"]*"'
 )
 _PLACE, _FINER = re.compile(r' (?:d|transform)="[^"]*"'), re.compile(r"(\.\d\d)\d+")
-# A browser without these fonts takes a wider one: it writes over what was measured for them.
-_ROOM = 32
-FONT, MONO = "Helvetica, Arial, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 
-def save(chart: Chart, path: str | Path) -> Path:
-    """Write a chart as ``.svg``, ``.png`` (two pixels per point) or one ``.html`` page.
+# --- files ------------------------------------------------------------------------------------
+
+
+def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
+    """Write a chart as ``.svg``, ``.png`` (two pixels per point) and one ``.html`` page.
 
     The page carries its scripts and data inside, asks no network for anything, and its
     content policy forbids it to.
 
-    Args:
-        chart: A chart of this module.
-        path: File to write; the ending chooses the format.
-
-    Returns:
-        The path.
-
-    Raises:
-        InputError: If the ending is another one.
-    """
-    return save_each(chart, [Path(path)])[0]
-
-
-def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
-    """The same chart as several files.
-
-    Args:
-        chart: A chart of this room.
-        paths: Files to write; their endings choose the formats.
-
-    Returns:
-        The paths.
-
     Raises:
         InputError: If an ending is another one.
     """
-    spec, version = _drawn(chart)
+    spec, version = _as_vega_lite(chart)
     for path in paths:
         if path.suffix == ".html":
             remark = marks.HINT if "params" in spec else ""
-            page = chart_page(spec, str(spec["title"]["text"]), remark, version=version)
-            replaced(path, page.encode())
+            replaced(path, _page(spec, remark, version).encode())
         elif path.suffix == ".svg":
             replaced(path, _svg(spec, version).encode())
         elif path.suffix == ".png":
@@ -78,16 +87,12 @@ def save_each(chart: Chart, paths: Sequence[Path]) -> list[Path]:
 
 
 def as_svg(chart: Chart) -> str:
-    """A chart as a drawing that stands by itself.
-
-    Args:
-        chart: A chart of this room.
-    """
-    return _svg(*_drawn(chart))
+    """A chart as a drawing that stands by itself."""
+    return _svg(*_as_vega_lite(chart))
 
 
-def _drawn(chart: Chart) -> tuple[dict[str, Any], str]:
-    """The chart in Vega-Lite, and its release; text of a row may hold what ends a drawing."""
+def _as_vega_lite(chart: Chart) -> tuple[dict[str, Any], str]:
+    """The chart and the release it is written for; text of a row may hold what ends a drawing."""
     version = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
     return printable(chart.to_dict(validate=False)), version  # our own: tests check it
 
@@ -99,6 +104,51 @@ def _svg(spec: dict[str, Any], version: str) -> str:
     """
     svg = _SPOKEN.sub("<path", vl_convert.vegalite_to_svg(spec, vl_version=version))
     return _PLACE.sub(lambda place: _FINER.sub(r"\1", place[0]), svg)
+
+
+def _page(spec: Mapping[str, Any], remark: str, version: str) -> str:
+    """One page around a chart; its text cannot end a script: ``<`` is written as an escape."""
+    # The schema's address is only a name, but a page that fetches nothing holds none.
+    data = json.dumps({key: value for key, value in spec.items() if key != "$schema"})
+    parts = {
+        "title": html.escape(str(spec["title"]["text"])),
+        "remark": html.escape(remark),
+        # vl-convert's stub asks for a snippet, which is optional.
+        "scripts": vl_convert.javascript_bundle(vl_version=version),  # pyright: ignore[reportCallIssue]
+        "spec": data.replace("<", "\\u003c"),
+    }
+    page = importlib.resources.files("lipscope.charts") / "chart.html"
+    return re.sub(r"\{(\w+)\}", lambda at: parts.get(at[1], at[0]), page.read_text("utf-8"))
+
+
+def in_the_page(
+    charts: Mapping[str, Any], layers: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Vega specifications of charts without data, and the light colours that names stand for.
+
+    A page that names its colours changes from light to dark without drawing anything again.
+    """
+    names = {colour: f"--l{k}" for k, colour in enumerate(palette(layers))} | _NAMES
+    specs = {name: _as_vega(chart, names) for name, chart in charts.items()}
+    specs["bounds"]["padding"] = {"left": 2, "top": 2, "bottom": 2, "right": _NAMED}
+    return specs, {name: colour for colour, name in names.items()}
+
+
+def _as_vega(chart: Any, names: Mapping[str, str]) -> dict[str, Any]:
+    spec = vl_convert.vegalite_to_vega(chart.to_dict(validate=False))  # our own: tests check it
+    spec.pop("$schema", None)  # only a name, but a page that fetches nothing holds no address
+    for axis in spec.get("axes", ()):
+        if axis.get("title") == QUANTITY:  # Vega-Lite knows no signal there, Vega does
+            axis["title"] = {"signal": QUANTITY}
+            spec.setdefault("signals", []).append({"name": QUANTITY, "value": ""})
+    spec |= {"background": None, "padding": 2}
+    text = json.dumps(spec)
+    for colour, name in names.items():
+        text = text.replace(f'"{colour}"', f'"var({name})"')
+    return json.loads(text)
+
+
+# --- the look ---------------------------------------------------------------------------------
 
 
 def tooltip(*names: str) -> list[alt.Tooltip]:
@@ -128,29 +178,199 @@ _KINDS = {
 def dressed(chart: Any) -> Any:
     """The one look of all charts; on white, so that it also prints."""
     quiet = {"labelColor": QUIET, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12}
+    lines = {"gridColor": GRID, "domainColor": AXIS, "tickColor": AXIS}
+    heading = {"color": INK, "fontSize": 15, "subtitleColor": QUIET, "subtitleFontSize": 11}
     made = chart.configure(
         font=FONT,
         background="#ffffff",
         padding={"left": 12, "top": 12, "bottom": 12, "right": _ROOM},
         view=alt.ViewConfig(stroke=None),
-        axis=alt.AxisConfig(
-            **quiet,
-            gridColor=GRID,
-            domainColor=AXIS,
-            tickColor=AXIS,
-            titleFontWeight="normal",
-            titlePadding=8,
-        ),
+        axis=alt.AxisConfig(**quiet, **lines, titleFontWeight="normal", titlePadding=8),
         legend=alt.LegendConfig(**quiet),
-        title=alt.TitleConfig(
-            anchor="start",
-            color=INK,
-            fontSize=15,
-            subtitleColor=QUIET,
-            subtitleFontSize=11,
-            offset=12,
-        ),
+        title=alt.TitleConfig(anchor="start", offset=12, **heading),
     )
     # Altair's own `__setattr__` would write into the chart.
     object.__setattr__(made, "__class__", _KINDS.get(type(made), type(made)))
     return made
+
+
+# --- what charts of a report share ------------------------------------------------------------
+
+
+def base(name: str, values: Data | None) -> alt.Chart:
+    """A chart of values that are part of it, or of what a page puts in under a name."""
+    if values is None:
+        return alt.Chart(alt.NamedData(name=name))
+    return alt.Chart(alt.InlineData(list(values), name=name))
+
+
+def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
+    """A chart of values that are part of it."""
+    return alt.Chart(alt.InlineData(values=list(values)))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every chart of a report is told besides its data.
+
+    Attributes:
+        axes: Domains and ticks, see `lipscope.pages.points.axes`.
+        layers: All layers in their order.
+        layer: The layer in front; None: all alike.
+        head: The head; None for all together.
+        legend: Whether the chart has a legend of its own.
+        width: Pixels, or "container".
+        height: Pixels; that of the kind of chart if None.
+    """
+
+    axes: Mapping[str, Any] | None = None
+    layers: Sequence[str] = ()
+    layer: str | None = None
+    head: int | None = None
+    legend: bool = False
+    width: int | str = WIDTH
+    height: int | None = None
+
+    @property
+    def chosen(self) -> list[alt.Parameter]:
+        """The layer that stands in front and the head that is shown."""
+        return [alt.param(name=name, value=getattr(self, name)) for name in ("layer", "head")]
+
+    @property
+    def ends(self) -> alt.Parameter:
+        """The domains and ticks of both axes."""
+        blank = {"x": [1, 2], "y": [1, 2], "xticks": [1], "yticks": [1], "room": 1.1}
+        return alt.param(name="axes", value=dict(self.axes or blank))
+
+    def around(
+        self, parts: Sequence[Any], *params: alt.Parameter, height: int | alt.Step = HEIGHT
+    ) -> alt.LayerChart:
+        """The chart of these parts, which read these parameters."""
+        chart = alt.LayerChart(layer=list(parts)).add_params(*params)
+        return dressed(chart.properties(width=self.width, height=self.height or height))
+
+    def colours(self, field: str, inks: Mapping[str, str], **legend: Any) -> alt.Color:
+        """One colour for each name, with a legend where the chart has one."""
+        scale = alt.Scale(domain=[*inks], range=[*inks.values()])
+        key = alt.Legend(**{"title": None, "symbolOpacity": 1} | legend)
+        return alt.Color(field, scale=scale, legend=key if self.legend else None)
+
+    def by_layer(self, symbol: str = "stroke") -> alt.Color:
+        """One colour for each layer, in even steps; ``symbol`` shows it in the legend."""
+        inks = dict(zip(self.layers, palette(len(self.layers)), strict=True))
+        stroke = {"symbolType": symbol, "symbolStrokeWidth": 3 * (symbol == "stroke")}
+        # The offset is room for the names of the guides.
+        colour = self.colours("layer:N", inks, title="layer", symbolLimit=0, offset=40, **stroke)
+        return colour.sort(list(self.layers))
+
+
+def in_front(strong: float, faint: float, front: str = FRONT) -> Any:
+    """Opacity of the layer in front, or of all where none is, and of the others."""
+    return alt.when(front).then(alt.value(strong)).otherwise(alt.value(faint))
+
+
+def across(field: str = "n:Q", title: str = "number of tokens n") -> alt.X:
+    """The logarithmic axis of lengths."""
+    return alt.X(
+        field,
+        title=title,
+        scale=alt.Scale(type="log", domain=alt.ExprRef("axes.x"), nice=False),
+        axis=alt.Axis(values=alt.ExprRef("axes.xticks"), format="d", labelOverlap=True, grid=False),
+    )
+
+
+def up(field: str, title: str) -> alt.Y:
+    """The logarithmic axis of sigma."""
+    return alt.Y(
+        field,
+        title=title,
+        scale=alt.Scale(type="log", domain=alt.ExprRef("axes.y"), nice=False, clamp=True),
+        axis=alt.Axis(values=alt.ExprRef("axes.yticks"), format=",~g"),
+    )
+
+
+def as_long(*, padding: int = 12, ticks: int = 5) -> dict[str, Any]:
+    """Scale and ticks of a logarithmic axis that is as long as its values."""
+    return {
+        "scale": alt.Scale(type="log", nice=False, padding=padding),
+        "axis": alt.Axis(format="~g", tickCount=ticks, labelOverlap=True),
+    }
+
+
+def between(low: float, high: float, values: Sequence[float | int], **axis: Any) -> dict[str, Any]:
+    """Scale and ticks of a logarithmic axis with these ends."""
+    return {
+        "scale": alt.Scale(type="log", domain=[low, high], nice=False),
+        "axis": alt.Axis(values=list(values), **axis),
+    }
+
+
+def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
+    """A line at the longest inputs that the model was trained on, with its name.
+
+    ``means`` know the trained length; nothing where no mean is longer.
+    """
+    longer = (
+        means.transform_filter("isValid(datum.trained) && datum.n > datum.trained")
+        .transform_aggregate(at="min(trained)")
+        .transform_filter("datum.at > 0")
+        .transform_calculate(said="'← trained to ' + datum.at")
+    )
+    return _named_line(longer, x)
+
+
+def _named_line(at: alt.Chart, x: alt.X) -> list[alt.Chart]:
+    place = x.copy()
+    place.shorthand = "at:Q"
+    word = at.mark_text(align="right", baseline="bottom", dx=-4, color=QUIET, fontSize=11)
+    return [
+        at.mark_rule(color=QUIET, strokeWidth=1).encode(x=place),
+        word.encode(x=place, y=alt.value("height"), text="said:N"),
+    ]
+
+
+def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
+    """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
+    return (
+        [] if end is None else _named_line(inline([{"at": end, "said": f"← trained to {end}"}]), x)
+    )
+
+
+def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:
+    """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length."""
+    laws = "[{law: '~ n^(1/4)', p: 0.25}, {law: '~ n^(1/2)', p: 0.5}]"
+    lines = (
+        means.transform_filter(f"isValid(datum.{field})")
+        .transform_calculate(log=f"log(datum.{field})")
+        .transform_joinaggregate(first="min(n)", last="max(n)")
+        .transform_filter("datum.n === datum.first && datum.last > datum.first")
+        .transform_aggregate(middle="mean(log)", first="min(n)")
+        # Lower where the steeper one would leave the chart otherwise.
+        .transform_calculate(
+            level="max(log(axes.y[0]), min(datum.middle, log(axes.y[1])"
+            " - log(axes.x[1] / datum.first) / 2))",
+            law=laws,
+            end="[0, 1]",
+        )
+        .transform_flatten(["law"])
+        .transform_flatten(["end"])
+        .transform_calculate(
+            # To the right edge, or to where the line leaves the chart above.
+            at="!datum.end ? datum.first : min(axes.x[1], datum.first"
+            " * pow(axes.y[1] / exp(datum.level), 1 / datum.law.p))",
+            value="exp(datum.level) * pow(datum.at / datum.first, datum.law.p)",
+            name="datum.law.law",
+        )
+    )
+    place = {"x": x.copy(), "y": y.copy()}
+    place["x"].shorthand, place["y"].shorthand = "at:Q", "value:Q"
+    dashes = lines.mark_line(color=QUIET, strokeDash=DASHES, strokeWidth=1.1, opacity=0.8)
+    # One above the other, however near the ends are.
+    words = [
+        lines.transform_filter(f"datum.end && datum.law.p === {p}").mark_text(
+            align="left", dx=4, dy=dy, color=QUIET, fontSize=11
+        )
+        for p, dy in ((0.25, 7), (0.5, -6))
+    ]
+    named = [word.encode(**place, text="name:N") for word in words]
+    return [dashes.encode(**place, detail="name:N"), *named]

@@ -43,13 +43,6 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
     On white, so that it reads in light and dark pages alike. Axes are equal, and the same in
     all frames of a scene.
 
-    Args:
-        path: File to write, ending in ``.gif``.
-        scenes: Side by side.
-
-    Returns:
-        The path.
-
     Raises:
         InputError: If Pillow is not installed, or scenes differ in length.
     """
@@ -65,7 +58,7 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
         ) from missing
     frames = []
     for frame in range(lengths.pop()):
-        parts = [_drawn(scene, frame) for scene in scenes]
+        parts = [_scene(scene, frame) for scene in scenes]
         whole = Image.new("RGB", (_SIDE * len(parts), _SIDE + _HEAD), "white")
         for i, part in enumerate(parts):
             whole.paste(part, (i * _SIDE, 0))
@@ -80,7 +73,7 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
     return path
 
 
-def _drawn(scene: Scene, frame: int) -> Any:
+def _scene(scene: Scene, frame: int) -> Any:
     from PIL import Image, ImageDraw, ImageFont
 
     side, head = _SIDE * _FINER, _HEAD * _FINER

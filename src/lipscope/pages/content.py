@@ -2,28 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from lipscope.errors import InputError
-from lipscope.pages.bounded import bounded
-from lipscope.pages.cards import Card, cards_of
 from lipscope.pages.contrast import Contrast, contrast_of
-from lipscope.pages.depth import depths_of
 from lipscope.pages.directions import as_plain, by_rank
-from lipscope.pages.edits import edits_of
-from lipscope.pages.gains import gains_of
-from lipscope.pages.items import Item, by_setting, items_of
-from lipscope.pages.kinds import kinds_of
-from lipscope.pages.monitored import monitored_of
-from lipscope.pages.points import Points, as_columns, label, points_of
+from lipscope.pages.items import Item, by_setting, folder_names, items_of
+from lipscope.pages.points import (
+    Points,
+    Training,
+    as_columns,
+    compared,
+    label,
+    points_of,
+    short,
+    training_of,
+)
 from lipscope.pages.pushed import Push, pushes_of
-from lipscope.pages.runs import folder_names
-from lipscope.pages.training import Training, training_of
-from lipscope.pages.windows import SCALE, Windows, top_tokens, windows_for
+from lipscope.pages.sections import bounded, depths_of, edits_of, gains_of, monitored_of
+from lipscope.pages.sentences import remarkable, sentences
+from lipscope.pages.table import Line, stable_rank
+from lipscope.pages.windows import SCALE, Windows, kinds_of, top_tokens, windows_for
 from lipscope.records import Bound, Direction, Measurement, Run, TokenShare, comparisons
+
+MAX_SAID = 300
+"""Curves whose sentences a page carries: they are long."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One curve on real inputs.
+
+    Attributes:
+        s: Index of its setting.
+        item: One of its measurements.
+        line: Its middle row at the largest length, its growth and its top token.
+        said: The same in words; None where there are too many curves.
+        first: Whether it is the most remarkable of those it is compared with.
+    """
+
+    s: int
+    item: Item
+    line: Line
+    said: str | None
+    first: bool
+
+    def as_plain(self) -> dict[str, Any]:
+        """The card as the scripts of the page read it."""
+        row = self.line.row
+        values = (
+            {}
+            if row is None
+            else {
+                "sample": row.sample,
+                "sigma": short(row.sigma),
+                "upper": short(row.upper),
+                "relative": short(row.relative),
+                "share": short(row.top_share),
+                "token": row.top_token,
+                "rest": short(row.sigma_rest),
+                "rank": short(stable_rank(row)),
+            }
+        )
+        return values | {
+            "s": self.s,
+            "source": self.item.source,
+            "layer": label(self.item.row.layer),
+            "head": self.item.row.head,
+            "n": self.line.num_tokens,
+            "word": self.line.token,
+            "said": self.said,
+            "first": self.first,
+        }
+
+
+def cards_of(points: Points, tops: Mapping[str, str]) -> list[Card]:
+    """A card for every line."""
+    index = {item.setting: p["s"] for item, p in zip(points.items, points.points, strict=True)}
+    named = [
+        (item, replace(line, token=None if line.row is None else tops.get(line.row.id)))
+        for item, line in points.lines
+    ]
+    beside: dict[tuple[Any, ...], list[Line]] = {}
+    for item, line in named:
+        beside.setdefault(compared(item.curve), []).append(line)
+    best = {key: remarkable(lines) for key, lines in beside.items()}
+    cards = []
+    for k, (item, line) in enumerate(named):
+        key = compared(item.curve)
+        first = best[key] is line
+        said = None
+        if k < MAX_SAID or first:
+            said = _named(points.settings, item) + sentences(beside[key], line)
+        cards.append(Card(index[item.setting], item, line, said, first))
+    return cards
+
+
+def _named(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
+    """What tells a curve from those of other settings and folders."""
+    model, map_name, *_, text = item.setting
+    words = [f"{model}, map {map_name}"] if len(settings) > 1 else []
+    words += [text] if len({one["text"] for one in settings}) > 1 else []
+    words += [f"folder {item.source}"] if item.source is not None else []
+    return ", ".join(filter(None, words)) + ": " * bool(words)
+
+
+def headlines(cards: Iterable[Card], most: int = 4) -> list[str]:
+    """Sentences on the most remarkable curves, one of each setting, layers before heads."""
+    first = sorted((c for c in cards if c.first and c.said), key=lambda c: c.s)
+    found: dict[tuple[Any, ...], str] = {}
+    for card in sorted(first, key=lambda c: c.item.row.head is not None):
+        found.setdefault((card.s, card.item.source), card.said or "")
+    return list(found.values())[:most]
+
+
+# --- … ---
 
 _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
@@ -31,10 +127,6 @@ _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 @dataclass(frozen=True)
 class Content:
     """The subject of a report.
-
-    Args:
-        runs: The folders.
-        compare: Whether the second of two folders is compared with the first.
 
     Raises:
         InputError: If they hold no row with a finite, positive sigma, or nothing to compare.

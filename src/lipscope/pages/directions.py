@@ -56,15 +56,7 @@ def _up(value: float) -> str:
 
 
 def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Sheet:
-    """Every direction of every row: a line for each token that was read, then the heads.
-
-    Args:
-        rows: The rows.
-        parts: Their directions.
-
-    Returns:
-        A table for each direction, and how to read them.
-    """
+    """Every direction of every row: a line for each token that was read, then the heads."""
     parts, shown = list(parts), []
     found = by_rank(parts)
     for row in rows:
@@ -82,12 +74,7 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
 
 
 def leading(rows: Iterable[Measurement], parts: Sequence[Direction]) -> tuple[Table | str, ...]:
-    """The top direction of the row of largest sigma, and where the others are.
-
-    Args:
-        rows: The rows.
-        parts: Their directions.
-    """
+    """The top direction of the row of largest sigma, and where the others are."""
     found = by_rank(parts)
     held = [row for row in rows if row.id in found]
     if not held:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lipscope.charts import CERTIFICATE, PROMISE
-from lipscope.pages.runs import folder_names
+from lipscope.charts import CERTIFIED, PROMISE
+from lipscope.pages.items import folder_names
 from lipscope.pages.table import number
 from lipscope.records import (
     DIRECTIONS,
@@ -68,7 +68,7 @@ class Push:
         for one in self.along("+v"):
             values = {
                 PROMISE: one.promise,
-                CERTIFICATE: one.certificate,
+                CERTIFIED: one.certificate,
                 "block, along +v": one.block,
                 "model, along +v": one.model,
             }
@@ -238,14 +238,7 @@ def quoted(text: str) -> str:
 
 
 def pushes_of(runs: Sequence[Run]) -> list[Push]:
-    """The pushes that run folders hold; what is not whole yet is left out.
-
-    Args:
-        runs: The folders.
-
-    Returns:
-        The pushes, folder by folder.
-    """
+    """The pushes that run folders hold; what is not whole yet is left out."""
     paths = {str(run.path): run for run in runs}
     names, several = folder_names(runs), len(paths) > 1
     return [
@@ -269,18 +262,7 @@ def pushes_in(
     steps: Sequence[PushStep],
     folder: str = "",
 ) -> list[Push]:
-    """Records as pushes; directions that are not whole yet are left out.
-
-    Args:
-        rows: Sigma of every map.
-        places: One for each push.
-        directions: Those of all.
-        steps: Likewise.
-        folder: Its name, where there are several.
-
-    Returns:
-        The pushes, in the order of their places.
-    """
+    """Records as pushes; directions that are not whole yet are left out."""
     held, found = {row.id: row for row in rows}, []
     for place in places:
         mine = [one for one in directions if one.push == place.push]

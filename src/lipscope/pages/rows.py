@@ -1,32 +1,42 @@
-"""Rows to words: the table, the summary in sentences, and the files of a run.
+"""Measurements in a sequence that shows itself, and run folders as a report.
 
-`Rows` is what `measure` returns: a sequence of measurements that knows how to show
-itself. Figures are drawn on demand, so that importing this module stays cheap.
+`Rows` is what `measure` returns. Figures are drawn on demand, so that importing this module stays
+cheap.
 """
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rich.console import Console
 from rich.table import Table
 
-from lipscope.display import Drawing, Piece, Sheet, Shown, pieces, printable
+from lipscope.certificates import BallCertificate
+from lipscope.display import Drawing, Piece, Sheet, Shown, card, pieces, printable
 from lipscope.errors import InputError
+from lipscope.linalg import TopSingular
 from lipscope.pages.sentences import intervals_of, place, remarkable, sentences
-from lipscope.pages.table import Line, blocks, draw, number
+from lipscope.pages.table import Line, best_table, blocks, bounds_shown, draw, number
 from lipscope.records import (
     Bound,
     Direction,
     Group,
     Growth,
     Measurement,
+    Run,
     TokenShare,
+    Value,
+    empty,
     groups,
     growth,
+    provenance,
+    read_run,
+    replaced,
     typed_frame,
     usable,
 )
@@ -36,7 +46,6 @@ if TYPE_CHECKING:
     import polars
 
     from lipscope.charts import Chart
-    from lipscope.pages.inline import Page
 
 
 class Rows(Sequence[Measurement], Shown):
@@ -140,8 +149,6 @@ class Rows(Sequence[Measurement], Shown):
 
     def bounds_table(self) -> Sheet:
         """Every theorem with its value and looseness; for single heads, the best ones of each."""
-        from lipscope.pages.bounds_table import bounds_shown
-
         return bounds_shown(self._rows, self.bounds)
 
     def directions_table(self) -> Sheet:
@@ -218,24 +225,21 @@ class Rows(Sequence[Measurement], Shown):
     def show(self) -> Page:
         """The page on these rows, which a notebook opens inline as the last line of a cell.
 
-        Returns:
-            The page, whole in itself; elsewhere ``show().save("page.html")`` writes it.
+        It is whole in itself; elsewhere ``show().save("page.html")`` writes it.
 
         Raises:
             InputError: If no row has a finite, positive sigma.
         """
-        from lipscope.pages.inline import page_of
+        from lipscope.pages.content import Content
+        from lipscope.pages.html_page import page
 
-        return page_of(self._rows, self.tokens, self.bounds, self.directions, self.windows)
+        held = (self._rows, self.tokens, self.bounds, self.directions)
+        manifest = empty({"windows": self.windows}, provenance())
+        content = Content([_InMemory(Path("rows in memory"), manifest, held)])
+        return Page(page(content), content.title)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the figures as SVG, PNG and HTML: ``growth``, or ``sandwich`` where bounds are.
-
-        Args:
-            folder: Folder, made if it does not exist.
-
-        Returns:
-            The files; none where no row has a finite, positive sigma to draw.
 
         Raises:
             InputError: If they cannot be written.
@@ -259,10 +263,117 @@ class Rows(Sequence[Measurement], Shown):
         return blocks(self._rows, self.tokens, self.growth())
 
 
+_HEIGHT = 720  # of the page in a notebook, in pixels
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report that a notebook opens inline; elsewhere `save` writes it.
+
+    Attributes:
+        html: The page, which needs nothing besides.
+        title: What it is about.
+    """
+
+    html: str
+    title: str
+
+    def _repr_html_(self) -> str:
+        # Its own document: no style, script or name of the notebook reaches it, nor the reverse.
+        # Without a base its links to its own sections would open the notebook inside of it.
+        whole = self.html.replace("<head>", '<head>\n<base href="about:srcdoc">', 1)
+        return (
+            f'<iframe title="{html.escape(self.title)}" srcdoc="{html.escape(whole)}"'
+            ' sandbox="allow-scripts allow-downloads allow-popups"'
+            f' style="width:100%;height:{_HEIGHT}px;border:0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<Page on {self.title}: a notebook opens it; `.save('page.html')` writes it>"
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page, and give its path back.
+
+        Raises:
+            InputError: If it cannot be written.
+        """
+        path = Path(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replaced(path, self.html.encode())
+        except OSError as problem:
+            raise InputError(
+                f"`path` should be a file that can be written. Found `{path}`: {problem.strerror}."
+            ) from None
+        return path
+
+
+@dataclass(frozen=True)
+class _InMemory(Run):
+    """Rows in memory, read as those of a run folder are."""
+
+    records: tuple[Sequence[Any], ...] = ()
+
+    def _read(self, index: int) -> polars.DataFrame:
+        kinds = (Measurement, TokenShare, Bound, Direction, Value)
+        held = self.records[index] if 0 <= index < len(self.records) else ()
+        return typed_frame(kinds[index], (vars(one) for one in held))
+
+
+def report(
+    folders: Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    png: str | Path | None = None,
+    svg: str | Path | None = None,
+    compare: bool = False,
+) -> list[Path]:
+    """Write one self-contained HTML page about run folders, and their figures as files.
+
+    Args:
+        folders: Run folders, whichever verb wrote them.
+        out: The page; ``report.html`` in the first folder if None.
+        png: Folder for the figures as PNG, two pixels a point.
+        svg: Folder for the figures as SVG.
+        compare: Whether the second of two folders is also compared with the first: ratios with
+            intervals for the sampling of text, and what changed beyond them.
+
+    Returns:
+        Every file written, the page first.
+
+    Raises:
+        InputError: If a folder cannot be read, nothing can be drawn or written, or two folders
+            share nothing to compare.
+    """
+    from lipscope.pages.content import Content
+    from lipscope.pages.figures import write_figures
+    from lipscope.pages.html_page import page
+
+    folders = [folders] if isinstance(folders, str | Path) else folders
+    if not isinstance(folders, Sequence) or not folders:
+        raise InputError("`DIR` should name at least one run folder. Found none.")
+    content = Content([read_run(folder) for folder in folders], compare=compare)
+    path = Path(out) if out is not None else Path(folders[0]) / "report.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replaced(path, page(content).encode())
+        places = {"png": png, "svg": svg}
+        asked = {kind: Path(at) for kind, at in places.items() if at is not None}
+        written = [path, *(write_figures(content, asked) if asked else ())]
+    except OSError as problem:
+        raise InputError(
+            "`-o`, `--png` and `--svg` should be places that can be written. Found "
+            f"`{problem.filename}`: {problem.strerror}."
+        ) from None
+    return written
+
+
+# --- in a notebook ---------------------------------------------------------------------------
+
+
 @pieces.register
 def _rows(rows: Rows) -> Iterator[Piece]:
     """The table and the sentences, or what the directions read as; the figure that says most."""
-    from lipscope.pages.bounds_table import best_table
     from lipscope.pages.directions import leading
 
     if rows.directions:
@@ -293,3 +404,55 @@ def _figure(rows: Rows) -> str:
 @pieces.register
 def _measurement(row: Measurement) -> Iterator[Piece]:
     yield from pieces(Rows([row]))
+
+
+@pieces.register
+def _run(run: Run) -> Iterator[Piece]:
+    windows = run.manifest["spec"].get("windows", "spread")
+    shares, bounds = run.token_shares(), run.bound_values()
+    yield from pieces(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
+
+
+@pieces.register
+def _top_singular(top: TopSingular) -> Iterator[Piece]:
+    """Which rows of the input the worst direction moves, and which of the output."""
+    yield from card(top)
+    if top.v.dim() != 2 or top.u.dim() != 2:
+        return
+    shares = [vector.double().square().sum(-1).tolist() for vector in (top.v, top.u)]
+    names = ("moves (v)", "is moved (u)")
+    curves = [(name, enumerate(s), "line") for name, s in zip(names, shares, strict=True)]
+    title = f"The worst direction, sigma {top.sigma:.4g}"
+    yield _curves(title, curves, x="row", y="squared share", log_y=False)
+
+
+@pieces.register
+def _ball(found: BallCertificate) -> Iterator[Piece]:
+    """The certificate of every head."""
+    yield from card(found)
+    if len(found.heads) < 2:
+        return
+    values = [(one.head, one.value) for one in found.heads]
+    ends = (found.heads[0].head, found.heads[-1].head)
+    curves = [
+        ("one head", values, "points"),
+        ("all heads", [(x, found.value) for x in ends], "dashes"),
+        ("sigma at X", [(x, found.sigma) for x in ends], "dashes"),
+    ]
+    title = f"How far the output can move, eps {found.eps:.3g}"
+    yield _curves(title, curves, x="head", y="certificate")
+
+
+def _curves(title: str, curves: Sequence[tuple[str, Iterable[Any], Any]], **axes: Any) -> Drawing:
+    series = [(name, tuple(points), kind) for name, points, kind in curves]
+
+    def drawn() -> str:
+        from lipscope.charts import Panel, Series, as_svg, curves_chart
+
+        panel = Panel("", tuple(Series(*one) for one in series), log_x=False, **axes)
+        try:
+            return as_svg(curves_chart(title, [panel], width=420))
+        except InputError:  # nothing finite to draw
+            return ""
+
+    return Drawing(drawn, title)

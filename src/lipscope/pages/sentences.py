@@ -68,9 +68,6 @@ class Intervals(NamedTuple):
 
         That all hold at once is said where it is as likely as `CONFIDENCE`; a smaller probability
         of it says nothing, and what may miss is counted instead.
-
-        Args:
-            more: What else is among them.
         """
         if not self.total:
             return ""
@@ -88,10 +85,6 @@ def intervals_of(rows: Iterable[Measurement], directions: Iterable[Direction] = 
 
     ``delta`` for each row with an interval, once more where ``‖J‖_F`` has one too, for every rank
     after the first, and for the rank after the last, on which the bounds of angles rest.
-
-    Args:
-        rows: The rows.
-        directions: Their leading directions.
     """
     ranks: dict[str, dict[int, bool]] = {}
     for one in directions:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lipscope.charts import spaced
-from lipscope.pages.items import REAL, Item
-from lipscope.pages.points import short
-from lipscope.pages.runs import windows_of
+from lipscope.charts import kind_of, spaced
+from lipscope.pages.items import REAL, Item, windows_of
+from lipscope.pages.points import label, short
 from lipscope.records import Measurement, Run, TokenShare, records_of
 
 MAX_TOKENS = 50_000
@@ -49,16 +49,7 @@ class Windows:
 def windows_for(
     runs: Sequence[Run], items: Sequence[Item], tops: Mapping[str, TokenShare]
 ) -> Windows:
-    """Windows of the worst rows first, until the page is full.
-
-    Args:
-        runs: The folders.
-        items: The measurements that the page carries one by one.
-        tops: The top token of rows, see `top_tokens`.
-
-    Returns:
-        What is shown of their texts.
-    """
+    """Windows of the worst rows first, until the page is full."""
     chosen = _chosen(items)
     tokens = windows_of(runs, (items[k].row.id for k in chosen))
     texts: dict[tuple[str, ...], int] = {}
@@ -136,15 +127,7 @@ def _excerpts(runs: Sequence[Run], items: Sequence[Item]) -> tuple[list[str], li
 
 
 def top_tokens(runs: Sequence[Run], rows: Iterable[Measurement]) -> dict[str, TokenShare]:
-    """The token with the largest share of the direction, by row.
-
-    Args:
-        runs: The folders.
-        rows: Rows.
-
-    Returns:
-        By row, its top token; a row whose tokens were not kept is missing.
-    """
+    """The token with the largest share of the direction, by row."""
     import polars as pl
 
     held = [(row.id, row.top_token) for row in rows if row.top_token is not None]
@@ -155,3 +138,35 @@ def top_tokens(runs: Sequence[Run], rows: Iterable[Measurement]) -> dict[str, To
         for token in records_of(TokenShare, some):
             found.setdefault(token.id, token)
     return found
+
+
+# --- the kind of token that carries the sigma of a layer or head in most windows ---
+
+_ENOUGH = 1_000  # tokens of a folder that tell whether its model has a tokenizer
+
+
+def kinds_of(
+    items: Iterable[Item], tops: Mapping[str, TokenShare]
+) -> dict[tuple[Any, ...], tuple[str, str]]:
+    """For each curve on a text and each length, the most frequent kind of the top token."""
+    found: dict[tuple[Any, ...], Counter[str]] = {}
+    named: dict[str, bool] = {}
+    for item in items:
+        row = item.row
+        if item.kind != REAL or row.input != "text" or row.id not in tops:
+            continue
+        if (place := str(item.run.path)) not in named:
+            named[place] = _named(item.run)
+        if named[place]:
+            key = (item.setting, item.source, label(row.layer), row.head, row.num_tokens)
+            found.setdefault(key, Counter())[kind_of(tops[row.id].text)] += 1
+    return {
+        key: (kind, f"{count} of {some.total()} windows")
+        for key, some in found.items()
+        for kind, count in some.most_common(1)
+    }
+
+
+def _named(run: Run) -> bool:
+    """Whether tokens are texts; without a tokenizer they are numbers, every one of them."""
+    return not all(text.isdigit() for text in run.tokens["text"].head(_ENOUGH))

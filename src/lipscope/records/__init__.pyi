@@ -13,44 +13,46 @@ from .comparison import (
     given,
     looseness,
 )
-from .edits import (
+from .effects import (
+    DIRECTIONS,
     EDITS,
     FAILED,
-    SKIPPED,
-    SUCCEEDED,
-    RecipeSummary,
-    TextEdit,
-    summed,
-)
-from .exponent import LACK_OF_FIT, NEAR, Growth, format_p, percent_off
-from .files import opened, replaced, sha256_of
-from .folder import SURVEY, Finished, RunFolder
-from .gains import GAINS, TokenGain
-from .manifest import MANIFEST, check_same, empty
-from .power_law import (
-    Group,
-    Of,
-    group_of,
-    groups,
-    growth,
-    off_line,
-    share_text,
-    slope_of,
-    steps,
-    top_held_fixed,
-    usable,
-)
-from .pushed import (
-    DIRECTIONS,
+    GAINS,
     MOVED,
     NEAREST,
     NEXT,
     PATCHES,
     PLACES,
+    SKIPPED,
     STEPS,
+    SUCCEEDED,
     PushDirection,
     PushPlace,
     PushStep,
+    RecipeSummary,
+    TextEdit,
+    TokenGain,
+    summed,
+)
+from .folder import SURVEY, Finished, RunFolder
+from .manifest import MANIFEST, Place, check_same, empty
+from .power_law import (
+    LACK_OF_FIT,
+    NEAR,
+    Group,
+    Growth,
+    Of,
+    format_p,
+    group_of,
+    groups,
+    growth,
+    off_line,
+    percent_off,
+    share_text,
+    slope_of,
+    steps,
+    top_held_fixed,
+    usable,
 )
 from .rows import (
     AGAIN,
@@ -67,7 +69,6 @@ from .rows import (
     version,
 )
 from .run import Run, read_run
-from .run_location import Place
 from .sampling import (
     CONFIDENCE,
     Ends,
@@ -80,7 +81,7 @@ from .sampling import (
     share_interval,
     welch_shift,
 )
-from .stored import BESIDE
+from .tables import BESIDE, opened, replaced, sha256_of
 
 __all__ = [
     "ADVERSARIAL",

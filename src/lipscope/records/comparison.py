@@ -109,16 +109,7 @@ class Comparison:
 
 
 def comparisons(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[Comparison]:
-    """Rows and their bounds, joined by `id`, for every layer and head that bounds speak of.
-
-    Args:
-        rows: Rows; those without a sigma, and maps of the whole model, are left out. At inputs that
-            were built, also rows without bounds.
-        bounds: Their side table.
-
-    Returns:
-        One entry for each model, map, metric, layer and head.
-    """
+    """Rows and their bounds, joined by `id`, for every layer and head that bounds speak of."""
     rows, of = list(rows), by_row(bounds)
     places = {_place(row) for row in rows if row.id in of}
     # Other given inputs are left out: their sigma may well be above a bound at this one.
@@ -160,15 +151,7 @@ def is_upper(bound: Bound) -> bool:
 
 
 def looseness(bound: Bound, row: Measurement) -> float | None:
-    """An upper bound divided by the sigma of its row; None where they are not comparable.
-
-    Args:
-        bound: The bound.
-        row: Its row, whose map it bounds.
-
-    Returns:
-        ``value / sigma`` in one and the same metric.
-    """
+    """An upper bound divided by the sigma of its row; None where they are not comparable."""
     if not is_upper(bound) or bound.metric != row.metric or not row.sigma:
         return None
     return (bound.value or 0.0) / row.sigma

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from lipscope.errors import InputError, remark
 from lipscope.records.manifest import (
     MANIFEST,
+    Place,
     empty,
     holds_rows,
     other_versions,
     write_manifest,
 )
-from lipscope.records.repair import repaired
 from lipscope.records.rows import (
     Bound,
     Direction,
@@ -28,12 +28,308 @@ from lipscope.records.rows import (
     records_of,
     to_line,
 )
-from lipscope.records.run_location import Place
-from lipscope.records.stored import BESIDE, Mark, Stored, marks_of, tables
-from lipscope.records.writable_folder import Claim
+from lipscope.records.tables import BESIDE, Mark, Stored, marks_of, tables
 
 if TYPE_CHECKING:
     import polars
+
+import contextlib
+import errno
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+from lipscope.records.manifest import check_same, load_manifest, plain
+from lipscope.records.tables import PART, objects, refuse_links
+
+_SAME = 1 + 1e-6  # two processes round differently
+
+
+def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) -> set[str]:
+    """Put the files of a run in order, and say in a line what was wrong."""
+    rows, *sides, _ = tables
+    try:
+        aside = {one.lines.name: one.repair(marks.get(one.name)) for one in tables}
+        if all(one.as_marked(marks.get(one.name)) for one in tables):
+            return set()
+        aside[rows.lines.name] += _contradictions(rows, [*rows.told()])
+        back = _brought_back(tables, marks)
+        told = [*rows.told()]
+    except OSError as problem:
+        raise InputError(
+            f"`{folder}` should hold files that can be read and written. Found: {problem}; "
+            "choose another `--out`."
+        ) from problem
+    incomplete = _incomplete(told, sides, marks)
+    said = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
+    parts = [f"lines set aside in `.damaged` files: {', '.join(said)}"] * bool(said)
+    every, beside = ", ".join(one.name for one in tables), ", ".join(BESIDE)
+    parts += [f"brought back from Parquet: {back} of {every}"] * bool(back)
+    parts += [f"rows without all of their {beside}: {len(incomplete)}"] * bool(incomplete)
+    if parts:
+        remark(f"`{folder}`: {'; '.join(parts)}. What is missing is measured again.")
+    return incomplete
+
+
+def _contradictions(rows: Stored, told: Sequence[Mapping[str, Any]]) -> int:
+    """Set aside lines that stand twice, and all lines of a row whose intervals exclude each other.
+
+    A row that is measured anew, or with more besides, has a later line of its own.
+    """
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for one in told:
+        id, sigma, upper = (one.get(name) for name in ("id", "sigma", "upper"))
+        if isinstance(id, str) and isinstance(sigma, float) and isinstance(upper, float):
+            low[id] = max(low.get(id, sigma), sigma)
+            high[id] = min(high.get(id, upper), upper)
+    against = {id for id in low if low[id] > high[id] * _SAME}
+    lines = Counter(repr(one) for one in told)
+    if not against and all(count == 1 for count in lines.values()):
+        return 0
+    seen: set[bytes] = set()
+
+    def unwanted(line: bytes) -> bool:
+        ((_, values),) = objects(line)
+        twice = line in seen
+        seen.add(line)
+        return twice or values.get("id") in against
+
+    return rows.set_aside(unwanted)
+
+
+def _brought_back(tables: Sequence[Stored], marks: Mapping[str, Mark]) -> int:
+    """Write anew the lines of records that only Parquet still has."""
+    rows, *sides = tables
+    count = sum(one.restore(marks.get(one.name), None) for one in sides)
+    beside = _counts(sides[:-1], marks)
+    return count if beside is None else count + rows.restore(marks.get("rows"), beside)
+
+
+def _counts(
+    sides: Sequence[Stored], marks: Mapping[str, Mark]
+) -> Callable[[Mapping[str, Any]], dict[str, int]] | None:
+    """How many lines of each side table belonged to a row, if that is still known."""
+    found = []
+    for side in sides:
+        mark = marks.get(side.name)
+        copy = side.copied(mark)
+        if mark is None or (mark.bytes and copy is None):
+            return None
+        found.append({} if copy is None else dict(copy.group_by("id").len().iter_rows()))
+    return lambda row: {
+        name: counts.get(row["id"], 0) for name, counts in zip(BESIDE, found, strict=True)
+    }
+
+
+def _incomplete(
+    told: Sequence[Mapping[str, Any]], sides: Sequence[Stored], marks: Mapping[str, Mark]
+) -> set[str]:
+    """Ids of rows that once had more beside them than is there."""
+    missing: set[str] = set()
+    for side in sides:
+        wanted = dict(_most(told, side.name))
+        if wanted:
+            frame = side.read(marks.get(side.name))
+            held = dict(frame.group_by("id").len().iter_rows())
+            missing |= {id for id, count in wanted.items() if held.get(id, 0) < count}
+    return missing
+
+
+def _most(told: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, int]]:
+    most: dict[str, int] = {}
+    for one in told:
+        id, count = one.get("id"), one.get(name)
+        if isinstance(id, str) and type(count) is int and count > most.get(id, 0):
+            most[id] = count
+    yield from most.items()
+
+
+# --- … ---
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+LOCK, OWNER = ".lock", ".owner"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def take(path: Path) -> Callable[[], None]:
+    """Lock a folder for this process; the system gives it free however the process ends.
+
+    The lock is on a file of its own, since some network file systems give a lock back as soon
+    as any handle of the locked file is closed. Where the file system has no locks, a file names
+    the owner; one that is left by a process of this machine that has ended counts for nothing.
+    """
+    refuse_links(path / LOCK)
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(handle)
+    except (BlockingIOError, PermissionError):
+        os.close(handle)
+        raise BlockingIOError from None
+    except OSError as problem:
+        os.close(handle)
+        if problem.errno not in _NO_LOCKS:
+            raise
+        return _named(path / OWNER)
+    return lambda: os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    if sys.platform == "win32":
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _named(path: Path) -> Callable[[], None]:
+    """Hold a folder by a file that only one process can make."""
+    me = f"{socket.gethostname()} {os.getpid()}"
+    for _ in range(2):
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            _refuse_if_alive(path)
+            path.unlink(missing_ok=True)
+            continue
+        os.write(handle, me.encode())
+        os.close(handle)
+        return lambda: _give_up(path)
+    raise BlockingIOError
+
+
+def _refuse_if_alive(path: Path) -> None:
+    host, _, number = path.read_text(encoding="utf-8", errors="replace").rpartition(" ")
+    if host and host != socket.gethostname():
+        raise InputError(
+            f"`--out {path.parent}` is in use by process {number} on {host}; wait until it has "
+            f"ended, or delete `{path.name}` there if it was killed."
+        )
+    with contextlib.suppress(ProcessLookupError, ValueError):
+        os.kill(int(number), 0)
+        raise BlockingIOError
+
+
+def _give_up(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+# --- … ---
+
+
+class Claim:
+    """A folder that is checked, before anything in it is touched.
+
+    Args:
+        place: The folder.
+        spec: Everything that determines its rows.
+        growing: Whether it may hold other layers, lengths and samples.
+
+    Attributes:
+        path: The folder.
+        spec: What is asked for, with what the folder held before.
+
+    Raises:
+        InputError: If it cannot be used.
+    """
+
+    def __init__(self, place: Place, spec: Mapping[str, Any], *, growing: bool) -> None:
+        self.path = place.of(spec, growing=growing)
+        self.spec = plain(spec)
+        self._place, self._growing, self._replaces = place, growing, place.replaces
+        self._made: list[Path] = []
+        with self.writing():
+            self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
+        self._check()  # a folder that is refused stays as it is
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Tell in one line that the disk is full."""
+        try:
+            yield
+        except OSError as problem:
+            raise InputError(
+                f"`--out {self.path}` cannot be written ({problem.strerror}); choose another "
+                "folder."
+            ) from problem
+
+    def taken(self) -> Callable[[], None]:
+        """Lock the folder for this process; what gives it free."""
+        with self.writing():
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                return take(self.path)
+            except BlockingIOError:
+                raise InputError(
+                    f"`--out {self.path}` is in use by another process; wait until that one has "
+                    "ended, or choose another folder."
+                ) from None
+
+    def manifest(self) -> dict[str, Any] | None:
+        """The manifest, once the folder is locked, after what a kill or a replaced run left."""
+        for left in self.path.glob(f".*{PART}"):
+            left.unlink()
+        if self._replaces:
+            self._place.clear()
+            return None
+        return self._check()
+
+    def take_away(self) -> None:
+        """Remove what opening made, and the folders that were not there before."""
+        names = [MANIFEST, LOCK, OWNER]
+        names += [f"{table.name}.{kind}" for table in tables(self.path) for kind in _KINDS]
+        with contextlib.suppress(OSError):
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+            for path in self._made:
+                path.rmdir()
+
+    def _check(self) -> dict[str, Any] | None:
+        """The manifest of a run of this specification; anything else in there is refused."""
+        with self.writing():
+            if self.path.is_dir():
+                self._refuse_links()
+            held = load_manifest(self.path / MANIFEST)
+            if held is not None and not self._replaces:
+                self.spec = check_same(self.path, held["spec"], self.spec, growing=self._growing)
+            if held is not None or holds_rows(self.path):
+                if not os.access(self.path, os.W_OK):
+                    raise PermissionError(13, os.strerror(13))
+                return held
+            free = not self.path.exists() or (
+                self.path.is_dir() and all(map(_may_be_left, self.path.iterdir()))
+            )
+        if not free:
+            raise InputError(
+                f"`--out` should be a new folder or one of an earlier run. Found "
+                f"`{self.path}`, which holds something else; choose another `--out`."
+            )
+        return None
+
+    def _refuse_links(self) -> None:
+        for table in tables(self.path):
+            for path in (table.lines, table.parquet, table.damaged):
+                refuse_links(path)
+        for name in (MANIFEST, LOCK, OWNER):
+            refuse_links(self.path / name)
+
+
+_KINDS = ("jsonl", "parquet")
+
+
+def _may_be_left(path: Path) -> bool:
+    """Whether a kill before the first row can have left this file."""
+    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
+    ours = {f"{table.name}.{kind}" for table in tables(path.parent) for kind in _KINDS}
+    bare = path.name in ours and path.is_file() and not path.stat().st_size
+    return path.suffix == PART or path.name in names or bare
+
+
+# --- … ---
 
 T = TypeVar("T")
 SURVEY = "survey"
@@ -150,12 +446,6 @@ class RunFolder:
         Rows of windows that more lengths or samples have moved are set aside in
         ``rows.earlier``, so that no passage is counted twice; others that nobody asked for
         are named.
-
-        Args:
-            ids: Their ids.
-
-        Raises:
-            InputError: If the disk is full.
         """
         grown = self._manifest["spec"] != self.spec
         wanted, rows = set(ids), self._tables[0]
@@ -208,27 +498,11 @@ class RunFolder:
         tokens: Iterable[TokenShare] = (),
         bounds: Iterable[Bound] = (),
     ) -> None:
-        """Write one finished row, its tokens and bounds first, and flush all to the disk.
-
-        Args:
-            row: The row.
-            tokens: Its tokens.
-            bounds: Its bounds.
-
-        Raises:
-            InputError: If the disk is full.
-        """
+        """Write one finished row, its tokens and bounds first, and flush all to the disk."""
         self.extend([Finished(row, tuple(tokens), tuple(bounds))])
 
     def extend(self, finished: Sequence[Finished]) -> None:
-        """Write finished rows in one go: one wait for the disk instead of one for each.
-
-        Args:
-            finished: Rows with what belongs to them.
-
-        Raises:
-            InputError: If the disk is full.
-        """
+        """Write finished rows in one go: one wait for the disk instead of one for each."""
         rows, *sides, _ = self._tables
         lines = self._lines(finished)
         for side in sides:
@@ -260,19 +534,7 @@ class RunFolder:
         return values_of(self._tables[-1].read(self._marks.get("values"), own=True), part)
 
     def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Write what was computed, and flush it to the disk.
-
-        Args:
-            part: Part of the experiment.
-            key: Digest of what determines the value.
-            content: Plain values.
-
-        Returns:
-            The content as it will be read back.
-
-        Raises:
-            InputError: If the disk is full.
-        """
+        """Write what was computed, and flush it to the disk."""
         text = json.dumps(content, ensure_ascii=False)
         self._add(self._tables[-1], [to_line(Value(part=part, key=key, content=text))])
         return json.loads(text)
@@ -282,15 +544,7 @@ class RunFolder:
             table.append(lines)
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
-        """Note in the manifest what a model was found to be.
-
-        Args:
-            name: As in the rows.
-            about: Revision, kind of weights, and the like.
-
-        Raises:
-            InputError: If it is not what this run had before, or the disk is full.
-        """
+        """Note in the manifest what a model was found to be."""
         held, found = self._manifest["models"].get(name), json.loads(json.dumps(about))
         if held == found:
             return
@@ -326,22 +580,11 @@ class RunFolder:
         return records_of(kind, frame.filter(pl.col("id").is_in(wanted)))
 
     def compact(self) -> None:
-        """Bring the Parquet copies of all tables up to their lines.
-
-        Raises:
-            InputError: If the disk is full.
-        """
+        """Bring the Parquet copies of all tables up to their lines."""
         self._compact(own=True)
 
     def _compact(self, *, own: bool) -> polars.DataFrame:
-        """Bring the Parquet copies up to their lines, and the manifest up to the copies.
-
-        Args:
-            own: Whether this process wrote what is after the marks.
-
-        Returns:
-            The rows.
-        """
+        """Bring the Parquet copies up to their lines, and the manifest up to the copies."""
         frame = self._tables[0].read(self._marks.get("rows"), own=own)
         marks = {}
         for table in self._tables:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lipscope.errors import InputError, remark
-from lipscope.records.files import opened, replaced
-from lipscope.records.jsonl import whole
 from lipscope.records.rows import SCHEMA
+from lipscope.records.tables import opened, replaced, whole
 
 MANIFEST = "manifest.json"
 _VERSIONS = ("lipscope", "torch", "transformers")
@@ -37,11 +39,7 @@ def plain(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run folder; one that says nothing if it was lost and there are rows.
-
-    Raises:
-        InputError: If it is no run folder, or of another schema.
-    """
+    """The manifest of a run folder; one that says nothing if it was lost and there are rows."""
     path = folder / MANIFEST
     if not os.path.lexists(path) and not holds_rows(folder):
         raise InputError(
@@ -56,18 +54,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def load_manifest(path: Path) -> dict[str, Any] | None:
-    """What a manifest says; None if it is lost, while there are rows beside it or nothing at all.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its entries.
-
-    Raises:
-        InputError: If it cannot be read and there are no rows to make it from, or if it is of
-            another schema.
-    """
+    """What a manifest says; None if it is lost beside rows, or there is nothing at all."""
     content = b"?"
     try:
         with opened(path) as file:
@@ -155,20 +142,7 @@ def joined(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]
 def check_same(
     path: Path, held: Mapping[str, Any], wanted: Mapping[str, Any], *, growing: bool = False
 ) -> dict[str, Any]:
-    """Refuse a folder with the run of another specification, and name what differs.
-
-    Args:
-        path: The folder.
-        held: Its specification.
-        wanted: The one that is wanted.
-        growing: Whether it may hold other layers, lengths and samples.
-
-    Returns:
-        The specification of both together.
-
-    Raises:
-        InputError: If they differ.
-    """
+    """Refuse a folder with the run of another specification, and name what differs."""
     wanted = plain(wanted)
     both = joined(held, wanted) if growing else wanted
     names = {*held, *wanted} - (set(_GROWING) if growing else set())
@@ -180,3 +154,81 @@ def check_same(
             "run with `--force`."
         )
     return both
+
+
+# --- the location of a run: a folder that was named, or one chosen once its question is known ---
+
+_RUNS = Path("runs")
+_DAY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-"
+# What a run leaves, and `force` removes.
+_TABLES = ("rows", "tokens", "bounds", "directions", "values")
+_KINDS = ("jsonl", "parquet", "damaged", "earlier")
+
+
+class Place:
+    """The folder of a run.
+
+    Args:
+        path: The folder; None for one in ``runs`` that is chosen: that of the same question,
+            whenever it was asked, or else a new one, numbered where the name is taken.
+        name: What a chosen folder is called after.
+        dated: Whether it is called after the day too; else one that the question only extends is
+            the same.
+        force: Whether a run of another question is replaced.
+
+    Attributes:
+        path: The folder, once it is known.
+    """
+
+    def __init__(
+        self, path: Path | None, name: str = "", *, dated: bool = True, force: bool = False
+    ) -> None:
+        self._given, self._name, self._dated, self._force = path, name, dated, force
+        self.path = path or _RUNS
+
+    def of(self, spec: Mapping[str, Any], *, growing: bool) -> Path:
+        """The folder of a question."""
+        if self._given is None:
+            self.path = self._chosen(plain(spec), growing=growing and not self._dated)
+        return self.path
+
+    def clear(self) -> None:
+        """Remove the run that is replaced; what is not of a run stays."""
+        if not self._force:
+            return
+        names = [f"{table}.{kind}" for table in _TABLES for kind in _KINDS]
+        for name in (*names, MANIFEST):
+            (self.path / name).unlink(missing_ok=True)
+        for path in self.path.glob("worst*.npz"):
+            path.unlink(missing_ok=True)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether an earlier run here gives way."""
+        return self._force and (holds_rows(self.path) or _spec(self.path) is not None)
+
+    def _chosen(self, spec: Mapping[str, Any], *, growing: bool) -> Path:
+        plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)[:100].strip("-.") or "model"
+        pattern = (_DAY if self._dated else "") + re.sub(r"([\[\]*?])", r"[\1]", plain_name)
+        held = [*_RUNS.glob(pattern), *_RUNS.glob(f"{pattern}-[0-9]*")]
+        specs = [(path, _spec(path)) for path in sorted(held, reverse=True)]
+        for same in (lambda s: s == spec, lambda s: growing and _extends(s, spec)):
+            for path, one in specs:
+                if one is not None and same(one):
+                    return path
+        day = f"{datetime.date.today():%Y-%m-%d}-" if self._dated else ""
+        names = (f"{day}{plain_name}" + (f"-{k}" if k > 1 else "") for k in count(1))
+        return next(p for name in names if not (p := _RUNS / name).exists())
+
+
+def _extends(held: Mapping[str, Any], spec: Mapping[str, Any]) -> bool:
+    return joined(held, spec) == joined(spec, held)
+
+
+def _spec(path: Path) -> Mapping[str, Any] | None:
+    """The specification of a folder, if it is one of a run."""
+    try:
+        held = load_manifest(path / MANIFEST)
+    except InputError:
+        return None
+    return None if held is None else held["spec"]

@@ -347,15 +347,7 @@ def provenance(**more: str) -> dict[str, Any]:
 
 
 def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFrame:
-    """A frame whose types come from the record's annotations, never from the values.
-
-    Args:
-        kind: `Measurement`, or the record of a side table.
-        rows: Their values by column.
-
-    Returns:
-        One line for each row; non-finite numbers are null.
-    """
+    """A frame whose types come from the record's annotations, never from the values."""
     import polars as pl
 
     finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
@@ -363,15 +355,7 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
 
 
 def records_of(kind: type[Record], frame: polars.DataFrame) -> list[Record]:
-    """The lines of a frame as records.
-
-    Args:
-        kind: `Measurement`, or the record of a side table.
-        frame: Of the columns of `schema_of(kind)`, each of them.
-
-    Returns:
-        One record for each line.
-    """
+    """The lines of a frame as records."""
     found = []
     for values in frame.iter_rows(named=True):
         one = object.__new__(kind)

@@ -14,7 +14,7 @@ from lipscope.errors import InputError, shown
 from lipscope.records.folder import SURVEY, belonging, values_of
 from lipscope.records.manifest import read_manifest
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare, records_of
-from lipscope.records.stored import marks_of, tables
+from lipscope.records.tables import marks_of, tables
 
 if TYPE_CHECKING:
     import polars

@@ -18,13 +18,7 @@ RESAMPLES = 10_000
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """The mean and its 95 % Student interval, ``mean ± t s / √k``.
 
-    Holds for independent values whose mean is nearly normal.
-
-    Args:
-        values: At least one.
-
-    Returns:
-        Mean, lower and upper end; the ends are NaN for a single value.
+    Holds for independent values whose mean is nearly normal; the ends are NaN for a single value.
 
     >>> [round(v, 3) for v in mean_interval([1.0, 2.0, 3.0])]
     [2.0, -0.484, 4.484]
@@ -43,12 +37,6 @@ def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, fl
 
     From the lower end of the 95 % Student interval of the lower ends to the upper end of that of
     the upper ends; of one value its own two ends. Holds as `mean_interval`, for both ends.
-
-    Args:
-        ends: Lower and upper end of each value, at least one pair.
-
-    Returns:
-        Mean of the lower ends, lower and upper end.
 
     >>> [round(v, 3) for v in enclosed_mean([(1.0, 1.5), (2.0, 2.5), (3.0, 3.5)])]
     [2.0, -0.484, 4.984]
@@ -85,13 +73,6 @@ def paired_shift(before: Ends, after: Ends) -> Shift:
     p is twice the smaller one-sided p-value: narrow values give Student's paired test. Holds for
     independent pairs with nearly normal ends.
 
-    Args:
-        before: Lower and upper end of each value, at least two.
-        after: Of its partner.
-
-    Returns:
-        ``after - before``.
-
     >>> [round(v, 3) for v in paired_shift([(0.0, 0.0)] * 3, [(v, v) for v in (1.0, 2.0, 3.0)])]
     [2.0, -0.484, 4.484, 0.074]
     """
@@ -106,13 +87,6 @@ def welch_shift(before: Ends, after: Ends) -> Shift:
 
     ``mean ± t √(s_a²/k_a + s_b²/k_b)`` with Welch's degrees of freedom, no equal variances asked
     for. Holds for independent, nearly normal values, also of the two samples.
-
-    Args:
-        before: Lower and upper end of each value, at least two.
-        after: Likewise, as many or not.
-
-    Returns:
-        ``after - before``.
     """
     (a, top), (b, high) = (tuple(zip(*some, strict=True)) for some in (before, after))
     return _shift(math.fsum(b) / len(b) - math.fsum(a) / len(a), _of_two(top, b), _of_two(a, high))
@@ -161,12 +135,6 @@ def holm(p: Sequence[float]) -> list[float]:
     Those up to ``alpha`` are all right with probability at least ``1 - alpha``, however the tests
     depend on each other: ``max_{j <= i} min(1, (m - j) p_(j))``, j from 0 in the order of p.
 
-    Args:
-        p: One p-value for each test.
-
-    Returns:
-        The adjusted ones, in the same order.
-
     Source: Holm (1979), Scandinavian Journal of Statistics 6.
 
     >>> [round(v, 3) for v in holm([0.01, 0.04, 0.03])]
@@ -185,13 +153,6 @@ def share_interval(hits: int, total: int) -> tuple[float, float]:
 
     Holds for independent trials, at any number of hits.
 
-    Args:
-        hits: How often it happened.
-        total: Out of how many.
-
-    Returns:
-        Lower and upper end.
-
     >>> share_interval(0, 10)[0], round(share_interval(0, 10)[1], 3)
     (0.0, 0.308)
     """
@@ -205,15 +166,8 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
     """Spearman's rank correlation and its 95 % interval.
 
     ``tanh(artanh ρ ± z √((1 + ρ²/2) / (k - 3)))``, Bonett and Wright's standard error on Fisher's
-    scale. Holds for independent pairs, at least ten of them, and ``|ρ|`` below about 0.95.
-
-    Args:
-        x: Values.
-        y: As many.
-
-    Returns:
-        Correlation, lower and upper end; NaN where a side is constant or there are fewer than two
-        pairs, and for the ends where there are fewer than ten.
+    scale. Holds for independent pairs, at least ten of them, and ``|ρ|`` below about 0.95; NaN
+    where a side is constant, and for the ends of fewer than ten pairs.
 
     Source: Bonett and Wright (2000), Psychometrika 65.
 
@@ -237,15 +191,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, flo
 
 @functools.lru_cache(maxsize=2)  # the curves of a report have the same sizes, and are thousands
 def resampled(seed: int, size: int) -> np.ndarray:
-    """The part that each value has in the means of resamples: a bootstrap as a matrix.
-
-    Args:
-        seed: Of the draws.
-        size: Number of values.
-
-    Returns:
-        A matrix of shape ``(RESAMPLES, size)``, whose rows sum to 1; not to be written to.
-    """
+    """The part that each value has in the means of resamples: a bootstrap as a matrix."""
     drawn = np.random.default_rng(seed).integers(size, size=(RESAMPLES, size))
     counts = np.bincount(
         (drawn + size * np.arange(RESAMPLES)[:, None]).ravel(), minlength=RESAMPLES * size
@@ -260,13 +206,6 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | Non
     common*, length by length, is set against how they differ in it:
     ``F = (SS_common / (L - 2)) / (SS_differ / ((S - 1)(L - 2)))``. Holds for samples
     with any level and slope and independent residuals of equal variance.
-
-    Args:
-        table: Values of log sigma, samples by lengths, shape ``(S, L)``.
-        lengths: Numbers of tokens, ``L`` of them.
-
-    Returns:
-        The p-value, or None for one sample or fewer than three lengths.
 
     >>> line = np.log([16, 64, 256])
     >>> paired_lack_of_fit(np.array([1 + line, 2 + line]), [16, 64, 256])
@@ -289,13 +228,6 @@ def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) 
 
     ``F = (SS_lof / (L - 2)) / (SS_pure / (N - L))``, where ``SS_pure`` is the spread
     within the lengths. Holds for independent rows of equal variance.
-
-    Args:
-        columns: Values of log sigma at each length.
-        lengths: Numbers of tokens, one for each column.
-
-    Returns:
-        The p-value, or None without repeated lengths or with fewer than three of them.
     """
     sizes = np.array([len(column) for column in columns])
     free = int(sizes.sum()) - len(columns)

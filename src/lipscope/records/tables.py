@@ -12,15 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lipscope.errors import InputError, remark
-from lipscope.records.files import opened, replaced
-from lipscope.records.jsonl import (
-    append_lines,
-    cut_torn_line,
-    objects,
-    restored,
-    sealed,
-    sorted_out,
-)
 from lipscope.records.rows import (
     Bound,
     Direction,
@@ -33,6 +24,233 @@ from lipscope.records.rows import (
 
 if TYPE_CHECKING:
     import polars
+
+import contextlib
+import dataclasses
+import functools
+import secrets
+import stat
+import typing
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import IO, Literal, TypeVar
+
+PART = ".part"
+
+
+def opened(path: Path, mode: str = "rb") -> IO[Any]:
+    """A file of a run folder, which is neither a link nor a pipe or device that would hang."""
+    flags = {"rb": os.O_RDONLY, "rb+": os.O_RDWR, "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
+    refuse_links(path)
+    handle = os.open(
+        path, flags[mode] | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666
+    )
+    # No buffer: closing would try once more to write what did not fit.
+    return os.fdopen(handle, mode, buffering=-1 if mode == "rb" else 0)
+
+
+def sha256_of(path: Path) -> str | None:
+    """Digest of a file of a run folder; None if there is none that can be read."""
+    try:
+        with opened(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()
+    except (InputError, OSError):
+        return None
+
+
+def refuse_links(path: Path) -> None:
+    """Refuse a path that stands for another place, or for no file."""
+    try:
+        kind = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(kind):
+        names = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder"}
+        raise InputError(
+            f"`{path}` should be a regular file. Found "
+            f"{names.get(stat.S_IFMT(kind), 'a pipe or device')}; choose another `--out`."
+        )
+
+
+def replaced(path: Path, content: bytes | Iterable[bytes]) -> None:
+    """Write a file in one move: at any moment the old or the new one is there, whole.
+
+    The new one is made beside it under a name that nobody has, reaches the disk, and takes its
+    place; a link of this name is replaced, not followed.
+    """
+    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}{PART}")
+    handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for piece in (content,) if isinstance(content, bytes) else content:
+                file.write(piece)
+            file.flush()
+            os.fsync(handle)
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk, where the system has a way to."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# --- … ---
+
+Record = TypeVar("Record")
+SEAL = "crc"
+_SEALED = len(f', "{SEAL}": "01234567"}}')
+_FOREIGN = b"\xef\xbb\xbf\r"  # what editors put around a line
+
+
+def sealed(line: str) -> bytes:
+    r"""A line with a checksum of itself as its last entry, and its line end.
+
+    >>> sealed('{"a": 1}')
+    b'{"a": 1, "crc": "7aa88204"}\n'
+    """
+    body = line[:-1].encode("utf-8", "replace")
+    return body + f', "{SEAL}": "{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def whole(line: bytes) -> bool:
+    """Whether a line says what was written.
+
+    >>> line = sealed('{"sigma": 0.0108}').strip()
+    >>> whole(line), whole(line.replace(b"0.0108", b"0.0908"))
+    (True, False)
+    """
+    body = line[:-_SEALED]
+    return line[-_SEALED:] == f', "{SEAL}": "{zlib.crc32(body):08x}"}}'.encode()
+
+
+def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
+    """Complete lines: those that are whole, and those that are not.
+
+    A byte order mark and foreign line ends do no harm.
+    """
+    lines = data.split(b"\n")[:-1]
+    if all(map(whole, lines)):
+        return data, []
+    lines = [line.strip(_FOREIGN) for line in lines]
+    good = [line for line in lines if whole(line)]
+    bad = [line for line in lines if line and not whole(line)]
+    return b"".join(line + b"\n" for line in good), bad
+
+
+def append_lines(path: Path, lines: Sequence[bytes]) -> None:
+    """Append lines and bring them to the disk."""
+    if not lines:
+        return
+    new = not path.exists()
+    with opened(path, "ab") as file:
+        end = os.fstat(file.fileno()).st_size
+        left = memoryview(b"".join(lines))
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            # Where this fails a torn last line stays, which the next opening cuts off.
+            with contextlib.suppress(OSError):
+                os.truncate(path, end)
+            raise
+    if new:
+        sync_folder(path.parent)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove what follows the last line end: a line that was never finished."""
+    if not os.path.lexists(path):
+        return
+    with opened(path, "rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            at = file.read(end - start).rfind(b"\n")
+            end = start + at + 1 if at >= 0 else start
+            if at >= 0:
+                break
+        if end < size:
+            file.truncate(end)
+
+
+def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+    r"""The objects of whole lines by line number, without their checksums; empty for another.
+
+    >>> list(objects(sealed('{"a": 1}')))
+    [(1, {'a': 1})]
+    """
+    for number, line in enumerate(data.split(b"\n")[:-1], first):
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):  # also a number of 5,000 digits
+            values = None
+        known = values if isinstance(values, dict) else {}
+        known.pop(SEAL, None)
+        yield number, known
+
+
+def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Record:
+    """A record from its line."""
+    known: dict[str, Any] = {}
+    wrong = None
+    for name, parts in _columns(kind):
+        if name not in values:
+            wrong = wrong or f"no `{name}`"
+            continue
+        value = values[name]
+        if type(value) is int and float in parts and abs(value) < 2**63:
+            value = float(value)  # not every writer tells 1.0 from 1
+        known[name] = value
+        good = value in parts if parts[0].__class__ is str else type(value) in parts
+        if not (good and _can_be_kept(value)):
+            wrong = wrong or f"`{name}` = {json.dumps(value)[:40]}"
+    if len(values) > len(known):
+        wrong = wrong or f"`{next(name for name in values if name not in known)[:40]}`"
+    if wrong is not None:
+        raise InputError(
+            f"{where}, should be as this version of lipscope writes it. Found {wrong}; choose "
+            "another `--out`."
+        )
+    return kind(**known)
+
+
+def _can_be_kept(value: Any) -> bool:
+    """Whether a table takes it: whole numbers have 64 bits, and half a surrogate is no text."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    return type(value) is not str or value.isascii() or not _SURROGATE.intersection(value)
+
+
+_SURROGATE = frozenset(map(chr, range(0xD800, 0xE000)))
+
+
+@functools.cache
+def _columns(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
+    """Name and allowed types (or words) of every column."""
+    hints = typing.get_type_hints(kind)
+    found = []
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        parts = typing.get_args(hint) or (hint,)
+        if typing.get_origin(hint) is Literal:
+            parts = tuple(map(str, parts))
+        found.append((field.name, parts))
+    return found
+
+
+# --- … ---
 
 _CHUNK = 2**24
 BESIDE = ("tokens", "bounds", "directions")
@@ -94,14 +312,7 @@ class Stored:
     # --- for who holds the folder
 
     def repair(self, mark: Mark | None) -> int:
-        """Cut off a line that was never finished, and set aside those that are damaged.
-
-        Args:
-            mark: How far the copy goes: so far the lines were looked at before.
-
-        Returns:
-            Number of lines set aside.
-        """
+        """Cut off a line that was never finished, and set aside those that are damaged."""
         cut_torn_line(self.lines)
         start = mark.bytes if mark is not None and self.begins_with(mark) else 0
         if all(sorted_out(data)[0] == data for data in _parts(self.lines, start)):
@@ -127,15 +338,7 @@ class Stored:
         return count
 
     def restore(self, mark: Mark | None, more: Callable[[Any], dict[str, Any]] | None) -> int:
-        """Write anew the lines of records that only the copy still has.
-
-        Args:
-            mark: How far the copy goes, and its digest.
-            more: What a line says besides its record.
-
-        Returns:
-            How many.
-        """
+        """Write anew the lines of records that only the copy still has."""
         copy = self.copied(mark)
         if copy is None or mark is None or self.begins_with(mark):
             return 0
@@ -153,12 +356,7 @@ class Stored:
         return Mark(size, lines, digest.hexdigest(), copy)
 
     def compacted(self, held: Mark | None, frame: Callable[[], polars.DataFrame]) -> Mark:
-        """Write the copy unless it is there; how far it goes.
-
-        Args:
-            held: How far the copy is said to go.
-            frame: Gives the records.
-        """
+        """Write the copy unless it is there; how far it goes."""
         mark = self.mark("" if held is None else held.copy)
         if mark == held and (not mark.bytes or self.copied(held) is not None):
             return mark
@@ -176,17 +374,6 @@ class Stored:
 
         Where the lines are not those that were copied, they are believed and not the copy, which
         then only says what they lack.
-
-        Args:
-            mark: How far the copy is said to go.
-            own: Whether the lines after the mark were written by this process, so that they
-                need no checking.
-
-        Returns:
-            Each record once.
-
-        Raises:
-            InputError: If a line cannot be read as a record.
         """
         import polars as pl
 
@@ -301,11 +488,7 @@ def _plain(values: Mapping[str, Any]) -> str:
 
 
 def _parts(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The complete lines of a file, some megabytes at a time.
-
-    Raises:
-        InputError: If it is no file that can be read.
-    """
+    """The complete lines of a file, some megabytes at a time."""
     if not os.path.lexists(path):
         return
     try:

@@ -1,4 +1,4 @@
-"""A window of text, every token shaded by its share of the most sensitive direction."""
+"""Charts of the tokens of a window: shaded by sensitivity, and their gains when split."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from collections.abc import Sequence
 import altair as alt
 
 from lipscope.charts import marks
-from lipscope.charts.look import MONO, dressed, tooltip
-from lipscope.charts.pieces import lay_out
+from lipscope.charts.look import (
+    BLUE,
+    MONO,
+    ORANGE,
+    Data,
+    Frame,
+    base,
+    dressed,
+    inline,
+    tooltip,
+    up,
+)
+from lipscope.charts.marks import lay_out
 from lipscope.errors import InputError
 from lipscope.records import TokenShare
 
@@ -27,16 +38,7 @@ def shaded_text(
 
     The shade follows the cube root of `share_in`, so that a token with a thousandth of
     what the top one has can still be told from none. Word pieces are joined to their
-    predecessors; long windows are cut, with a remark.
-
-    Args:
-        tokens: The tokens of one row, in any order.
-        title: Title above the text.
-        columns: Characters in a line.
-        max_lines: Lines after which the text is cut.
-
-    Returns:
-        The chart.
+    predecessors; after ``max_lines`` of ``columns`` characters the text is cut, with a remark.
 
     Raises:
         InputError: If there are no tokens, or none has a share.
@@ -57,33 +59,26 @@ def shaded_text(
             " of the direction."
         )
     width, height = math.ceil(marks.CELL * columns) + 8, marks.LINE * (1 + placed[-1].line)
+    across = {"scale": alt.Scale(domain=[0, width], nice=False), "axis": None}
+    down = {"scale": alt.Scale(domain=[0, height], nice=False, reverse=True), "axis": None}
     cells = [marks.cell_of(p, max(shares)) for p in placed]
-    base = alt.Chart(alt.InlineData(values=cells), width=width, height=height)
-    shade = base.mark_rect(cornerRadius=2).encode(
-        x=_across("x", width),
-        y=_down("y", height),
+    window = inline(cells).properties(width=width, height=height)
+    shade = window.mark_rect(cornerRadius=2).encode(
+        x=alt.X("x:Q", **across),
+        y=alt.Y("y:Q", **down),
         x2="x2:Q",
         y2="y2:Q",
         color=_shade_colour(max(shares)),
         tooltip=tooltip("token", "index", "share in", "share out", "norm"),
     )
-    text = base.mark_text(align="left", baseline="middle", font=MONO, fontSize=14).encode(
-        x=_across("left", width),
-        y=_down("middle", height),
+    text = window.mark_text(align="left", baseline="middle", font=MONO, fontSize=14).encode(
+        x=alt.X("left:Q", **across),
+        y=alt.Y("middle:Q", **down),
         text="text:N",
         color=alt.Color("ink:N", scale=None),
     )
     heads = alt.TitleParams(title, subtitle=subtitle)
     return dressed(alt.layer(shade, text).properties(title=heads))
-
-
-def _across(field: str, width: int) -> alt.X:
-    return alt.X(f"{field}:Q", scale=alt.Scale(domain=[0, width], nice=False), axis=None)
-
-
-def _down(field: str, height: int) -> alt.Y:
-    scale = alt.Scale(domain=[0, height], nice=False, reverse=True)
-    return alt.Y(f"{field}:Q", scale=scale, axis=None)
 
 
 def _shade_colour(top: float) -> alt.Color:
@@ -100,3 +95,23 @@ def _shade_colour(top: float) -> alt.Color:
             values=[top * part**3 for part in (0, 0.5, 0.75, 1)],
         ),
     )
+
+
+# --- gains of splitting ------------------------------------------------------------------------
+
+WAYS = {"moved": BLUE, "split": ORANGE}
+
+
+def gains_chart(frame: Frame, tokens: Data | None = None) -> alt.LayerChart:
+    """The gain of splitting each token beside that of moving it, with their intervals.
+
+    Large marks: taking the token apart is known to gain more (``better``).
+    """
+    some = base("tokens", tokens).transform_filter("datum.gain > 0")
+    axis = alt.Axis(format="d", tickMinStep=1, grid=False)
+    x = alt.X("index:Q", title="token", axis=axis, scale=alt.Scale(nice=False, padding=12))
+    place = {"x": x, "y": up("gain:Q", "gain"), "color": frame.colours("way:N", WAYS, orient="top")}
+    bars = some.mark_rule(strokeWidth=1.6, opacity=0.6).encode(**place, y2="upper:Q")
+    large = alt.when("datum.better").then(alt.value(90)).otherwise(alt.value(34))
+    dots = some.mark_circle(opacity=1, cursor="pointer")
+    return frame.around([bars, dots.encode(**place, size=large, tooltip="y:Q")], frame.ends)

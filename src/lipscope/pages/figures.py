@@ -1,0 +1,330 @@
+"""The charts of the page: without data, which its scripts fill in, and as files for a paper."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lipscope.charts import (
+    SIDES,
+    TITLES,
+    WAYS,
+    Chart,
+    Frame,
+    bounds_chart,
+    depth_chart,
+    exponents_chart,
+    focus_chart,
+    gains_chart,
+    heads_chart,
+    layers_chart,
+    product_chart,
+    push_chart,
+    radius_chart,
+    ratios_chart,
+    save_each,
+    shaded_text,
+    shifts_chart,
+    sides_chart,
+    signals_chart,
+    slopes_chart,
+    training_chart,
+)
+from lipscope.pages.content import Content
+from lipscope.pages.items import REAL
+from lipscope.pages.pushed import Push
+from lipscope.pages.windows import SCALE
+from lipscope.records import TokenShare
+
+Records = list[dict[str, Any]]
+Drawn = Iterator[tuple[str, Chart]]  # name of a file without ending, and its chart
+_LONGEST = 120  # letters of a file's name, of the 255 that file systems take
+
+
+def blank_charts(layers: Sequence[str], turn: float | None) -> dict[str, Chart]:
+    """Every chart of the page without data, by its name in ``charts.js``.
+
+    ``turn`` is where the axis of training steps turns from linear to logarithmic. One more chart
+    is a function of a frame, an entry here and one in ``charts.js``.
+    """
+    partial = functools.partial
+    kinds: dict[str, Callable[..., Chart]] = {
+        "focus": focus_chart,
+        "layers": layers_chart,
+        "exponents": exponents_chart,
+        "slopes": slopes_chart,
+        **{f"heads-{one}": partial(heads_chart, quantity=one) for one in TITLES},
+        "radius-n": partial(layers_chart, grown="radius"),
+        "rank": partial(layers_chart, grown="rank"),
+        "sigma-radius": radius_chart,
+        "training": partial(training_chart, turn=turn),
+        **{f"signal-{one}": partial(signals_chart, scale=one) for one in ("log", "linear")},
+        "push": push_chart,
+        "bounds": bounds_chart,
+        "sides": sides_chart,
+        "ratios": ratios_chart,
+        "shifts": shifts_chart,
+        "depth": depth_chart,
+        "products": product_chart,
+        "gains": gains_chart,
+    }
+    heights = {"bounds": 380}
+    return {
+        name: chart(Frame(layers=layers, width="container", height=heights.get(name)))
+        for name, chart in kinds.items()
+    }
+
+
+def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
+    """Every chart of the page that has something to draw, for every setting, in each format."""
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    kinds = (_of_settings, training_charts, _of_bounds, _of_contrast, _of_depths, _of_gains)
+    charts = [one for charts_of in kinds for one in charts_of(content)]
+    charts += push_charts(content.pushes)
+    paths = [[at / f"{name}.{kind}" for kind, at in folders.items()] for name, _ in charts]
+    written = [save_each(chart, each) for (_, chart), each in zip(charts, paths, strict=True)]
+    return [path for each in written for path in each]
+
+
+# --- one setting ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _View:
+    """One setting as its files show it: its layers together, or its first head.
+
+    Attributes:
+        content: What the report is about.
+        s: Index of the setting.
+        source: Folder, where several have rows of one curve.
+    """
+
+    content: Content
+    s: int
+    source: str | None
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return self.content.points.settings[self.s]
+
+    @property
+    def head(self) -> int | None:
+        """The head that is shown; None for all together."""
+        return None if self.setting["together"] else self.setting["heads"][0]
+
+    def frame(self, kind: str | None = None, layer: str | None = None) -> Frame:
+        """The head, with the axes of rows on real inputs or of ``every`` row, where asked for."""
+        axes = self.setting["axes"]["all" if self.head is None else "heads"]
+        layers = self.setting["layers"]
+        return Frame(axes[kind] if kind else None, layers, layer, self.head, legend=True)
+
+    def here(self, record: dict[str, Any]) -> bool:
+        """Whether a record is of this setting and folder."""
+        return record["s"] == self.s and record["source"] in (None, self.source)
+
+    def mine(self, records: Records, kind: str | None = None) -> Records:
+        """Records of this setting, folder and head; only those of one kind of input."""
+        some = [r for r in records if self.here(r) and r["head"] == self.head]
+        return [r for r in some if kind is None or r["kind"] == kind]
+
+    def charts(self) -> Drawn:
+        """The charts of the setting, as the page shows them first."""
+        of, content = self.mine, self.content
+        points, means = of(content.points.points, REAL), of(content.means, REAL)
+        built = [m["kind"] for m in of(content.points.means) if m["kind"] != REAL]
+        built = list(dict.fromkeys(built))
+        every, real = self.frame("every"), self.frame(REAL)
+        if means:
+            # The layer of largest sigma at the largest length, in front of the others.
+            worst = max(means, key=lambda m: (m["n"], m["sigma"]))["layer"]
+            windows = [p for p in points if p["layer"] == worst]
+            yield "sigma", focus_chart(self.frame(REAL, worst), windows, means)
+            yield "growth", layers_chart(every, points, means)
+        fits = of(content.points.fits)
+        if some := [f for f in fits if f["kind"] in (REAL, "rest", *built[:1])]:
+            yield "exponents", exponents_chart(self.frame(), some, *built[:1])
+        if slopes := [slope for fit in fits for slope in _slopes(fit)]:
+            yield "slopes", slopes_chart(self.frame(), slopes)
+        heads = [m for m in content.means if self.here(m) and m["kind"] == REAL]
+        heads = [m for m in heads if m["head"] is not None]
+        if cells := [m for m in heads if m["n"] == max(one["n"] for one in heads)]:
+            frame = Frame(layers=self.setting["layers"], legend=True)
+            for one in TITLES:
+                yield f"heads-{one}", heads_chart(frame, cells, quantity=one)
+        if some := [m for m in means if m["radius"]]:
+            yield "radius-n", layers_chart(real, points, some, grown="radius")
+        if some := [m for m in means if m["rank"]]:
+            yield "rank", layers_chart(real, points, some, grown="rank")
+        if some := [p for p in points if p["radius"]]:
+            yield "sigma-radius", radius_chart(self.frame(), some)
+        for kind in built:
+            name = "growth-adversarial" if kind == "adversarial" else f"growth-{_safe(kind)}"
+            parts = (of(some, kind) for some in (content.points.points, content.points.means))
+            yield name, layers_chart(every, *parts)
+        if tokens := self._tokens():
+            yield "text", shaded_text(tokens)
+
+    def _tokens(self) -> list[TokenShare]:
+        """The window of largest sigma."""
+        points, windows = self.content.points.points, self.content.windows
+        held = [k for k in windows.windows if self.here(points[k]) and points[k]["head"] is None]
+        if not held:
+            return []
+        k = max(held, key=lambda k: points[k]["sigma"] or 0.0)
+        window = windows.windows[k]
+        columns = windows.texts[window["text"]], window["in"], window["out"], window["norm"]
+        return [
+            TokenShare(
+                id=str(k),
+                index=i,
+                text=text.replace(" ", "▁", 1) if text.startswith(" ") else text,
+                share_in=None if share is None else share / SCALE,
+                share_out=None if out is None else out / SCALE,
+                norm=norm,
+            )
+            for i, (text, share, out, norm) in enumerate(zip(*columns, strict=True))
+        ]
+
+
+def _slopes(fit: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Slopes between neighbouring lengths."""
+    for slope, a, b in zip(fit["local"], fit["lengths"], fit["lengths"][1:], strict=False):
+        yield {**fit, "slope": slope, "from": a, "span": f"{a}–{b}"}
+
+
+def _of_settings(content: Content) -> Drawn:
+    """The charts of every setting and folder."""
+    settings = content.points.settings
+    views = [_View(content, k, f) for k, s in enumerate(settings) for f in s["sources"] or [None]]
+    for view in views:
+        name = "-" + _setting_name(view.setting, view.source) if len(views) > 1 else ""
+        yield from ((f"{what}{name}", chart) for what, chart in view.charts())
+
+
+def _setting_name(setting: dict[str, Any], source: str | None = None) -> str:
+    words = [setting["model"], setting["map"], setting["metric"]]
+    if (setting["move"], setting["read"]) != ("all", "all"):
+        words += [setting["move"], setting["read"]]
+    return _safe("-".join([*words, *filter(None, (setting["text"], source))]))
+
+
+def _safe(name: str) -> str:
+    """A name of a file; with a digest where letters were replaced or cut, so that none is taken.
+
+    >>> _safe("a-b"), _safe("a/b")
+    ('a-b', 'a-b-c14cddc0')
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST]
+    if plain == name:
+        return name
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{plain}-{digest}" if plain else digest
+
+
+# --- several settings -------------------------------------------------------------------------
+
+
+def training_charts(content: Content) -> Drawn:
+    """Sigma against training step of every model with checkpoints, at its largest length."""
+    training = content.training
+    for g, group in enumerate(training.groups):
+        setting = content.points.settings[group["settings"][0]]
+        head, kind = (None, "all") if setting["together"] else (setting["heads"][0], "heads")
+        some = [m for m in training.means if m["g"] == g and m["head"] == head]
+        last = max(m["n"] for m in some)
+        axes = group["axes"][kind][str(last)]
+        frame = Frame(axes, setting["layers"], head=head, legend=True)
+        means = [m for m in some if m["n"] == last]
+        name = _setting_name({**setting, "model": group["name"]})
+        yield f"training-{name}", training_chart(frame, [], means, turn=training.turn)
+
+
+def _of_bounds(content: Content) -> Drawn:
+    """Every layer between its bounds."""
+    drawn = [record for record in content.bounded if record["lines"]]
+    text = {id(record): content.points.settings[record["s"]]["text"] for record in drawn}
+    folders = {record["folder"] for record in drawn}
+    for record in drawn:
+        words = [record[w] for w in ("model", "map", "metric", "layer")]
+        words += [record["head"]] if record["head"] is not None else []
+        words += [text[id(record)]] if len({*text.values()}) > 1 else []
+        words += [record["folder"]] if len(folders) > 1 else []
+        frame = Frame(record["axes"], height=340)
+        name = _safe("-".join(map(str, words)))
+        yield f"bounds-{name}", bounds_chart(frame, record["lines"], record["names"])
+
+
+def _of_contrast(content: Content) -> Drawn:
+    """Both folders at the layer that differs most, and the ratios of all, at the largest length."""
+    if not content.compare:
+        return
+    a, b = names = content.contrast.names
+    for table in content.contrast.tables:
+        rows = table["rows"]
+        most = max(rows, key=lambda row: abs(math.log(row["ratio"])))
+        mine = [row for row in rows if row["head"] == most["head"]]
+        last = [row for row in mine if row["n"] == max(row["n"] for row in mine)]
+        words = [str(table[k]) for k in ("quantity", "map", "metric", "model", "text") if table[k]]
+        name = _safe("-".join([*words, *(["heads"] * table["heads"])]))
+        means = [
+            {"side": s, "n": r["n"], "value": r[s], "low": r[f"{s}_low"], "high": r[f"{s}_high"]}
+            for r in mine
+            if r["layer"] == most["layer"]
+            for s in SIDES
+        ]
+        head = "" if most["head"] is None else f", head {most['head']}"
+        title, layers = f"{table['quantity']}, layer {most['layer']}{head}", content.layers
+        frame = Frame(table["axes"], legend=True)
+        yield f"compare-{name}", sides_chart(frame, means, names=names, title=title)
+        title = f"{b} / {a}: {table['quantity']}{head}, {last[0]['n']} tokens"
+        yield f"ratios-{name}", ratios_chart(Frame(table["ratios"], layers), last, title=title)
+        grown = [row for row in table["exponents"] if row["difference"] is not None]
+        if grown := [row for row in grown if row["head"] == most["head"]]:
+            title = f"exponent of {table['quantity']}{head}: {b} less {a}"
+            yield f"exponents-{name}", shifts_chart(Frame(layers=layers), grown, title=title)
+
+
+def _of_depths(content: Content) -> Drawn:
+    """Sigma through depth at the length of which most is known, once for each model and text."""
+    best: dict[tuple[str, ...], dict[str, Any]] = {}
+    for one in content.depths:
+        key = tuple(one[k] or "" for k in ("model", "metric", "move", "read", "text", "source"))
+        if len({line["layer"] for line in one["lines"]}) > 1:
+            best[key] = max(best.get(key, one), one, key=lambda d: (len(d["lines"]), d["n"]))
+    for key, one in best.items():
+        name = "-" + _safe("-".join(filter(None, key))) if len(best) > 1 else ""
+        frames = {what: Frame(axes, legend=True) for what, axes in one["axes"].items()}
+        yield f"depth{name}", depth_chart(frames["layers"], one["lines"], one["whole"])
+        if one["products"]:
+            chart = product_chart(frames["products"], one["products"], one["whole"])
+            yield f"products{name}", chart
+
+
+def _of_gains(content: Content) -> Drawn:
+    """What taking tokens apart gains, window by window."""
+    for one in content.gains:
+        model = content.points.settings[one["s"]]["model"]
+        tokens = [
+            token
+            | {"way": way, "gain": token[way], "upper": token[f"{way}_upper"]}
+            | {"better": token["better"] and way == "split"}
+            for token in one["tokens"]
+            for way in WAYS
+        ]
+        name = _safe(f"{model}-{one['layer']}-{one['sample']}")
+        yield f"gains-{name}", gains_chart(Frame(one["axes"], legend=True), tokens)
+
+
+def push_charts(pushes: Sequence[Push]) -> Drawn:
+    """The chart of every push."""
+    for push in pushes:
+        name = "push" if len(pushes) == 1 else f"push-{_safe(push.name)}"
+        chart = push_chart(Frame(legend=True, width=620), push.curves, push.sizes)
+        yield name, chart.properties(title=push.name)

@@ -1,0 +1,231 @@
+"""The content of a report as one HTML page that opens from the disk and asks no network."""
+
+from __future__ import annotations
+
+import functools
+import html
+import importlib.resources
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import vl_convert
+
+from lipscope.charts import in_the_page, palette
+from lipscope.display import printable
+from lipscope.pages.content import Content, headlines
+from lipscope.pages.figures import blank_charts
+from lipscope.pages.items import REAL, Item, by_setting, text_of
+from lipscope.pages.sentences import intervals_of
+from lipscope.records import Bound, version
+
+METRICS = {
+    "frobenius": "the Frobenius norm",
+    "token-relative": "the token-relative norm (each token's move in proportion to its norm)",
+    "max-token": "the largest token norm",
+    "infinity": "the largest absolute entry",
+}
+KINDS = {"text": ("window", "text"), "image": ("picture", ""), "batch": ("input", "")}
+_LISTED = 12  # lengths, and settings, that are named one by one
+ALWAYS = "castin2024"  # where the local Lipschitz constant of attention is defined
+# Ends of the range of layers on a dark page: bright enough for it, in even steps as well.
+DARK = ["#8c7bff", "#a868e6", "#c65fc8", "#df65a0", "#f07a76", "#f89a4c", "#fbbf3c", "#f2e34c"]
+_PARTS = {
+    "spec": "Specification",
+    "provenance": "Where and with what",
+    "models": "Models",
+    "files": "Files and their digests",
+}
+_SECTIONS = ("compare", "depth", "edits", "gains", "push")
+"""Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
+_SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "signals", "start")
+
+
+def page(content: Content) -> str:
+    """The whole page.
+
+    Text of rows reaches it in two ways only: as JSON in which ``<`` is an escape, shown by
+    scripts as text, and as escaped HTML. Its content policy forbids it to fetch anything.
+    """
+    specs, inks = _charts(tuple(content.layers), content.training.turn)
+    data = printable(content.as_plain()) | {"specs": specs, "inks": inks}
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    words = {
+        "title": html.escape(content.title),
+        "counts": html.escape(_counts(content)),
+        "headline": "\n".join(f"<p>{html.escape(s)}</p>" for s in headlines(content.cards)),
+        "methods": _methods(content),
+        "provenance": _provenance(content),
+        "references": _references(content.bounds),
+    } | {name: _asset(f"{name}.html") for name in _SECTIONS}
+    return _asset("page.html").format(
+        **printable(words),
+        css=_asset("page.css") + _layer_colours(len(content.layers)),
+        data=text.replace("<", "\\u003c"),
+        vega=_vega(),
+        scripts="\n".join(_asset(f"{name}.js") for name in _SCRIPTS),
+    )
+
+
+@functools.lru_cache(maxsize=8)  # half of a page's time, and the same for every other page
+def _charts(layers: tuple[str, ...], turn: float | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The specifications of all charts, and the colours of their names."""
+    return in_the_page(blank_charts(layers, turn), len(layers))
+
+
+@functools.cache
+def _vega() -> str:
+    """Vega, as vl-convert brings it along: inside vega-embed."""
+    script = vl_convert.javascript_bundle()  # pyright: ignore[reportCallIssue]
+    # In a function: its short names would otherwise be those of the whole page.
+    return "(() => {" + script.replace("</script", "<\\/script") + "\n})();"
+
+
+def _asset(name: str) -> str:
+    place = importlib.resources.files("lipscope.pages") / "assets" / name
+    return place.read_text(encoding="utf-8")
+
+
+def _layer_colours(count: int) -> str:
+    pairs = zip(palette(count), palette(count, DARK), strict=True)
+    names = (f"--l{k}: light-dark({light}, {dark});" for k, (light, dark) in enumerate(pairs))
+    return ":root { " + " ".join(names) + " }\n"
+
+
+def _counts(content: Content) -> str:
+    rows = f"{len(content.items):,} measurements"
+    bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
+    count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
+    folders = f" from {count} folder{'s' * (count > 1)}" if count else ""
+    dates = sorted(
+        str(run.manifest.get("provenance", {}).get("started", ""))[:10] for run in content.runs
+    )
+    when = " to ".join(dict.fromkeys(d for d in (dates[0], dates[-1]) if d))
+    measured = f", measured {when}" if when else ""
+    return f"{rows}{bounds}{folders}{measured}; written by lipscope {version()}."
+
+
+def _methods(content: Content) -> str:
+    quotes = "\n".join(f"<blockquote>{html.escape(s)}</blockquote>" for s in methods(content.items))
+    return quotes or "<p>These folders hold no measurements on real inputs.</p>"
+
+
+def _provenance(content: Content) -> str:
+    """Rows without a value, all intervals together, and where each folder comes from."""
+    rows = [item.row for item in content.items]
+    parts = [part for run in content.runs for part in run.direction_parts()]
+    status = ", ".join(
+        f"{count:,} {name}" for name, count in Counter(row.status for row in rows).most_common()
+    )
+    more = ", with those of all directions and the bounds of their angles," if parts else ""
+    hold = f"{intervals_of(rows, parts).sentence(more)} Their failure probabilities are added up."
+    said = [f"<p>{len(rows):,} rows: {html.escape(status)}. {hold}</p>"]
+    errors = Counter(row.error for row in rows if row.error)
+    said += [
+        f'<p class="notice">{count:,} row{"s" * (count > 1)} failed: {html.escape(error)}</p>'
+        for error, count in errors.most_common(10)
+    ]
+    for k, run in enumerate(content.runs):
+        said.append(
+            f"<h3>{html.escape(str(run.path))}</h3><p class='quiet'>{len(run.rows):,} "
+            f"measurements, {len(run.bounds):,} bounds</p>"
+        )
+        for part, values in run.manifest.items():
+            if isinstance(values, Mapping):
+                open_ = " open" if part == "provenance" and k == 0 else ""
+                name = html.escape(_PARTS.get(part, part))
+                said.append(f"<details{open_}><summary>{name}</summary>{_facts(values)}</details>")
+    return "\n".join(said)
+
+
+def _facts(values: Mapping[str, Any]) -> str:
+    known = {str(k): _flat(v) for k, v in values.items() if v is not None}
+    pairs = (f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in known.items())
+    return f'<dl class="facts">{"".join(pairs)}</dl>'
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = [f"{name} {one}" for name, one in value.items() if one is not None]
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 400 else text[:397] + "…"
+
+
+def _references(bounds: Sequence[Bound]) -> str:
+    """The sources of what is shown, with their BibTeX; what was derived here has none."""
+    entries, said = bibliography(), []
+    used = {ALWAYS: {"Local Lipschitz constant (Section 3)": None}}
+    for bound in bounds:
+        if bound.cite and bound.applicable:
+            used.setdefault(bound.cite, {})[f"{bound.statement} ({bound.theorem})"] = None
+    for cite, statements in used.items():
+        said.append(f"<h3>{html.escape(cite)}</h3><p>{html.escape('; '.join(statements))}</p>")
+        if cite in entries:
+            said.append(f"<pre>{html.escape(entries[cite])}</pre>")
+    return "\n".join(said)
+
+
+def methods(items: Sequence[Item]) -> list[str]:
+    """One sentence for a methods section for each setting, and how many more there are."""
+    settings = by_setting(item for item in items if item.kind == REAL)
+    said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
+    if (more := len(settings) - len(said)) > 0:
+        said.append(f"Measured likewise: {more} more (model, map, metric, tokens, text).")
+    return said
+
+
+def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
+    model, map_name, metric, move, read, _ = setting
+    rows = [item.row for item in items]
+    lengths = sorted({row.num_tokens for row in rows})
+    samples = len({row.sample for row in rows})
+    tokens = f"{_listed([str(n) for n in lengths])} tokens"
+    if len(lengths) > _LISTED:
+        tokens = f"{lengths[0]} to {lengths[-1]} tokens ({len(lengths)} lengths)"
+    layers = len({row.layer for row in rows})
+    noun, source = KINDS.get(rows[0].input, ("input", ""))
+    source = _listed(_texts(items)) or source
+    inputs = f"{noun}{'s' * (samples > 1)}{f' of {source}' * bool(source)}"
+    what = "whole model" if rows[0].layer is None else f"{layers} layer{'s' * (layers > 1)}"
+    single = {row.head is not None for row in rows}
+    heads = "" if single == {False} else ", single heads" if single == {True} else ", also by head"
+    which = "" if (move, read) == ("all", "all") else f", tokens moved: {move}, read: {read}"
+    deltas = " or ".join(f"{d:g}" for d in sorted({row.delta for row in rows}))
+    versions = _listed(sorted({row.version for row in rows if row.version})) or "of these rows"
+    dtypes = _listed(sorted({row.dtype for row in rows if row.dtype}))
+    seeds = _listed([str(s) for s in sorted({row.seed for row in rows})[:8]])
+    how = f" ({dtypes}, seed {seeds})" * bool(dtypes)
+    return (
+        f"The local Lipschitz constant of the map “{map_name}” of {model} ({what}{heads}{which}), "
+        f"the top singular value of its Jacobian in {METRICS.get(metric, metric)} "
+        f"[{ALWAYS}], was measured on {samples} {inputs} per length of {tokens}{how} with lipscope "
+        f"{versions} by Golub–Kahan bidiagonalisation; each interval holds with probability at "
+        f"least 1 − δ over its random start, δ = {deltas}."
+    )
+
+
+def _texts(items: Sequence[Item]) -> list[str]:
+    """The texts of these measurements, in words."""
+    sources = {(id(item.run), item.row.text): item for item in items}.values()
+    return list(dict.fromkeys(filter(None, (text_of(i.run, i.row.text) for i in sources))))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def bibliography() -> dict[str, str]:
+    """Every entry of ``references.bib`` by its key.
+
+    >>> bibliography()["castin2024"].splitlines()[0]
+    '@inproceedings{castin2024,'
+    """
+    installed = importlib.resources.files("lipscope") / "references.bib"
+    text = (
+        installed if installed.is_file() else Path(__file__).parents[3] / "docs" / "references.bib"
+    ).read_text(encoding="utf-8")
+    found = re.findall(r"^(@\w+\{(\w+),.*?^\})", text, flags=re.MULTILINE | re.DOTALL)
+    return {key: entry for entry, key in found}

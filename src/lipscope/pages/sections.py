@@ -1,0 +1,532 @@
+"""Sigma through depth: every map of a layer, the whole model, the product of its blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lipscope.charts import MAPS, points_of, positive, readable, spread, tick_values
+from lipscope.pages.items import REAL, Item, folder_names
+from lipscope.pages.points import label, log_ends, short, spread_of
+from lipscope.records import (
+    ADVERSARIAL,
+    EDITS,
+    GAINS,
+    MEASURED,
+    Bound,
+    Comparison,
+    Measurement,
+    Run,
+    TextEdit,
+    TokenGain,
+    enclosed_mean,
+    given,
+    looseness,
+    share_interval,
+    summed,
+)
+
+_SAME = 1e-4  # norms of one tensor that two rows tell, each summed in its own order
+_NORMS = ("frobenius", "max-token", "infinity")
+"""Metrics in which input and output are measured alike, so that constants multiply."""
+
+
+def depths_of(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """One record for each model, metric, text, folder and length with a map of its layers.
+
+    The product of the blocks' constants bounds the map from the entrance of the first one to the
+    end of the last, ``σ(B_k ∘ … ∘ B_0) <= σ(B_k) … σ(B_0)``, where each block reads what the one
+    before it gives, all tokens move and all are read, and one norm measures input and output. It is
+    taken window by window, and only where the rows show this: layers from 0 on without a gap, each
+    one's ``input_norm`` the ``output_norm`` of the one before.
+    """
+    found: dict[tuple[Any, ...], list[Item]] = {}
+    for item in items:
+        if item.kind == REAL and item.row.head is None and positive(item.row.sigma):
+            setting = (item.setting[0], *item.setting[2:])
+            found.setdefault((setting, item.row.num_tokens), []).append(item)
+    return [
+        _depth_record(setting, source, n, [i for i in some if i.source in (None, source)])
+        for (setting, n), some in sorted(found.items(), key=lambda one: one[0][1])
+        for source in dict.fromkeys(i.source for i in some if i.source) or [None]
+    ]
+
+
+def _depth_record(
+    setting: tuple[str, ...], source: str | None, n: int, items: Sequence[Item]
+) -> dict[str, Any]:
+    maps: dict[str, dict[int | None, list[Measurement]]] = {}
+    for item in items:
+        maps.setdefault(item.row.map, {}).setdefault(item.row.layer, []).append(item.row)
+    whole = maps.pop("model", {}).get(None, [])
+    lines = [
+        {"map": name, "layer": layer} | _layer_mean(rows)
+        for name in MAPS
+        for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
+    ]
+    windows, why = _chains(maps.get("block", {}), setting[1:4])
+    stack = maps.get("stack", {})
+    products = [
+        {"map": "product", "layer": k} | _product_mean([chain[k] for chain in windows.values()])
+        for k in range(_depth(windows))
+    ]
+    products += [
+        {"map": "stack", "layer": layer} | _layer_mean(rows)
+        for layer, rows in sorted(stack.items(), key=lambda one: one[0] or 0)
+    ]
+    means = [_layer_mean(whole)] if whole else []
+    return {
+        **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
+        "source": source,
+        "n": n,
+        "lines": lines,
+        "whole": means,
+        "products": products,
+        "axes": {
+            "layers": _depth_axis([*lines, *means]),
+            "products": _depth_axis([*products, *means]),
+        },
+        "said": " ".join(_product_said(n, windows, why, maps, whole)),
+    }
+
+
+def _depth_axis(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The axis of means with their intervals."""
+    values = [one[end] for one in records for end in ("sigma", "low", "high") if one[end]]
+    if not values:
+        return None
+    y = [min(values) / 1.15, max(values) * 1.15]
+    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
+
+
+_Chain = list[tuple[float, float]]  # logarithm of the product up to each block: its two ends
+
+
+def _depth(windows: Mapping[str, _Chain]) -> int:
+    return min((len(chain) for chain in windows.values()), default=0)
+
+
+def _layer_mean(rows: Sequence[Measurement]) -> dict[str, Any]:
+    sigma, low, high = map(short, spread_of(rows))
+    return {"sigma": sigma, "low": low, "high": high, "count": len(rows)}
+
+
+def _product_mean(ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    values = (short(_exp(value)) for value in enclosed_mean(ends))
+    return dict(zip(("sigma", "low", "high"), values, strict=True)) | {"count": len(ends)}
+
+
+def _exp(value: float) -> float:
+    """Products of many blocks may leave the range of numbers; then there is no value."""
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _chains(
+    blocks: Mapping[int | None, Sequence[Measurement]], how: Sequence[str]
+) -> tuple[dict[str, _Chain], str]:
+    """For each window the products up to every block, or why there are none."""
+    metric, move, read = how
+    depth = len(blocks)
+    if depth < 2:
+        return {}, ""
+    if metric not in _NORMS or (move, read) != ("all", "all"):
+        return {}, "constants multiply only where all tokens move and are read in one norm"
+    if set(blocks) != set(range(depth)):
+        return {}, f"layers are missing: found {', '.join(map(str, sorted(map(_int, blocks))))}"
+    by_window = [{row.tokens_sha256: row for row in blocks[k]} for k in range(depth)]
+    found = {}
+    for window in by_window[0]:
+        rows = [some[window] for some in by_window if window in some]
+        if len(rows) == depth:
+            if not all(_follows(a, b) for a, b in pairwise(rows)):
+                return {}, "a block does not read what the one before it gives"
+            found[window] = list(_sums(map(log_ends, rows)))
+    return found, "" if found else "no window was measured at every layer"
+
+
+def _int(layer: int | None) -> int:
+    return -1 if layer is None else layer
+
+
+def _sums(ends: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    low = high = 0.0
+    for one, other in ends:
+        low, high = low + one, high + other
+        yield low, high
+
+
+def _follows(one: Measurement, other: Measurement) -> bool:
+    """Whether the second map reads what the first gives, as far as norms tell."""
+    return _close(one.output_norm, other.input_norm)
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    return a is not None and b is not None and math.isclose(a, b, rel_tol=_SAME)
+
+
+def _product_said(
+    n: int,
+    windows: Mapping[str, _Chain],
+    why: str,
+    maps: Mapping[str, Mapping[int | None, Sequence[Measurement]]],
+    whole: Sequence[Measurement],
+) -> Iterator[str]:
+    """What the product is, and how far it is above the blocks together and the model's map."""
+    if not windows:
+        if why:
+            yield f"No product of the blocks: {why}."
+        return
+    blocks, last = maps["block"], _depth(windows) - 1
+    yield (
+        f"Product: of the sigmas of blocks 0 to {last}, window by window. Each block reads what "
+        "the one before it gives (their norms agree), so up to the solver's intervals the product "
+        "is above sigma of all these blocks together."
+    )
+    first = {row.tokens_sha256: row for row in blocks[0]}
+    ends = {row.tokens_sha256: row for row in blocks[last]}
+    for name, rows in (
+        ("these blocks together (map stack)", maps.get("stack", {}).get(last, ())),
+        ("the model's map", whole),
+    ):
+        both = [
+            row
+            for row in rows
+            if row.tokens_sha256 in windows
+            and _close(row.input_norm, first[row.tokens_sha256].input_norm)
+        ]
+        if both:
+            yield _over(n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both])
+        if any(not _close(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both):
+            yield (
+                f"{name[0].upper()}{name[1:]} goes on after the last of them (a final norm, or "
+                "blocks that were not measured), which the product leaves out."
+            )
+    if not whole:
+        yield "The model's map was not measured: lipscope measure … --map model does."
+
+
+def _over(n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str:
+    """How many times sigma of a map the product is, on the same windows."""
+    middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
+    _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
+    ratio, low, high = (f"{float(f'{_exp(v):.3g}'):,g}" for v in (middle, *ends))
+    of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
+    return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
+
+
+# --- gains of splitting as a page shows them: window by window, token by token ---
+
+MAX_TOKENS = 20_000
+"""Tokens with gains that a page carries."""
+
+_GAIN_FIELDS = {field.name for field in dataclasses.fields(TokenGain)}
+
+
+def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
+    """One record for each window and layer whose tokens were taken apart."""
+    found: dict[str, dict[int, TokenGain]] = {}
+    for run in runs:
+        for content in run.contents(GAINS).values():
+            if content.keys() == _GAIN_FIELDS and content["id"] in settings:
+                one = TokenGain(**content)
+                found.setdefault(one.id, {})[one.index] = one
+    records, room = [], MAX_TOKENS
+    for row_id, tokens in found.items():
+        room -= len(tokens)
+        if room >= 0:
+            s, layer = settings[row_id]
+            some = [tokens[index] for index in sorted(tokens)]
+            about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
+            axis = _gain_axis(
+                [v for t in some for v in (t.split, t.split_upper, t.moved, t.moved_upper)]
+            )
+            records.append(about | {"tokens": [_gain(one) for one in some], "axes": axis})
+    return records
+
+
+def _gain_axis(values: Sequence[float]) -> dict[str, Any] | None:
+    """The axis of both gains; None where all are 0."""
+    drawn = [value for value in values if positive(value)]
+    if not drawn:
+        return None
+    y = [min(drawn) / 1.1, max(drawn) * 1.1]
+    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
+
+
+def _gain(one: TokenGain) -> dict[str, Any]:
+    ends = ("split", "split_upper", "moved", "moved_upper")
+    return {
+        "index": one.index,
+        "text": readable(one.text).strip(" "),
+        "better": one.better_split,
+        **{name: short(getattr(one, name)) for name in ends},
+    }
+
+
+# --- edits of a text as a page shows them: what each recipe did, and what stands where now ---
+
+MAX_EDITS = 500
+"""Windows and recipes whose texts a page carries."""
+
+_EDIT_FIELDS = {field.name for field in dataclasses.fields(TextEdit)}
+_WORDS = re.compile(r"\s+|\w+|[^\w\s]")
+
+
+def edits_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
+    """One record for each setting, layer and target with edits."""
+    found: dict[tuple[Any, ...], dict[str, TextEdit]] = {}
+    for run in runs:
+        for key, content in run.contents(EDITS).items():
+            if content.keys() == _EDIT_FIELDS and content["id"] in settings:
+                one = TextEdit(**content)
+                place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
+                found.setdefault(place, {})[key] = one
+    return [_edits_record(place, list(some.values())) for place, some in found.items()]
+
+
+def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str, Any]:
+    s, layer, target, num_tokens, decided = place
+    recipes = dict.fromkeys(one.recipe for one in edits)
+    largest = sorted(edits, key=lambda one: -(_change(one) or -1.0))
+    return {
+        "s": s,
+        "layer": layer,
+        "target": target,
+        "n": num_tokens,
+        "decided": decided,
+        "summary": [_summary(r, [e for e in edits if e.recipe == r]) for r in recipes],
+        "edits": [_edit(one) for one in largest[:MAX_EDITS]],
+        "count": len(edits),
+    }
+
+
+def _change(one: TextEdit) -> float | None:
+    return one.change_layer if one.target == "layer" else one.change_model
+
+
+def _summary(recipe: str, edits: Sequence[TextEdit]) -> dict[str, Any]:
+    """Counts and means, and the 95 % interval of the rate of success."""
+    found = summed(recipe, edits)
+    tried = found.originals - found.skipped
+    ends = share_interval(found.succeeded, tried) if tried else (None, None)
+    rate = {"rate": found.rate, "low": ends[0], "high": ends[1]}
+    return {k: short(v) if isinstance(v, float) else v for k, v in (vars(found) | rate).items()}
+
+
+def _edit(one: TextEdit) -> dict[str, Any]:
+    names = ("sample", "recipe", "status", "edits", "queries", "decision", "decided")
+    return {
+        **{name: getattr(one, name) for name in names},
+        **{
+            name: short(getattr(one, name))
+            for name in ("change_layer", "change_model", "predicted")
+        },
+        "pieces": _pieces(one.before, one.after) if one.after else [["", one.before]],
+    }
+
+
+def _pieces(before: str, after: str) -> list[list[str]]:
+    """The text in pieces: kept (""), taken out ("-") and put in ("+")."""
+    old, new = _WORDS.findall(before), _WORDS.findall(after)
+    pieces: list[list[str]] = []
+    for what, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if what == "equal":
+            pieces.append(["", "".join(old[a:b])])
+        else:
+            pieces += [[sign, "".join(some)] for sign, some in (("-", old[a:b]), ("+", new[c:d]))]
+    return [piece for piece in pieces if piece[1]]
+
+
+# --- bounds as a page shows them: the lines and the table of one layer in one metric ---
+
+HEIGHT, LABEL = 360, 14
+"""Height of the chart, and of one name beside it, in pixels."""
+
+
+def bounded(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
+    """One record for each model, map, metric, layer and head that bounds speak of."""
+    return [_bounds_record(one) for one in comparisons]
+
+
+def _bounds_record(of: Comparison) -> dict[str, Any]:
+    lines, left_out = of.curves()
+    rows = [*of.rows, *(row for row, _ in of.bounds)]
+    last = max(row.num_tokens for row in rows)
+    sample = next(row.sample for row in rows if row.num_tokens == last)
+    points = points_of(lines)
+
+    def shown(row: Measurement) -> bool:
+        return (row.num_tokens, row.sample) == (last, sample)
+
+    return {
+        "model": of.model,
+        "map": of.map,
+        "metric": of.metric,
+        "layer": str(of.layer),
+        "head": of.head,
+        "n": last,
+        "sample": sample,
+        "allowed": of.allowed,
+        "measured": bool(of.real),
+        "lines": [_short(point) for point in points],
+        "out": left_out,
+        "table": [
+            *(_measured(row) for row in of.rows if shown(row)),
+            *(_asked(row, bound) for row, bound in of.bounds if shown(row)),
+        ],
+        **_bounds_axes(points),
+    }
+
+
+def _bounds_axes(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The axes of the lines, and names beside their ends that do not cover each other."""
+    if not points:
+        return {"axes": None, "names": []}
+    lengths = sorted({p["n"] for p in points})
+    low = min(p["value"] for p in points) / 1.3
+    high = max(max(p["value"], p["upper"]) for p in points) * 1.3
+    ends = {p["name"]: p for p in points}  # the last length of each
+    gap = (high / low) ** (LABEL / HEIGHT)
+    places = spread([p["value"] for p in ends.values()], gap)
+    names = [
+        {"name": p["name"], "group": p["group"], "n": p["n"], "value": place}
+        for p, place in zip(ends.values(), places, strict=True)
+    ]
+    low, high = min([low, *places]), max([high, *places])
+    axes = {
+        "x": [round(lengths[0] / 1.12, 4), round(lengths[-1] * 1.02, 4)],
+        "y": [short(low), short(high)],
+        "xticks": lengths,
+        "yticks": tick_values(low, high),
+    }
+    return {"axes": axes, "names": [_short(name) for name in names]}
+
+
+def _short(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: short(v) if isinstance(v, float) else v for k, v in record.items()}
+
+
+def _measured(row: Measurement) -> dict[str, Any]:
+    real = given(row)
+    return {
+        "theorem": MEASURED if real else ADVERSARIAL,
+        "statement": "sigma at this input" if real else row.input,
+        "cite": "",
+        "kind": MEASURED if real else "lower",
+        "scope": "local" if real else "global",
+        "value": short(row.sigma),
+        "upper": short(row.upper),
+        "times": None,
+        "sound": True,
+        "why": row.note or "",
+    }
+
+
+def _asked(row: Measurement, bound: Bound) -> dict[str, Any]:
+    ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
+    return {
+        "theorem": bound.theorem,
+        "statement": bound.statement,
+        "cite": bound.cite,
+        "kind": bound.kind,
+        "scope": bound.scope + ball,
+        "value": short(bound.value),
+        "upper": None,
+        "times": short(looseness(bound, row)),
+        "sound": bound.sound,
+        "why": bound.note if bound.applicable else bound.reason,
+    }
+
+
+# --- readings of a monitor as a page shows them: every signal over steps, alerts ---
+
+READINGS, ALERTS = "monitor", "alerts"
+"""The parts of the values of a run folder that a monitor writes."""
+SIGNALS = {
+    "loss": "linear",
+    "sigma": "log",
+    "relative": "log",
+    "largest_logit": "linear",
+    "entropy": "linear",
+    "sink_mass": "linear",
+    "top_share": "linear",
+    "radius": "log",
+    "weight_norm": "log",
+    "update_norm": "log",
+}
+"""The signals in the order of the page, and the scale of each."""
+MAX_VALUES = 40_000
+"""Numbers that a page carries."""
+
+
+def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One record for each training that was watched."""
+    names, found = folder_names(runs), []
+    for run in {str(run.path): run for run in runs}.values():
+        trainings: dict[str, list[Mapping[str, Any]]] = {}
+        for one in run.contents(READINGS).values():
+            trainings.setdefault(str(one.get("run")), []).append(one)
+        alerts = [*run.contents(ALERTS).values()]
+        for name, readings in trainings.items():
+            steps = sorted({one["step"] for one in readings})
+            every = -(-len(readings) * len(SIGNALS) // MAX_VALUES)
+            kept = {*steps[:: every or 1], steps[-1], *(one["step"] for one in alerts)}
+            rows = [row for one in readings if one["step"] in kept for row in _readings(one)]
+            rows = list({(r["signal"], r["layer"], r["step"]): r for r in rows}.values())
+            own = [_alert(one) for one in alerts if str(one.get("run")) == name]
+            known = {row["signal"] for row in rows}
+            scales = {signal: scale for signal, scale in SIGNALS.items() if signal in known}
+            place = f"{name}, folder {names[str(run.path)]}" if len(names) > 1 else name
+            found.append({"name": place, "scales": scales, "rows": rows, "alerts": own})
+            found[-1]["axes"] = {signal: _signal_axes(signal, rows, kept) for signal in scales}
+    return found
+
+
+def _signal_axes(
+    signal: str, rows: Sequence[Mapping[str, Any]], steps: Iterable[int]
+) -> dict[str, list[float]]:
+    """The ends of both axes, with room at each."""
+    values, first, last = (
+        [r["value"] for r in rows if r["signal"] == signal],
+        min(steps),
+        max(steps),
+    )
+    low, high = min(values), max(values)
+    if SIGNALS[signal] == "log":
+        y = [low / 1.2, high * 1.2]
+    else:
+        room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+        y = [low - room, high + room]
+    pad = 0.02 * (last - first) or 1.0
+    return {"x": [first - pad, last + pad], "y": y}
+
+
+def _readings(one: Mapping[str, Any]) -> list[dict[str, Any]]:
+    values = ((name, one.get(name)) for name in SIGNALS)
+    return [
+        {
+            "signal": name,
+            "layer": "all" if name == "loss" else label(one["layer"]),
+            "step": one["step"],
+            "value": short(value),
+        }
+        for name, value in values
+        if value is not None and (SIGNALS[name] == "linear" or value > 0)
+    ]
+
+
+def _alert(one: Mapping[str, Any]) -> dict[str, Any]:
+    layer = "all" if one["layer"] is None else label(one["layer"])
+    signal = "sigma" if one["signal"] == "measured" else one["signal"]  # where it is missed
+    return {
+        "signal": signal,
+        "layer": layer,
+        "step": one["step"],
+        "value": short(one["value"]),
+        "text": one["text"].replace("`", ""),
+    }
