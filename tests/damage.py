@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from lipscope.errors import InputError
-from lipscope.records.folder import Finished, RunFolder
+from lipscope.records.folder import Finished, RunFolder, read_run
 from lipscope.records.rows import Bound, Measurement
-from lipscope.records.run import read_run
-from lipscope.records.tables import sealed
+from lipscope.records.tables import with_checksum
 from rows import SPEC, row, tokens_of
 
 FILES = ("rows.jsonl", "tokens.jsonl", "bounds.jsonl", "manifest.json", "rows.parquet",
@@ -103,7 +102,7 @@ WHOLE: dict[str, Damage] = {
 } | {
     f"{name}, {kind}": _lines(lambda lines, line=line: [*lines, line + b"\n"])
     for name, text in HOSTILE.items()
-    for kind, line in (("bare", text.encode()), ("with a checksum", sealed(text).rstrip()))
+    for kind, line in (("bare", text.encode()), ("with a checksum", with_checksum(text).rstrip()))
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope import Bound, Measurement, TokenShare
-from lipscope.records.tables import BESIDE, sealed
+from lipscope.records.tables import BESIDE, with_checksum
 
 # As the first issue lists them, in its order; then what sweeps added.
 KEYS = [
@@ -143,7 +143,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """A file of JSON lines with their checksums, as a run writes it."""
-    path.write_bytes(b"".join(sealed(json.dumps(one, ensure_ascii=False)) for one in records))
+    path.write_bytes(
+        b"".join(with_checksum(json.dumps(one, ensure_ascii=False)) for one in records)
+    )
 
 
 def bound_of(measured: Measurement, value: float | None = 6.0, **more: Any) -> Bound:

@@ -31,8 +31,8 @@ from lipscope.linalg.gradient import sigma
 from lipscope.linalg.operator import Operator, linearise, to_dense
 from lipscope.linalg.singular import TopSingular, top_singular
 from lipscope.pages.rows import Rows, report
+from lipscope.records.folder import Run, read_run
 from lipscope.records.rows import Bound, Direction, Measurement, TokenShare
-from lipscope.records.run import Run, read_run
 from lipscope.theorems import catalogue
 
 __all__ = [

@@ -20,7 +20,7 @@ import pytest
 from lipscope import Measurement
 from lipscope.errors import InputError
 from lipscope.records.folder import RunFolder
-from lipscope.records.tables import sealed
+from lipscope.records.tables import with_checksum
 from rows import SPEC, lines, row, tokens_of, write_lines
 
 
@@ -214,7 +214,7 @@ def test_a_refusal_and_an_error_give_the_folder_free(tmp_path):
     path = tmp_path / "run"
     filled(path)
     whole = (path / "rows.jsonl").read_bytes()
-    (path / "rows.jsonl").write_bytes(sealed("{}"))
+    (path / "rows.jsonl").write_bytes(with_checksum("{}"))
     with pytest.raises(InputError, match="line 1") as caught:
         RunFolder(path, SPEC)
     assert caught.tb is not None  # holds on to the folder, as an interactive session does
@@ -240,7 +240,9 @@ def test_tokens_of_a_row_that_was_never_finished_do_not_count(tmp_path):
     rows = filled(path, 2)
     lost = row(layer=9)
     with (path / "tokens.jsonl").open("a") as file:
-        file.writelines(sealed(json.dumps(vars(t))).decode() for t in tokens_of(lost, ["x", "y"]))
+        file.writelines(
+            with_checksum(json.dumps(vars(t))).decode() for t in tokens_of(lost, ["x", "y"])
+        )
     folder = RunFolder(path, SPEC)
     assert {t.id for t in folder.tokens()} == {r.id for r in rows}
     folder.append(lost, tokens_of(lost, ["x", "y"]))  # measured again, written again

@@ -34,7 +34,7 @@ from .effects import (
     TokenGain,
     summed,
 )
-from .folder import SURVEY, Finished, RunFolder
+from .folder import SURVEY, Finished, Run, RunFolder, read_run
 from .manifest import MANIFEST, Place, check_same, empty
 from .power_law import (
     LACK_OF_FIT,
@@ -68,7 +68,6 @@ from .rows import (
     typed_frame,
     version,
 )
-from .run import Run, read_run
 from .sampling import (
     CONFIDENCE,
     Ends,

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from lipscope.errors import InputError, remark
+from lipscope.display import Shown
+from lipscope.errors import InputError, remark, shown
 from lipscope.records.manifest import (
     MANIFEST,
     Place,
+    check_same,
     empty,
     holds_rows,
+    load_manifest,
     other_versions,
+    plain,
+    read_manifest,
     write_manifest,
 )
 from lipscope.records.rows import (
@@ -28,312 +38,29 @@ from lipscope.records.rows import (
     records_of,
     to_line,
 )
-from lipscope.records.tables import BESIDE, Mark, Stored, marks_of, tables
-
-if TYPE_CHECKING:
-    import polars
-
-import contextlib
-import errno
-import socket
-import sys
-from collections.abc import Callable, Iterator
-
-from lipscope.records.manifest import check_same, load_manifest, plain
-from lipscope.records.tables import PART, objects, refuse_links
-
-_SAME = 1 + 1e-6  # two processes round differently
-
-
-def repaired(folder: Path, tables: Sequence[Stored], marks: Mapping[str, Mark]) -> set[str]:
-    """Put the files of a run in order, and say in a line what was wrong."""
-    rows, *sides, _ = tables
-    try:
-        aside = {one.lines.name: one.repair(marks.get(one.name)) for one in tables}
-        if all(one.as_marked(marks.get(one.name)) for one in tables):
-            return set()
-        aside[rows.lines.name] += _contradictions(rows, [*rows.told()])
-        back = _brought_back(tables, marks)
-        told = [*rows.told()]
-    except OSError as problem:
-        raise InputError(
-            f"`{folder}` should hold files that can be read and written. Found: {problem}; "
-            "choose another `--out`."
-        ) from problem
-    incomplete = _incomplete(told, sides, marks)
-    said = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
-    parts = [f"lines set aside in `.damaged` files: {', '.join(said)}"] * bool(said)
-    every, beside = ", ".join(one.name for one in tables), ", ".join(BESIDE)
-    parts += [f"brought back from Parquet: {back} of {every}"] * bool(back)
-    parts += [f"rows without all of their {beside}: {len(incomplete)}"] * bool(incomplete)
-    if parts:
-        remark(f"`{folder}`: {'; '.join(parts)}. What is missing is measured again.")
-    return incomplete
-
-
-def _contradictions(rows: Stored, told: Sequence[Mapping[str, Any]]) -> int:
-    """Set aside lines that stand twice, and all lines of a row whose intervals exclude each other.
-
-    A row that is measured anew, or with more besides, has a later line of its own.
-    """
-    low: dict[str, float] = {}
-    high: dict[str, float] = {}
-    for one in told:
-        id, sigma, upper = (one.get(name) for name in ("id", "sigma", "upper"))
-        if isinstance(id, str) and isinstance(sigma, float) and isinstance(upper, float):
-            low[id] = max(low.get(id, sigma), sigma)
-            high[id] = min(high.get(id, upper), upper)
-    against = {id for id in low if low[id] > high[id] * _SAME}
-    lines = Counter(repr(one) for one in told)
-    if not against and all(count == 1 for count in lines.values()):
-        return 0
-    seen: set[bytes] = set()
-
-    def unwanted(line: bytes) -> bool:
-        ((_, values),) = objects(line)
-        twice = line in seen
-        seen.add(line)
-        return twice or values.get("id") in against
-
-    return rows.set_aside(unwanted)
-
-
-def _brought_back(tables: Sequence[Stored], marks: Mapping[str, Mark]) -> int:
-    """Write anew the lines of records that only Parquet still has."""
-    rows, *sides = tables
-    count = sum(one.restore(marks.get(one.name), None) for one in sides)
-    beside = _counts(sides[:-1], marks)
-    return count if beside is None else count + rows.restore(marks.get("rows"), beside)
-
-
-def _counts(
-    sides: Sequence[Stored], marks: Mapping[str, Mark]
-) -> Callable[[Mapping[str, Any]], dict[str, int]] | None:
-    """How many lines of each side table belonged to a row, if that is still known."""
-    found = []
-    for side in sides:
-        mark = marks.get(side.name)
-        copy = side.copied(mark)
-        if mark is None or (mark.bytes and copy is None):
-            return None
-        found.append({} if copy is None else dict(copy.group_by("id").len().iter_rows()))
-    return lambda row: {
-        name: counts.get(row["id"], 0) for name, counts in zip(BESIDE, found, strict=True)
-    }
-
-
-def _incomplete(
-    told: Sequence[Mapping[str, Any]], sides: Sequence[Stored], marks: Mapping[str, Mark]
-) -> set[str]:
-    """Ids of rows that once had more beside them than is there."""
-    missing: set[str] = set()
-    for side in sides:
-        wanted = dict(_most(told, side.name))
-        if wanted:
-            frame = side.read(marks.get(side.name))
-            held = dict(frame.group_by("id").len().iter_rows())
-            missing |= {id for id, count in wanted.items() if held.get(id, 0) < count}
-    return missing
-
-
-def _most(told: Sequence[Mapping[str, Any]], name: str) -> Iterator[tuple[str, int]]:
-    most: dict[str, int] = {}
-    for one in told:
-        id, count = one.get("id"), one.get(name)
-        if isinstance(id, str) and type(count) is int and count > most.get(id, 0):
-            most[id] = count
-    yield from most.items()
-
-
-# --- … ---
+from lipscope.records.tables import (
+    BESIDE,
+    PART,
+    Mark,
+    Stored,
+    marks_of,
+    refuse_links,
+    tables,
+)
 
 if sys.platform == "win32":
     import msvcrt
 else:
     import fcntl
-
-LOCK, OWNER = ".lock", ".owner"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-
-
-def take(path: Path) -> Callable[[], None]:
-    """Lock a folder for this process; the system gives it free however the process ends.
-
-    The lock is on a file of its own, since some network file systems give a lock back as soon
-    as any handle of the locked file is closed. Where the file system has no locks, a file names
-    the owner; one that is left by a process of this machine that has ended counts for nothing.
-    """
-    refuse_links(path / LOCK)
-    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        _lock(handle)
-    except (BlockingIOError, PermissionError):
-        os.close(handle)
-        raise BlockingIOError from None
-    except OSError as problem:
-        os.close(handle)
-        if problem.errno not in _NO_LOCKS:
-            raise
-        return _named(path / OWNER)
-    return lambda: os.close(handle)
-
-
-def _lock(handle: int) -> None:
-    if sys.platform == "win32":
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-    else:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _named(path: Path) -> Callable[[], None]:
-    """Hold a folder by a file that only one process can make."""
-    me = f"{socket.gethostname()} {os.getpid()}"
-    for _ in range(2):
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            _refuse_if_alive(path)
-            path.unlink(missing_ok=True)
-            continue
-        os.write(handle, me.encode())
-        os.close(handle)
-        return lambda: _give_up(path)
-    raise BlockingIOError
-
-
-def _refuse_if_alive(path: Path) -> None:
-    host, _, number = path.read_text(encoding="utf-8", errors="replace").rpartition(" ")
-    if host and host != socket.gethostname():
-        raise InputError(
-            f"`--out {path.parent}` is in use by process {number} on {host}; wait until it has "
-            f"ended, or delete `{path.name}` there if it was killed."
-        )
-    with contextlib.suppress(ProcessLookupError, ValueError):
-        os.kill(int(number), 0)
-        raise BlockingIOError
-
-
-def _give_up(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
-
-
-# --- … ---
-
-
-class Claim:
-    """A folder that is checked, before anything in it is touched.
-
-    Args:
-        place: The folder.
-        spec: Everything that determines its rows.
-        growing: Whether it may hold other layers, lengths and samples.
-
-    Attributes:
-        path: The folder.
-        spec: What is asked for, with what the folder held before.
-
-    Raises:
-        InputError: If it cannot be used.
-    """
-
-    def __init__(self, place: Place, spec: Mapping[str, Any], *, growing: bool) -> None:
-        self.path = place.of(spec, growing=growing)
-        self.spec = plain(spec)
-        self._place, self._growing, self._replaces = place, growing, place.replaces
-        self._made: list[Path] = []
-        with self.writing():
-            self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
-        self._check()  # a folder that is refused stays as it is
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Tell in one line that the disk is full."""
-        try:
-            yield
-        except OSError as problem:
-            raise InputError(
-                f"`--out {self.path}` cannot be written ({problem.strerror}); choose another "
-                "folder."
-            ) from problem
-
-    def taken(self) -> Callable[[], None]:
-        """Lock the folder for this process; what gives it free."""
-        with self.writing():
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                return take(self.path)
-            except BlockingIOError:
-                raise InputError(
-                    f"`--out {self.path}` is in use by another process; wait until that one has "
-                    "ended, or choose another folder."
-                ) from None
-
-    def manifest(self) -> dict[str, Any] | None:
-        """The manifest, once the folder is locked, after what a kill or a replaced run left."""
-        for left in self.path.glob(f".*{PART}"):
-            left.unlink()
-        if self._replaces:
-            self._place.clear()
-            return None
-        return self._check()
-
-    def take_away(self) -> None:
-        """Remove what opening made, and the folders that were not there before."""
-        names = [MANIFEST, LOCK, OWNER]
-        names += [f"{table.name}.{kind}" for table in tables(self.path) for kind in _KINDS]
-        with contextlib.suppress(OSError):
-            for name in names:
-                (self.path / name).unlink(missing_ok=True)
-            for path in self._made:
-                path.rmdir()
-
-    def _check(self) -> dict[str, Any] | None:
-        """The manifest of a run of this specification; anything else in there is refused."""
-        with self.writing():
-            if self.path.is_dir():
-                self._refuse_links()
-            held = load_manifest(self.path / MANIFEST)
-            if held is not None and not self._replaces:
-                self.spec = check_same(self.path, held["spec"], self.spec, growing=self._growing)
-            if held is not None or holds_rows(self.path):
-                if not os.access(self.path, os.W_OK):
-                    raise PermissionError(13, os.strerror(13))
-                return held
-            free = not self.path.exists() or (
-                self.path.is_dir() and all(map(_may_be_left, self.path.iterdir()))
-            )
-        if not free:
-            raise InputError(
-                f"`--out` should be a new folder or one of an earlier run. Found "
-                f"`{self.path}`, which holds something else; choose another `--out`."
-            )
-        return None
-
-    def _refuse_links(self) -> None:
-        for table in tables(self.path):
-            for path in (table.lines, table.parquet, table.damaged):
-                refuse_links(path)
-        for name in (MANIFEST, LOCK, OWNER):
-            refuse_links(self.path / name)
-
-
-_KINDS = ("jsonl", "parquet")
-
-
-def _may_be_left(path: Path) -> bool:
-    """Whether a kill before the first row can have left this file."""
-    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
-    ours = {f"{table.name}.{kind}" for table in tables(path.parent) for kind in _KINDS}
-    bare = path.name in ours and path.is_file() and not path.stat().st_size
-    return path.suffix == PART or path.name in names or bare
-
-
-# --- … ---
+if TYPE_CHECKING:
+    import polars
 
 T = TypeVar("T")
 SURVEY = "survey"
 """The part of the values that says what models were found to have."""
+LOCK, OWNER = ".lock", ".owner"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+_KINDS = ("jsonl", "parquet")
 
 
 class Finished(NamedTuple):
@@ -356,7 +83,7 @@ class RunFolder:
 
     It belongs to one process at a time. Use it in a ``with`` block, whose end writes the
     Parquet files and gives the folder free; a new folder that got nothing is taken away again.
-    `lipscope.records.run.read_run` only reads.
+    `read_run` only reads.
 
     Args:
         path: Folder, made if it does not exist.
@@ -383,15 +110,19 @@ class RunFolder:
         *,
         growing: bool = False,
     ) -> None:
-        place = path if isinstance(path, Place) else Place(Path(path))
-        self._claim = Claim(place, spec, growing=growing)
-        self.path, self.spec = self._claim.path, self._claim.spec
+        self._place = path if isinstance(path, Place) else Place(Path(path))
+        self._growing, self.spec = growing, plain(spec)
+        self.path = self._place.of(spec, growing=growing)
+        self._replaces = self._place.replaces
+        with self._writing():
+            self._made = [one for one in (self.path, *self.path.parents) if not one.exists()]
+        self._check()  # a folder that is refused stays as it is
         self._tables = tables(self.path)
         self._marks: dict[str, Mark] = {}
         self._manifest = empty(self.spec, origin or {})
-        self._release = weakref.finalize(self, self._claim.taken())
+        self._release = weakref.finalize(self, self._lock())
         try:
-            with self._claim.writing():
+            with self._writing():
                 self.done: dict[str, Measurement] = self._open()
         except InputError:
             self._release()
@@ -404,17 +135,75 @@ class RunFolder:
         try:
             if kind is not None and self._is_bare():
                 self._release()
-                self._claim.take_away()
+                self._take_away()
             else:
                 self.compact()
         finally:
             self._release()
 
-    # --- opening
+    # --- the folder
+
+    def _check(self) -> dict[str, Any] | None:
+        """The manifest of a run of this specification; anything else in there is refused."""
+        with self._writing():
+            if self.path.is_dir():
+                for table in tables(self.path):
+                    for path in (table.lines, table.parquet, table.damaged):
+                        refuse_links(path)
+                for name in (MANIFEST, LOCK, OWNER):
+                    refuse_links(self.path / name)
+            held = load_manifest(self.path / MANIFEST)
+            if held is not None and not self._replaces:
+                self.spec = check_same(self.path, held["spec"], self.spec, growing=self._growing)
+            if held is not None or holds_rows(self.path):
+                if not os.access(self.path, os.W_OK):
+                    raise PermissionError(13, os.strerror(13))
+                return held
+            free = not self.path.exists() or (
+                self.path.is_dir() and all(map(_may_be_left, self.path.iterdir()))
+            )
+        if not free:
+            raise InputError(
+                f"`--out` should be a new folder or one of an earlier run. Found "
+                f"`{self.path}`, which holds something else; choose another `--out`."
+            )
+        return None
+
+    def _lock(self) -> Callable[[], object]:
+        """Lock the folder for this process; what gives it free."""
+        with self._writing():
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                return _taken(self.path)
+            except FileExistsError:
+                raise InputError(
+                    f"`--out {self.path}` is in use by another process; wait until it has ended, "
+                    f"or delete `{OWNER}` in it if that process was killed."
+                ) from None
+            except BlockingIOError:
+                raise InputError(
+                    f"`--out {self.path}` is in use by another process; wait until that one has "
+                    "ended, or choose another folder."
+                ) from None
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Tell in one line that the disk is full."""
+        try:
+            yield
+        except OSError as problem:
+            raise InputError(
+                f"`--out {self.path}` cannot be written ({problem.strerror}); choose another "
+                "folder."
+            ) from problem
 
     def _open(self) -> dict[str, Measurement]:
         """The finished rows, after every file was put in order."""
-        held = self._claim.manifest()
+        for left in self.path.glob(f".*{PART}"):  # of a kill
+            left.unlink()
+        if self._replaces:
+            self._place.clear()
+        held = None if self._replaces else self._check()
         if held is not None:
             if others := other_versions(held["provenance"], self._manifest["provenance"]):
                 remark(
@@ -429,7 +218,7 @@ class RunFolder:
             if holds_rows(self.path):
                 remark(f"The manifest of `{self.path}` was lost, and is made anew from its rows.")
             self._write_manifest()
-        incomplete = repaired(self.path, self._tables, self._marks)
+        incomplete = self._repaired()
         frame = self._compact(own=False)
         rows = {one.id: one for one in records_of(Measurement, frame)}
         done = {id: row for id, row in rows.items() if id not in incomplete and not row.passing}
@@ -439,6 +228,49 @@ class RunFolder:
                 "memory or disk, and will be tried again."
             )
         return done
+
+    def _repaired(self) -> set[str]:
+        """Put the files in order, say in a line what was wrong, and name the incomplete rows."""
+        rows = self._tables[0]
+        marks = [self._marks.get(one.name) for one in self._tables]
+        try:
+            for one in self._tables:
+                one.cut_torn_line()
+            marked = list(zip(self._tables, marks, strict=True))
+            if all(mark is not None and mark.sha256 == one.digest for one, mark in marked):
+                return set()
+            aside = {one.lines.name: one.repair() for one in self._tables}
+            back = sum(one.restore(mark) for one, mark in marked[1:])
+            counts = {one.name: _by_id(one.read(mark)) for one, mark in marked[1:-1]}
+            known = (m and (not m.sha256 or one.copied(m) is not None) for one, m in marked[1:-1])
+            if all(known):
+                held_of = counts.items()
+                back += rows.restore(marks[0], lambda r: {n: o.get(r["id"], 0) for n, o in held_of})
+            told = [*rows.told()]
+        except OSError as problem:
+            raise InputError(
+                f"`{self.path}` should hold files that can be read and written. Found: {problem}; "
+                "choose another `--out`."
+            ) from problem
+        incomplete = {
+            one["id"]
+            for one in told
+            for name, held in counts.items()
+            if isinstance(one.get("id"), str)
+            and type(one.get(name)) is int
+            and held.get(one["id"], 0) < one[name]
+        }
+        damaged = [f"{count} damaged in `{name}`" for name, count in aside.items() if count]
+        parts = [f"lines set aside in `.damaged` files: {', '.join(damaged)}"] * bool(damaged)
+        every, beside = ", ".join(one.name for one in self._tables), ", ".join(BESIDE)
+        parts += [f"brought back from Parquet: {back} of {every}"] * bool(back)
+        parts += [f"rows without all of their {beside}: {len(incomplete)}"] * bool(incomplete)
+        if parts:
+            remark(f"`{self.path}`: {'; '.join(parts)}. What is missing is measured again.")
+        return incomplete
+
+    def _marked(self) -> list[tuple[Stored, Mark | None]]:
+        return [(one, self._marks.get(one.name)) for one in self._tables]
 
     def planned(self, ids: Collection[str]) -> None:
         """Say which rows this run asks for, when all its models have been looked at.
@@ -452,7 +284,7 @@ class RunFolder:
         frame = rows.read(self._marks.get(rows.name), own=True)
         unknown = {one.id: one for one in records_of(Measurement, frame) if one.id not in wanted}
         if grown and unknown:
-            with self._claim.writing():
+            with self._writing():
                 count = rows.set_aside(
                     lambda line: json.loads(line)["id"] in unknown, self.path / "rows.earlier"
                 )
@@ -479,12 +311,22 @@ class RunFolder:
         rows, *_, values = self._tables
         return not any(rows.told()) and all(one.get("part") == SURVEY for one in values.told())
 
+    def _take_away(self) -> None:
+        """Remove what opening made, and the folders that were not there before."""
+        names = [MANIFEST, LOCK, OWNER]
+        names += [f"{table.name}.{kind}" for table in self._tables for kind in _KINDS]
+        with contextlib.suppress(OSError):
+            for name in names:
+                (self.path / name).unlink(missing_ok=True)
+            for path in self._made:
+                path.rmdir()
+
     # --- writing
 
     def _write_manifest(self) -> None:
         files = {name: vars(mark) for name, mark in self._marks.items()}
         self._manifest |= {"files": files}
-        with self._claim.writing():
+        with self._writing():
             write_manifest(self.path, self._manifest)
 
     @property
@@ -540,7 +382,7 @@ class RunFolder:
         return json.loads(text)
 
     def _add(self, table: Stored, lines: list[str]) -> None:
-        with self._claim.writing():
+        with self._writing():
             table.append(lines)
 
     def add_model(self, name: str, about: Mapping[str, Any]) -> None:
@@ -594,12 +436,54 @@ class RunFolder:
                 rows = table.name == "rows"
                 return frame if rows else belonging(table.read(held, own=own), frame)
 
-            with self._claim.writing():
+            with self._writing():
                 marks[table.name] = table.compacted(held, content)
         if marks != self._marks:
             self._marks = marks
             self._write_manifest()
         return frame
+
+
+def _by_id(side: polars.DataFrame) -> dict[str, int]:
+    return dict(side.group_by("id").len().iter_rows())
+
+
+def _may_be_left(path: Path) -> bool:
+    """Whether a kill before the first row can have left this file."""
+    names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
+    ours = {f"{table.name}.{kind}" for table in tables(path.parent) for kind in _KINDS}
+    bare = path.name in ours and path.is_file() and not path.stat().st_size
+    return path.suffix == PART or path.name in names or bare
+
+
+def _taken(path: Path) -> Callable[[], object]:
+    """Lock a folder for this process; the system gives it free however the process ends.
+
+    The lock is on a file of its own, since some network file systems give a lock back as soon
+    as any handle of the locked file is closed. Where the file system has no locks, a file that
+    only one process can make says that the folder is in use.
+    """
+    refuse_links(path / LOCK)
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(handle)
+    except (BlockingIOError, PermissionError):
+        os.close(handle)
+        raise BlockingIOError from None
+    except OSError as problem:
+        os.close(handle)
+        if problem.errno not in _NO_LOCKS:
+            raise
+        os.close(os.open(path / OWNER, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        return lambda: (path / OWNER).unlink(missing_ok=True)
+    return lambda: os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    if sys.platform == "win32":
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def belonging(side: polars.DataFrame, rows: polars.DataFrame) -> polars.DataFrame:
@@ -615,3 +499,102 @@ def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
 
     some = records_of(Value, frame.filter(pl.col("part") == part))
     return {one.key: json.loads(one.content) for one in some}
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
+    """A run folder as it is read: its tables and the manifest.
+
+    Attributes:
+        path: The folder.
+        manifest: ``schema``, ``spec``, ``provenance`` (versions, machine), ``models``
+            (revision and weights of each) and ``files`` (digests).
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @cached_property
+    def rows(self) -> polars.DataFrame:
+        """One line for each finished row, in the order in which they were finished."""
+        return self._read(0)
+
+    @cached_property
+    def tokens(self) -> polars.DataFrame:
+        """One line for each token; ``id`` says for which row."""
+        return belonging(self._read(1), self.rows)
+
+    @cached_property
+    def bounds(self) -> polars.DataFrame:
+        """One line for each theorem that was asked about a row; ``id`` says for which one."""
+        return belonging(self._read(2), self.rows)
+
+    @cached_property
+    def directions(self) -> polars.DataFrame:
+        """One line for each part of a leading direction of a row; ``id`` says for which one."""
+        return belonging(self._read(3), self.rows)
+
+    def values(self, part: str) -> polars.DataFrame:
+        """Values that an experiment computed for one of its parts, a line each, with their keys."""
+        import polars as pl
+
+        lines = [{"key": key} | content for key, content in self.contents(part).items()]
+        return pl.DataFrame(lines, infer_schema_length=None)
+
+    def parts(self) -> list[str]:
+        """The parts of which `values` has some."""
+        return sorted(set(self._read(-1)["part"]) - {SURVEY})
+
+    def contents(self, part: str) -> dict[str, dict[str, Any]]:
+        """The same by key."""
+        return values_of(self._read(-1), part)
+
+    def measurements(self) -> list[Measurement]:
+        """The rows as records."""
+        return records_of(Measurement, self.rows)
+
+    def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
+        """The tokens of some rows, or of all, as records."""
+        return records_of(TokenShare, _of(self.tokens, ids))
+
+    def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
+        """The bounds of some rows, or of all, as records."""
+        return records_of(Bound, _of(self.bounds, ids))
+
+    def direction_parts(self, ids: Sequence[str] | None = None) -> list[Direction]:
+        """The directions of some rows, or of all, as records."""
+        return records_of(Direction, _of(self.directions, ids))
+
+    def _read(self, index: int) -> polars.DataFrame:
+        table = tables(self.path)[index]
+        return table.read(marks_of(self.manifest["files"]).get(table.name))
+
+
+def read_run(path: str | Path) -> Run:
+    """Open a run folder for reading; nothing in it is written.
+
+    Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
+    are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
+    and said.
+
+    Args:
+        path: A run folder, whoever wrote it.
+
+    Returns:
+        The run.
+
+    Raises:
+        InputError: If it is no run folder, cannot be read, or is of another schema.
+    """
+    if not isinstance(path, str | Path) or not os.path.isdir(path):
+        raise InputError(f"`{shown(path)}` should be a run folder. Found no such folder.")
+    return Run(Path(path), read_manifest(Path(path)))
+
+
+def _of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:
+    import polars as pl
+
+    return frame if ids is None else frame.filter(pl.col("id").is_in(list(ids)))

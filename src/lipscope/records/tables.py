@@ -1,15 +1,26 @@
-"""One table of a run: lines of JSON that only grow, and a Parquet copy of the first so many."""
+"""The tables of a run: lines of JSON with checksums that only grow, and a Parquet copy of each.
+
+The files of a folder are written in one move or at their ends, never through a link, and are safe
+from a power cut.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import secrets
+import stat
+import typing
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
 from lipscope.errors import InputError, remark
 from lipscope.records.rows import (
@@ -25,17 +36,14 @@ from lipscope.records.rows import (
 if TYPE_CHECKING:
     import polars
 
-import contextlib
-import dataclasses
-import functools
-import secrets
-import stat
-import typing
-import zlib
-from collections.abc import Iterable, Sequence
-from typing import IO, Literal, TypeVar
-
+Record = TypeVar("Record")
 PART = ".part"
+SEAL = "crc"
+BESIDE = ("tokens", "bounds", "directions")
+"""What a line of ``rows.jsonl`` says besides its row: how many lines of these belong to it."""
+_SEALED = len(f', "{SEAL}": "01234567"}}')
+_FOREIGN = b"\xef\xbb\xbf\r"  # what editors put around a line
+_CHUNK = 2**24
 
 
 def opened(path: Path, mode: str = "rb") -> IO[Any]:
@@ -104,18 +112,13 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-# --- … ---
-
-Record = TypeVar("Record")
-SEAL = "crc"
-_SEALED = len(f', "{SEAL}": "01234567"}}')
-_FOREIGN = b"\xef\xbb\xbf\r"  # what editors put around a line
+# --- lines ------------------------------------------------------------------------------------
 
 
-def sealed(line: str) -> bytes:
+def with_checksum(line: str) -> bytes:
     r"""A line with a checksum of itself as its last entry, and its line end.
 
-    >>> sealed('{"a": 1}')
+    >>> with_checksum('{"a": 1}')
     b'{"a": 1, "crc": "7aa88204"}\n'
     """
     body = line[:-1].encode("utf-8", "replace")
@@ -125,7 +128,7 @@ def sealed(line: str) -> bytes:
 def whole(line: bytes) -> bool:
     """Whether a line says what was written.
 
-    >>> line = sealed('{"sigma": 0.0108}').strip()
+    >>> line = with_checksum('{"sigma": 0.0108}').strip()
     >>> whole(line), whole(line.replace(b"0.0108", b"0.0908"))
     (True, False)
     """
@@ -147,48 +150,10 @@ def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
     return b"".join(line + b"\n" for line in good), bad
 
 
-def append_lines(path: Path, lines: Sequence[bytes]) -> None:
-    """Append lines and bring them to the disk."""
-    if not lines:
-        return
-    new = not path.exists()
-    with opened(path, "ab") as file:
-        end = os.fstat(file.fileno()).st_size
-        left = memoryview(b"".join(lines))
-        try:
-            while left:
-                left = left[file.write(left) :]
-            os.fsync(file.fileno())
-        except OSError:
-            # Where this fails a torn last line stays, which the next opening cuts off.
-            with contextlib.suppress(OSError):
-                os.truncate(path, end)
-            raise
-    if new:
-        sync_folder(path.parent)
-
-
-def cut_torn_line(path: Path) -> None:
-    """Remove what follows the last line end: a line that was never finished."""
-    if not os.path.lexists(path):
-        return
-    with opened(path, "rb+") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - 2**16)
-            file.seek(start)
-            at = file.read(end - start).rfind(b"\n")
-            end = start + at + 1 if at >= 0 else start
-            if at >= 0:
-                break
-        if end < size:
-            file.truncate(end)
-
-
 def objects(data: bytes, *, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
     r"""The objects of whole lines by line number, without their checksums; empty for another.
 
-    >>> list(objects(sealed('{"a": 1}')))
+    >>> list(objects(with_checksum('{"a": 1}')))
     [(1, {'a': 1})]
     """
     for number, line in enumerate(data.split(b"\n")[:-1], first):
@@ -250,26 +215,13 @@ def _columns(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
     return found
 
 
-# --- … ---
-
-_CHUNK = 2**24
-BESIDE = ("tokens", "bounds", "directions")
-"""What a line of ``rows.jsonl`` says besides its row: how many lines of these belong to it."""
+# --- a table ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mark:
-    """How much of the lines the Parquet copy holds.
+    """What a Parquet copy is a copy of: digests of the lines ("" for none) and of the copy."""
 
-    Attributes:
-        bytes: Size of that part of the file of lines.
-        lines: Number of its lines.
-        sha256: Its digest: a copy that does not belong to these lines is not read.
-        copy: Digest of the copy: another one in its place is not read.
-    """
-
-    bytes: int
-    lines: int
     sha256: str
     copy: str
 
@@ -305,17 +257,40 @@ class Stored:
         """Where lines go that cannot be believed."""
         return self.folder / f"{self.name}.damaged"
 
-    def append(self, lines: list[str]) -> None:
-        """Append records with their checksums, and bring them to the disk."""
-        append_lines(self.lines, [sealed(line) for line in lines])
+    @property
+    def digest(self) -> str:
+        """Digest of the complete lines; "" where there are none."""
+        digest, some = hashlib.sha256(), False
+        for part in _parts(self.lines):
+            digest.update(part)
+            some = True
+        return digest.hexdigest() if some else ""
 
     # --- for who holds the folder
 
-    def repair(self, mark: Mark | None) -> int:
-        """Cut off a line that was never finished, and set aside those that are damaged."""
-        cut_torn_line(self.lines)
-        start = mark.bytes if mark is not None and self.begins_with(mark) else 0
-        if all(sorted_out(data)[0] == data for data in _parts(self.lines, start)):
+    def append(self, lines: Sequence[str]) -> None:
+        """Append records with their checksums, and bring them to the disk."""
+        _append(self.lines, [with_checksum(line) for line in lines])
+
+    def cut_torn_line(self) -> None:
+        """Remove what follows the last line end: a line that was never finished."""
+        if not os.path.lexists(self.lines):
+            return
+        with opened(self.lines, "rb+") as file:
+            size = end = file.seek(0, os.SEEK_END)
+            while end > 0:
+                start = max(0, end - 2**16)
+                file.seek(start)
+                at = file.read(end - start).rfind(b"\n")
+                end = start + at + 1 if at >= 0 else start
+                if at >= 0:
+                    break
+            if end < size:
+                file.truncate(end)
+
+    def repair(self) -> int:
+        """Set aside lines that are damaged; how many."""
+        if all(sorted_out(data)[0] == data for data in _parts(self.lines)):
             return 0
         return self.set_aside(lambda _: False)
 
@@ -330,67 +305,68 @@ class Stored:
                 stay, out = [], [line + b"\n" for line in bad]
                 for line in good.splitlines(keepends=True):
                     (out if unwanted(line) else stay).append(line)
-                append_lines(into or self.damaged, out)
+                _append(into or self.damaged, out)
                 count += len(out)
                 yield b"".join(stay)
 
         replaced(self.lines, kept())
         return count
 
-    def restore(self, mark: Mark | None, more: Callable[[Any], dict[str, Any]] | None) -> int:
-        """Write anew the lines of records that only the copy still has."""
+    def restore(
+        self, mark: Mark | None, more: Callable[[Any], dict[str, Any]] = lambda _: {}
+    ) -> int:
+        """Write anew the lines of records that only the copy has; ``more`` is what they say too."""
         copy = self.copied(mark)
-        if copy is None or mark is None or self.begins_with(mark):
+        if copy is None:
             return 0
-        lost = copy.join(self.read(None), on=self.key, how="anti", nulls_equal=True)
-        values = lost.to_dicts()
-        self.append([_plain(one | (more(one) if more else {})) for one in values])
-        return len(values)
-
-    def mark(self, copy: str) -> Mark:
-        """The mark of a copy, by its digest, that holds all complete lines of the file."""
-        digest, size, lines = hashlib.sha256(), 0, 0
-        for part in _parts(self.lines):
-            digest.update(part)
-            size, lines = size + len(part), lines + part.count(b"\n")
-        return Mark(size, lines, digest.hexdigest(), copy)
+        lost = copy.join(self.read(None), on=self.key, how="anti", nulls_equal=True).to_dicts()
+        lines = [json.dumps(o | more(o), ensure_ascii=False, allow_nan=False) for o in lost]
+        self.append(lines)
+        return len(lost)
 
     def compacted(self, held: Mark | None, frame: Callable[[], polars.DataFrame]) -> Mark:
-        """Write the copy unless it is there; how far it goes."""
-        mark = self.mark("" if held is None else held.copy)
-        if mark == held and (not mark.bytes or self.copied(held) is not None):
-            return mark
-        if not mark.bytes and self.name not in ("rows", "tokens"):
-            return mark  # without any there is no file of them
+        """Write the copy unless it is there; what it is a copy of."""
+        digest = self.digest
+        same = held is not None and held.sha256 == digest
+        if held is not None and same and not (digest and self.copied(held) is None):
+            return held
+        if not digest and self.name not in ("rows", "tokens"):
+            return Mark("", "")  # without any there is no file of them
         content = io.BytesIO()
         frame().write_parquet(content)
         replaced(self.parquet, content.getvalue())  # by ourselves: polars has errors of its own
-        return replace(mark, copy=hashlib.sha256(content.getvalue()).hexdigest())
+        return Mark(digest, hashlib.sha256(content.getvalue()).hexdigest())
 
     # --- for everybody
 
     def read(self, mark: Mark | None, *, own: bool = False) -> polars.DataFrame:
-        """All records, from the copy as far as it goes and from the lines after it.
+        """All records, each once: of the copy if it is one of these lines, else of the lines.
 
-        Where the lines are not those that were copied, they are believed and not the copy, which
-        then only says what they lack.
+        Other lines are believed and not the copy, which then only says what they lack.
+
+        Args:
+            mark: What the copy is said to be one of.
+            own: Whether this process wrote or checked every line.
+
+        Raises:
+            InputError: If a line cannot be read as a record.
         """
         import polars as pl
 
         copy = self.copied(mark)
+        if copy is not None and mark is not None and mark.sha256 == self.digest:
+            return copy
         parts = [] if copy is None else [copy]
-        parts += self._behind(mark if copy is not None else None, own=own)
+        parts += self._from_lines(own=own)
         if not parts:
             return typed_frame(self.kind, [])
-        if len(parts) == 1 and copy is not None:
-            return copy
         return pl.concat(parts).unique(self.key, keep="last", maintain_order=True)
 
     def copied(self, mark: Mark | None) -> polars.DataFrame | None:
         """The copy, if it is the one that was made."""
         import polars as pl
 
-        if mark is None or not mark.bytes or not os.path.lexists(self.parquet):
+        if mark is None or not mark.sha256 or not os.path.lexists(self.parquet):
             return None
         try:
             with opened(self.parquet) as file:
@@ -403,31 +379,15 @@ class Stored:
             return None
         return frame if dict(frame.schema) == schema_of(self.kind) else None
 
-    def begins_with(self, mark: Mark) -> bool:
-        """Whether the file begins with the lines that were copied."""
-        digest, left = hashlib.sha256(), mark.bytes
-        for part in _parts(self.lines):
-            digest.update(part[:left])
-            left -= min(left, len(part))
-            if not left:
-                break
-        return not left and digest.hexdigest() == mark.sha256
-
-    def as_marked(self, mark: Mark | None) -> bool:
-        """Whether the lines are just those that were copied, so that there is nothing new."""
-        size = self.lines.stat().st_size if self.lines.exists() else 0
-        return mark is not None and mark.bytes == size and self.begins_with(mark)
-
     def told(self) -> Iterator[dict[str, Any]]:
         """The entries of every line, also of those that a later one replaces."""
         for data in _parts(self.lines):
             yield from (values for _, values in objects(data))
 
-    def _behind(self, mark: Mark | None, *, own: bool) -> Iterator[polars.DataFrame]:
-        """Frames of the lines after the mark, some megabytes at a time."""
-        known = mark if mark is not None and self.begins_with(mark) else None
-        number, damaged = 1 + (known.lines if known else 0), 0
-        for data in _parts(self.lines, start=known.bytes if known else 0):
+    def _from_lines(self, *, own: bool) -> Iterator[polars.DataFrame]:
+        """Frames of the lines, some megabytes at a time."""
+        number, damaged = 1, 0
+        for data in _parts(self.lines):
             good, bad = (data, []) if own else sorted_out(data)
             frame = self._trusted(good) if own else None
             yield self._checked(good, number) if frame is None else frame
@@ -470,30 +430,18 @@ def tables(folder: Path) -> tuple[Stored, ...]:
 
 def marks_of(values: Mapping[str, Any]) -> dict[str, Mark]:
     """The marks in a manifest; entries that are not marks are left out."""
-    found = {}
-    for name, value in values.items():
-        try:
-            mark = Mark(
-                int(value["bytes"]), int(value["lines"]), str(value["sha256"]), str(value["copy"])
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
-        if 0 <= mark.bytes < 2**63 and mark.lines >= 0:
-            found[name] = mark
-    return found
+    known = {
+        n: v for n, v in values.items() if isinstance(v, Mapping) and {*v} >= {"sha256", "copy"}
+    }
+    return {name: Mark(str(one["sha256"]), str(one["copy"])) for name, one in known.items()}
 
 
-def _plain(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, ensure_ascii=False, allow_nan=False)
-
-
-def _parts(path: Path, start: int = 0) -> Iterator[bytes]:
+def _parts(path: Path) -> Iterator[bytes]:
     """The complete lines of a file, some megabytes at a time."""
     if not os.path.lexists(path):
         return
     try:
         with opened(path) as file:
-            file.seek(start)
             rest = b""
             while data := file.read(_CHUNK):
                 whole, end, rest = (rest + data).rpartition(b"\n")
@@ -504,3 +452,24 @@ def _parts(path: Path, start: int = 0) -> Iterator[bytes]:
             f"`{path}` should be a file that can be read and written. Found: "
             f"{problem.strerror}; choose another `--out`."
         ) from problem
+
+
+def _append(path: Path, lines: Sequence[bytes]) -> None:
+    """Append lines and bring them to the disk."""
+    if not lines:
+        return
+    new = not path.exists()
+    with opened(path, "ab") as file:
+        end = os.fstat(file.fileno()).st_size
+        left = memoryview(b"".join(lines))
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            # Where this fails a torn last line stays, which the next opening cuts off.
+            with contextlib.suppress(OSError):
+                os.truncate(path, end)
+            raise
+    if new:
+        sync_folder(path.parent)
