@@ -225,7 +225,7 @@ def sides_chart(
     """Geometric means of both runs against the number of tokens, with their 95 % intervals."""
     label = f"datum.label === 'a' ? {_quoted(names[0])} : {_quoted(names[1])}"
     key: dict[str, Any] = {"symbolType": "circle", "orient": "top", "labelLimit": 0}
-    inks = dict(zip(SIDES, (BLUE, ORANGE), strict=True))
+    inks = {"a": BLUE, "b": ORANGE}
     colour = frame.colours("side:N", inks, labelExpr=label, **key)
     some = base("means", means).transform_calculate(
         at="datum.n * pow(axes.room, datum.side === 'a' ? -0.12 : 0.12)"

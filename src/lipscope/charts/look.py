@@ -177,9 +177,19 @@ _KINDS = {
 
 def dressed(chart: Any) -> Any:
     """The one look of all charts; on white, so that it also prints."""
-    quiet = {"labelColor": QUIET, "titleColor": INK, "labelFontSize": 11, "titleFontSize": 12}
-    lines = {"gridColor": GRID, "domainColor": AXIS, "tickColor": AXIS}
-    heading = {"color": INK, "fontSize": 15, "subtitleColor": QUIET, "subtitleFontSize": 11}
+    quiet: dict[str, Any] = {
+        "labelColor": QUIET,
+        "titleColor": INK,
+        "labelFontSize": 11,
+        "titleFontSize": 12,
+    }
+    lines: dict[str, Any] = {"gridColor": GRID, "domainColor": AXIS, "tickColor": AXIS}
+    heading: dict[str, Any] = {
+        "color": INK,
+        "fontSize": 15,
+        "subtitleColor": QUIET,
+        "subtitleFontSize": 11,
+    }
     made = chart.configure(
         font=FONT,
         background="#ffffff",
