@@ -22,7 +22,7 @@ from lipscope.pages.points import (
     training_of,
 )
 from lipscope.pages.pushed import Push, pushes_of
-from lipscope.pages.sections import bounded, depths_of, edits_of, gains_of, monitored_of
+from lipscope.pages.sections import bounds_of, depths_of, edits_of, gains_of, monitored_of
 from lipscope.pages.sentences import remarkable, sentences
 from lipscope.pages.table import Line, stable_rank
 from lipscope.pages.windows import SCALE, Windows, kinds_of, top_tokens, windows_for
@@ -232,7 +232,7 @@ class Content:
             found += [
                 {"s": index[setting], "folder": place} | record
                 for setting, rows in parts.items()
-                for record in bounded(comparisons(rows, bounds))
+                for record in map(bounds_of, comparisons(rows, bounds))
             ]
         return found
 

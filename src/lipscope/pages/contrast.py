@@ -6,15 +6,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lipscope.charts import positive, tick_values
+from lipscope.charts import positive
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, Item, folder_names, items_of
-from lipscope.pages.points import as_columns, label, log_ends, short
+from lipscope.pages.points import as_columns, axis, axis_of_lengths, label, log_ends, short
 from lipscope.records import (
     CONFIDENCE,
     Ends,
@@ -33,7 +32,6 @@ from lipscope.records import (
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
 Log = Callable[[Measurement], tuple[float, float] | None]
 PAIRED, APART = "the same windows", "two samples"
-_SIDES = ("first", "second")
 
 
 class _Folder(NamedTuple):
@@ -79,10 +77,16 @@ def exponent_rows(
             ]
             about = {"layer": label(layer), "head": head, "n": f"{lengths[0]} to {lengths[-1]}"}
             found.append(about | _exponent_row(both, lengths, log))
-    tested = [row for row in found if row["p"] is not None]
+    _tested(found)
+    return found
+
+
+def _tested(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with a test, and what Holm's procedure says of them together."""
+    tested = [row for row in rows if row["p"] is not None]
     for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
         row |= {"holm": short(p), "changed": p <= 1 - CONFIDENCE, "p": short(row["p"])}
-    return found
+    return tested
 
 
 def _folder_of(
@@ -97,7 +101,9 @@ def _folder_of(
     used = [row for some in whole.values() for row in some]
     passages = {tuple(r.tokens_sha256 or str(k) for r in some): some for k, some in whole.items()}
     try:
-        fit = growth([replace(row, sigma=_value(log, row)) for row in used], paired=spread)
+        logs = [log(row) or (0.0, 0.0) for row in used]
+        values = [replace(row, sigma=math.exp(at)) for row, (at, _) in zip(used, logs, strict=True)]
+        fit = growth(values, paired=spread)
     except InputError:
         return _Folder(passages, None, "rows of several models, texts or seeds")
     if fit is None:
@@ -105,12 +111,6 @@ def _folder_of(
     if share_text(used, paired=spread):
         return _Folder(passages, fit, "windows share text, so they are not independent")
     return _Folder(passages, fit, "no power law" if fit.fits is False else "")
-
-
-def _value(log: Log, row: Measurement) -> float:
-    ends = log(row)
-    assert ends is not None
-    return float(np.exp(ends[0]))
 
 
 def _exponent_row(sides: Sequence[_Folder], lengths: Sequence[int], log: Log) -> dict[str, Any]:
@@ -121,19 +121,17 @@ def _exponent_row(sides: Sequence[_Folder], lengths: Sequence[int], log: Log) ->
         [_slope(side.passages[k], lengths, log) for k in some]
         for side, some in zip(sides, keys, strict=True)
     ]
-    why = next(
-        (f"{s.why} in the {n} folder" for s, n in zip(sides, _SIDES, strict=True) if s.why), ""
-    )
-    if not why and min(map(len, slopes)) < 2:
-        why = "too few windows: an interval takes two" + " of each" * (not shared)
+    named = zip(("first", "second"), sides, strict=True)
+    whys = [f"{side.why} in the {name} folder" for name, side in named if side.why]
+    why = whys[0] if whys else _too_few(slopes, shared=bool(shared))
     shift = None if why else (paired_shift if shared else welch_shift)(*slopes)
     count = f"{len(shared)}" if shared else " and ".join(str(len(some)) for some in slopes)
     fits = {name: s.fit and short(s.fit.slope) for name, s in zip("ab", sides, strict=True)}
-    values = (None, None, None, None) if shift is None else shift
-    named = zip(("difference", "low", "high", "p"), values, strict=True)
+    ends = (None, None, None) if shift is None else map(short, shift[:3])
     return {
         **fits,
-        **{name: value if value is None or name == "p" else short(value) for name, value in named},
+        **dict(zip(("difference", "low", "high"), ends, strict=True)),
+        "p": None if shift is None else shift.p,
         "holm": None,
         "changed": False,
         "how": PAIRED if shared else APART,
@@ -172,21 +170,17 @@ def exponents_said(rows: Sequence[Mapping[str, Any]]) -> str:
         head = "" if most["head"] is None else f", head {most['head']}"
         ends = ", ".join(f"{most[name]:+.2g}" for name in ("low", "high"))
         said += f" Most at layer {most['layer']}{head}: {most['difference']:+.2g} in [{ends}]."
-    left = len(rows) - len(tested)
-    return (
-        said
-        + (f" {left} more have none; the table says why." if left else "")
-        + (" Every passage has its own exponent; intervals as above, for nearly normal exponents.")
-    )
+    if left := len(rows) - len(tested):
+        said += f" {left} more have none; the table says why."
+    said += " Every passage has its own exponent; intervals as above, for nearly normal exponents."
+    return said
 
-
-# --- … ---
 
 QUANTITIES = ("sigma", "relative", "sigma without the top token")
 _DIFFER = ("model", "revision", "weights", "step", "dtype", "seed", "version")
 
 
-class Place(NamedTuple):
+class SharedSetting(NamedTuple):
     """What a row of both runs has in common, besides its layer, head and length."""
 
     map: str
@@ -260,7 +254,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
 
 # --- what is compared with what --------------------------------------------------------------
 
-_Cells = dict[Place, dict[Cell, list[Measurement]]]
+_Cells = dict[SharedSetting, dict[Cell, list[Measurement]]]
 
 
 def _subject(item: Item) -> tuple[str, str]:
@@ -278,7 +272,7 @@ def _cells(items: Iterable[Item], others: Iterable[Item]) -> _Cells:
         row, subject = item.row, _subject(item)
         model, text = (one if more else "" for one, more in zip(subject, several, strict=True))
         heads = row.head is not None
-        place = Place(row.map, row.metric, row.move, row.read, row.side, heads, model, text)
+        place = SharedSetting(row.map, row.metric, row.move, row.read, row.side, heads, model, text)
         cell = (row.layer, row.head, row.num_tokens)
         found.setdefault(place, {}).setdefault(cell, []).append(row)
     return found
@@ -369,7 +363,7 @@ def _log(quantity: str, row: Measurement) -> tuple[float, float] | None:
 
 
 def _table(
-    place: Place,
+    place: SharedSetting,
     quantity: str,
     cells: Sequence[Cell],
     mine: Mapping[Cell, Sequence[Measurement]],
@@ -382,9 +376,7 @@ def _table(
     rows = [row for row in rows if row is not None]
     if not rows:
         return None
-    tested = [row for row in rows if row["p"] is not None]
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        row |= {"holm": short(p), "changed": p <= 1 - CONFIDENCE, "p": short(row["p"])}
+    tested = _tested(rows)
     axes = {"axes": _axes(rows), "ratios": _ratio_axis(rows)}
     said = _contrast_said(rows, tested, quantity)
     exponents = exponent_rows(cells, mine, other, functools.partial(_log, quantity), spread)
@@ -456,9 +448,14 @@ def _shift(
     """The shift of logarithms, or why there is no interval."""
     if any(share_text(some, paired=False) for some in rows):
         return None, "windows share text, so they are not independent"
-    if min(len(a), len(b)) < 2:
-        return None, "too few windows: an interval takes two" + " of each" * (not shared)
+    if why := _too_few([a, b], shared=shared):
+        return None, why
     return (paired_shift(a, b) if shared else welch_shift(a, b)), ""
+
+
+def _too_few(sides: Sequence[Sequence[Any]], *, shared: bool) -> str:
+    few = min(map(len, sides)) < 2
+    return ("too few windows: an interval takes two" + " of each" * (not shared)) * few
 
 
 def _axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -469,19 +466,14 @@ def _axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     values = [row[name] for row in rows for name in names]
     # The interval of two windows can be so wide that it would flatten everything else.
     low, high = max(min(values), min(means) / 10), min(max(values), 10 * max(means))
-    y = [low / 1.12, high * 1.12]
-    room = min([2.0, *(b / a for a, b in pairwise(lengths))]) ** 0.3
-    x = [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)]
-    ends = {"x": x, "y": [short(v) for v in y]}
-    return ends | {"xticks": lengths, "yticks": tick_values(*y), "room": round(room, 4)}
+    return axis_of_lengths(lengths) | axis(low / 1.12, high * 1.12)
 
 
 def _ratio_axis(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One axis for all ratios, with 1 on it."""
     ratios = [row["ratio"] for row in rows] + [1.0]
     ends = [row[end] for row in rows for end in ("low", "high") if row[end]] + ratios
-    y = [max(min(ends), min(ratios) / 4) / 1.05, min(max(ends), 4 * max(ratios)) * 1.05]
-    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
+    return axis(max(min(ends), min(ratios) / 4) / 1.05, min(max(ends), 4 * max(ratios)) * 1.05)
 
 
 def _contrast_said(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from lipscope.charts import layer_labels, positive, tick_values
 from lipscope.errors import InputError
-from lipscope.pages.items import REAL, SETTING, Item, by_setting, paired
+from lipscope.pages.items import REAL, SETTING, Item, paired
 from lipscope.pages.table import Line, middle, stable_rank
-from lipscope.records import Growth, Measurement, Of, enclosed_mean, group_of, growth
+from lipscope.records import (
+    Growth,
+    Measurement,
+    Of,
+    enclosed_mean,
+    geometric_mean,
+    group_of,
+    grouped,
+    growth,
+)
 
 MAX_POINTS = 10_000
 """Rows that a page carries one by one; beyond, a part of them."""
@@ -49,11 +59,9 @@ class Points:
 
 def points_of(items: Sequence[Item]) -> Points:
     """Everything that the charts draw."""
-    settings = by_setting(items)
+    settings = grouped(items, lambda item: item.setting)
     carried = _carried(items)
-    curves: dict[tuple[Any, ...], list[Item]] = {}
-    for item in items:
-        curves.setdefault(item.curve, []).append(item)
+    curves = grouped(items, lambda item: item.curve)
     kept = layers_first(list(curves))
     remarks = []
     if len(carried) < len(items):
@@ -74,11 +82,12 @@ def points_of(items: Sequence[Item]) -> Points:
         settings=[_setting(s, some) for s, some in settings.items()],
         items=carried,
         points=[
-            _point(item, index[item.setting]) | {"order": order[item.row.sample]}
-            for item in carried
+            {"s": index[i.setting], **_point(i), "order": order[i.row.sample]} for i in carried
         ],
-        means=[m for key in kept for m in _means(curves[key], index[key[0]])],
-        fits=[_fit(curves[key][0], index[key[0]], *one) for key in kept for one in grown[key]],
+        means=[{"s": index[key[0]], **m} for key in kept for m in _means(curves[key])],
+        fits=[
+            {"s": index[key[0]], **_fit(curves[key][0], *one)} for key in kept for one in grown[key]
+        ],
         lines=_lines(curves, grown),
         remarks=remarks,
     )
@@ -149,16 +158,25 @@ def axes(rows: Sequence[Measurement]) -> dict[str, Any] | None:
     top = max(r.sigma for r in rows if r.sigma)
     low, high = min(values), min(max(values), 30 * top)
     pad = max(1.12, (high / low) ** 0.04)
-    y = [low / pad, high * pad]
-    ratios = [b / a for a, b in pairwise(lengths)]
-    room = min([2.0, *ratios]) ** 0.3
-    return {
-        "x": [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)],
-        "y": [short(v) for v in y],
-        "xticks": lengths,
-        "yticks": tick_values(*y),
-        "room": round(room, 4),
-    }
+    return axis_of_lengths(lengths) | axis(low / pad, high * pad)
+
+
+def axis_of_lengths(lengths: Sequence[int]) -> dict[str, Any]:
+    """Ends and ticks of an axis of lengths, and the factor that a length may fill."""
+    room = min([2.0, *(b / a for a, b in pairwise(lengths))]) ** 0.3
+    x = [round(lengths[0] / room, 4), round(lengths[-1] * room, 4)]
+    return {"x": x, "xticks": list(lengths), "room": round(room, 4)}
+
+
+def axis_around(values: Iterable[float | None], pad: float) -> dict[str, Any] | None:
+    """The axis of positive values, with room at both ends; None where there is none."""
+    drawn = [value for value in values if value is not None and positive(value)]
+    return axis(min(drawn) / pad, max(drawn) * pad) if drawn else None
+
+
+def axis(low: float, high: float) -> dict[str, Any]:
+    """Ends and ticks of a logarithmic axis."""
+    return {"y": [short(low), short(high)], "yticks": tick_values(low, high)}
 
 
 # --- points ---------------------------------------------------------------------------------
@@ -169,9 +187,7 @@ def _carried(items: Sequence[Item]) -> list[Item]:
     if len(items) <= MAX_POINTS:
         return list(items)
     always: set[int] = set()
-    places: dict[tuple[str, ...], list[int]] = {}
-    for k, item in enumerate(items):
-        places.setdefault(item.setting, []).append(k)
+    places = grouped(range(len(items)), lambda k: items[k].setting)
     for some in places.values() if len(places) * _WORST * 2 <= MAX_POINTS else ():
         for name in ("sigma", "relative"):
             some.sort(key=lambda k, name=name: -(getattr(items[k].row, name) or 0.0))
@@ -193,14 +209,17 @@ def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [*layers, *heads]
 
 
-def _point(item: Item, setting: int) -> dict[str, Any]:
+def _curve(item: Item) -> dict[str, Any]:
+    """The curve of an item, besides its setting."""
+    row = item.row
+    place = {"layer": label(row.layer), "head": row.head}
+    return {"kind": item.kind, "source": item.source, **place}
+
+
+def _point(item: Item) -> dict[str, Any]:
     row = item.row
     return {
-        "s": setting,
-        "kind": item.kind,
-        "source": item.source,
-        "layer": label(row.layer),
-        "head": row.head,
+        **_curve(item),
         "n": row.num_tokens,
         "sample": row.sample,
         "sigma": short(row.sigma),
@@ -217,58 +236,44 @@ def _point(item: Item, setting: int) -> dict[str, Any]:
     }
 
 
-def _means(items: Sequence[Item], setting: int) -> list[dict[str, Any]]:
+def _means(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """One record for each length of a curve."""
-    lengths: dict[int, list[Measurement]] = {}
-    for item in items:
-        if positive(item.row.sigma):
-            lengths.setdefault(item.row.num_tokens, []).append(item.row)
     first = items[0]
-    found = []
-    for n, rows in sorted(lengths.items()):
-        sigma, low, high = map(short, spread_of(rows))
-        found.append(
-            {
-                "s": setting,
-                "kind": first.kind,
-                "source": first.source,
-                "layer": label(first.row.layer),
-                "head": first.row.head,
-                "n": n,
-                "sigma": sigma,
-                "low": low,
-                "high": high,
-                "rest": _geometric(row.sigma_rest for row in rows),
-                "relative": _geometric(row.relative for row in rows),
-                "radius": _geometric(row.radius_max for row in rows),
-                "rank": _geometric(map(stable_rank, rows)),
-                "share": _average([row.top_share for row in rows if row.top_share is not None]),
-                "count": len(rows),
-                "trained": rows[0].trained_length if first.kind == REAL else None,
-            }
-        )
-    return found
+    rows = (item.row for item in items if positive(item.row.sigma))
+    for n, some in sorted(grouped(rows, lambda row: row.num_tokens).items()):
+        shares = [row.top_share for row in some if row.top_share is not None]
+        yield {
+            **_curve(first),
+            "n": n,
+            **mean_of(map(log_ends, some)),
+            "rest": short(geometric_mean(row.sigma_rest for row in some)),
+            "relative": short(geometric_mean(row.relative for row in some)),
+            "radius": short(geometric_mean(row.radius_max for row in some)),
+            "rank": short(geometric_mean(map(stable_rank, some))),
+            "share": short(math.fsum(shares) / len(shares)) if shares else None,
+            "trained": some[0].trained_length if first.kind == REAL else None,
+        }
 
 
-def spread_of(rows: Sequence[Measurement]) -> tuple[float, float, float]:
-    """Geometric mean of sigma over windows, and the interval of `enclosed_mean` in logarithms."""
-    sigma, low, high = map(math.exp, enclosed_mean([log_ends(row) for row in rows]))
-    return sigma, low, high
+def mean_of(logs: Iterable[tuple[float, float]]) -> dict[str, Any]:
+    """Geometric mean of values between two ends, by their logarithms: see `enclosed_mean`.
+
+    One value has the solver's interval alone; several also that of the sampling of text.
+    """
+    logs = list(logs)
+    values = (short(exponential(value)) for value in enclosed_mean(logs))
+    return dict(zip(("sigma", "low", "high"), values, strict=True)) | {"count": len(logs)}
+
+
+def exponential(value: float) -> float:
+    """Products of many blocks may leave the range of numbers; then there is no value."""
+    return math.exp(value) if value < 700 else math.inf
 
 
 def log_ends(row: Measurement) -> tuple[float, float]:
     """``log sigma`` and ``log upper`` of a row with a positive sigma."""
     sigma = row.sigma or 1.0
     return math.log(sigma), math.log(max(row.upper or 0.0, sigma))
-
-
-def _geometric(values: Iterable[float | None]) -> float | None:
-    logs = [math.log(v) for v in values if v is not None and positive(v)]
-    return short(math.exp(math.fsum(logs) / len(logs))) if logs else None
-
-
-def _average(values: Sequence[float]) -> float | None:
-    return short(math.fsum(values) / len(values)) if values else None
 
 
 # --- exponents ------------------------------------------------------------------------------
@@ -278,26 +283,21 @@ def _grown(items: Sequence[Item]) -> list[tuple[str, Growth]]:
     """The growth of one curve: of sigma, and of sigma with the top token held fixed."""
     first = items[0]
     rows = [item.row for item in items]
-    found = [(first.kind, _growth(rows, paired=paired(first.run)))]
+    kinds: dict[str, Of] = {first.kind: "sigma"}
     if first.kind == REAL and any(row.sigma_rest for row in rows):
-        found.append(("rest", _growth(rows, paired=paired(first.run), of="sigma_rest")))
+        kinds["rest"] = "sigma_rest"
+    found = []
+    for kind, of in kinds.items():
+        # One window twice in a folder, measured otherwise: no curve.
+        with contextlib.suppress(InputError):
+            found.append((kind, growth(rows, paired=paired(first.run), of=of)))
     return [(kind, fit) for kind, fit in found if fit is not None]
 
 
-def _growth(rows: Sequence[Measurement], *, paired: bool, of: Of = "sigma") -> Growth | None:
-    try:
-        return growth(rows, paired=paired, of=of)
-    except InputError:  # one window twice in a folder, measured otherwise: no curve
-        return None
-
-
-def _fit(first: Item, setting: int, kind: str, fit: Growth) -> dict[str, Any]:
+def _fit(first: Item, kind: str, fit: Growth) -> dict[str, Any]:
     beyond = fit.beyond and f": {fit.beyond.verdict} from {fit.beyond.lengths[0]} tokens on"
     return {
-        "s": setting,
-        "source": first.source,
-        "layer": label(first.row.layer),
-        "head": first.row.head,
+        **_curve(first),
         "kind": kind,
         "slope": short(fit.slope),
         "low": short(fit.low),
@@ -338,7 +338,7 @@ def compared(curve: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*curve[:3], curve[-1] is None)
 
 
-# --- checkpoints of one model side by side: sigma against training step ---
+# --- checkpoints ----------------------------------------------------------------------------
 
 _FAR = 50  # last step by first one, beyond which steps stand on a logarithmic axis
 _PAD = 0.04  # of the axis, on both sides
@@ -378,16 +378,23 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     for item in items:
         row, at = item.row, place.get(index[item.setting])
         if at is not None and item.kind == REAL and positive(row.sigma):
-            key = (at[0], item.source, row.num_tokens, row.layer, row.head)
+            key = (at[0], item.source, row.num_tokens, label(row.layer), row.head)
             curves.setdefault(key, {}).setdefault(at[1], []).append(row)
-    turn = _turn([step for _, step in place.values()])
+    every = [step for _, step in place.values()]
+    first = min((step for step in every if step > 0), default=1)
+    turn = float(first) if max(every) > _FAR * first else None
     for g, group in enumerate(groups):
         group["axes"] = _axes(g, group["steps"], curves, turn)
     kept = layers_first(list(curves))
     remark = None
     if len(kept) < len(curves):
         remark = f"Steps are shown for {len(kept):,} of {len(curves):,} layers, heads and lengths."
-    means = [_mean(key, step, rows) for key in kept for step, rows in sorted(curves[key].items())]
+    names = ("g", "source", "n", "layer", "head")
+    means = [
+        {**dict(zip(names, key, strict=True)), "step": step, **mean_of(map(log_ends, rows))}
+        for key in kept
+        for step, rows in sorted(curves[key].items())
+    ]
     return Training(groups, means, turn, remark)
 
 
@@ -404,31 +411,6 @@ def _groups(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _mean(key: tuple[Any, ...], step: int, rows: Sequence[Measurement]) -> dict[str, Any]:
-    """The geometric mean over the windows of one length, with its interval."""
-    group, source, num_tokens, layer, head = key
-    sigma, low, high = spread_of(rows)
-    return {
-        "g": group,
-        "source": source,
-        "layer": label(layer),
-        "head": head,
-        "n": num_tokens,
-        "step": step,
-        "sigma": short(sigma),
-        # One window has the solver's interval alone; several also that of the sampling of text.
-        "low": short(low),
-        "high": short(high),
-        "count": len(rows),
-    }
-
-
-def _turn(steps: Sequence[int]) -> float | None:
-    """Where a logarithmic axis begins, if steps are so far apart that they need one."""
-    first = min((step for step in steps if step > 0), default=1)
-    return float(first) if max(steps) > _FAR * first else None
-
-
 def _axes(
     group: int,
     steps: Sequence[int],
@@ -443,8 +425,9 @@ def _axes(
             kind = "all" if head is None else "heads"
             some = parts.setdefault((kind, n), [])
             some += (replace(row, sigma_rest=None) for rows in by_step.values() for row in rows)
+    many = -(-len(steps) // 10)  # steps that are named, the last one among them
+    ends = {"x": _padded(steps, turn), "xticks": list(steps)[::-1][::many][::-1]}
     for (kind, n), rows in parts.items():
-        ends = {"x": _padded(steps, turn), "xticks": _ticks(steps)}
         found[kind][str(n)] = (axes(rows) or {}) | ends
     return found
 
@@ -461,9 +444,3 @@ def _padded(steps: Sequence[int], turn: float | None) -> list[float]:
     first, last = at(float(steps[0])), at(float(steps[-1]))
     pad = _PAD * (last - first)
     return [round(back(first - pad), 4), round(back(last + pad), 4)]
-
-
-def _ticks(steps: Sequence[int]) -> list[int]:
-    """Steps that are named, the last one among them: all, or every so many."""
-    every = -(-len(steps) // 10)
-    return list(steps)[::-1][::every][::-1]

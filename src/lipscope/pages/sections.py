@@ -1,4 +1,4 @@
-"""Sigma through depth: every map of a layer, the whole model, the product of its blocks."""
+"""Sections of the page: sigma through depth, gains, edits, bounds, and what a monitor read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, points_of, positive, readable, spread, tick_values
+from lipscope.charts import MAPS, points_of, positive, readable, spread
 from lipscope.pages.items import REAL, Item, folder_names
-from lipscope.pages.points import label, log_ends, short, spread_of
+from lipscope.pages.points import axis, axis_around, exponential, label, log_ends, mean_of, short
 from lipscope.records import (
     ADVERSARIAL,
     EDITS,
@@ -26,11 +26,13 @@ from lipscope.records import (
     TokenGain,
     enclosed_mean,
     given,
+    grouped,
     looseness,
     share_interval,
     summed,
 )
 
+Kind = TypeVar("Kind")
 _SAME = 1e-4  # norms of one tensor that two rows tell, each summed in its own order
 _NORMS = ("frobenius", "max-token", "infinity")
 """Metrics in which input and output are measured alike, so that constants multiply."""
@@ -45,11 +47,8 @@ def depths_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     taken window by window, and only where the rows show this: layers from 0 on without a gap, each
     one's ``input_norm`` the ``output_norm`` of the one before.
     """
-    found: dict[tuple[Any, ...], list[Item]] = {}
-    for item in items:
-        if item.kind == REAL and item.row.head is None and positive(item.row.sigma):
-            setting = (item.setting[0], *item.setting[2:])
-            found.setdefault((setting, item.row.num_tokens), []).append(item)
+    whole = [i for i in items if i.kind == REAL and i.row.head is None and positive(i.row.sigma)]
+    found = grouped(whole, lambda i: ((i.setting[0], *i.setting[2:]), i.row.num_tokens))
     return [
         _depth_record(setting, source, n, [i for i in some if i.source in (None, source)])
         for (setting, n), some in sorted(found.items(), key=lambda one: one[0][1])
@@ -65,21 +64,21 @@ def _depth_record(
         maps.setdefault(item.row.map, {}).setdefault(item.row.layer, []).append(item.row)
     whole = maps.pop("model", {}).get(None, [])
     lines = [
-        {"map": name, "layer": layer} | _layer_mean(rows)
+        {"map": name, "layer": layer} | mean_of(map(log_ends, rows))
         for name in MAPS
         for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
     ]
     windows, why = _chains(maps.get("block", {}), setting[1:4])
     stack = maps.get("stack", {})
     products = [
-        {"map": "product", "layer": k} | _product_mean([chain[k] for chain in windows.values()])
+        {"map": "product", "layer": k} | mean_of(chain[k] for chain in windows.values())
         for k in range(_depth(windows))
     ]
     products += [
-        {"map": "stack", "layer": layer} | _layer_mean(rows)
+        {"map": "stack", "layer": layer} | mean_of(map(log_ends, rows))
         for layer, rows in sorted(stack.items(), key=lambda one: one[0] or 0)
     ]
-    means = [_layer_mean(whole)] if whole else []
+    means = [mean_of(map(log_ends, whole))] if whole else []
     return {
         **dict(zip(("model", "metric", "move", "read", "text"), setting, strict=True)),
         "source": source,
@@ -88,20 +87,11 @@ def _depth_record(
         "whole": means,
         "products": products,
         "axes": {
-            "layers": _depth_axis([*lines, *means]),
-            "products": _depth_axis([*products, *means]),
+            name: axis_around((m[end] for m in some for end in ("sigma", "low", "high")), 1.15)
+            for name, some in (("layers", [*lines, *means]), ("products", [*products, *means]))
         },
         "said": " ".join(_product_said(n, windows, why, maps, whole)),
     }
-
-
-def _depth_axis(records: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The axis of means with their intervals."""
-    values = [one[end] for one in records for end in ("sigma", "low", "high") if one[end]]
-    if not values:
-        return None
-    y = [min(values) / 1.15, max(values) * 1.15]
-    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
 
 
 _Chain = list[tuple[float, float]]  # logarithm of the product up to each block: its two ends
@@ -109,21 +99,6 @@ _Chain = list[tuple[float, float]]  # logarithm of the product up to each block:
 
 def _depth(windows: Mapping[str, _Chain]) -> int:
     return min((len(chain) for chain in windows.values()), default=0)
-
-
-def _layer_mean(rows: Sequence[Measurement]) -> dict[str, Any]:
-    sigma, low, high = map(short, spread_of(rows))
-    return {"sigma": sigma, "low": low, "high": high, "count": len(rows)}
-
-
-def _product_mean(ends: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    values = (short(_exp(value)) for value in enclosed_mean(ends))
-    return dict(zip(("sigma", "low", "high"), values, strict=True)) | {"count": len(ends)}
-
-
-def _exp(value: float) -> float:
-    """Products of many blocks may leave the range of numbers; then there is no value."""
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _chains(
@@ -137,32 +112,18 @@ def _chains(
     if metric not in _NORMS or (move, read) != ("all", "all"):
         return {}, "constants multiply only where all tokens move and are read in one norm"
     if set(blocks) != set(range(depth)):
-        return {}, f"layers are missing: found {', '.join(map(str, sorted(map(_int, blocks))))}"
+        layers = sorted(-1 if layer is None else layer for layer in blocks)
+        return {}, f"layers are missing: found {', '.join(map(str, layers))}"
     by_window = [{row.tokens_sha256: row for row in blocks[k]} for k in range(depth)]
     found = {}
     for window in by_window[0]:
         rows = [some[window] for some in by_window if window in some]
         if len(rows) == depth:
-            if not all(_follows(a, b) for a, b in pairwise(rows)):
+            if not all(_close(a.output_norm, b.input_norm) for a, b in pairwise(rows)):
                 return {}, "a block does not read what the one before it gives"
-            found[window] = list(_sums(map(log_ends, rows)))
+            ends = zip(*map(log_ends, rows), strict=True)
+            found[window] = list(zip(*map(accumulate, ends), strict=True))
     return found, "" if found else "no window was measured at every layer"
-
-
-def _int(layer: int | None) -> int:
-    return -1 if layer is None else layer
-
-
-def _sums(ends: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    low = high = 0.0
-    for one, other in ends:
-        low, high = low + one, high + other
-        yield low, high
-
-
-def _follows(one: Measurement, other: Measurement) -> bool:
-    """Whether the second map reads what the first gives, as far as norms tell."""
-    return _close(one.output_norm, other.input_norm)
 
 
 def _close(a: float | None, b: float | None) -> bool:
@@ -214,27 +175,22 @@ def _over(n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[flo
     """How many times sigma of a map the product is, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
-    ratio, low, high = (f"{float(f'{_exp(v):.3g}'):,g}" for v in (middle, *ends))
+    ratio, low, high = (f"{float(f'{exponential(v):.3g}'):,g}" for v in (middle, *ends))
     of = f"geometric mean of {len(pairs)} windows, 95 %:" if len(pairs) > 1 else "one window:"
     return f"At {n} tokens it is {ratio} times sigma of {name} ({of} {low} to {high})."
 
 
-# --- gains of splitting as a page shows them: window by window, token by token ---
+# --- gains ----------------------------------------------------------------------------------------
 
-MAX_TOKENS = 20_000
-"""Tokens with gains that a page carries."""
-
-_GAIN_FIELDS = {field.name for field in dataclasses.fields(TokenGain)}
+MAX_TOKENS = 20_000  # with gains, that a page carries
+_GAINS = ("split", "split_upper", "moved", "moved_upper")
 
 
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
     """One record for each window and layer whose tokens were taken apart."""
     found: dict[str, dict[int, TokenGain]] = {}
-    for run in runs:
-        for content in run.contents(GAINS).values():
-            if content.keys() == _GAIN_FIELDS and content["id"] in settings:
-                one = TokenGain(**content)
-                found.setdefault(one.id, {})[one.index] = one
+    for _, one in _values(runs, GAINS, TokenGain, settings):
+        found.setdefault(one.id, {})[one.index] = one
     records, room = [], MAX_TOKENS
     for row_id, tokens in found.items():
         room -= len(tokens)
@@ -242,57 +198,52 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
             s, layer = settings[row_id]
             some = [tokens[index] for index in sorted(tokens)]
             about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
-            axis = _gain_axis(
-                [v for t in some for v in (t.split, t.split_upper, t.moved, t.moved_upper)]
-            )
-            records.append(about | {"tokens": [_gain(one) for one in some], "axes": axis})
+            gains = [_gain(one) for one in some]
+            ends = (getattr(one, name) for one in some for name in _GAINS)
+            records.append(about | {"tokens": gains, "axes": axis_around(ends, 1.1)})
     return records
 
 
-def _gain_axis(values: Sequence[float]) -> dict[str, Any] | None:
-    """The axis of both gains; None where all are 0."""
-    drawn = [value for value in values if positive(value)]
-    if not drawn:
-        return None
-    y = [min(drawn) / 1.1, max(drawn) * 1.1]
-    return {"y": [short(v) for v in y], "yticks": tick_values(*y)}
+def _values(
+    runs: Sequence[Run], part: str, kind: type[Kind], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Kind]]:
+    """Records of a part of the values, by their keys; those of other versions are left out."""
+    names = {field.name for field in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    for run in runs:
+        for key, content in run.contents(part).items():
+            if content.keys() == names and content["id"] in settings:
+                yield key, kind(**content)
 
 
 def _gain(one: TokenGain) -> dict[str, Any]:
-    ends = ("split", "split_upper", "moved", "moved_upper")
     return {
         "index": one.index,
         "text": readable(one.text).strip(" "),
         "better": one.better_split,
-        **{name: short(getattr(one, name)) for name in ends},
+        **{name: short(getattr(one, name)) for name in _GAINS},
     }
 
 
-# --- edits of a text as a page shows them: what each recipe did, and what stands where now ---
+# --- edits ----------------------------------------------------------------------------------------
 
-MAX_EDITS = 500
-"""Windows and recipes whose texts a page carries."""
-
-_EDIT_FIELDS = {field.name for field in dataclasses.fields(TextEdit)}
+MAX_EDITS = 500  # windows and recipes whose texts a page carries
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 def edits_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
     """One record for each setting, layer and target with edits."""
     found: dict[tuple[Any, ...], dict[str, TextEdit]] = {}
-    for run in runs:
-        for key, content in run.contents(EDITS).items():
-            if content.keys() == _EDIT_FIELDS and content["id"] in settings:
-                one = TextEdit(**content)
-                place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
-                found.setdefault(place, {})[key] = one
+    for key, one in _values(runs, EDITS, TextEdit, settings):
+        place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
+        found.setdefault(place, {})[key] = one
     return [_edits_record(place, list(some.values())) for place, some in found.items()]
 
 
 def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str, Any]:
     s, layer, target, num_tokens, decided = place
     recipes = dict.fromkeys(one.recipe for one in edits)
-    largest = sorted(edits, key=lambda one: -(_change(one) or -1.0))
+    change = "change_layer" if target == "layer" else "change_model"
+    largest = sorted(edits, key=lambda one: -(getattr(one, change) or -1.0))
     return {
         "s": s,
         "layer": layer,
@@ -305,27 +256,21 @@ def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str
     }
 
 
-def _change(one: TextEdit) -> float | None:
-    return one.change_layer if one.target == "layer" else one.change_model
-
-
 def _summary(recipe: str, edits: Sequence[TextEdit]) -> dict[str, Any]:
     """Counts and means, and the 95 % interval of the rate of success."""
     found = summed(recipe, edits)
     tried = found.originals - found.skipped
     ends = share_interval(found.succeeded, tried) if tried else (None, None)
     rate = {"rate": found.rate, "low": ends[0], "high": ends[1]}
-    return {k: short(v) if isinstance(v, float) else v for k, v in (vars(found) | rate).items()}
+    return _short(vars(found) | rate)
 
 
 def _edit(one: TextEdit) -> dict[str, Any]:
     names = ("sample", "recipe", "status", "edits", "queries", "decision", "decided")
+    numbers = ("change_layer", "change_model", "predicted")
     return {
         **{name: getattr(one, name) for name in names},
-        **{
-            name: short(getattr(one, name))
-            for name in ("change_layer", "change_model", "predicted")
-        },
+        **{name: short(getattr(one, name)) for name in numbers},
         "pieces": _pieces(one.before, one.after) if one.after else [["", one.before]],
     }
 
@@ -342,18 +287,13 @@ def _pieces(before: str, after: str) -> list[list[str]]:
     return [piece for piece in pieces if piece[1]]
 
 
-# --- bounds as a page shows them: the lines and the table of one layer in one metric ---
+# --- bounds ---------------------------------------------------------------------------------------
 
-HEIGHT, LABEL = 360, 14
-"""Height of the chart, and of one name beside it, in pixels."""
-
-
-def bounded(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-    """One record for each model, map, metric, layer and head that bounds speak of."""
-    return [_bounds_record(one) for one in comparisons]
+_HEIGHT, _LABEL = 360, 14  # of the chart, and of one name beside it, in pixels
 
 
-def _bounds_record(of: Comparison) -> dict[str, Any]:
+def bounds_of(of: Comparison) -> dict[str, Any]:
+    """What bounds say of one layer or head in one metric: lines, their names, and a table."""
     lines, left_out = of.curves()
     rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
@@ -364,14 +304,10 @@ def _bounds_record(of: Comparison) -> dict[str, Any]:
         return (row.num_tokens, row.sample) == (last, sample)
 
     return {
-        "model": of.model,
-        "map": of.map,
-        "metric": of.metric,
+        **{name: getattr(of, name) for name in ("model", "map", "metric", "head", "allowed")},
         "layer": str(of.layer),
-        "head": of.head,
         "n": last,
         "sample": sample,
-        "allowed": of.allowed,
         "measured": bool(of.real),
         "lines": [_short(point) for point in points],
         "out": left_out,
@@ -391,19 +327,15 @@ def _bounds_axes(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     low = min(p["value"] for p in points) / 1.3
     high = max(max(p["value"], p["upper"]) for p in points) * 1.3
     ends = {p["name"]: p for p in points}  # the last length of each
-    gap = (high / low) ** (LABEL / HEIGHT)
+    gap = (high / low) ** (_LABEL / _HEIGHT)
     places = spread([p["value"] for p in ends.values()], gap)
     names = [
         {"name": p["name"], "group": p["group"], "n": p["n"], "value": place}
         for p, place in zip(ends.values(), places, strict=True)
     ]
     low, high = min([low, *places]), max([high, *places])
-    axes = {
-        "x": [round(lengths[0] / 1.12, 4), round(lengths[-1] * 1.02, 4)],
-        "y": [short(low), short(high)],
-        "xticks": lengths,
-        "yticks": tick_values(low, high),
-    }
+    x = [round(lengths[0] / 1.12, 4), round(lengths[-1] * 1.02, 4)]
+    axes = {"x": x, "xticks": lengths} | axis(low, high)
     return {"axes": axes, "names": [_short(name) for name in names]}
 
 
@@ -430,20 +362,18 @@ def _measured(row: Measurement) -> dict[str, Any]:
 def _asked(row: Measurement, bound: Bound) -> dict[str, Any]:
     ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
     return {
-        "theorem": bound.theorem,
-        "statement": bound.statement,
-        "cite": bound.cite,
-        "kind": bound.kind,
+        **{
+            name: getattr(bound, name) for name in ("theorem", "statement", "cite", "kind", "sound")
+        },
         "scope": bound.scope + ball,
         "value": short(bound.value),
         "upper": None,
         "times": short(looseness(bound, row)),
-        "sound": bound.sound,
         "why": bound.note if bound.applicable else bound.reason,
     }
 
 
-# --- readings of a monitor as a page shows them: every signal over steps, alerts ---
+# --- monitors -------------------------------------------------------------------------------------
 
 READINGS, ALERTS = "monitor", "alerts"
 """The parts of the values of a run folder that a monitor writes."""
@@ -468,9 +398,7 @@ def monitored_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One record for each training that was watched."""
     names, found = folder_names(runs), []
     for run in {str(run.path): run for run in runs}.values():
-        trainings: dict[str, list[Mapping[str, Any]]] = {}
-        for one in run.contents(READINGS).values():
-            trainings.setdefault(str(one.get("run")), []).append(one)
+        trainings = grouped(run.contents(READINGS).values(), lambda one: str(one.get("run")))
         alerts = [*run.contents(ALERTS).values()]
         for name, readings in trainings.items():
             steps = sorted({one["step"] for one in readings})
@@ -491,12 +419,8 @@ def _signal_axes(
     signal: str, rows: Sequence[Mapping[str, Any]], steps: Iterable[int]
 ) -> dict[str, list[float]]:
     """The ends of both axes, with room at each."""
-    values, first, last = (
-        [r["value"] for r in rows if r["signal"] == signal],
-        min(steps),
-        max(steps),
-    )
-    low, high = min(values), max(values)
+    values = [r["value"] for r in rows if r["signal"] == signal]
+    low, high, first, last = min(values), max(values), min(steps), max(steps)
     if SIGNALS[signal] == "log":
         y = [low / 1.2, high * 1.2]
     else:

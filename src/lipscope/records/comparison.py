@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lipscope.records.rows import GIVEN, Bound, Measurement
+from lipscope.records.rows import GIVEN, Bound, Measurement, grouped
+from lipscope.records.sampling import geometric_mean
 
 MEASURED, ADVERSARIAL, CERTIFICATE = "measured", "adversarial", "local certificate"
 EVERYWHERE = ("global", "mean-field")
@@ -130,10 +131,7 @@ def comparisons(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> list[Co
 
 def by_row(bounds: Iterable[Bound]) -> dict[str, list[Bound]]:
     """Bounds by the `id` of their row."""
-    found: dict[str, list[Bound]] = {}
-    for bound in bounds:
-        found.setdefault(bound.id, []).append(bound)
-    return found
+    return grouped(bounds, lambda bound: bound.id)
 
 
 def given(row: Measurement) -> bool:
@@ -191,19 +189,16 @@ def _bounded(row: Measurement, bound: Bound) -> _Point:
 
 
 def _curve(name: str, group: str, points: Iterable[_Point]) -> Curve:
-    by_length: dict[int, list[tuple[float, float]]] = {}
-    for n, value, upper in points:
-        if value is not None and value > 0 and math.isfinite(value):
-            by_length.setdefault(n, []).append((value, upper or value))
+    known = [
+        (n, value, upper or value)
+        for n, value, upper in points
+        if value is not None and value > 0 and math.isfinite(value)
+    ]
     means = [
-        (n, _mean([value for value, _ in some]), _mean([upper for _, upper in some]))
-        for n, some in sorted(by_length.items())
+        (n, *(geometric_mean(one[k] for one in some) or 0.0 for k in (1, 2)))
+        for n, some in sorted(grouped(known, lambda one: one[0]).items())
     ]
     return Curve(name, group, tuple(means))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(math.fsum(math.log(v) for v in values) / len(values))
 
 
 def _on_scale(lines: Sequence[Curve], top: float) -> tuple[list[Curve], list[str]]:

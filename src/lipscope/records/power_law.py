@@ -18,7 +18,7 @@ import numpy as np
 from scipy import special
 
 from lipscope.errors import InputError
-from lipscope.records.rows import GIVEN, Measurement
+from lipscope.records.rows import GIVEN, Measurement, grouped
 from lipscope.records.sampling import (
     CONFIDENCE,
     paired_lack_of_fit,
@@ -183,10 +183,7 @@ def group_of(row: Measurement) -> Group:
 
 def groups(rows: Iterable[Measurement]) -> dict[Group, list[Measurement]]:
     """The rows of every growth curve, in order of first appearance."""
-    found: dict[Group, list[Measurement]] = {}
-    for row in rows:
-        found.setdefault(group_of(row), []).append(row)
-    return found
+    return grouped(rows, group_of)
 
 
 def usable(sigma: float | None) -> bool:

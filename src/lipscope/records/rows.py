@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -34,6 +34,7 @@ AGAIN = "the next run tries it again"
 """How the error of a row ends that failed for a reason outside its question."""
 
 Record = TypeVar("Record")
+Thing, Key = TypeVar("Thing"), TypeVar("Key")
 Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
@@ -308,6 +309,14 @@ class Value:
     part: str
     key: str
     content: str
+
+
+def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:
+    """Things by their keys, both in order of appearance."""
+    found: dict[Key, list[Thing]] = {}
+    for one in things:
+        found.setdefault(key(one), []).append(one)
+    return found
 
 
 def to_line(record: TokenShare | Bound | Direction | Value) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
@@ -30,6 +30,12 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (k - 1))
     half = float(special.stdtrit(k - 1, (1 + CONFIDENCE) / 2)) * deviation / math.sqrt(k)
     return mean, mean - half, mean + half
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are finite and positive; None where none is."""
+    logs = [math.log(v) for v in values if v is not None and math.isfinite(v) and v > 0]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
 
 
 def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
