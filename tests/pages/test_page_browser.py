@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +109,23 @@ class Opened:
 
 
 @pytest.fixture
-def opened(browser: Browser, path: Path) -> Iterator[Opened]:
-    page = browser.new_page()
-    found = Opened(page, path)
-    yield found
-    found.sane()
-    page.close()
+def opens(browser: Browser) -> Iterator[Callable[..., Opened]]:
+    """Open a page, which at the end has asked for nothing and said nothing."""
+    found: list[Opened] = []
+
+    def open_page(path: Path, **how: Any) -> Opened:
+        found.append(Opened(browser.new_page(**how), path))
+        return found[-1]
+
+    yield open_page
+    for one in found:
+        one.sane()
+        one.page.close()
+
+
+@pytest.fixture
+def opened(opens: Callable[..., Opened], path: Path) -> Opened:
+    return opens(path)
 
 
 def test_every_chart_draws_its_marks(opened: Opened) -> None:
@@ -228,7 +239,7 @@ def test_a_tip_goes_when_the_chart_does(opened: Opened) -> None:
         opened.page.wait_for_function(f"{shown} === 'none'", timeout=5_000)
 
 
-def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: Path) -> None:
+def test_texts_inputs_and_folders_are_chosen_apart(opens, tmp_path: Path) -> None:
     texts = {"one": "a" * 64, "two": "b" * 64}
     rows = grown(1, text="one")
     for factor, text, kind in ((10, "two", "text"), (3, "one", "unbalanced"), (5, "one", "ascent")):
@@ -245,7 +256,7 @@ def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: P
         written(tmp_path / "first", rows, long, texts=texts),
         written(tmp_path / "second", again, texts=texts),
     ]
-    opened = Opened(browser.new_page(), report(runs, tmp_path / "page.html")[0])
+    opened = opens(report(runs, tmp_path / "page.html")[0])
     windows = opened.page.get_by_label("Window", exact=True)
     listed = windows.locator("option").all_inner_texts()
     assert len(listed) == len(set(listed)) == 9
@@ -269,8 +280,6 @@ def test_texts_inputs_and_folders_are_chosen_apart(browser: Browser, tmp_path: P
     opened.choose("Text", "two")
     assert f"{11 * 64**0.25:.3g}" in opened.page.inner_text("#figures")
     assert opened.page.get_by_label("Folder", exact=True).count() == 0
-    opened.sane()
-    opened.page.close()
 
 
 def test_tokens_are_shaded_by_their_shares(opened: Opened) -> None:
@@ -305,7 +314,7 @@ def test_the_keyboard_reaches_every_control(opened: Opened) -> None:
     assert opened.page.get_by_role("button", name="1", exact=True).get_attribute("aria-pressed")
 
 
-def test_a_training_that_was_watched_opens_on_its_signals(browser: Browser, tmp_path: Path) -> None:
+def test_a_training_that_was_watched_opens_on_its_signals(opens, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
     net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -316,7 +325,7 @@ def test_a_training_that_was_watched_opens_on_its_signals(browser: Browser, tmp_
             with monitor.step(1.0):
                 pass
     assert ("sigma", 1) in {(one.signal, one.layer) for one in monitor.alerts}
-    opened = Opened(browser.new_page(), report([tmp_path / "run"], tmp_path / "page.html")[0])
+    opened = opens(report([tmp_path / "run"], tmp_path / "page.html")[0])
     page = opened.page
     assert page.inner_text("h1") == "TransformerEncoder during training"
     assert page.locator("main section:visible h2").first.inner_text() == "During training"
@@ -333,12 +342,11 @@ def test_a_training_that_was_watched_opens_on_its_signals(browser: Browser, tmp_
     assert chosen.get_attribute("aria-pressed") == "true"
     faint = page.locator("#signal-sigma .role-mark.mark-symbol > path[opacity='0.12']")
     assert faint.count() == 14  # layer 0
-    opened.sane()
 
 
-def test_checkpoints_are_drawn_against_their_steps(browser: Browser, tmp_path: Path) -> None:
+def test_checkpoints_are_drawn_against_their_steps(opens, tmp_path: Path) -> None:
     runs = [trained(tmp_path / "run"), written(tmp_path / "other", grown(1))]
-    opened = Opened(browser.new_page(), report(runs, tmp_path / "page.html")[0])
+    opened = opens(report(runs, tmp_path / "page.html")[0])
     assert opened.page.locator("#training h2").is_visible()
     assert opened.count("steps", "symbol") == 2 * 4 and opened.count("steps", "rule") == 0
     assert opened.page.locator("#steps .role-mark.mark-rule > line").count() == 2 * 4
@@ -350,15 +358,13 @@ def test_checkpoints_are_drawn_against_their_steps(browser: Browser, tmp_path: P
     assert "16 tokens" in opened.page.inner_text("#training-about")
     opened.choose("Model", "minilm")
     assert "come from a sweep over checkpoints" in opened.page.inner_text("#steps")
-    opened.sane()
-    opened.page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_and_marks_stand_out_from_the_paper(browser: Browser, path: Path, scheme) -> None:
+def test_words_and_marks_stand_out_from_the_paper(opens, path: Path, scheme) -> None:
     """Contrast of at least 4.5 for words and 3 for marks (WCAG 2.1, 1.4.3 and 1.4.11)."""
-    page = browser.new_page(color_scheme=scheme)
-    opened = Opened(page, path)
+    opened = opens(path, color_scheme=scheme)
+    page = opened.page
     paper = _luminance(page, "body", "backgroundColor")
     for selector, css, least in (
         ("body", "color", 4.5),
@@ -371,8 +377,6 @@ def test_words_and_marks_stand_out_from_the_paper(browser: Browser, path: Path, 
         other = _luminance(page, selector, css)
         high, low = max(paper, other), min(paper, other)
         assert (high + 0.05) / (low + 0.05) >= least, (scheme, selector)
-    opened.sane()
-    page.close()
 
 
 def _luminance(page: Page, selector: str, css: str) -> float:
@@ -391,17 +395,15 @@ def _luminance(page: Page, selector: str, css: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_the_page_prints_and_fits_a_telephone(browser: Browser, path: Path) -> None:
-    page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
-    opened = Opened(page, path)
+def test_the_page_prints_and_fits_a_telephone(opens, path: Path) -> None:
+    opened = opens(path, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    page = opened.page
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.emulate_media(media="print")
     assert not page.get_by_label("Layer", exact=True).is_visible()
     assert "layer 2" in page.inner_text("#chosen")
     assert _luminance(page, "body", "backgroundColor") == pytest.approx(1.0)
     assert page.pdf(format="A4").startswith(b"%PDF")
-    opened.sane()
-    page.close()
 
 
 def test_a_chart_is_saved_with_colours_instead_of_their_names(opened: Opened) -> None:
@@ -580,16 +582,8 @@ def test_a_link_restores_the_view(anew: Opened) -> None:
 
 
 def test_every_chart_is_a_table_too(anew: Opened) -> None:
-    drawn = {
-        "focus": 9,
-        "real": 18,
-        "exponents": 4,
-        "slopes": 4,
-        "sides": 3,
-        "ratios": 2,
-        "shifts": 2,
-    }
-    drawn |= {"layers": 2, "heatmap": 4, "apart": 4, "radius-n": 18, "rank": 18}
+    drawn = {"focus": 9, "real": 18, "exponents": 4, "slopes": 4, "sides": 3, "ratios": 2}
+    drawn |= {"layers": 2, "heatmap": 4, "apart": 4, "radius-n": 18, "rank": 18, "shifts": 2}
     for chart, rows in drawn.items():
         figure = anew.page.locator(f"figure:has(#{chart})")
         figure.locator(".as-table").click()
@@ -643,13 +637,10 @@ def test_the_print_has_the_charts_and_no_controls(anew: Opened) -> None:
     anew.page.emulate_media(media="screen", color_scheme="light")
 
 
-def test_blocks_and_the_model_stand_in_one_picture(browser: Browser, tmp_path: Path) -> None:
-    path = report([stacked(tmp_path / "run")], tmp_path / "page.html")[0]
-    opened = Opened(browser.new_page(), path)
+def test_blocks_and_the_model_stand_in_one_picture(opens, tmp_path: Path) -> None:
+    opened = opens(report([stacked(tmp_path / "run")], tmp_path / "page.html")[0])
     assert opened.count("layers", "symbol") == 6 and opened.count("products", "symbol") == 6
     assert "it is 4.8 times sigma of the model's map" in opened.page.inner_text("#depth-note")
-    opened.sane()
-    opened.page.close()
 
 
 @pytest.fixture(scope="module")
@@ -666,9 +657,9 @@ def flat(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("width", [420, 1280])
-def test_guides_stay_in_the_chart_each_with_its_name(browser, flat, width) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 900})
-    found = Opened(page, flat)
+def test_guides_stay_in_the_chart_each_with_its_name(opens, flat, width) -> None:
+    found = opens(flat, viewport={"width": width, "height": 900})
+    page = found.page
     for chart in ("real", "focus"):
         frame = page.locator(f"#{chart} svg").bounding_box()
         names = [
@@ -684,21 +675,17 @@ def test_guides_stay_in_the_chart_each_with_its_name(browser, flat, width) -> No
         apart = low["y"] + low["height"] <= high["y"] + 2
         beside = abs(low["x"] - high["x"]) >= low["width"]
         assert apart or beside
-    found.sane()
-    page.close()
 
 
-def test_what_was_not_measured_leaves_the_page_and_its_contents(browser, flat) -> None:
-    page = browser.new_page()
-    found = Opened(page, flat)
+def test_what_was_not_measured_leaves_the_page_and_its_contents(opens, flat) -> None:
+    found = opens(flat)
+    page = found.page
     listed = page.locator("#contents a").all_inner_texts()
     for name in ("Layers and heads", "Between its bounds", "Directions in words"):
         assert name not in listed
         assert not page.get_by_role("heading", name=name).is_visible()
         assert f"{name} (" in page.inner_text("#absent")
     assert {"Overview", "Growth by layer", "Worst cases", "Provenance"} <= {*listed}
-    found.sane()
-    page.close()
 
 
 def test_the_axis_of_a_comparison_says_what_is_compared(anew: Opened) -> None:

@@ -24,80 +24,47 @@ from lipscope.pages.points import (
 from lipscope.pages.pushed import Push, pushes_of
 from lipscope.pages.sections import bounds_of, depths_of, edits_of, gains_of, monitored_of
 from lipscope.pages.sentences import remarkable, sentences
-from lipscope.pages.table import Line, stable_rank
+from lipscope.pages.table import stable_rank
 from lipscope.pages.windows import SCALE, Windows, kinds_of, top_tokens, windows_for
-from lipscope.records import Bound, Direction, Measurement, Run, TokenShare, comparisons
+from lipscope.records import Bound, Direction, Run, TokenShare, comparisons, grouped
 
-MAX_SAID = 300
-"""Curves whose sentences a page carries: they are long."""
+_SAID = 300  # curves whose sentences a page carries: they are long
+_NUMBERS = {
+    "sigma": "sigma",
+    "upper": "upper",
+    "relative": "relative",
+    "share": "top_share",
+    "rest": "sigma_rest",
+}
 
 
-@dataclass(frozen=True)
-class Card:
-    """One curve on real inputs.
+def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Each curve on real inputs at its largest length: its middle row, and what is said of it.
 
-    Attributes:
-        s: Index of its setting.
-        item: One of its measurements.
-        line: Its middle row at the largest length, its growth and its top token.
-        said: The same in words; None where there are too many curves.
-        first: Whether it is the most remarkable of those it is compared with.
+    ``said`` is None where there are too many curves, ``first`` whether it is the most remarkable
+    of those it is compared with.
     """
-
-    s: int
-    item: Item
-    line: Line
-    said: str | None
-    first: bool
-
-    def as_plain(self) -> dict[str, Any]:
-        """The card as the scripts of the page read it."""
-        row = self.line.row
-        values = (
-            {}
-            if row is None
-            else {
-                "sample": row.sample,
-                "sigma": short(row.sigma),
-                "upper": short(row.upper),
-                "relative": short(row.relative),
-                "share": short(row.top_share),
-                "token": row.top_token,
-                "rest": short(row.sigma_rest),
-                "rank": short(stable_rank(row)),
-            }
-        )
-        return values | {
-            "s": self.s,
-            "source": self.item.source,
-            "layer": label(self.item.row.layer),
-            "head": self.item.row.head,
-            "n": self.line.num_tokens,
-            "word": self.line.token,
-            "said": self.said,
-            "first": self.first,
-        }
-
-
-def cards_of(points: Points, tops: Mapping[str, str]) -> list[Card]:
-    """A card for every line."""
     index = {item.setting: p["s"] for item, p in zip(points.items, points.points, strict=True)}
     named = [
         (item, replace(line, token=None if line.row is None else tops.get(line.row.id)))
         for item, line in points.lines
     ]
-    beside: dict[tuple[Any, ...], list[Line]] = {}
-    for item, line in named:
-        beside.setdefault(compared(item.curve), []).append(line)
-    best = {key: remarkable(lines) for key, lines in beside.items()}
+    beside = grouped(named, lambda one: compared(one[0].curve))
+    lines = {key: [line for _, line in some] for key, some in beside.items()}
+    best = {key: remarkable(some) for key, some in lines.items()}
     cards = []
     for k, (item, line) in enumerate(named):
-        key = compared(item.curve)
-        first = best[key] is line
-        said = None
-        if k < MAX_SAID or first:
-            said = _named(points.settings, item) + sentences(beside[key], line)
-        cards.append(Card(index[item.setting], item, line, said, first))
+        key, row = compared(item.curve), line.row
+        first, said = best[key] is line, None
+        if k < _SAID or first:
+            said = _named(points.settings, item) + sentences(lines[key], line)
+        card = {"s": index[item.setting], "source": item.source, "layer": label(item.row.layer)}
+        card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
+        if row is not None:
+            numbers = {name: short(getattr(row, of)) for name, of in _NUMBERS.items()}
+            card |= numbers | {"rank": short(stable_rank(row))}
+            card |= {"sample": row.sample, "token": row.top_token}
+        cards.append(card | {"said": said, "first": first})
     return cards
 
 
@@ -110,12 +77,12 @@ def _named(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
     return ", ".join(filter(None, words)) + ": " * bool(words)
 
 
-def headlines(cards: Iterable[Card], most: int = 4) -> list[str]:
+def headlines(cards: Iterable[Mapping[str, Any]], most: int = 4) -> list[str]:
     """Sentences on the most remarkable curves, one of each setting, layers before heads."""
-    first = sorted((c for c in cards if c.first and c.said), key=lambda c: c.s)
+    first = [card for card in cards if card["first"] and card["said"]]
     found: dict[tuple[Any, ...], str] = {}
-    for card in sorted(first, key=lambda c: c.item.row.head is not None):
-        found.setdefault((card.s, card.item.source), card.said or "")
+    for card in sorted(first, key=lambda card: (card["head"] is not None, card["s"])):
+        found.setdefault((card["s"], card["source"]), card["said"])
     return list(found.values())[:most]
 
 
@@ -213,9 +180,9 @@ class Content:
         return {k: as_plain(parts[id]) for k, id in enumerate(ids) if id in parts}
 
     @cached_property
-    def cards(self) -> list[Card]:
+    def cards(self) -> list[dict[str, Any]]:
         """What is said of every curve on real inputs."""
-        return cards_of(self.points, self.windows.tops)
+        return _cards_of(self.points, self.windows.tops)
 
     @cached_property
     def bounded(self) -> list[dict[str, Any]]:
@@ -225,9 +192,8 @@ class Content:
         names, found = folder_names(self.runs), []
         for run in {str(run.path): run for run in self.runs}.values():
             bounds = list(run.bound_values())
-            parts: dict[tuple[str, ...], list[Measurement]] = {}
-            for row in run.measurements() if bounds else ():
-                parts.setdefault(settings[row.id], []).append(row)
+            rows = run.measurements() if bounds else ()
+            parts = grouped(rows, lambda row: settings[row.id])
             place = names[str(run.path)]
             found += [
                 {"s": index[setting], "folder": place} | record
@@ -287,7 +253,7 @@ class Content:
             "begins": windows.begins,
             "directions": self.directions,
             "tops": [windows.tops.get(item.row.id) for item in points.items],
-            "cards": [one.as_plain() for one in self.cards],
+            "cards": self.cards,
             "scale": SCALE,
             "bounds": self.bounded,
             "pushes": [one.as_plain() for one in self.pushes],
