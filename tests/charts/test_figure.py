@@ -17,12 +17,12 @@ from lipscope.charts.growth import growth_chart
 from lipscope.charts.look import Chart, save_each
 from lipscope.charts.marks import (
     MAX_POINTS,
-    apart,
     curve_means,
     lay_out,
     palette,
     point_of,
     readable,
+    share_no_text,
     side_by_side,
     tick_values,
     training_end,
@@ -178,7 +178,7 @@ def test_bars_are_the_interval_of_the_geometric_mean_of_samples_that_share_no_te
     half = 4.3027 * math.log(10) / math.sqrt(3)
     ends = [math.exp(math.log(10) - half), 10.0, math.exp(math.log(10) + half)]
     assert [mean[end] for end in ("low", "value", "high")] == pytest.approx(ends, rel=1e-4)
-    assert apart(rows) and not apart([replace(r, start=r.sample) for r in rows])
+    assert share_no_text(rows) and not share_no_text([replace(r, start=r.sample) for r in rows])
 
 
 def test_points_stand_side_by_side_and_nearest_to_their_own_length():

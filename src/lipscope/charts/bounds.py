@@ -143,7 +143,7 @@ def _layer_chart(of: Comparison, height: int) -> alt.LayerChart:
     said = [f"map {of.map}, metric {of.metric}; bounds on all inputs (dashed): {of.allowed}"]
     said += [f"Off the scale: {', '.join(left_out)}."] if left_out else []
     title = f"Bounds of sigma: {of.model}, layer {of.layer}{head}"
-    layers = _sandwich(inline(marks.points_of(lines)), inline(words), x, y)
+    layers = _sandwich(inline(marks.curve_points(lines)), inline(words), x, y)
     return alt.LayerChart(layer=layers).properties(title=alt.TitleParams(title, subtitle=said))
 
 

@@ -112,7 +112,7 @@ def curves_chart(
         raise InputError(f"`panels` should hold points to draw. Found none among {len(panels)}.")
     colour, dash = _legend(drawn)
     size = {"width": width, "height": height}
-    charts = [_panel(panel, colour, dash).properties(**size) for panel in drawn]
+    charts = [_panel_chart(panel, colour, dash).properties(**size) for panel in drawn]
     heading = alt.TitleParams(title, subtitle=list(notes), anchor="start")
     joined = alt.concat(*charts, columns=columns, spacing=22)
     joined = joined.resolve_scale(color="shared", strokeDash="shared")
@@ -142,7 +142,7 @@ def _legend(panels: Sequence[Panel]) -> tuple[alt.Color, alt.StrokeDash]:
     return alt.Color("name:N", scale=hue, **shared), alt.StrokeDash("name:N", scale=dash, **shared)
 
 
-def _panel(panel: Panel, colour: alt.Color, dash: alt.StrokeDash) -> alt.LayerChart:
+def _panel_chart(panel: Panel, colour: alt.Color, dash: alt.StrokeDash) -> alt.LayerChart:
     every = [point for s in panel.series for point in panel.visible(s)]
     framed = _framed(panel)
     beyond = max(framed) < max(y for _, y in every)

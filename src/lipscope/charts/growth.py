@@ -29,7 +29,7 @@ from lipscope.charts.look import (
     in_front,
     inline,
     tooltip,
-    training_end,
+    trained_length_line,
     up,
 )
 from lipscope.errors import InputError
@@ -87,15 +87,15 @@ def growth_chart(
         )
     names = {(t.id, t.index): t.text for t in tokens}
     labels = marks.layer_labels(drawn)
-    settings = marks.by_setting(drawn)
+    settings = marks.rows_by_setting(drawn)
     size = {"width": width, "height": height or (340 if len(labels) <= 12 else 460)}
     focus = alt.selection_point(name="focus", fields=["layer"], bind="legend")
     charts = []
     for key, part in settings.items():
         panels = _Panels(part, names, labels, focus, size["height"])
-        charts.append(panels.chart(marks.difference(key, list(settings)), size, not charts))
+        charts.append(panels.chart(marks.setting_prefix(key, list(settings)), size, not charts))
     chart = charts[0] if len(charts) == 1 else alt.vconcat(*charts, spacing=30)
-    title, lines = marks.heading(rows, drawn, list(settings))
+    title, lines = marks.growth_heading(rows, drawn, list(settings))
     return dressed(chart.properties(title=alt.TitleParams(title, subtitle=lines)))
 
 
@@ -125,7 +125,7 @@ class _Panels:
         }
         self.labels, self.focus = labels, focus
         self.metric, self.end = rows[0].metric, marks.training_end(rows)
-        self.independent = marks.apart(rows)
+        self.independent = marks.share_no_text(rows)
         every = [p for points in self.points.values() for p in points]
         means = marks.curve_means(every, independent=self.independent)
         values = [p[end] for p in (*every, *means) for end in ("low", "value", "high") if end in p]
@@ -188,10 +188,10 @@ class _Panels:
             lines = lines.encode(color=colour.legend(key)).add_params(self.focus)
         layers = [lines]
         if grows:
-            laws = _references(means, lengths, room, self.domain)
-            names = _exponents(means, labels, lengths[-1] * room**0.95)
+            laws = _power_laws(means, lengths, room, self.domain)
+            names = _line_names(means, labels, lengths[-1] * room**0.95)
             layers = [*_dashed(laws, x, y), *end_of_training(self.end, x), lines]
-            layers += _names([*laws, *names], labels, self.gap, x, y)
+            layers += _spread_names([*laws, *names], labels, self.gap, x, y)
         if bars := [mean for mean in means if "low" in mean]:
             low = y.copy()
             low.shorthand = "low:Q"
@@ -209,7 +209,7 @@ class _Panels:
         return alt.when(self.focus).then(alt.value(strong)).otherwise(alt.value(_FADED))
 
 
-def _references(
+def _power_laws(
     means: Sequence[dict[str, Any]], lengths: Sequence[int], room: float, domain: Sequence[float]
 ) -> list[dict[str, Any]]:
     """Lines of slope 1/4 and 1/2 from the middle of the curves at the first length.
@@ -227,7 +227,7 @@ def _references(
     ]
 
 
-def _exponents(
+def _line_names(
     means: Sequence[dict[str, Any]], labels: Sequence[str], at: float
 ) -> list[dict[str, Any]]:
     """What stands at the end of each line: its layer, and its exponent where it is near a law."""
@@ -257,7 +257,7 @@ def _dashed(laws: Sequence[dict[str, Any]], x: alt.X, y: alt.Y) -> list[alt.Char
     return [dashes.encode(x=x, y=y, detail="said:N")]
 
 
-def _names(
+def _spread_names(
     names: Sequence[dict[str, Any]], labels: Sequence[str], gap: float, x: alt.X, y: alt.Y
 ) -> list[alt.Chart]:
     """Names at the ends of lines, moved apart where they would hide each other."""
@@ -309,7 +309,9 @@ def layers_chart(
     dots = single.mark_circle(size=20, cursor="pointer")
     behind = [*guides(mean, x, y), bars.encode(**place, y2="top:Q")] if sigma else []
     dots = dots.encode(**place, opacity=in_front(0.7, 0.06), tooltip="i:Q")
-    return frame.around([*training_end(mean, x), *behind, lines, dots], frame.ends, *frame.chosen)
+    return frame.around(
+        [*trained_length_line(mean, x), *behind, lines, dots], frame.ends, *frame.chosen
+    )
 
 
 def radius_chart(frame: Frame, points: Data | None = None) -> alt.LayerChart:
@@ -358,7 +360,7 @@ def focus_chart(
     ring = windows.transform_filter("datum.i === picked && datum.key === 'a'")
     ring = ring.mark_point(size=150, stroke=marks.INK, strokeWidth=1.8, filled=False)
     layers = [
-        *(behind, *training_end(mine, x), *guides(mine, x, y), lines),
+        *(behind, *trained_length_line(mine, x), *guides(mine, x, y), lines),
         bars.encode(**place, y2="top:Q", color=colour),
         dots.encode(**place, color=colour, tooltip="i:Q"),
         ring.encode(**place),

@@ -252,7 +252,9 @@ def ratios_chart(
     null.
     """
     value, low = (up(field, title) for field in ("ratio:Q", "low:Q"))
-    return frame.around(_beside(frame, base("ratios", ratios), value, low, 1.0), frame.ends)
+    return frame.around(
+        _differences_by_layer(frame, base("ratios", ratios), value, low, 1.0), frame.ends
+    )
 
 
 def shifts_chart(
@@ -263,10 +265,10 @@ def shifts_chart(
         alt.Y(field, title=title, scale=alt.Scale(nice=True), axis=alt.Axis(tickCount=6))
         for field in ("difference:Q", "low:Q")
     )
-    return frame.around(_beside(frame, base("shifts", shifts), value, low, 0.0))
+    return frame.around(_differences_by_layer(frame, base("shifts", shifts), value, low, 0.0))
 
 
-def _beside(
+def _differences_by_layer(
     frame: Frame, some: alt.Chart, value: alt.Y, low: alt.Y, same: float
 ) -> list[alt.Chart]:
     """A mark for each layer with its interval, and a line where nothing differs."""

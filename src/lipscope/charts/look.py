@@ -315,7 +315,7 @@ def between(low: float, high: float, values: Sequence[float | int], **axis: Any)
     }
 
 
-def training_end(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
+def trained_length_line(means: alt.Chart, x: alt.X) -> list[alt.Chart]:
     """A line at the longest inputs that the model was trained on, with its name.
 
     ``means`` know the trained length; nothing where no mean is longer.

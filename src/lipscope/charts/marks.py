@@ -71,7 +71,7 @@ def lay_out(
     """Set tokens in lines, words kept whole where they fit."""
     placed: list[Placed] = []
     line = column = 0
-    for word in _words(tokens):
+    for word in _joined_words(tokens):
         texts = [_visible(text, columns) for _, text in word]
         if column and column + 1 + sum(map(cell_len, texts)) > columns:
             line, column = line + 1, 0
@@ -92,13 +92,13 @@ def lay_out(
 def spaced(tokens: Sequence[TokenShare]) -> list[str]:
     """Every token as shown, with a space in front where a word begins."""
     texts = []
-    for word in _words(tokens):
+    for word in _joined_words(tokens):
         for k, (_, text) in enumerate(word):
             texts.append(" " * (bool(texts) and not k) + _visible(text, 80))
     return texts
 
 
-def _words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
+def _joined_words(tokens: Sequence[TokenShare]) -> list[list[tuple[TokenShare, str]]]:
     """Tokens with their readable text, grouped into words that should not be broken."""
     # Tokenizers that mark the start of a word say where spaces are. The others (WordPiece,
     # plain ids) leave them out before every token that does not continue a word.
@@ -193,7 +193,7 @@ def layer_labels(rows: Iterable[Measurement]) -> list[str]:
     return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
 
 
-def by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
+def rows_by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
     """Rows whose values may stand on one axis: same model, map, metric, move and read."""
     settings: dict[tuple[str, ...], list[Measurement]] = {}
     for row in rows:
@@ -202,10 +202,10 @@ def by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measur
     return settings
 
 
-def difference(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
+def setting_prefix(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
     """What tells one setting from the others, as the beginning of a title.
 
-    >>> difference(("m", "heads", "all"), [("m", "heads", "all"), ("m", "block", "all")])
+    >>> setting_prefix(("m", "heads", "all"), [("m", "heads", "all"), ("m", "block", "all")])
     'heads: '
     """
     varied = [word for k, word in enumerate(setting) if len({s[k] for s in settings}) > 1]
@@ -280,7 +280,7 @@ def training_end(rows: Iterable[Measurement]) -> int | None:
     return most if any(row.num_tokens > most for row in rows) else None
 
 
-def apart(rows: Iterable[Measurement]) -> bool:
+def share_no_text(rows: Iterable[Measurement]) -> bool:
     """Whether no two windows of one length share text, so that they are independent samples."""
     lengths: dict[int, dict[int, Measurement]] = {}
     for row in rows:
@@ -288,7 +288,7 @@ def apart(rows: Iterable[Measurement]) -> bool:
     return not any(share_text([*some.values()], paired=False) for some in lengths.values())
 
 
-def points_of(lines: Iterable[Curve]) -> list[dict[str, Any]]:
+def curve_points(lines: Iterable[Curve]) -> list[dict[str, Any]]:
     """Every point of some lines, with the line's name and group."""
     return [
         {"name": line.name, "group": line.group, "n": n, "value": value, "upper": upper}
@@ -361,7 +361,7 @@ def _even(low: float, high: float) -> list[float]:
     return [float(f"{i * step:.12g}") for i in found]
 
 
-def heading(
+def growth_heading(
     rows: Sequence[Measurement], drawn: Sequence[Measurement], settings: list[tuple[str, ...]]
 ) -> tuple[str, list[str]]:
     """What is shown and how to read it, in a heading and a few plain lines under it."""
@@ -372,7 +372,7 @@ def heading(
     ]
     grows = len({row.num_tokens for row in drawn}) > 1
     samples = len({row.sample for row in drawn})
-    independent = apart(drawn)
+    independent = share_no_text(drawn)
     what = "windows of text" if drawn[0].input == "text" else "entries of the batch"
     asides: list[str] = []
     marks = f"Points: single {what}."

@@ -58,7 +58,7 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
         ) from missing
     frames = []
     for frame in range(lengths.pop()):
-        parts = [_scene(scene, frame) for scene in scenes]
+        parts = [_scene_image(scene, frame) for scene in scenes]
         whole = Image.new("RGB", (_SIDE * len(parts), _SIDE + _HEAD), "white")
         for i, part in enumerate(parts):
             whole.paste(part, (i * _SIDE, 0))
@@ -73,7 +73,7 @@ def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:
     return path
 
 
-def _scene(scene: Scene, frame: int) -> Any:
+def _scene_image(scene: Scene, frame: int) -> Any:
     from PIL import Image, ImageDraw, ImageFont
 
     side, head = _SIDE * _FINER, _HEAD * _FINER

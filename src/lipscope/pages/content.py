@@ -10,7 +10,7 @@ from typing import Any
 from lipscope.errors import InputError
 from lipscope.pages.contrast import Contrast, contrast_of
 from lipscope.pages.directions import as_plain, by_rank
-from lipscope.pages.items import Item, by_setting, folder_names, items_of
+from lipscope.pages.items import Item, folder_names, items_by_setting, items_of
 from lipscope.pages.points import (
     Points,
     Training,
@@ -57,7 +57,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
         key, row = compared(item.curve), line.row
         first, said = best[key] is line, None
         if k < _SAID or first:
-            said = _named(points.settings, item) + sentences(lines[key], line)
+            said = _curve_prefix(points.settings, item) + sentences(lines[key], line)
         card = {"s": index[item.setting], "source": item.source, "layer": label(item.row.layer)}
         card |= {"head": item.row.head, "n": line.num_tokens, "word": line.token}
         if row is not None:
@@ -68,7 +68,7 @@ def _cards_of(points: Points, tops: Mapping[str, str]) -> list[dict[str, Any]]:
     return cards
 
 
-def _named(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
+def _curve_prefix(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
     """What tells a curve from those of other settings and folders."""
     model, map_name, *_, text = item.setting
     words = [f"{model}, map {map_name}"] if len(settings) > 1 else []
@@ -142,7 +142,7 @@ class Content:
     def means(self) -> list[dict[str, Any]]:
         """The means of the curves, with the kind of token that most often is on top."""
         kinds = kinds_of(self.items, self._tops)
-        names = list(by_setting(self.items))
+        names = list(items_by_setting(self.items))
         keys = ((names[m["s"]], *(m[k] for k in _CURVE)) for m in self.points.means)
         return [
             mean | dict(zip(("top", "often"), kinds.get(key, (None, None)), strict=True))
@@ -167,7 +167,7 @@ class Content:
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
         """Setting and layer of every row."""
-        index = {setting: s for s, setting in enumerate(by_setting(self.items))}
+        index = {setting: s for s, setting in enumerate(items_by_setting(self.items))}
         return {i.row.id: (index[i.setting], label(i.row.layer)) for i in self.items}
 
     @cached_property
@@ -188,7 +188,7 @@ class Content:
     def bounded(self) -> list[dict[str, Any]]:
         """Bounds by setting, folder, layer and metric."""
         settings = {item.row.id: item.setting for item in self.items}
-        index = {setting: s for s, setting in enumerate(by_setting(self.items))}
+        index = {setting: s for s, setting in enumerate(items_by_setting(self.items))}
         names, found = folder_names(self.runs), []
         for run in {str(run.path): run for run in self.runs}.values():
             bounds = list(run.bound_values())

@@ -118,7 +118,7 @@ def _exponent_row(sides: Sequence[_Folder], lengths: Sequence[int], log: Log) ->
     shared = [key for key in a.passages if key in b.passages and all(key)]
     keys = (shared, shared) if shared else (list(a.passages), list(b.passages))
     slopes = [
-        [_slope(side.passages[k], lengths, log) for k in some]
+        [_passage_slope(side.passages[k], lengths, log) for k in some]
         for side, some in zip(sides, keys, strict=True)
     ]
     named = zip(("first", "second"), sides, strict=True)
@@ -140,7 +140,9 @@ def _exponent_row(sides: Sequence[_Folder], lengths: Sequence[int], log: Log) ->
     }
 
 
-def _slope(rows: Sequence[Measurement], lengths: Sequence[int], log: Log) -> tuple[float, float]:
+def _passage_slope(
+    rows: Sequence[Measurement], lengths: Sequence[int], log: Log
+) -> tuple[float, float]:
     """Ends of the exponent of one passage."""
     x = np.log(lengths) - np.log(lengths).mean()
     weights = x / (x @ x)
@@ -236,7 +238,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
     items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
     items = [[i for i in some if positive(i.row.sigma)] for some in items]
-    cells = [_cells(some, other) for some, other in (items, items[::-1])]
+    cells = [_rows_by_cell(some, other) for some, other in (items, items[::-1])]
     shared = [place for place in cells[0] if place in cells[1]]
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
     if not any(both.values()):
@@ -247,9 +249,13 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
         for place, places in both.items()
         if places
         for quantity in QUANTITIES
-        if (table := _table(place, quantity, places, cells[0][place], cells[1][place], spread))
+        if (
+            table := _contrast_table(
+                place, quantity, places, cells[0][place], cells[1][place], spread
+            )
+        )
     ]
-    return Contrast(names, _differences(runs, items), tables, _left_out(names, runs, cells))
+    return Contrast(names, _differences(runs, items), tables, _unshared(names, runs, cells))
 
 
 # --- what is compared with what --------------------------------------------------------------
@@ -261,7 +267,7 @@ def _subject(item: Item) -> tuple[str, str]:
     return item.setting[0], item.setting[-1]
 
 
-def _cells(items: Iterable[Item], others: Iterable[Item]) -> _Cells:
+def _rows_by_cell(items: Iterable[Item], others: Iterable[Item]) -> _Cells:
     """Rows by place and cell. One model (or text) on each side is the same place whatever it is."""
     items, others = list(items), list(others)
     several = [
@@ -330,7 +336,7 @@ def _differences(
     return [one for one in found if one[1] != one[2]]
 
 
-def _left_out(
+def _unshared(
     names: tuple[str, str], runs: Sequence[Run], cells: tuple[_Cells, _Cells] | list[_Cells]
 ) -> list[str]:
     """What only one of the folders has, and what no interval speaks of."""
@@ -362,7 +368,7 @@ def _log(quantity: str, row: Measurement) -> tuple[float, float] | None:
     return (at, at + upper - sigma) if quantity == "relative" else (at, at)
 
 
-def _table(
+def _contrast_table(
     place: SharedSetting,
     quantity: str,
     cells: Sequence[Cell],
@@ -371,13 +377,14 @@ def _table(
     spread: Sequence[bool],
 ) -> dict[str, Any] | None:
     rows = [
-        _ratio_row(quantity, cell, mine[cell], other[cell]) for cell in sorted(cells, key=_order)
+        _ratio_row(quantity, cell, mine[cell], other[cell])
+        for cell in sorted(cells, key=_cell_order)
     ]
     rows = [row for row in rows if row is not None]
     if not rows:
         return None
     tested = _tested(rows)
-    axes = {"axes": _axes(rows), "ratios": _ratio_axis(rows)}
+    axes = {"axes": _sides_axes(rows), "ratios": _ratio_axis(rows)}
     said = _contrast_said(rows, tested, quantity)
     exponents = exponent_rows(cells, mine, other, functools.partial(_log, quantity), spread)
     return (
@@ -388,7 +395,7 @@ def _table(
     )
 
 
-def _order(cell: Cell) -> tuple[int, int, int]:
+def _cell_order(cell: Cell) -> tuple[int, int, int]:
     layer, head, num_tokens = cell
     return -1 if layer is None else layer, -1 if head is None else head, num_tokens
 
@@ -405,7 +412,7 @@ def _ratio_row(
     a, b = ([one for one in some if one is not None] for some in ends)
     if not a or not b:
         return None
-    shift, why = _shift(a, b, [mine, other], shared=shared)
+    shift, why = _shift_or_why(a, b, [mine, other], shared=shared)
     means = {
         f"{side}{name}": short(math.exp(value))
         for side, some in (("a", a), ("b", b))
@@ -442,7 +449,7 @@ def _matched(
     return [one[window] for window in shared], [two[window] for window in shared], True
 
 
-def _shift(
+def _shift_or_why(
     a: Ends, b: Ends, rows: Sequence[Sequence[Measurement]], *, shared: bool
 ) -> tuple[Shift | None, str]:
     """The shift of logarithms, or why there is no interval."""
@@ -458,7 +465,7 @@ def _too_few(sides: Sequence[Sequence[Any]], *, shared: bool) -> str:
     return ("too few windows: an interval takes two" + " of each" * (not shared)) * few
 
 
-def _axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _sides_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One pair of axes for both folders, whichever layer is shown."""
     lengths = sorted({row["n"] for row in rows})
     names = [f"{side}{end}" for side in "ab" for end in ("", "_low", "_high")]
@@ -497,8 +504,8 @@ def _contrast_said(
         most = max(changed, key=lambda row: abs(math.log(row["ratio"])))
         head = "" if most["head"] is None else f", head {most['head']}"
         said += (
-            f" Most at layer {most['layer']}{head}, {most['n']} tokens: {_times(most)} "
-            f"({_times(most, 'low')} to {_times(most, 'high')})."
+            f" Most at layer {most['layer']}{head}, {most['n']} tokens: {_as_factor(most)} "
+            f"({_as_factor(most, 'low')} to {_as_factor(most, 'high')})."
         )
     hows = {row["how"] for row in rows}
     if PAIRED in hows:
@@ -519,5 +526,5 @@ def _contrast_said(
     return said + " What the solver leaves open is part of every interval."
 
 
-def _times(row: Mapping[str, Any], name: str = "ratio") -> str:
+def _as_factor(row: Mapping[str, Any], name: str = "ratio") -> str:
     return f"× {row[name]:.3g}"

@@ -42,16 +42,16 @@ def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]
     return found
 
 
-def heading(part: Direction) -> str:
+def direction_heading(part: Direction) -> str:
     """What is known of a direction: its interval, and how well its vector is determined."""
-    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {_up(part.upper)}]; "
+    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {_upper_end(part.upper)}]; "
     if part.sine is None:
         return said + "its interval meets a neighbour's: the vector is not determined"
     angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
     return said + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
 
 
-def _up(value: float) -> str:
+def _upper_end(value: float) -> str:
     return number(rounded_up(value, 4))
 
 
@@ -63,8 +63,8 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
         place = f"{row.model}, " + ("" if row.layer is None else f"layer {row.layer}, ")
         place += f"map {row.map}, {row.num_tokens} tokens, "
         for some in found.get(row.id, {}).values():
-            shown += [place + heading(some[0]), _table(some)]
-            said = [_heads([one for one in some if one.side == "head"]), turning(some)]
+            shown += [place + direction_heading(some[0]), _direction_table(some)]
+            said = [_largest_heads([one for one in some if one.side == "head"]), turning(some)]
             shown.append("".join(f"  {one}\n" for one in said if one))
     if not shown:
         return Sheet("No directions: sigma is zero here, or not finite.")
@@ -73,7 +73,9 @@ def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) ->
     return Sheet(*shown, " ".join([READING, "Read in", *spaces]))
 
 
-def leading(rows: Iterable[Measurement], parts: Sequence[Direction]) -> tuple[Table | str, ...]:
+def top_direction(
+    rows: Iterable[Measurement], parts: Sequence[Direction]
+) -> tuple[Table | str, ...]:
     """The top direction of the row of largest sigma, and where the others are."""
     found = by_rank(parts)
     held = [row for row in rows if row.id in found]
@@ -87,32 +89,32 @@ def leading(rows: Iterable[Measurement], parts: Sequence[Direction]) -> tuple[Ta
     return (*shown, more)
 
 
-def _table(parts: Sequence[Direction]) -> Table:
+def _direction_table(parts: Sequence[Direction]) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", "token", "share", "along", "against", "nearest", "spanned", "read in"):
         right = name in ("share", "nearest", "spanned")
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=right)
     for side, verb in SIDES.items():
         for one in (part for part in parts if part.side == side):
-            cells = (verb, _name(one), percent(one.share), *_said(one))
+            cells = (verb, _token_name(one), percent(one.share), *_along_against(one))
             chance = (
-                _beside(one.cosine, one.chance_cosine),
-                _beside(one.spanned, one.chance_spanned),
+                _with_chance(one.cosine, one.chance_cosine),
+                _with_chance(one.spanned, one.chance_spanned),
             )
             table.add_row(*(Text(printable(cell)) for cell in (*cells, *chance, one.space or "–")))
     return table
 
 
-def _name(one: Direction) -> str:
-    return f"{_plain(one.text)} ({one.index})"
+def _token_name(one: Direction) -> str:
+    return f"{_unmarked(one.text)} ({one.index})"
 
 
-def _plain(word: str) -> str:
+def _unmarked(word: str) -> str:
     """A word without the marks of its tokenizer, its place after it where it has one.
 
     Blanks alone are shown by signs.
 
-    >>> _plain("Ġthe (3)"), _plain("##ing"), _plain("(any other)"), _plain("čĊĠĠ")
+    >>> _unmarked("Ġthe (3)"), _unmarked("##ing"), _unmarked("(any other)"), _unmarked("čĊĠĠ")
     ('the (3)', 'ing', '(any other)', '␍↵␣␣')
     """
     place = "".join(re.findall(r" \(\d+\)\Z", word))
@@ -121,22 +123,22 @@ def _plain(word: str) -> str:
     return (text.strip() or text.translate(_BLANKS)) + place
 
 
-def _said(one: Direction) -> tuple[str, str]:
+def _along_against(one: Direction) -> tuple[str, str]:
     if one.reads is False:
         return NOTHING, ""
-    along, against = (_words(one, sign) for sign in ("plus", "minus"))
+    along, against = (_nearest_words(one, sign) for sign in ("plus", "minus"))
     return along or "–", against or "–"
 
 
-def _words(one: Direction, sign: Any) -> str:
-    return " · ".join(_plain(word) for word, _ in one.words(sign)[:_WORDS])
+def _nearest_words(one: Direction, sign: Any) -> str:
+    return " · ".join(_unmarked(word) for word, _ in one.words(sign)[:_WORDS])
 
 
-def _beside(value: float | None, chance: float | None) -> str:
+def _with_chance(value: float | None, chance: float | None) -> str:
     return "–" if value is None or chance is None else f"{value:.2f} ({chance:.2f})"
 
 
-def _heads(parts: Sequence[Direction]) -> str:
+def _largest_heads(parts: Sequence[Direction]) -> str:
     """The heads with the largest parts in the answer."""
     if not parts:
         return ""
@@ -174,9 +176,9 @@ def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
-            "said": heading(parts[0]),
+            "said": direction_heading(parts[0]),
             "turns": turning(parts),
-            "tokens": [_token(one) for one in parts if one.side in SIDES],
+            "tokens": [_token_record(one) for one in parts if one.side in SIDES],
             "heads": [
                 [one.index, float(f"{one.share:.4g}")] for one in parts if one.side == "head"
             ],
@@ -185,17 +187,17 @@ def as_plain(ranks: Mapping[int, Sequence[Direction]]) -> list[dict[str, Any]]:
     ]
 
 
-def _token(one: Direction) -> dict[str, Any]:
+def _token_record(one: Direction) -> dict[str, Any]:
     numbers = ("share", "cosine", "spanned", "chance_cosine", "chance_spanned")
     values = {name: getattr(one, name) for name in numbers}
     words = {
-        sign: [[_plain(word), cosine] for word, cosine in one.words(sign)]
+        sign: [[_unmarked(word), cosine] for word, cosine in one.words(sign)]
         for sign in ("plus", "minus")
     }
     return {
         "side": one.side,
         "index": one.index,
-        "text": _plain(one.text),
+        "text": _unmarked(one.text),
         "space": one.space,
         "reads": one.reads,
         **{k: None if v is None else float(f"{v:.4g}") for k, v in values.items()},

@@ -165,7 +165,7 @@ class _View:
         if some := [p for p in points if p["radius"]]:
             yield "sigma-radius", radius_chart(self.frame(), some)
         for kind in built:
-            name = "growth-adversarial" if kind == "adversarial" else f"growth-{_safe(kind)}"
+            name = "growth-adversarial" if kind == "adversarial" else f"growth-{_file_name(kind)}"
             parts = (of(some, kind) for some in (content.points.points, content.points.means))
             yield name, layers_chart(every, *parts)
         if tokens := self._tokens():
@@ -212,13 +212,13 @@ def _setting_name(setting: dict[str, Any], source: str | None = None) -> str:
     words = [setting["model"], setting["map"], setting["metric"]]
     if (setting["move"], setting["read"]) != ("all", "all"):
         words += [setting["move"], setting["read"]]
-    return _safe("-".join([*words, *filter(None, (setting["text"], source))]))
+    return _file_name("-".join([*words, *filter(None, (setting["text"], source))]))
 
 
-def _safe(name: str) -> str:
+def _file_name(name: str) -> str:
     """A name of a file; with a digest where letters were replaced or cut, so that none is taken.
 
-    >>> _safe("a-b"), _safe("a/b")
+    >>> _file_name("a-b"), _file_name("a/b")
     ('a-b', 'a-b-c14cddc0')
     """
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:_LONGEST]
@@ -257,7 +257,7 @@ def _of_bounds(content: Content) -> Drawn:
         words += [text[id(record)]] if len({*text.values()}) > 1 else []
         words += [record["folder"]] if len(folders) > 1 else []
         frame = Frame(record["axes"], height=340)
-        name = _safe("-".join(map(str, words)))
+        name = _file_name("-".join(map(str, words)))
         yield f"bounds-{name}", bounds_chart(frame, record["lines"], record["names"])
 
 
@@ -272,7 +272,7 @@ def _of_contrast(content: Content) -> Drawn:
         mine = [row for row in rows if row["head"] == most["head"]]
         last = [row for row in mine if row["n"] == max(row["n"] for row in mine)]
         words = [str(table[k]) for k in ("quantity", "map", "metric", "model", "text") if table[k]]
-        name = _safe("-".join([*words, *(["heads"] * table["heads"])]))
+        name = _file_name("-".join([*words, *(["heads"] * table["heads"])]))
         means = [
             {"side": s, "n": r["n"], "value": r[s], "low": r[f"{s}_low"], "high": r[f"{s}_high"]}
             for r in mine
@@ -299,7 +299,7 @@ def _of_depths(content: Content) -> Drawn:
         if len({line["layer"] for line in one["lines"]}) > 1:
             best[key] = max(best.get(key, one), one, key=lambda d: (len(d["lines"]), d["n"]))
     for key, one in best.items():
-        name = "-" + _safe("-".join(filter(None, key))) if len(best) > 1 else ""
+        name = "-" + _file_name("-".join(filter(None, key))) if len(best) > 1 else ""
         frames = {what: Frame(axes, legend=True) for what, axes in one["axes"].items()}
         yield f"depth{name}", depth_chart(frames["layers"], one["lines"], one["whole"])
         if one["products"]:
@@ -318,13 +318,13 @@ def _of_gains(content: Content) -> Drawn:
             for token in one["tokens"]
             for way in WAYS
         ]
-        name = _safe(f"{model}-{one['layer']}-{one['sample']}")
+        name = _file_name(f"{model}-{one['layer']}-{one['sample']}")
         yield f"gains-{name}", gains_chart(Frame(one["axes"], legend=True), tokens)
 
 
 def push_charts(pushes: Sequence[Push]) -> Drawn:
     """The chart of every push."""
     for push in pushes:
-        name = "push" if len(pushes) == 1 else f"push-{_safe(push.name)}"
+        name = "push" if len(pushes) == 1 else f"push-{_file_name(push.name)}"
         chart = push_chart(Frame(legend=True, width=620), push.curves, push.sizes)
         yield name, chart.properties(title=push.name)

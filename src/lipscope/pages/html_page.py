@@ -18,7 +18,7 @@ from lipscope.charts import in_the_page, palette
 from lipscope.display import printable
 from lipscope.pages.content import Content, headlines
 from lipscope.pages.figures import blank_charts
-from lipscope.pages.items import REAL, Item, by_setting, text_of
+from lipscope.pages.items import REAL, Item, items_by_setting, text_of
 from lipscope.pages.sentences import intervals_of
 from lipscope.records import Bound, version
 
@@ -55,11 +55,11 @@ def page(content: Content) -> str:
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     words = {
         "title": html.escape(content.title),
-        "counts": html.escape(_counts(content)),
+        "counts": html.escape(_counts_said(content)),
         "headline": "\n".join(f"<p>{html.escape(s)}</p>" for s in headlines(content.cards)),
         "methods": _methods(content),
         "provenance": _provenance(content),
-        "references": _references(content.bounds),
+        "references": _sources(content.bounds),
     } | {name: _asset(f"{name}.html") for name in _SECTIONS}
     return _asset("page.html").format(
         **printable(words),
@@ -95,7 +95,7 @@ def _layer_colours(count: int) -> str:
     return ":root { " + " ".join(names) + " }\n"
 
 
-def _counts(content: Content) -> str:
+def _counts_said(content: Content) -> str:
     rows = f"{len(content.items):,} measurements"
     bounds = f", {len(content.bounds):,} bounds" if content.bounds else ""
     count = sum(run.path.is_dir() for run in content.runs)  # others are in memory
@@ -142,19 +142,19 @@ def _provenance(content: Content) -> str:
 
 
 def _facts(values: Mapping[str, Any]) -> str:
-    known = {str(k): _flat(v) for k, v in values.items() if v is not None}
+    known = {str(k): _as_words(v) for k, v in values.items() if v is not None}
     pairs = (f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in known.items())
     return f'<dl class="facts">{"".join(pairs)}</dl>'
 
 
-def _flat(value: Any) -> str:
+def _as_words(value: Any) -> str:
     if isinstance(value, Mapping):
         value = [f"{name} {one}" for name, one in value.items() if one is not None]
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text if len(text) <= 400 else text[:397] + "…"
 
 
-def _references(bounds: Sequence[Bound]) -> str:
+def _sources(bounds: Sequence[Bound]) -> str:
     """The sources of what is shown, with their BibTeX; what was derived here has none."""
     entries, said = bibliography(), []
     used = {ALWAYS: {"Local Lipschitz constant (Section 3)": None}}
@@ -170,7 +170,7 @@ def _references(bounds: Sequence[Bound]) -> str:
 
 def methods(items: Sequence[Item]) -> list[str]:
     """One sentence for a methods section for each setting, and how many more there are."""
-    settings = by_setting(item for item in items if item.kind == REAL)
+    settings = items_by_setting(item for item in items if item.kind == REAL)
     said = [_method(setting, some) for setting, some in list(settings.items())[:_LISTED]]
     if (more := len(settings) - len(said)) > 0:
         said.append(f"Measured likewise: {more} more (model, map, metric, tokens, text).")
@@ -182,21 +182,21 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
     rows = [item.row for item in items]
     lengths = sorted({row.num_tokens for row in rows})
     samples = len({row.sample for row in rows})
-    tokens = f"{_listed([str(n) for n in lengths])} tokens"
+    tokens = f"{_enumerated([str(n) for n in lengths])} tokens"
     if len(lengths) > _LISTED:
         tokens = f"{lengths[0]} to {lengths[-1]} tokens ({len(lengths)} lengths)"
     layers = len({row.layer for row in rows})
     noun, source = KINDS.get(rows[0].input, ("input", ""))
-    source = _listed(_texts(items)) or source
+    source = _enumerated(_text_names(items)) or source
     inputs = f"{noun}{'s' * (samples > 1)}{f' of {source}' * bool(source)}"
     what = "whole model" if rows[0].layer is None else f"{layers} layer{'s' * (layers > 1)}"
     single = {row.head is not None for row in rows}
     heads = "" if single == {False} else ", single heads" if single == {True} else ", also by head"
     which = "" if (move, read) == ("all", "all") else f", tokens moved: {move}, read: {read}"
     deltas = " or ".join(f"{d:g}" for d in sorted({row.delta for row in rows}))
-    versions = _listed(sorted({row.version for row in rows if row.version})) or "of these rows"
-    dtypes = _listed(sorted({row.dtype for row in rows if row.dtype}))
-    seeds = _listed([str(s) for s in sorted({row.seed for row in rows})[:8]])
+    versions = _enumerated(sorted({row.version for row in rows if row.version})) or "of these rows"
+    dtypes = _enumerated(sorted({row.dtype for row in rows if row.dtype}))
+    seeds = _enumerated([str(s) for s in sorted({row.seed for row in rows})[:8]])
     how = f" ({dtypes}, seed {seeds})" * bool(dtypes)
     return (
         f"The local Lipschitz constant of the map “{map_name}” of {model} ({what}{heads}{which}), "
@@ -207,13 +207,13 @@ def _method(setting: tuple[str, ...], items: Sequence[Item]) -> str:
     )
 
 
-def _texts(items: Sequence[Item]) -> list[str]:
+def _text_names(items: Sequence[Item]) -> list[str]:
     """The texts of these measurements, in words."""
     sources = {(id(item.run), item.row.text): item for item in items}.values()
     return list(dict.fromkeys(filter(None, (text_of(i.run, i.row.text) for i in sources))))
 
 
-def _listed(words: Sequence[str]) -> str:
+def _enumerated(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 

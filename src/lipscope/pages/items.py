@@ -117,7 +117,7 @@ def items_of(runs: Sequence[Run]) -> list[Item]:
     for run in runs:
         for row in run.measurements():
             found.setdefault(row.id, (run, row))
-    names = _names(row for _, row in found.values())
+    names = _model_names(row for _, row in found.values())
     texts = labels((str(run.path), text_of(run, row.text)) for run, row in found.values())
     items = [
         Item(
@@ -162,7 +162,7 @@ def _by_folder(items: Sequence[Item]) -> list[Item]:
     ]
 
 
-def by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
+def items_by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
     """Items of one setting together, settings in their order of appearance."""
     found: dict[tuple[str, ...], list[Item]] = {}
     for item in items:
@@ -170,11 +170,11 @@ def by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
     return found
 
 
-def _names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
+def _model_names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
     """Names of models, with what tells apart those that share one."""
     versions: dict[str, dict[tuple[Any, ...], list[str]]] = {}
     for key in dict.fromkeys(map(_version, rows)):
-        versions.setdefault(key[0], {})[key] = _words(*key[1:])
+        versions.setdefault(key[0], {})[key] = _version_words(*key[1:])
     names: dict[tuple[Any, ...], str] = {}
     for model, ways in versions.items():
         varied = [len(set(words)) > 1 for words in zip(*ways.values(), strict=True)]
@@ -188,7 +188,7 @@ _version = attrgetter(
 )
 
 
-def _words(
+def _version_words(
     step: int | None,
     revision: str | None,
     weights: str,

@@ -77,18 +77,19 @@ def points_of(items: Sequence[Item]) -> Points:
     index = {s: k for k, s in enumerate(settings)}
     samples = sorted({item.row.sample for item in items})
     order = {s: round((k + 0.5) / len(samples) - 0.5, 4) for k, s in enumerate(samples)}
-    grown = {key: _grown(curves[key]) for key in kept}
+    grown = {key: _growth_kinds(curves[key]) for key in kept}
     return Points(
-        settings=[_setting(s, some) for s, some in settings.items()],
+        settings=[_setting_record(s, some) for s, some in settings.items()],
         items=carried,
         points=[
-            {"s": index[i.setting], **_point(i), "order": order[i.row.sample]} for i in carried
+            {"s": index[i.setting], **_point_record(i), "order": order[i.row.sample]}
+            for i in carried
         ],
-        means=[{"s": index[key[0]], **m} for key in kept for m in _means(curves[key])],
+        means=[{"s": index[key[0]], **m} for key in kept for m in _mean_records(curves[key])],
         fits=[
             {"s": index[key[0]], **_fit(curves[key][0], *one)} for key in kept for one in grown[key]
         ],
-        lines=_lines(curves, grown),
+        lines=_lines_of(curves, grown),
         remarks=remarks,
     )
 
@@ -116,7 +117,7 @@ def label(layer: int | None) -> str:
 # --- settings -------------------------------------------------------------------------------
 
 
-def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
+def _setting_record(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
     """A setting with its layers, heads and the axes of all of its charts."""
     heads = {item.row.head for item in items if item.row.head is not None}
     drawn = [item for item in items if positive(item.row.sigma)]
@@ -132,13 +133,13 @@ def _setting(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
         "rows": len(items),
         "deltas": sorted({item.row.delta for item in items}),
         "axes": {
-            "all": _both([item for item in drawn if item.row.head is None]),
-            "heads": _both([item for item in drawn if item.row.head is not None]),
+            "all": _axes_by_kind([item for item in drawn if item.row.head is None]),
+            "heads": _axes_by_kind([item for item in drawn if item.row.head is not None]),
         },
     }
 
 
-def _both(items: Sequence[Item]) -> dict[str, Any]:
+def _axes_by_kind(items: Sequence[Item]) -> dict[str, Any]:
     """The axes of all rows, and those of rows on real inputs."""
     real = [item.row for item in items if item.kind == REAL]
     found = axes(real)
@@ -209,17 +210,17 @@ def layers_first(curves: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return [*layers, *heads]
 
 
-def _curve(item: Item) -> dict[str, Any]:
+def _curve_fields(item: Item) -> dict[str, Any]:
     """The curve of an item, besides its setting."""
     row = item.row
     place = {"layer": label(row.layer), "head": row.head}
     return {"kind": item.kind, "source": item.source, **place}
 
 
-def _point(item: Item) -> dict[str, Any]:
+def _point_record(item: Item) -> dict[str, Any]:
     row = item.row
     return {
-        **_curve(item),
+        **_curve_fields(item),
         "n": row.num_tokens,
         "sample": row.sample,
         "sigma": short(row.sigma),
@@ -236,14 +237,14 @@ def _point(item: Item) -> dict[str, Any]:
     }
 
 
-def _means(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """One record for each length of a curve."""
     first = items[0]
     rows = (item.row for item in items if positive(item.row.sigma))
     for n, some in sorted(grouped(rows, lambda row: row.num_tokens).items()):
         shares = [row.top_share for row in some if row.top_share is not None]
         yield {
-            **_curve(first),
+            **_curve_fields(first),
             "n": n,
             **mean_of(map(log_ends, some)),
             "rest": short(geometric_mean(row.sigma_rest for row in some)),
@@ -279,7 +280,7 @@ def log_ends(row: Measurement) -> tuple[float, float]:
 # --- exponents ------------------------------------------------------------------------------
 
 
-def _grown(items: Sequence[Item]) -> list[tuple[str, Growth]]:
+def _growth_kinds(items: Sequence[Item]) -> list[tuple[str, Growth]]:
     """The growth of one curve: of sigma, and of sigma with the top token held fixed."""
     first = items[0]
     rows = [item.row for item in items]
@@ -297,7 +298,7 @@ def _grown(items: Sequence[Item]) -> list[tuple[str, Growth]]:
 def _fit(first: Item, kind: str, fit: Growth) -> dict[str, Any]:
     beyond = fit.beyond and f": {fit.beyond.verdict} from {fit.beyond.lengths[0]} tokens on"
     return {
-        **_curve(first),
+        **_curve_fields(first),
         "kind": kind,
         "slope": short(fit.slope),
         "low": short(fit.low),
@@ -313,7 +314,7 @@ def _fit(first: Item, kind: str, fit: Growth) -> dict[str, Any]:
     }
 
 
-def _lines(
+def _lines_of(
     curves: Mapping[tuple[Any, ...], list[Item]],
     grown: Mapping[tuple[Any, ...], list[tuple[str, Growth]]],
 ) -> list[tuple[Item, Line]]:
@@ -384,7 +385,7 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     first = min((step for step in every if step > 0), default=1)
     turn = float(first) if max(every) > _FAR * first else None
     for g, group in enumerate(groups):
-        group["axes"] = _axes(g, group["steps"], curves, turn)
+        group["axes"] = _training_axes(g, group["steps"], curves, turn)
     kept = layers_first(list(curves))
     remark = None
     if len(kept) < len(curves):
@@ -411,7 +412,7 @@ def _groups(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _axes(
+def _training_axes(
     group: int,
     steps: Sequence[int],
     curves: dict[tuple[Any, ...], dict[int, list[Measurement]]],

@@ -372,12 +372,12 @@ def report(
 
 
 @pieces.register
-def _rows(rows: Rows) -> Iterator[Piece]:
+def _rows_pieces(rows: Rows) -> Iterator[Piece]:
     """The table and the sentences, or what the directions read as; the figure that says most."""
-    from lipscope.pages.directions import leading
+    from lipscope.pages.directions import top_direction
 
     if rows.directions:
-        yield from leading(rows, rows.directions)
+        yield from top_direction(rows, rows.directions)
     else:
         if rows:
             yield best_table(rows, rows.bounds) if rows.bounds else rows._drawn()
@@ -407,7 +407,7 @@ def _measurement(row: Measurement) -> Iterator[Piece]:
 
 
 @pieces.register
-def _run(run: Run) -> Iterator[Piece]:
+def _run_pieces(run: Run) -> Iterator[Piece]:
     windows = run.manifest["spec"].get("windows", "spread")
     shares, bounds = run.token_shares(), run.bound_values()
     yield from pieces(Rows(run.measurements(), shares, windows, bounds, run.direction_parts()))
@@ -427,7 +427,7 @@ def _top_singular(top: TopSingular) -> Iterator[Piece]:
 
 
 @pieces.register
-def _ball(found: BallCertificate) -> Iterator[Piece]:
+def _ball_pieces(found: BallCertificate) -> Iterator[Piece]:
     """The certificate of every head."""
     yield from card(found)
     if len(found.heads) < 2:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, points_of, positive, readable, spread
+from lipscope.charts import MAPS, curve_points, positive, readable, spread
 from lipscope.pages.items import REAL, Item, folder_names
 from lipscope.pages.points import axis, axis_around, exponential, label, log_ends, mean_of, short
 from lipscope.records import (
@@ -68,7 +68,7 @@ def _depth_record(
         for name in MAPS
         for layer, rows in sorted(maps.get(name, {}).items(), key=lambda one: one[0] or 0)
     ]
-    windows, why = _chains(maps.get("block", {}), setting[1:4])
+    windows, why = _products(maps.get("block", {}), setting[1:4])
     stack = maps.get("stack", {})
     products = [
         {"map": "product", "layer": k} | mean_of(chain[k] for chain in windows.values())
@@ -101,7 +101,7 @@ def _depth(windows: Mapping[str, _Chain]) -> int:
     return min((len(chain) for chain in windows.values()), default=0)
 
 
-def _chains(
+def _products(
     blocks: Mapping[int | None, Sequence[Measurement]], how: Sequence[str]
 ) -> tuple[dict[str, _Chain], str]:
     """For each window the products up to every block, or why there are none."""
@@ -119,14 +119,14 @@ def _chains(
     for window in by_window[0]:
         rows = [some[window] for some in by_window if window in some]
         if len(rows) == depth:
-            if not all(_close(a.output_norm, b.input_norm) for a, b in pairwise(rows)):
+            if not all(_norms_agree(a.output_norm, b.input_norm) for a, b in pairwise(rows)):
                 return {}, "a block does not read what the one before it gives"
             ends = zip(*map(log_ends, rows), strict=True)
             found[window] = list(zip(*map(accumulate, ends), strict=True))
     return found, "" if found else "no window was measured at every layer"
 
 
-def _close(a: float | None, b: float | None) -> bool:
+def _norms_agree(a: float | None, b: float | None) -> bool:
     return a is not None and b is not None and math.isclose(a, b, rel_tol=_SAME)
 
 
@@ -158,11 +158,15 @@ def _product_said(
             row
             for row in rows
             if row.tokens_sha256 in windows
-            and _close(row.input_norm, first[row.tokens_sha256].input_norm)
+            and _norms_agree(row.input_norm, first[row.tokens_sha256].input_norm)
         ]
         if both:
-            yield _over(n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both])
-        if any(not _close(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both):
+            yield _times_above(
+                n, name, [(windows[row.tokens_sha256][-1], log_ends(row)) for row in both]
+            )
+        if any(
+            not _norms_agree(row.output_norm, ends[row.tokens_sha256].output_norm) for row in both
+        ):
             yield (
                 f"{name[0].upper()}{name[1:]} goes on after the last of them (a final norm, or "
                 "blocks that were not measured), which the product leaves out."
@@ -171,7 +175,9 @@ def _product_said(
         yield "The model's map was not measured: lipscope measure … --map model does."
 
 
-def _over(n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> str:
+def _times_above(
+    n: int, name: str, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]
+) -> str:
     """How many times sigma of a map the product is, on the same windows."""
     middle = sum(product[0] - map_[0] for product, map_ in pairs) / len(pairs)
     _, *ends = enclosed_mean([(low - upper, high - sigma) for (low, high), (sigma, upper) in pairs])
@@ -189,7 +195,7 @@ _GAINS = ("split", "split_upper", "moved", "moved_upper")
 def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
     """One record for each window and layer whose tokens were taken apart."""
     found: dict[str, dict[int, TokenGain]] = {}
-    for _, one in _values(runs, GAINS, TokenGain, settings):
+    for _, one in _value_records(runs, GAINS, TokenGain, settings):
         found.setdefault(one.id, {})[one.index] = one
     records, room = [], MAX_TOKENS
     for row_id, tokens in found.items():
@@ -198,13 +204,13 @@ def gains_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> li
             s, layer = settings[row_id]
             some = [tokens[index] for index in sorted(tokens)]
             about = {"s": s, "layer": layer, "sample": some[0].sample, "n": len(some)}
-            gains = [_gain(one) for one in some]
+            gains = [_gain_record(one) for one in some]
             ends = (getattr(one, name) for one in some for name in _GAINS)
             records.append(about | {"tokens": gains, "axes": axis_around(ends, 1.1)})
     return records
 
 
-def _values(
+def _value_records(
     runs: Sequence[Run], part: str, kind: type[Kind], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, Kind]]:
     """Records of a part of the values, by their keys; those of other versions are left out."""
@@ -215,7 +221,7 @@ def _values(
                 yield key, kind(**content)
 
 
-def _gain(one: TokenGain) -> dict[str, Any]:
+def _gain_record(one: TokenGain) -> dict[str, Any]:
     return {
         "index": one.index,
         "text": readable(one.text).strip(" "),
@@ -233,7 +239,7 @@ _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 def edits_of(runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]) -> list[dict[str, Any]]:
     """One record for each setting, layer and target with edits."""
     found: dict[tuple[Any, ...], dict[str, TextEdit]] = {}
-    for key, one in _values(runs, EDITS, TextEdit, settings):
+    for key, one in _value_records(runs, EDITS, TextEdit, settings):
         place = (*settings[one.id], one.target, one.num_tokens, one.decision is not None)
         found.setdefault(place, {})[key] = one
     return [_edits_record(place, list(some.values())) for place, some in found.items()]
@@ -251,7 +257,7 @@ def _edits_record(place: tuple[Any, ...], edits: Sequence[TextEdit]) -> dict[str
         "n": num_tokens,
         "decided": decided,
         "summary": [_summary(r, [e for e in edits if e.recipe == r]) for r in recipes],
-        "edits": [_edit(one) for one in largest[:MAX_EDITS]],
+        "edits": [_edit_record(one) for one in largest[:MAX_EDITS]],
         "count": len(edits),
     }
 
@@ -265,7 +271,7 @@ def _summary(recipe: str, edits: Sequence[TextEdit]) -> dict[str, Any]:
     return _short(vars(found) | rate)
 
 
-def _edit(one: TextEdit) -> dict[str, Any]:
+def _edit_record(one: TextEdit) -> dict[str, Any]:
     names = ("sample", "recipe", "status", "edits", "queries", "decision", "decided")
     numbers = ("change_layer", "change_model", "predicted")
     return {
@@ -298,7 +304,7 @@ def bounds_of(of: Comparison) -> dict[str, Any]:
     rows = [*of.rows, *(row for row, _ in of.bounds)]
     last = max(row.num_tokens for row in rows)
     sample = next(row.sample for row in rows if row.num_tokens == last)
-    points = points_of(lines)
+    points = curve_points(lines)
 
     def shown(row: Measurement) -> bool:
         return (row.num_tokens, row.sample) == (last, sample)
@@ -312,8 +318,8 @@ def bounds_of(of: Comparison) -> dict[str, Any]:
         "lines": [_short(point) for point in points],
         "out": left_out,
         "table": [
-            *(_measured(row) for row in of.rows if shown(row)),
-            *(_asked(row, bound) for row, bound in of.bounds if shown(row)),
+            *(_sigma_line(row) for row in of.rows if shown(row)),
+            *(_bound_line(row, bound) for row, bound in of.bounds if shown(row)),
         ],
         **_bounds_axes(points),
     }
@@ -343,7 +349,7 @@ def _short(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: short(v) if isinstance(v, float) else v for k, v in record.items()}
 
 
-def _measured(row: Measurement) -> dict[str, Any]:
+def _sigma_line(row: Measurement) -> dict[str, Any]:
     real = given(row)
     return {
         "theorem": MEASURED if real else ADVERSARIAL,
@@ -359,7 +365,7 @@ def _measured(row: Measurement) -> dict[str, Any]:
     }
 
 
-def _asked(row: Measurement, bound: Bound) -> dict[str, Any]:
+def _bound_line(row: Measurement, bound: Bound) -> dict[str, Any]:
     ball = "" if bound.eps is None else f", eps = {bound.eps:.3g}"
     return {
         **{

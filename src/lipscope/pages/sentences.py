@@ -48,7 +48,7 @@ def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
         reasons = [row.error or row.note for each in lines for row in each.last]
         reason = next((f" ({text})" for text in reasons if text), "")
         return f"No row at {line.num_tokens} tokens has a finite sigma: {status}{reason}."
-    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _course(line)]
+    parts = [_meaning(line.row, line.token), _comparison(line.row, lines), _growth_said(line)]
     return " ".join(part for part in parts if part)
 
 
@@ -133,7 +133,7 @@ def _meaning(row: Measurement, token: str | None) -> str:
     if row.status == "max_steps":
         said += f" (the solver ran out of steps, the interval is {interval(row)})"
     if row.top_token is not None and row.top_share is not None:
-        share, name = percent(row.top_share), _named(row, token)
+        share, name = percent(row.top_share), _top_token_named(row, token)
         said += (
             f"; {share} of that direction sits on {name}"
             if row.top_share >= 0.2
@@ -144,7 +144,7 @@ def _meaning(row: Measurement, token: str | None) -> str:
     return said[0].upper() + said[1:] + "."
 
 
-def _named(row: Measurement, token: str | None) -> str:
+def _top_token_named(row: Measurement, token: str | None) -> str:
     """The top token by its place, and its text where that is known."""
     ends = {0: "the first token", row.num_tokens - 1: "the last token"}
     place = ends.get(row.top_token or 0, f"token {row.top_token}")
@@ -173,7 +173,7 @@ def _comparison(row: Measurement, lines: Sequence[Line]) -> str:
     return f"{said}; compare layers by this number, {best}."
 
 
-def _course(line: Line) -> str:
+def _growth_said(line: Line) -> str:
     """How sigma of this line grows, or why that is not said."""
     fit = line.growth
     if fit is None:

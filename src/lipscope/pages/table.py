@@ -79,16 +79,16 @@ def blocks(
     names = {(token.id, token.index): token.text for token in tokens}
     largest: dict[tuple[Any, ...], int] = {}
     for row in rows:
-        setting = _setting(row)
+        setting = _row_setting(row)
         largest[setting] = max(row.num_tokens, largest.get(setting, 0))
     found: dict[tuple[Any, ...], list[Line]] = {}
     for key, part in groups(rows).items():
-        num_tokens = largest[_setting(key)]
+        num_tokens = largest[_row_setting(key)]
         last = [row for row in part if row.num_tokens == num_tokens]
         row = middle(last)
         token = None if row is None else names.get((row.id, row.top_token or 0))
         line = Line(key, row, last, token, fits[key], num_tokens)
-        found.setdefault(_setting(key), []).append(line)
+        found.setdefault(_row_setting(key), []).append(line)
     return list(found.values())
 
 
@@ -99,7 +99,7 @@ def middle(rows: Sequence[Measurement]) -> Measurement | None:
     return finite[(len(finite) - 1) // 2][2] if finite else None
 
 
-def _setting(of: Measurement | Group) -> tuple[Any, ...]:
+def _row_setting(of: Measurement | Group) -> tuple[Any, ...]:
     return tuple(getattr(of, name) for name in (*SETTING, *IN_SWEEPS))
 
 
@@ -117,7 +117,7 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{max(places, 0)}f}"
 
 
-def _upper(row: Measurement) -> str:
+def _upper_rounded(row: Measurement) -> str:
     """The upper end, rounded upwards, so that what is printed still holds."""
     if row.upper is None or not math.isfinite(row.upper) or row.upper <= 0:
         return number(row.upper)
@@ -141,7 +141,7 @@ def without(delta: float) -> str:
 
 def interval(row: Measurement) -> str:
     """``[sigma, upper]`` of a row."""
-    return f"[{number(row.sigma)}, {_upper(row)}]"
+    return f"[{number(row.sigma)}, {_upper_rounded(row)}]"
 
 
 def percent(share: float | None) -> str:
@@ -153,7 +153,7 @@ def percent(share: float | None) -> str:
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
-def _token(line: Line, narrow: int) -> str:
+def _top_token_cell(line: Line, narrow: int) -> str:
     """The top token as text and index: ``'[CLS]' (0)``."""
     if line.row is None or line.row.top_token is None:
         return "–"
@@ -168,13 +168,13 @@ def _growth_cell(line: Line, narrow: int) -> str:
     """The verdict, and that of inputs beyond the training length under it."""
     if line.growth is None:
         return "–"
-    cell, beyond = _verdict(line.growth, narrow), line.growth.beyond
+    cell, beyond = _verdict_cell(line.growth, narrow), line.growth.beyond
     if beyond is None:
         return cell
-    return f"{cell}\nfrom {beyond.lengths[0]}:\n{_verdict(beyond, narrow)}"
+    return f"{cell}\nfrom {beyond.lengths[0]}:\n{_verdict_cell(beyond, narrow)}"
 
 
-def _verdict(fit: Growth, narrow: int) -> str:
+def _verdict_cell(fit: Growth, narrow: int) -> str:
     """The exponent; where no power law fits, the slopes under it, a few in a line."""
     head, _, rest = fit.verdict.partition(": ")
     head = head.replace(" (", "\n(")
@@ -201,7 +201,7 @@ def _status(line: Line) -> str:
     return ", ".join(sorted({row.status for row in line.last})) or "not measured"
 
 
-def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
+def _table_columns(lines: Sequence[Line], narrow: int) -> list[Column]:
     """The columns that these lines need; narrow ones say sigma in its interval only."""
     has = {
         name: any(getattr(line.row, name, None) is not None for line in lines)
@@ -220,7 +220,7 @@ def _columns(lines: Sequence[Line], narrow: int) -> list[Column]:
         columns += [Column("sigma", lambda x: number(x.row.sigma) if x.row else _status(x)), ends]
     columns += [
         Column("relative", _of_row("relative", 3)),
-        Column("top token", lambda line: _token(line, narrow), True),
+        Column("top token", lambda line: _top_token_cell(line, narrow), True),
         Column("share", lambda line: percent(line.row and line.row.top_share)),
     ]
     if has["sigma_rest"]:
@@ -239,26 +239,26 @@ def _or(value: int | None, other: str) -> str:
 
 def draw(rows: Sequence[Measurement], lines: Sequence[Line]) -> Table:
     """The table of these lines, at most `MAX_WIDTH` wide, with its caption."""
-    table = _table(lines)
+    table = _rows_table(lines)
     for narrow in (1, 2):
         if _width(table) > MAX_WIDTH:
-            table = _table(lines, narrow)
+            table = _rows_table(lines, narrow)
     table.width = _width(table)
     table.caption = Text("\n".join(_caption(rows, lines)), justify="left", style="dim")
     return table
 
 
-def _table(lines: Sequence[Line], narrow: int = 0) -> Table:
+def _rows_table(lines: Sequence[Line], narrow: int = 0) -> Table:
     """The table; the narrower, the less air and the more lines for the growth of one row."""
     table = Table(title=_title(lines), title_justify="left", box=SIMPLE_HEAD)
     table.padding = (0, 0 if narrow else 1, 0, 0)
     table.pad_edge = False
-    for column in _columns(lines, narrow):
+    for column in _table_columns(lines, narrow):
         # Headings of two words may stand in two lines; what is under them may not.
         name = column.name if column.name.startswith("[") else column.name.replace(" ", "\n")
         table.add_column(Text(name), justify="left" if column.left else "right", no_wrap=True)
     for line in lines:
-        cells = (column.cell(line) for column in _columns(lines, narrow))
+        cells = (column.cell(line) for column in _table_columns(lines, narrow))
         table.add_row(*(Text(printable(cell)) for cell in cells))
     if table.columns and (lack := 76 - _width(table)) > 0:
         # Room for the sentences under a table of few columns.
@@ -392,7 +392,7 @@ def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
             told += some
     if told:  # once, however many tables there are
         pairs = [(row, bound) for row in told for bound in of.get(row.id, [])]
-        shown += dict.fromkeys(_remarks(told, pairs))
+        shown += dict.fromkeys(_reading_notes(told, pairs))
     if any(row.head is not None for some in inputs.values() for row in some):
         shown.append("Every theorem for every head: the same command with --jsonl.")
     return Sheet(*shown)
@@ -419,23 +419,23 @@ def _theorems(rows: Sequence[Measurement], pairs: _Pairs) -> Table:
     made = empty_table(_bounds_title(rows, pairs), *columns)
     made.columns[0].no_wrap = True
     for row in filter(given, rows):
-        scope = _scope("local", row.metric)
+        scope = _scope_words("local", row.metric)
         made.add_row(MEASURED, "sigma at this input", "", scope, interval(row), "", style="bold")
     for kind in ("lower", "upper"):
-        some = sorted(_lines(kind, rows, pairs), key=lambda line: line[0])
+        some = sorted(_bound_lines(kind, rows, pairs), key=lambda line: line[0])
         for i, (_, cells) in enumerate(some):
             made.add_row(*map(Text, cells), end_section=i == len(some) - 1)
     return made
 
 
-def _lines(
+def _bound_lines(
     kind: str, rows: Sequence[Measurement], pairs: _Pairs
 ) -> Iterator[tuple[tuple[int, str, float], _Cells]]:
     """Lines of the table with what they are sorted by: scope, metric and value."""
     for row in rows:
         if kind == "lower" and not given(row) and row.sigma is not None:
             value = f"≥ {number(row.sigma)}"
-            cells = (ADVERSARIAL, row.input, "", _scope("global", row.metric), value, "")
+            cells = (ADVERSARIAL, row.input, "", _scope_words("global", row.metric), value, "")
             yield (_SCOPES["global"], row.metric, row.sigma), cells
     for row, bound in pairs:
         if bound.kind != kind or bound.value is None:
@@ -445,14 +445,14 @@ def _lines(
             bound.theorem,
             bound.statement + ("" if bound.sound else " (fails)"),
             bound.cite,
-            _scope(bound.scope, bound.metric, bound.eps),
+            _scope_words(bound.scope, bound.metric, bound.eps),
             f"{'≥' if kind == 'lower' else '≤'} {number(bound.value)}",
             "" if times is None else number(times, 3),
         )
         yield (_SCOPES.get(bound.scope, len(_SCOPES)), bound.metric, bound.value), cells
 
 
-def _scope(scope: str, metric: str, eps: float | None = None) -> str:
+def _scope_words(scope: str, metric: str, eps: float | None = None) -> str:
     """The scope, the ball's radius, and the metric where it is not the usual one."""
     radius = [] if eps is None else [f"eps = {eps:.3g}"]
     return ", ".join([scope, *radius, *([] if metric == "frobenius" else [metric])])
@@ -482,7 +482,7 @@ def _bounds_title(rows: Sequence[Measurement], pairs: _Pairs) -> str:
     return ", ".join([*words, *(norms if len(norms) == 1 else [])])
 
 
-def _remarks(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
+def _reading_notes(rows: Sequence[Measurement], pairs: _Pairs) -> Iterator[str]:
     """How to read the table, and what is not in it."""
     yield _READING
     if any(bound.eps is not None for _, bound in pairs):

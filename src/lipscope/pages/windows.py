@@ -50,14 +50,14 @@ def windows_for(
     runs: Sequence[Run], items: Sequence[Item], tops: Mapping[str, TokenShare]
 ) -> Windows:
     """Windows of the worst rows first, until the page is full."""
-    chosen = _chosen(items)
+    chosen = _worst_windows(items)
     tokens = windows_of(runs, (items[k].row.id for k in chosen))
     texts: dict[tuple[str, ...], int] = {}
     windows: dict[int, dict[str, Any]] = {}
     for k in chosen:
         if some := tokens.get(items[k].row.id):
             words = texts.setdefault(tuple(spaced(some)), len(texts))
-            windows[k] = {"text": words} | _shares(some)
+            windows[k] = {"text": words} | _window_shares(some)
     excerpts, begins = _excerpts(runs, items)
     real = sum(item.kind == REAL for item in items)
     remark = None
@@ -73,7 +73,7 @@ def windows_for(
     )
 
 
-def _chosen(items: Sequence[Item]) -> list[int]:
+def _worst_windows(items: Sequence[Item]) -> list[int]:
     """Places of the items whose windows are carried: first of every layer the worst."""
     order = sorted(
         (k for k, item in enumerate(items) if item.kind == REAL and item.row.top_share is not None),
@@ -92,20 +92,20 @@ def _chosen(items: Sequence[Item]) -> list[int]:
     return chosen
 
 
-def _shares(tokens: Sequence[TokenShare]) -> dict[str, Any]:
+def _window_shares(tokens: Sequence[TokenShare]) -> dict[str, Any]:
     # From the shares themselves: those of long windows are few hundred-thousandths each.
     moved = [token.share_in or 0.0 for token in tokens]
     order = sorted(range(len(moved)), key=lambda k: -moved[k])
     return {
         "most": order[:_MOST],
         "others": short(math.fsum(moved[k] for k in order[_MOST:])),
-        "in": [_whole(token.share_in) for token in tokens],
-        "out": [_whole(token.share_out) for token in tokens],
+        "in": [_scaled_share(token.share_in) for token in tokens],
+        "out": [_scaled_share(token.share_out) for token in tokens],
         "norm": [None if t.norm is None else float(f"{t.norm:.4g}") for t in tokens],
     }
 
 
-def _whole(share: float | None) -> int | None:
+def _scaled_share(share: float | None) -> int | None:
     value = short(share)
     return None if value is None else round(SCALE * value)
 
@@ -156,7 +156,7 @@ def kinds_of(
         if item.kind != REAL or row.input != "text" or row.id not in tops:
             continue
         if (place := str(item.run.path)) not in named:
-            named[place] = _named(item.run)
+            named[place] = _has_words(item.run)
         if named[place]:
             key = (item.setting, item.source, label(row.layer), row.head, row.num_tokens)
             found.setdefault(key, Counter())[kind_of(tops[row.id].text)] += 1
@@ -167,6 +167,6 @@ def kinds_of(
     }
 
 
-def _named(run: Run) -> bool:
+def _has_words(run: Run) -> bool:
     """Whether tokens are texts; without a tokenizer they are numbers, every one of them."""
     return not all(text.isdigit() for text in run.tokens["text"].head(_ENOUGH))

@@ -76,28 +76,25 @@ class Comparison:
         Several samples of one length become their geometric mean; equal bounds one line.
         """
         lines = [
-            _curve("sigma, real text", MEASURED, map(_measured, self.real)),
+            _curve_of("sigma, real text", MEASURED, map(_sigma_point, self.real)),
             *(
-                _curve(f"sigma, {kind}", ADVERSARIAL, map(_measured, rows))
+                _curve_of(f"sigma, {kind}", ADVERSARIAL, map(_sigma_point, rows))
                 for kind, rows in self._kinds().items()
             ),
-            _curve("local certificate, real text", CERTIFICATE, self._certificates()),
+            _curve_of("local certificate, real text", CERTIFICATE, self._certificates()),
         ]
         top = max((value for line in lines for _, value, _ in line.points), default=1.0)
         wide: dict[str, list[_Point]] = {}
         for row, bound in self.bounds:
             if is_upper(bound) and bound.scope in EVERYWHERE:
                 wide.setdefault(bound.theorem, []).append(_bounded(row, bound))
-        every = [_curve(name, "bound", points) for name, points in wide.items()]
+        every = [_curve_of(name, "bound", points) for name, points in wide.items()]
         kept, left_out = _on_scale([line for line in every if line.points], _OFF_SCALE * top)
-        return [line for line in [*lines, *_merged(kept)] if line.points], left_out
+        return [line for line in [*lines, *_merged_lines(kept)] if line.points], left_out
 
     def _kinds(self) -> dict[str, list[Measurement]]:
         """Rows at built inputs by what built them, which are not averaged."""
-        found: dict[str, list[Measurement]] = {}
-        for row in self.built:
-            found.setdefault(row.input, []).append(row)
-        return found
+        return grouped(self.built, lambda row: row.input)
 
     def _certificates(self) -> list[_Point]:
         """The best local bound of every given input."""
@@ -180,7 +177,7 @@ def _place(row: Measurement) -> tuple[Any, ...]:
     return row.model, row.map, row.layer, row.head
 
 
-def _measured(row: Measurement) -> _Point:
+def _sigma_point(row: Measurement) -> _Point:
     return row.num_tokens, row.sigma, row.upper
 
 
@@ -188,16 +185,16 @@ def _bounded(row: Measurement, bound: Bound) -> _Point:
     return row.num_tokens, bound.value, None
 
 
-def _curve(name: str, group: str, points: Iterable[_Point]) -> Curve:
+def _curve_of(name: str, group: str, points: Iterable[_Point]) -> Curve:
     known = [
         (n, value, upper or value)
         for n, value, upper in points
         if value is not None and value > 0 and math.isfinite(value)
     ]
-    means = [
-        (n, *(geometric_mean(one[k] for one in some) or 0.0 for k in (1, 2)))
-        for n, some in sorted(grouped(known, lambda one: one[0]).items())
-    ]
+    means = []
+    for n, some in sorted(grouped(known, lambda one: one[0]).items()):
+        value, upper = (geometric_mean(one[k] for one in some) or 0.0 for k in (1, 2))
+        means.append((n, value, upper))
     return Curve(name, group, tuple(means))
 
 
@@ -207,11 +204,11 @@ def _on_scale(lines: Sequence[Curve], top: float) -> tuple[list[Curve], list[str
     return kept, [f"{x.name} ({x.points[-1][1]:.1e})" for x in lines if x not in kept]
 
 
-def _merged(lines: Iterable[Curve]) -> list[Curve]:
+def _merged_lines(lines: Iterable[Curve]) -> list[Curve]:
     """Lines that nearly coincide become one with both names."""
     merged: list[Curve] = []
     for line in lines:
-        at = next((k for k, other in enumerate(merged) if _close(other, line)), None)
+        at = next((k for k, other in enumerate(merged) if _coincide(other, line)), None)
         if at is None:
             merged.append(line)
         else:
@@ -220,7 +217,7 @@ def _merged(lines: Iterable[Curve]) -> list[Curve]:
     return merged
 
 
-def _close(one: Curve, other: Curve) -> bool:
+def _coincide(one: Curve, other: Curve) -> bool:
     if [n for n, *_ in one.points] != [n for n, *_ in other.points]:
         return False
     pairs: list[tuple[Any, Any]] = list(zip(one.points, other.points, strict=True))

@@ -558,15 +558,15 @@ class Run(Shown):
 
     def token_shares(self, ids: Sequence[str] | None = None) -> list[TokenShare]:
         """The tokens of some rows, or of all, as records."""
-        return records_of(TokenShare, _of(self.tokens, ids))
+        return records_of(TokenShare, _rows_of(self.tokens, ids))
 
     def bound_values(self, ids: Sequence[str] | None = None) -> list[Bound]:
         """The bounds of some rows, or of all, as records."""
-        return records_of(Bound, _of(self.bounds, ids))
+        return records_of(Bound, _rows_of(self.bounds, ids))
 
     def direction_parts(self, ids: Sequence[str] | None = None) -> list[Direction]:
         """The directions of some rows, or of all, as records."""
-        return records_of(Direction, _of(self.directions, ids))
+        return records_of(Direction, _rows_of(self.directions, ids))
 
     def _read(self, index: int) -> polars.DataFrame:
         table = tables(self.path)[index]
@@ -594,7 +594,7 @@ def read_run(path: str | Path) -> Run:
     return Run(Path(path), read_manifest(Path(path)))
 
 
-def _of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:
+def _rows_of(frame: polars.DataFrame, ids: Sequence[str] | None) -> polars.DataFrame:
     import polars as pl
 
     return frame if ids is None else frame.filter(pl.col("id").is_in(list(ids)))

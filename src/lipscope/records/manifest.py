@@ -13,7 +13,7 @@ from typing import Any
 
 from lipscope.errors import InputError, remark
 from lipscope.records.rows import SCHEMA
-from lipscope.records.tables import opened, replaced, whole
+from lipscope.records.tables import is_whole, opened, replaced
 
 MANIFEST = "manifest.json"
 _VERSIONS = ("lipscope", "torch", "transformers")
@@ -61,7 +61,7 @@ def load_manifest(path: Path) -> dict[str, Any] | None:
             content = file.read()
         held = json.loads(content)
         schema = held["schema"]
-        known = _checked(held) if schema == SCHEMA else {}
+        known = _known_entries(held) if schema == SCHEMA else {}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
@@ -80,7 +80,7 @@ def load_manifest(path: Path) -> dict[str, Any] | None:
     return {"schema": schema, **known}
 
 
-def _checked(held: Mapping[str, Any]) -> dict[str, Any]:
+def _known_entries(held: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a manifest, of the types that they have."""
     json.dumps(held, ensure_ascii=False).encode()  # half a surrogate is no text
     known = {name: dict(held[name]) for name in _ENTRIES}
@@ -116,7 +116,7 @@ def holds_rows(folder: Path) -> bool:
         return False
     try:
         with opened(path) as file:
-            return any(whole(line.strip(b"\xef\xbb\xbf\r\n")) for line in file)
+            return any(is_whole(line.strip(b"\xef\xbb\xbf\r\n")) for line in file)
     except (InputError, OSError):
         return False
 

@@ -266,15 +266,15 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
     kept = complete or logs
     used = [row for row in rows if (row.num_tokens, row.sample) in kept]
     shared = share_text(used, paired=paired)
-    columns, x = _columns(kept, lengths), np.log(lengths)
+    columns, x = _by_length(kept, lengths), np.log(lengths)
     means = np.array([column.mean() for column in columns])
-    weights = _weights(columns, lengths)
+    weights = _slope_weights(columns, lengths)
     sizes = np.array([len(column) for column in columns])
     slope = float(weights @ means)
     line = sizes @ means / sizes.sum() + slope * (x - sizes @ x / sizes.sum())
     low = high = level = p = None
     if complete and not shared:
-        low, high, level = _interval(columns, weights, paired=paired, seed=seed)
+        low, high, level = _slope_interval(columns, weights, paired=paired, seed=seed)
         p = (
             paired_lack_of_fit(np.column_stack(columns), lengths)
             if paired
@@ -294,7 +294,9 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
         num_excluded=len(rows) - len(logs),
         num_dropped=len(logs) - len(kept),
         paired=paired,
-        note=_note(columns, len(logs) - len(kept), bool(complete), shared=shared, paired=paired),
+        note=_sample_note(
+            columns, len(logs) - len(kept), bool(complete), shared=shared, paired=paired
+        ),
     )
 
 
@@ -366,13 +368,13 @@ def _complete(
     return {key: value for key, value in logs.items() if key[1] in whole}
 
 
-def _columns(logs: dict[tuple[int, int], float], lengths: list[int]) -> list[np.ndarray]:
+def _by_length(logs: dict[tuple[int, int], float], lengths: list[int]) -> list[np.ndarray]:
     """``log sigma`` at each length, ordered by sample."""
     ordered = sorted(logs.items())
     return [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
 
 
-def _weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarray:
+def _slope_weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarray:
     """Weights ``c`` with which the least-squares slope over all rows is ``c . means``."""
     sizes = np.array([len(column) for column in columns], dtype=float)
     x = np.log(lengths)
@@ -391,7 +393,7 @@ def share_text(rows: Sequence[Measurement], *, paired: bool) -> bool:
     return any(one[1] > other[0] for one, other in pairwise(held))
 
 
-def _interval(
+def _slope_interval(
     columns: list[np.ndarray], weights: np.ndarray, *, paired: bool, seed: int
 ) -> tuple[float, float, float] | tuple[None, None, None]:
     """Ends and level of the slope's interval; nothing where a length has a single sample."""
@@ -417,7 +419,7 @@ def _interval(
     return float(low), float(high), CONFIDENCE
 
 
-def _note(
+def _sample_note(
     columns: list[np.ndarray], dropped: int, complete: bool, *, shared: bool, paired: bool
 ) -> str | None:
     """What the reader of an exponent should know about the samples behind it."""

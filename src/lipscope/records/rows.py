@@ -34,7 +34,8 @@ AGAIN = "the next run tries it again"
 """How the error of a row ends that failed for a reason outside its question."""
 
 Record = TypeVar("Record")
-Thing, Key = TypeVar("Thing"), TypeVar("Key")
+Thing = TypeVar("Thing")
+Key = TypeVar("Key")
 Status = Literal["converged", "max_steps", "non_finite", "failed"]
 
 
@@ -151,7 +152,7 @@ class Measurement(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The row as plain values in column order; non-finite numbers are null."""
-        return {name: _finite(value) for name, value in vars(self).items()}
+        return {name: _or_null(value) for name, value in vars(self).items()}
 
     def to_json(self) -> str:
         """The row as one line of JSON."""
@@ -321,7 +322,7 @@ def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, l
 
 def to_line(record: TokenShare | Bound | Direction | Value) -> str:
     """A record of a side table as one line of JSON; non-finite numbers are null."""
-    values = {name: _finite(value) for name, value in vars(record).items()}
+    values = {name: _or_null(value) for name, value in vars(record).items()}
     return json.dumps(values, ensure_ascii=False, allow_nan=False)
 
 
@@ -359,7 +360,7 @@ def typed_frame(kind: type, rows: Iterable[Mapping[str, Any]]) -> polars.DataFra
     """A frame whose types come from the record's annotations, never from the values."""
     import polars as pl
 
-    finite = [{name: _finite(value) for name, value in row.items()} for row in rows]
+    finite = [{name: _or_null(value) for name, value in row.items()} for row in rows]
     return pl.DataFrame(finite, schema=schema_of(kind), orient="row")
 
 
@@ -386,5 +387,5 @@ def schema_of(kind: type) -> dict[str, Any]:
     return schema
 
 
-def _finite(value: Any) -> Any:
+def _or_null(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -85,7 +85,9 @@ def paired_shift(before: Ends, after: Ends) -> Shift:
     pairs = list(zip(before, after, strict=True))
     means = [y[0] - x[0] for x, y in pairs]
     lower = _of_pairs([y[0] - x[1] for x, y in pairs])
-    return _shift(math.fsum(means) / len(means), lower, _of_pairs([y[1] - x[0] for x, y in pairs]))
+    return _shift_of(
+        math.fsum(means) / len(means), lower, _of_pairs([y[1] - x[0] for x, y in pairs])
+    )
 
 
 def welch_shift(before: Ends, after: Ends) -> Shift:
@@ -95,7 +97,9 @@ def welch_shift(before: Ends, after: Ends) -> Shift:
     for. Holds for independent, nearly normal values, also of the two samples.
     """
     (a, top), (b, high) = (tuple(zip(*some, strict=True)) for some in (before, after))
-    return _shift(math.fsum(b) / len(b) - math.fsum(a) / len(a), _of_two(top, b), _of_two(a, high))
+    return _shift_of(
+        math.fsum(b) / len(b) - math.fsum(a) / len(a), _of_two(top, b), _of_two(a, high)
+    )
 
 
 class _Estimate(NamedTuple):
@@ -114,7 +118,7 @@ class _Estimate(NamedTuple):
         return float(special.stdtrit(self.free, (1 + CONFIDENCE) / 2)) * self.error
 
 
-def _shift(mean: float, low: _Estimate, high: _Estimate) -> Shift:
+def _shift_of(mean: float, low: _Estimate, high: _Estimate) -> Shift:
     p = min(low.beyond(), high._replace(mean=-high.mean).beyond())
     return Shift(mean, low.mean - low.limit(), high.mean + high.limit(), min(1.0, 2 * p))
 

@@ -125,11 +125,11 @@ def with_checksum(line: str) -> bytes:
     return body + f', "{SEAL}": "{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def whole(line: bytes) -> bool:
+def is_whole(line: bytes) -> bool:
     """Whether a line says what was written.
 
     >>> line = with_checksum('{"sigma": 0.0108}').strip()
-    >>> whole(line), whole(line.replace(b"0.0108", b"0.0908"))
+    >>> is_whole(line), is_whole(line.replace(b"0.0108", b"0.0908"))
     (True, False)
     """
     body = line[:-_SEALED]
@@ -142,11 +142,11 @@ def sorted_out(data: bytes) -> tuple[bytes, list[bytes]]:
     A byte order mark and foreign line ends do no harm.
     """
     lines = data.split(b"\n")[:-1]
-    if all(map(whole, lines)):
+    if all(map(is_whole, lines)):
         return data, []
     lines = [line.strip(_FOREIGN) for line in lines]
-    good = [line for line in lines if whole(line)]
-    bad = [line for line in lines if line and not whole(line)]
+    good = [line for line in lines if is_whole(line)]
+    bad = [line for line in lines if line and not is_whole(line)]
     return b"".join(line + b"\n" for line in good), bad
 
 
@@ -170,7 +170,7 @@ def restored(kind: type[Record], values: Mapping[str, Any], where: str) -> Recor
     """A record from its line."""
     known: dict[str, Any] = {}
     wrong = None
-    for name, parts in _columns(kind):
+    for name, parts in _column_types(kind):
         if name not in values:
             wrong = wrong or f"no `{name}`"
             continue
@@ -202,7 +202,7 @@ _SURROGATE = frozenset(map(chr, range(0xD800, 0xE000)))
 
 
 @functools.cache
-def _columns(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
+def _column_types(kind: type) -> list[tuple[str, tuple[Any, ...]]]:
     """Name and allowed types (or words) of every column."""
     hints = typing.get_type_hints(kind)
     found = []
@@ -261,7 +261,7 @@ class Stored:
     def digest(self) -> str:
         """Digest of the complete lines; "" where there are none."""
         digest, some = hashlib.sha256(), False
-        for part in _parts(self.lines):
+        for part in _chunks_of_lines(self.lines):
             digest.update(part)
             some = True
         return digest.hexdigest() if some else ""
@@ -290,7 +290,7 @@ class Stored:
 
     def repair(self) -> int:
         """Set aside lines that are damaged; how many."""
-        if all(sorted_out(data)[0] == data for data in _parts(self.lines)):
+        if all(sorted_out(data)[0] == data for data in _chunks_of_lines(self.lines)):
             return 0
         return self.set_aside(lambda _: False)
 
@@ -300,7 +300,7 @@ class Stored:
 
         def kept() -> Iterator[bytes]:
             nonlocal count
-            for data in _parts(self.lines):
+            for data in _chunks_of_lines(self.lines):
                 good, bad = sorted_out(data)
                 stay, out = [], [line + b"\n" for line in bad]
                 for line in good.splitlines(keepends=True):
@@ -381,13 +381,13 @@ class Stored:
 
     def told(self) -> Iterator[dict[str, Any]]:
         """The entries of every line, also of those that a later one replaces."""
-        for data in _parts(self.lines):
+        for data in _chunks_of_lines(self.lines):
             yield from (values for _, values in objects(data))
 
     def _from_lines(self, *, own: bool) -> Iterator[polars.DataFrame]:
         """Frames of the lines, some megabytes at a time."""
         number, damaged = 1, 0
-        for data in _parts(self.lines):
+        for data in _chunks_of_lines(self.lines):
             good, bad = (data, []) if own else sorted_out(data)
             frame = self._trusted(good) if own else None
             yield self._checked(good, number) if frame is None else frame
@@ -436,7 +436,7 @@ def marks_of(values: Mapping[str, Any]) -> dict[str, Mark]:
     return {name: Mark(str(one["sha256"]), str(one["copy"])) for name, one in known.items()}
 
 
-def _parts(path: Path) -> Iterator[bytes]:
+def _chunks_of_lines(path: Path) -> Iterator[bytes]:
     """The complete lines of a file, some megabytes at a time."""
     if not os.path.lexists(path):
         return
