@@ -37,6 +37,7 @@ from lipscope.records import (
     Comparison,
     Measurement,
     comparisons,
+    usable,
 )
 
 COLOURS = {MEASURED: BLUE, ADVERSARIAL: ORANGE, CERTIFICATE: GREEN, "bound": QUIET}
@@ -78,11 +79,7 @@ def sandwich_chart(
     Raises:
         InputError: If there is no measured, positive value with bounds.
     """
-    found = [
-        one
-        for one in comparisons(rows, bounds)
-        if any(marks.positive(row.sigma) for row in one.real)
-    ]
+    found = [one for one in comparisons(rows, bounds) if any(usable(row.sigma) for row in one.real)]
     if not found:
         raise InputError(
             "`rows` should hold a measured, positive sigma with bounds to draw. Found none."

@@ -20,40 +20,26 @@ Point = tuple[float | int, float | int]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve or scatter.
+    """One curve or scatter."""
 
-    Attributes:
-        name: What the legend says; series of one name have one colour in all panels.
-        points: Pairs ``(x, y)``; those that cannot stand on the axes are left out.
-        kind: ``points``, ``line`` (with its points if they are few) or ``dashes`` (a reference).
-    """
-
-    name: str
-    points: tuple[Point, ...]
+    name: str  # what the legend says; series of one name have one colour in all panels
+    points: tuple[Point, ...]  # pairs ``(x, y)``; those that cannot stand on the axes are left out
+    # ``points``, ``line`` (with its points if they are few) or ``dashes`` (a reference)
     kind: LineKind = "line"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
+    """One pair of axes."""
 
-    Attributes:
-        title: Above the panel.
-        series: What is drawn.
-        x: Title of the horizontal axis.
-        y: Title of the vertical axis.
-        log_x: Whether the horizontal axis is logarithmic.
-        log_y: Whether the vertical axis is.
-        end: The longest inputs that the model was trained on
-            (`lipscope.charts.marks.training_end`); None for no line.
-    """
-
-    title: str
-    series: tuple[Series, ...]
-    x: str = "number of tokens n"
-    y: str = "sigma"
-    log_x: bool = True
-    log_y: bool = True
+    title: str  # above the panel
+    series: tuple[Series, ...]  # what is drawn
+    x: str = "number of tokens n"  # title of the horizontal axis
+    y: str = "sigma"  # title of the vertical axis
+    log_x: bool = True  # whether the horizontal axis is logarithmic
+    log_y: bool = True  # whether the vertical axis is
+    # The longest inputs that the model was trained on (`lipscope.charts.marks.training_end`); None
+    # for no line
     end: int | None = None
 
     def visible(self, one: Series) -> list[Point]:

@@ -33,7 +33,7 @@ from lipscope.charts.look import (
     up,
 )
 from lipscope.errors import InputError
-from lipscope.records import NEAR, Measurement, TokenShare, off_line, slope_of
+from lipscope.records import NEAR, Measurement, TokenShare, off_line, slope_of, usable
 
 _NAMED = 8  # lines whose names have room at their ends
 _LINE = 13  # pixels between two names
@@ -79,7 +79,7 @@ def growth_chart(
     Raises:
         InputError: If no row has a finite, positive sigma.
     """
-    drawn = [row for row in rows if marks.positive(row.sigma)]
+    drawn = [row for row in rows if usable(row.sigma)]
     if not drawn:
         raise InputError(
             "`rows` should hold a finite, positive sigma to draw. Found none among "
@@ -119,7 +119,7 @@ class _Panels:
             name: [
                 marks.point_of(row, value, names)
                 for row, value in zip(rows, values, strict=True)
-                if value is not None and marks.positive(value)
+                if value is not None and usable(value)
             ]
             for name, values in parts.items()
         }

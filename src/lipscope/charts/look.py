@@ -221,25 +221,15 @@ def inline(values: Sequence[Mapping[str, Any]]) -> alt.Chart:
 
 @dataclass(frozen=True)
 class Frame:
-    """What every chart of a report is told besides its data.
+    """What every chart of a report is told besides its data."""
 
-    Attributes:
-        axes: Domains and ticks, see `lipscope.pages.points.axes`.
-        layers: All layers in their order.
-        layer: The layer in front; None: all alike.
-        head: The head; None for all together.
-        legend: Whether the chart has a legend of its own.
-        width: Pixels, or "container".
-        height: Pixels; that of the kind of chart if None.
-    """
-
-    axes: Mapping[str, Any] | None = None
-    layers: Sequence[str] = ()
-    layer: str | None = None
-    head: int | None = None
-    legend: bool = False
-    width: int | str = WIDTH
-    height: int | None = None
+    axes: Mapping[str, Any] | None = None  # domains and ticks, see `lipscope.pages.points.axes`
+    layers: Sequence[str] = ()  # all layers in their order
+    layer: str | None = None  # the layer in front; None: all alike
+    head: int | None = None  # the head; None for all together
+    legend: bool = False  # whether the chart has a legend of its own
+    width: int | str = WIDTH  # pixels, or "container"
+    height: int | None = None  # pixels; that of the kind of chart if None
 
     @property
     def chosen(self) -> list[alt.Parameter]:

@@ -9,32 +9,34 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 
 from lipscope.display import printable
-from lipscope.records import GIVEN, Curve, Measurement, TokenShare, mean_interval, share_text
+from lipscope.records import (
+    GIVEN,
+    Curve,
+    Measurement,
+    TokenShare,
+    grouped,
+    mean_interval,
+    share_text,
+    usable,
+)
 
 OPENING, CLOSING = set("([{"), set(".,;:!?)]}%'")
 
 
 class Placed(NamedTuple):
-    """A token on a grid of characters.
+    """A token on a grid of characters."""
 
-    Attributes:
-        token: The token.
-        text: Its text as shown.
-        line: Line, from 0.
-        column: First character cell in the line, from 0.
-        width: Number of cells that it takes.
-    """
-
-    token: TokenShare
-    text: str
-    line: int
-    column: int
-    width: int
+    token: TokenShare  # the token
+    text: str  # its text as shown
+    line: int  # line, from 0
+    column: int  # first character cell in the line, from 0
+    width: int  # number of cells that it takes
 
 
 def readable(text: str) -> str:
@@ -155,7 +157,7 @@ def _visible(text: str, columns: int) -> str:
     return text if len(text) <= columns else text[: columns - 1] + "…"
 
 
-# --- … ---
+# --- colours, ticks and records --------------------------------------------------------------
 
 # The dark part of matplotlib's plasma: even steps for every kind of colour vision, and
 # readable on white, which its yellow end is not.
@@ -181,11 +183,6 @@ HINT = (
 )
 
 
-def positive(value: float | None) -> bool:
-    """Whether a value can stand on a logarithmic axis."""
-    return value is not None and math.isfinite(value) and value > 0
-
-
 def layer_labels(rows: Iterable[Measurement]) -> list[str]:
     """Layers as they stand in the legend, in their order; "model" for the whole model."""
     layers = {row.layer for row in rows}
@@ -195,11 +192,7 @@ def layer_labels(rows: Iterable[Measurement]) -> list[str]:
 
 def rows_by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
     """Rows whose values may stand on one axis: same model, map, metric, move and read."""
-    settings: dict[tuple[str, ...], list[Measurement]] = {}
-    for row in rows:
-        key = (row.model, row.map, row.metric, row.move, row.read)
-        settings.setdefault(key, []).append(row)
-    return settings
+    return grouped(rows, attrgetter("model", "map", "metric", "move", "read"))
 
 
 def setting_prefix(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:
@@ -230,7 +223,7 @@ def point_of(
     """One row as the chart reads it: numbers for the marks, words for the tooltip."""
     layer = "model" if row.layer is None else str(row.layer)
     # The interval belongs to sigma; sigma_rest has none.
-    upper = row.upper if value == row.sigma and positive(row.upper) else None
+    upper = row.upper if value == row.sigma and usable(row.upper) else None
     token = "–"
     if row.top_token is not None:
         name = names.get((row.id, row.top_token))
@@ -257,11 +250,9 @@ def curve_means(
     Of three independent samples and more also ``low`` and ``high``, the ends of its 95 % Student
     interval.
     """
-    logs: dict[tuple[str, str, int], list[float]] = {}
-    for p in points:
-        logs.setdefault((p["layer"], p["curve"], p["n"]), []).append(math.log(p["value"]))
     means = []
-    for (layer, curve, n), y in logs.items():
+    for (layer, curve, n), some in grouped(points, itemgetter("layer", "curve", "n")).items():
+        y = [math.log(p["value"]) for p in some]
         names = ("value", "low", "high") if independent and len(y) > 2 else ("value",)
         ends = map(math.exp, mean_interval(y)[: len(names)])
         means.append({"layer": layer, "curve": curve, "n": n} | dict(zip(names, ends, strict=True)))

@@ -20,21 +20,13 @@ _QUIET, _FRAME = "#6b6b6b", "#d4d4d4"
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """What one part of the picture shows.
+    """What one part of the picture shows."""
 
-    Attributes:
-        title: Above it.
-        points: Places of the tokens, ``(t, n, 2)``.
-        groups: The group of every token, ``(n,)``: its colour.
-        captions: A line for every frame, such as the time.
-        outline: Closed curve behind them, ``(t, m, 2)``; none if None.
-    """
-
-    title: str
-    points: np.ndarray
-    groups: np.ndarray
-    captions: Sequence[str]
-    outline: np.ndarray | None = None
+    title: str  # above it
+    points: np.ndarray  # places of the tokens, ``(t, n, 2)``
+    groups: np.ndarray  # the group of every token, ``(n,)``: its colour
+    captions: Sequence[str]  # a line for every frame, such as the time
+    outline: np.ndarray | None = None  # closed curve behind them, ``(t, m, 2)``; none if None
 
 
 def animate(path: str | Path, scenes: Sequence[Scene]) -> Path:

@@ -86,8 +86,6 @@ def headlines(cards: Iterable[Mapping[str, Any]], most: int = 4) -> list[str]:
     return list(found.values())[:most]
 
 
-# --- … ---
-
 _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting
 
 

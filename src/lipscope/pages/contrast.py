@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lipscope.charts import positive
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, Item, folder_names, items_of
 from lipscope.pages.points import as_columns, axis, axis_of_lengths, label, log_ends, short
@@ -26,6 +25,7 @@ from lipscope.records import (
     holm,
     paired_shift,
     share_text,
+    usable,
     welch_shift,
 )
 
@@ -35,17 +35,12 @@ PAIRED, APART = "the same windows", "two samples"
 
 
 class _Folder(NamedTuple):
-    """One folder's windows of a layer or head, those that have every length.
+    """One folder's windows of a layer or head, those that have every length."""
 
-    Attributes:
-        passages: By what their windows are, rows in order of length.
-        fit: The fitted growth; None where there is none.
-        why: Why nothing is compared, or "".
-    """
-
+    # By what their windows are, rows in order of length
     passages: dict[tuple[str, ...], list[Measurement]]
-    fit: Growth | None
-    why: str
+    fit: Growth | None  # the fitted growth; None where there is none
+    why: str  # why nothing is compared, or ""
 
 
 def exponent_rows(
@@ -197,19 +192,14 @@ class SharedSetting(NamedTuple):
 
 @dataclass(frozen=True)
 class Contrast:
-    """Two runs side by side.
+    """Two runs side by side."""
 
-    Attributes:
-        names: Of the two folders.
-        differ: What tells them apart: name, value of the first, value of the second.
-        tables: What was compared, a record for each place and quantity with its ``rows``.
-        remarks: What only one of them has, in words.
-    """
-
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the two folders
+    # What tells them apart: name, value of the first, value of the second
     differ: list[tuple[str, str, str]]
+    # What was compared, a record for each place and quantity with its ``rows``
     tables: list[dict[str, Any]]
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # what only one of them has, in words
 
     def as_plain(self) -> dict[str, Any]:
         """As the scripts of the page read it."""
@@ -237,7 +227,7 @@ def contrast_of(runs: Sequence[Run]) -> Contrast:
     by_path = folder_names(runs)
     names = (by_path[str(runs[0].path)], by_path[str(runs[1].path)])
     items = [[i for i in items_of([run]) if i.kind == REAL] for run in runs]
-    items = [[i for i in some if positive(i.row.sigma)] for some in items]
+    items = [[i for i in some if usable(i.row.sigma)] for some in items]
     cells = [_rows_by_cell(some, other) for some, other in (items, items[::-1])]
     shared = [place for place in cells[0] if place in cells[1]]
     both = {place: [k for k in cells[0][place] if k in cells[1][place]] for place in shared}
@@ -362,7 +352,7 @@ def _log(quantity: str, row: Measurement) -> tuple[float, float] | None:
     if quantity == "sigma":
         return sigma, upper
     value = row.relative if quantity == "relative" else row.sigma_rest
-    if value is None or not positive(value):
+    if value is None or not usable(value):
         return None
     at = math.log(value)
     return (at, at + upper - sigma) if quantity == "relative" else (at, at)

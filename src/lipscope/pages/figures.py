@@ -98,17 +98,11 @@ def write_figures(content: Content, folders: Mapping[str, Path]) -> list[Path]:
 
 @dataclass(frozen=True)
 class _View:
-    """One setting as its files show it: its layers together, or its first head.
+    """One setting as its files show it: its layers together, or its first head."""
 
-    Attributes:
-        content: What the report is about.
-        s: Index of the setting.
-        source: Folder, where several have rows of one curve.
-    """
-
-    content: Content
-    s: int
-    source: str | None
+    content: Content  # what the report is about
+    s: int  # index of the setting
+    source: str | None  # folder, where several have rows of one curve
 
     @property
     def setting(self) -> dict[str, Any]:

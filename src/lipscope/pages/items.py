@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lipscope.pages import table
-from lipscope.records import Measurement, Run, TokenShare, given, records_of
+from lipscope.records import Measurement, Run, TokenShare, given, grouped, records_of
 
 _NAMED = 40  # letters of a text that stand for it in a control
 
@@ -81,29 +81,20 @@ def windows_of(
     return found
 
 
-# --- … ---
-
 REAL = "real"
 SETTING = (*table.SETTING, "text")
 
 
 @dataclass(frozen=True)
 class Item:
-    """A measurement with the setting and the kind of input that it belongs to.
+    """A measurement with the setting and the kind of input that it belongs to."""
 
-    Attributes:
-        row: The measurement.
-        setting: Model (with what tells it from others of its name), map, metric, move, read, text.
-        kind: `REAL`, or what built the input.
-        run: The folder that holds it.
-        source: Name of the folder, where several have rows of one curve; else None.
-    """
-
-    row: Measurement
+    row: Measurement  # the measurement
+    # Model (with what tells it from others of its name), map, metric, move, read, text
     setting: tuple[str, ...]
-    kind: str
-    run: Run
-    source: str | None = None
+    kind: str  # `REAL`, or what built the input
+    run: Run  # the folder that holds it
+    source: str | None = None  # name of the folder, where several have rows of one curve; else None
 
     @property
     def curve(self) -> tuple[Any, ...]:
@@ -149,10 +140,12 @@ def _by_radius(items: Sequence[Item]) -> list[Item]:
 
 def _by_folder(items: Sequence[Item]) -> list[Item]:
     """Items with the name of their folder, where several folders have rows of one curve."""
-    folders: dict[tuple[Any, ...], set[str]] = {}
-    for item in items:
-        folders.setdefault(item.curve, set()).add(str(item.run.path))
-    mixed = {(*c[:2], c[-1] is None) for c, some in folders.items() if len(some) > 1}
+    several = (
+        curve
+        for curve, some in grouped(items, lambda item: item.curve).items()
+        if len({str(item.run.path) for item in some}) > 1
+    )
+    mixed = {(*curve[:2], curve[-1] is None) for curve in several}
     names = folder_names(item.run for item in items)
     return [
         replace(i, source=names[str(i.run.path)])
@@ -164,10 +157,7 @@ def _by_folder(items: Sequence[Item]) -> list[Item]:
 
 def items_by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]:
     """Items of one setting together, settings in their order of appearance."""
-    found: dict[tuple[str, ...], list[Item]] = {}
-    for item in items:
-        found.setdefault(item.setting, []).append(item)
-    return found
+    return grouped(items, lambda item: item.setting)
 
 
 def _model_names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:

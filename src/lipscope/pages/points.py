@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from lipscope.charts import layer_labels, positive, tick_values
+from lipscope.charts import layer_labels, tick_values
 from lipscope.errors import InputError
 from lipscope.pages.items import REAL, SETTING, Item, paired
 from lipscope.pages.table import Line, middle, stable_rank
@@ -23,6 +23,7 @@ from lipscope.records import (
     group_of,
     grouped,
     growth,
+    usable,
 )
 
 MAX_POINTS = 10_000
@@ -36,25 +37,17 @@ _WORST = 20  # rows of a setting that are carried whatever their number
 
 @dataclass(frozen=True)
 class Points:
-    """What the charts read.
+    """What the charts read."""
 
-    Attributes:
-        settings: Values that stand on one axis, with their axes.
-        items: The measurements that are carried one by one, in the order of `points`.
-        points: One record each.
-        means: Geometric means of every curve at each length.
-        fits: Exponents of every curve, of sigma and of sigma without the top token.
-        lines: For each curve on real inputs, what tables, cards and sentences say of it.
-        remarks: What was left out, in words.
-    """
-
-    settings: list[dict[str, Any]]
-    items: list[Item]
-    points: list[dict[str, Any]]
-    means: list[dict[str, Any]]
+    settings: list[dict[str, Any]]  # values that stand on one axis, with their axes
+    items: list[Item]  # the measurements that are carried one by one, in the order of `points`
+    points: list[dict[str, Any]]  # one record each
+    means: list[dict[str, Any]]  # geometric means of every curve at each length
+    # Exponents of every curve, of sigma and of sigma without the top token
     fits: list[dict[str, Any]]
+    # For each curve on real inputs, what tables, cards and sentences say of it
     lines: list[tuple[Item, Line]]
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # what was left out, in words
 
 
 def points_of(items: Sequence[Item]) -> Points:
@@ -120,7 +113,7 @@ def label(layer: int | None) -> str:
 def _setting_record(key: tuple[str, ...], items: Sequence[Item]) -> dict[str, Any]:
     """A setting with its layers, heads and the axes of all of its charts."""
     heads = {item.row.head for item in items if item.row.head is not None}
-    drawn = [item for item in items if positive(item.row.sigma)]
+    drawn = [item for item in items if usable(item.row.sigma)]
     return {
         **dict(zip(SETTING, key, strict=True)),
         "name": items[0].row.model,
@@ -154,7 +147,7 @@ def axes(rows: Sequence[Measurement]) -> dict[str, Any] | None:
     if not rows:
         return None
     lengths = sorted({row.num_tokens for row in rows})
-    values = [v for r in rows for v in (r.sigma, r.upper, r.sigma_rest) if v and positive(v)]
+    values = [v for r in rows for v in (r.sigma, r.upper, r.sigma_rest) if v and usable(v)]
     # An upper end that is far away (steps ran out) would flatten everything else.
     top = max(r.sigma for r in rows if r.sigma)
     low, high = min(values), min(max(values), 30 * top)
@@ -171,7 +164,7 @@ def axis_of_lengths(lengths: Sequence[int]) -> dict[str, Any]:
 
 def axis_around(values: Iterable[float | None], pad: float) -> dict[str, Any] | None:
     """The axis of positive values, with room at both ends; None where there is none."""
-    drawn = [value for value in values if value is not None and positive(value)]
+    drawn = [value for value in values if value is not None and usable(value)]
     return axis(min(drawn) / pad, max(drawn) * pad) if drawn else None
 
 
@@ -240,7 +233,7 @@ def _point_record(item: Item) -> dict[str, Any]:
 def _mean_records(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """One record for each length of a curve."""
     first = items[0]
-    rows = (item.row for item in items if positive(item.row.sigma))
+    rows = (item.row for item in items if usable(item.row.sigma))
     for n, some in sorted(grouped(rows, lambda row: row.num_tokens).items()):
         shares = [row.top_share for row in some if row.top_share is not None]
         yield {
@@ -347,20 +340,15 @@ _PAD = 0.04  # of the axis, on both sides
 
 @dataclass(frozen=True)
 class Training:
-    """What the chart of sigma against training step draws.
+    """What the chart of sigma against training step draws."""
 
-    Attributes:
-        groups: Settings that differ in their step alone: name, places of the settings, steps, axes
-            by length.
-        means: Geometric mean of every layer (and head) at each length and step.
-        turn: Step at which the axis turns from linear to logarithmic; None for a linear one.
-        remark: What was left out, or None.
-    """
-
+    # Settings that differ in their step alone: name, places of the settings, steps, axes by length
     groups: list[dict[str, Any]] = field(default_factory=list)
+    # Geometric mean of every layer (and head) at each length and step
     means: list[dict[str, Any]] = field(default_factory=list)
+    # Step at which the axis turns from linear to logarithmic; None for a linear one
     turn: float | None = None
-    remark: str | None = None
+    remark: str | None = None  # what was left out, or None
 
     def group_of(self, setting: int) -> int | None:
         """Place of the group that a setting belongs to."""
@@ -378,7 +366,7 @@ def training_of(items: Sequence[Item], settings: Sequence[dict[str, Any]]) -> Tr
     curves: dict[tuple[Any, ...], dict[int, list[Measurement]]] = {}
     for item in items:
         row, at = item.row, place.get(index[item.setting])
-        if at is not None and item.kind == REAL and positive(row.sigma):
+        if at is not None and item.kind == REAL and usable(row.sigma):
             key = (at[0], item.source, row.num_tokens, label(row.layer), row.head)
             curves.setdefault(key, {}).setdefault(at[1], []).append(row)
     every = [step for _, step in place.values()]

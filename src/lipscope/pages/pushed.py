@@ -31,21 +31,13 @@ _LONGEST = 60  # letters of a name of a text or a class
 
 @dataclass(frozen=True)
 class Push:
-    """One push: a row's map, its directions and their sizes.
+    """One push: a row's map, its directions and their sizes."""
 
-    Attributes:
-        row: Sigma of the map.
-        place: What there was before.
-        directions: Every direction.
-        steps: Every size of every direction.
-        folder: Name of its folder, where there are several.
-    """
-
-    row: Measurement
-    place: PushPlace
-    directions: Sequence[PushDirection]
-    steps: Sequence[PushStep]
-    folder: str = ""
+    row: Measurement  # sigma of the map
+    place: PushPlace  # what there was before
+    directions: Sequence[PushDirection]  # every direction
+    steps: Sequence[PushStep]  # every size of every direction
+    folder: str = ""  # name of its folder, where there are several
 
     @property
     def name(self) -> str:

@@ -268,15 +268,10 @@ _HEIGHT = 720  # of the page in a notebook, in pixels
 
 @dataclass(frozen=True)
 class Page:
-    """A report that a notebook opens inline; elsewhere `save` writes it.
+    """A report that a notebook opens inline; elsewhere `save` writes it."""
 
-    Attributes:
-        html: The page, which needs nothing besides.
-        title: What it is about.
-    """
-
-    html: str
-    title: str
+    html: str  # the page, which needs nothing besides
+    title: str  # what it is about
 
     def _repr_html_(self) -> str:
         # Its own document: no style, script or name of the notebook reaches it, nor the reverse.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from lipscope.charts import MAPS, curve_points, positive, readable, spread
+from lipscope.charts import MAPS, curve_points, readable, spread
 from lipscope.pages.items import REAL, Item, folder_names
 from lipscope.pages.points import axis, axis_around, exponential, label, log_ends, mean_of, short
 from lipscope.records import (
@@ -30,6 +30,7 @@ from lipscope.records import (
     looseness,
     share_interval,
     summed,
+    usable,
 )
 
 Kind = TypeVar("Kind")
@@ -47,7 +48,7 @@ def depths_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     taken window by window, and only where the rows show this: layers from 0 on without a gap, each
     one's ``input_norm`` the ``output_norm`` of the one before.
     """
-    whole = [i for i in items if i.kind == REAL and i.row.head is None and positive(i.row.sigma)]
+    whole = [i for i in items if i.kind == REAL and i.row.head is None and usable(i.row.sigma)]
     found = grouped(whole, lambda i: ((i.setting[0], *i.setting[2:]), i.row.num_tokens))
     return [
         _depth_record(setting, source, n, [i for i in some if i.source in (None, source)])

@@ -53,15 +53,10 @@ def sentences(lines: Sequence[Line], line: Line | None = None) -> str:
 
 
 class Intervals(NamedTuple):
-    """All intervals of some rows together.
+    """All intervals of some rows together."""
 
-    Attributes:
-        total: How many: of sigma, and of the leading directions after the first.
-        delta: Sum of their failure probabilities: at most so likely is one wrong.
-    """
-
-    total: int
-    delta: float
+    total: int  # how many: of sigma, and of the leading directions after the first
+    delta: float  # sum of their failure probabilities: at most so likely is one wrong
 
     def sentence(self, more: str = "") -> str:
         """How often they fail; "" if there are none.

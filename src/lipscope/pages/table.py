@@ -1,10 +1,11 @@
-"""Rows to one table: a line for each layer or head, and what a reader has to know about it."""
+"""Rows to a table: a line for each layer or head, or for each theorem, and how to read it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -30,6 +31,7 @@ from lipscope.records import (
     by_row,
     format_p,
     given,
+    grouped,
     groups,
     looseness,
     percent_off,
@@ -43,23 +45,14 @@ IN_SWEEPS = ("text", "input", "dtype", "seed")  # told only where they differ
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        group: What its rows have in common.
-        row: Middle row by sigma at the largest length; null if none is finite.
-        last: All rows at the largest length.
-        token: Text of the middle row's top token, where it is known.
-        growth: How sigma grows with the number of tokens.
-        num_tokens: The largest length.
-    """
-
-    group: Group
-    row: Measurement | None
-    last: list[Measurement]
-    token: str | None
-    growth: Growth | None
-    num_tokens: int
+    group: Group  # what its rows have in common
+    row: Measurement | None  # middle row by sigma at the largest length; null if none is finite
+    last: list[Measurement]  # all rows at the largest length
+    token: str | None  # text of the middle row's top token, where it is known
+    growth: Growth | None  # how sigma grows with the number of tokens
+    num_tokens: int  # the largest length
 
 
 class Column(NamedTuple):
@@ -81,15 +74,14 @@ def blocks(
     for row in rows:
         setting = _row_setting(row)
         largest[setting] = max(row.num_tokens, largest.get(setting, 0))
-    found: dict[tuple[Any, ...], list[Line]] = {}
+    found = []
     for key, part in groups(rows).items():
         num_tokens = largest[_row_setting(key)]
         last = [row for row in part if row.num_tokens == num_tokens]
         row = middle(last)
         token = None if row is None else names.get((row.id, row.top_token or 0))
-        line = Line(key, row, last, token, fits[key], num_tokens)
-        found.setdefault(_row_setting(key), []).append(line)
-    return list(found.values())
+        found.append(Line(key, row, last, token, fits[key], num_tokens))
+    return list(grouped(found, lambda line: _row_setting(line.group)).values())
 
 
 def middle(rows: Sequence[Measurement]) -> Measurement | None:
@@ -361,7 +353,7 @@ def _on_status(rows: Sequence[Measurement]) -> Iterator[str]:
         yield f"{len(lost)} of {len(rows)} rows have no finite sigma ({kinds})."
 
 
-# --- rows and bounds to tables: every theorem of a layer, or the best ones of every head ---
+# --- bounds ----------------------------------------------------------------------------------
 
 _SCOPES = {"local": 0, "ball": 1, "global": 2, "mean-field": 3, "limit": 4}
 _READING = (
@@ -375,10 +367,8 @@ _BALLS = "Bounds of a ball hold for all inputs up to eps away from this one."
 def bounds_shown(rows: Iterable[Measurement], bounds: Iterable[Bound]) -> Sheet:
     """Everything that theorems say about rows, input by input."""
     of = by_row(bounds := list(bounds))
-    inputs: dict[tuple[object, ...], list[Measurement]] = {}
-    for row in rows:
-        key = (row.model, row.map, row.layer, row.num_tokens, row.sample)
-        inputs.setdefault(key, []).append(row)
+    rows = list(rows)
+    inputs = grouped(rows, attrgetter("model", "map", "layer", "num_tokens", "sample"))
     shown: list[Table | str] = []
     told: list[Measurement] = []
     for some in inputs.values():
@@ -475,10 +465,7 @@ def _bounds_title(rows: Sequence[Measurement], pairs: _Pairs) -> str:
     shared = _shared(rows)
     words = [form.format(shared[name]) for name, form in forms.items() if name in shared]
     words += [f"sample {shared['sample']}"] if shared.get("sample") else []
-    of: dict[str, list[Bound]] = {}
-    for row, bound in pairs:
-        of.setdefault(row.id, []).append(bound)
-    norms = set(map(allowed, of.values()))
+    norms = {allowed(b for _, b in some) for some in grouped(pairs, lambda p: p[0].id).values()}
     return ", ".join([*words, *(norms if len(norms) == 1 else [])])
 
 

@@ -26,24 +26,16 @@ SCALE = 100_000  # shares as whole numbers of hundred-thousandths
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows and excerpts.
+    """Windows and excerpts."""
 
-    Attributes:
-        texts: The tokens of every distinct window, as shown.
-        windows: By place among the carried items: text, shares and norms, the tokens of largest
-            share in and what all others have together.
-        excerpts: Beginnings of windows.
-        begins: By place among the carried items: its excerpt, or None.
-        tops: By row: the text of its top token, where it is known.
-        remark: What was left out, or None.
-    """
-
-    texts: list[list[str]]
+    texts: list[list[str]]  # the tokens of every distinct window, as shown
+    # By place among the carried items: text, shares and norms, the tokens of largest share in and
+    # what all others have together
     windows: dict[int, dict[str, Any]]
-    excerpts: list[str]
-    begins: list[int | None]
-    tops: dict[str, str]
-    remark: str | None
+    excerpts: list[str]  # beginnings of windows
+    begins: list[int | None]  # by place among the carried items: its excerpt, or None
+    tops: dict[str, str]  # by row: the text of its top token, where it is known
+    remark: str | None  # what was left out, or None
 
 
 def windows_for(
@@ -139,8 +131,6 @@ def top_tokens(runs: Sequence[Run], rows: Iterable[Measurement]) -> dict[str, To
             found.setdefault(token.id, token)
     return found
 
-
-# --- the kind of token that carries the sigma of a layer or head in most windows ---
 
 _ENOUGH = 1_000  # tokens of a folder that tell whether its model has a tokenizer
 

@@ -20,39 +20,24 @@ _SAME = 1.01  # bounds within one per cent of each other at every length are one
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of the figure: values by number of tokens.
+    """One line of the figure: values by number of tokens."""
 
-    Attributes:
-        name: What it is compared with.
-        group: ``measured``, ``adversarial``, ``local certificate`` or ``bound``.
-        points: ``(n, value, upper)``.
-    """
-
-    name: str
-    group: str
-    points: tuple[tuple[int, float, float], ...]
+    name: str  # what it is compared with
+    group: str  # ``measured``, ``adversarial``, ``local certificate`` or ``bound``
+    points: tuple[tuple[int, float, float], ...]  # ``(n, value, upper)``
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One layer or head in one map and metric: what was measured, and what theorems say.
+    """One layer or head in one map and metric: what was measured, and what theorems say."""
 
-    Attributes:
-        model: Name of the model.
-        map: The map.
-        metric: The metric of all values.
-        layer: Index of the layer.
-        head: Query head, or None for all.
-        rows: Rows with a sigma in this metric.
-        bounds: Bounds in this metric, each with its row (which may be of another metric).
-    """
-
-    model: str
-    map: str
-    metric: str
-    layer: int
-    head: int | None
-    rows: list[Measurement] = field(default_factory=list)
+    model: str  # name of the model
+    map: str  # the map
+    metric: str  # the metric of all values
+    layer: int  # index of the layer
+    head: int | None  # query head, or None for all
+    rows: list[Measurement] = field(default_factory=list)  # rows with a sigma in this metric
+    # Bounds in this metric, each with its row (which may be of another metric)
     bounds: list[tuple[Measurement, Bound]] = field(default_factory=list)
 
     @property

@@ -156,7 +156,7 @@ def check_same(
     return both
 
 
-# --- the location of a run: a folder that was named, or one chosen once its question is known ---
+# --- where a run goes ------------------------------------------------------------------------
 
 _RUNS = Path("runs")
 _DAY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-"

@@ -35,41 +35,25 @@ NEAR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Growth of sigma with the number of tokens in one group of rows.
+    """Growth of sigma with the number of tokens in one group of rows."""
 
-    Attributes:
-        slope: Exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms.
-        low: Lower end of its interval over the sampling of text; null if there is none.
-        high: Upper end.
-        level: Confidence level of the interval; null if there is none.
-        lengths: Numbers of tokens that were compared, increasing.
-        local: Slopes between neighbouring lengths, from the mean of log sigma per length.
-        lack_of_fit_p: p-value of the lack-of-fit test; null where it cannot be made.
-        off: Largest deviation of the geometric means from the fitted line, as a part of it.
-        num_samples: Samples (paired), or the smallest number of rows at a length.
-        num_rows: Rows that entered.
-        num_excluded: Rows without a finite, positive sigma.
-        num_dropped: Rows of samples that lack another length (paired only).
-        paired: Whether a sample is the same passage at every length.
-        note: What limits the result; null if nothing does.
-        beyond: The growth over inputs longer than those that the model was trained on, which this
-            one leaves out; null if there are none, or fewer than three lengths of them.
-    """
-
-    slope: float
-    low: float | None
-    high: float | None
-    level: float | None
-    lengths: tuple[int, ...]
+    slope: float  # exponent ``s`` of ``sigma ~ n^s`` by least squares on the logarithms
+    low: float | None  # lower end of its interval over the sampling of text; null if there is none
+    high: float | None  # upper end
+    level: float | None  # confidence level of the interval; null if there is none
+    lengths: tuple[int, ...]  # numbers of tokens that were compared, increasing
+    # Slopes between neighbouring lengths, from the mean of log sigma per length
     local: tuple[float, ...]
-    lack_of_fit_p: float | None
-    off: float
-    num_samples: int
-    num_rows: int
-    num_excluded: int
-    num_dropped: int
-    paired: bool
-    note: str | None
+    lack_of_fit_p: float | None  # p-value of the lack-of-fit test; null where it cannot be made
+    off: float  # largest deviation of the geometric means from the fitted line, as a part of it
+    num_samples: int  # samples (paired), or the smallest number of rows at a length
+    num_rows: int  # rows that entered
+    num_excluded: int  # rows without a finite, positive sigma
+    num_dropped: int  # rows of samples that lack another length (paired only)
+    paired: bool  # whether a sample is the same passage at every length
+    note: str | None  # what limits the result; null if nothing does
+    # The growth over inputs longer than those that the model was trained on, which this one leaves
+    # out; null if there are none, or fewer than three lengths of them
     beyond: Growth | None = None
 
     @property
@@ -151,8 +135,6 @@ def format_p(p: float) -> str:
     """
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
-
-# --- … ---
 
 Of = Literal["sigma", "sigma_rest"]
 

@@ -299,17 +299,11 @@ class Direction:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """A value that an experiment computed besides rows, under a key of its own.
+    """A value that an experiment computed besides rows, under a key of its own."""
 
-    Attributes:
-        part: Part of the experiment; its values have the same columns.
-        key: Digest of what determines the value.
-        content: The value as JSON.
-    """
-
-    part: str
-    key: str
-    content: str
+    part: str  # part of the experiment; its values have the same columns
+    key: str  # digest of what determines the value
+    content: str  # the value as JSON
 
 
 def grouped(things: Iterable[Thing], key: Callable[[Thing], Key]) -> dict[Key, list[Thing]]:

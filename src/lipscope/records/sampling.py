@@ -53,19 +53,12 @@ def enclosed_mean(ends: Sequence[tuple[float, float]]) -> tuple[float, float, fl
 
 
 class Shift(NamedTuple):
-    """By how much the mean of one sample is above that of another.
+    """By how much the mean of one sample is above that of another."""
 
-    Attributes:
-        mean: Difference of the means.
-        low: Lower end of its 95 % interval.
-        high: Upper end.
-        p: Two-sided p-value of no difference.
-    """
-
-    mean: float
-    low: float
-    high: float
-    p: float
+    mean: float  # difference of the means
+    low: float  # lower end of its 95 % interval
+    high: float  # upper end
+    p: float  # two-sided p-value of no difference
 
 
 Ends = Sequence[tuple[float, float]]

@@ -228,19 +228,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Stored:
-    """One table of a run folder, by its two files.
+    """One table of a run folder, by its two files."""
 
-    Attributes:
-        folder: Where they are.
-        name: ``rows``, one of `BESIDE` or ``values``.
-        kind: Type of a record.
-        key: Columns that name a record; of two of one name the later one counts.
-    """
-
-    folder: Path
-    name: str
-    kind: type
-    key: tuple[str, ...]
+    folder: Path  # where they are
+    name: str  # ``rows``, one of `BESIDE` or ``values``
+    kind: type  # type of a record
+    key: tuple[str, ...]  # columns that name a record; of two of one name the later one counts
 
     @property
     def lines(self) -> Path:
