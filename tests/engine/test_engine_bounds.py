@@ -86,10 +86,7 @@ def test_other_families_say_why_there_are_no_bounds(family, words):
     [("qwen3", "its queries and keys are normalised"), ("gemma2", "its scores are soft-capped")],
 )
 def test_layers_whose_scores_no_theorem_covers_say_so(family, words):
-    model = tiny(family).model
-    # Fused attention leaves the cap out in transformers 5.18, and such a layer is refused.
-    model.set_attn_implementation("eager")
-    layer, x = layer_of(model, IDS, layer=0)
+    layer, x = layer_of(tiny(family).model, IDS, layer=0)
     found = bounds_at(layer, x)
     reasons = {b.reason for b in found if "stated for" not in b.reason and "asks" not in b.reason}
     assert not any(b.applicable for b in found)

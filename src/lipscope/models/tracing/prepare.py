@@ -311,7 +311,9 @@ def implementation_for(model: nn.Module, *, closed: bool) -> str:
         for part in model.modules()
         if not getattr(part, "_supports_sdpa", True)
     )
-    return "sdpa" if closed and not lacking else "eager"
+    # Fused attention leaves a soft cap out, where transformers (5.18) does not rule it out.
+    capped = any(getattr(part, "attn_logit_softcapping", None) for part in model.modules())
+    return "sdpa" if closed and not (lacking or capped) else "eager"
 
 
 def _switch(part: nn.Module, setter: str, choice: str) -> None:
