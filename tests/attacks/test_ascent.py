@@ -100,7 +100,7 @@ def test_reused_start_voids_upper(monkeypatch) -> None:
     fresh = ls.top_singular(op, generator=torch.Generator().manual_seed(0))
     assert fresh.sigma == pytest.approx(5.0, rel=1e-3)
     assert fresh.upper >= 5.0
-    monkeypatch.setattr(singular, "_starts", lambda op, generators: followed[None])
+    monkeypatch.setattr(singular, "_random_starts", lambda op, generators: followed[None])
     reused = ls.top_singular(op)
     assert reused.status == "converged"
     assert reused.upper < 4.1  # "with probability 1 - 1e-6", yet the truth is 5
