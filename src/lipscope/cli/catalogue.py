@@ -46,7 +46,7 @@ def theorems(**options: Any) -> None:
         sys.stdout.write(families_page() if options["families"] else variants_page())
         return
     if options["jsonl"]:
-        write_lines(map(_as_json, chosen))
+        write_lines(map(_theorem_line, chosen))
     elif options["markdown"]:
         cite = options["cite"]
         sys.stdout.write(catalogue_page(chosen) if cite is None else source_page(cite, chosen))
@@ -165,7 +165,7 @@ def _example() -> tuple[float, dict[str, float]]:
     return float(torch.linalg.matrix_norm(to_dense(layer.linearise(x)), 2)), found
 
 
-def _as_json(one: Theorem) -> dict[str, Any]:
+def _theorem_line(one: Theorem) -> dict[str, Any]:
     plain = ("statement", "cite", "kind", "scope", "metric", "subject", "needs", "sound", "slow")
     found = {name: getattr(one, name) for name in (*plain, "summary", "note")}
     own = {"subject": one.subject.__name__, "needs": list(one.needs)}
@@ -310,5 +310,5 @@ def _prose_of(variant: type[Attention]) -> list[str]:
     prose = itertools.takewhile(
         lambda one: not one.startswith(("Args:", ">>>")) and not one.endswith(":"), paragraphs
     )
-    source = [one for one in paragraphs if one.startswith("Source:")]
-    return "\n\n".join([*prose, *source]).split("\n")
+    source = (one for one in paragraphs if one.startswith("Source:"))
+    return "\n\n".join(dict.fromkeys([*prose, *source])).split("\n")

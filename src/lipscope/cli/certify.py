@@ -84,7 +84,7 @@ def certify(
         found = [one]
     if options["jsonl"]:
         for one in found:
-            said = json.dumps(_as_json(one), ensure_ascii=False, allow_nan=False)
+            said = json.dumps(_certificate_line(one), ensure_ascii=False, allow_nan=False)
             sys.stdout.write(said + "\n")
     else:
         say(_of_decision(found) if deciding else _of_ball(found[0]))
@@ -95,7 +95,7 @@ def certify(
         raise typer.Exit(1)
 
 
-def _as_json(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
+def _certificate_line(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
     """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
     left = ("heads", "value", "ratio", "file")
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}

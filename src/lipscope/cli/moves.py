@@ -65,7 +65,7 @@ def attack(model: Model = "minilm", **options: Any) -> None:
     else:
         steps = 40 if steps is None else steps
         found, folder, _ = ask("attack", model, options, f"{model}-attack", steps=steps)
-        lines, kept = _tried(found), f"Worst input: {folder / 'worst.npz'}"
+        lines, kept = _tried_inputs(found), f"Worst input: {folder / 'worst.npz'}"
     if options["jsonl"]:
         write_lines(lines)
     else:
@@ -73,7 +73,7 @@ def attack(model: Model = "minilm", **options: Any) -> None:
     note(kept)
 
 
-def _tried(attacked: Attacked) -> Iterator[dict[str, Any]]:
+def _tried_inputs(attacked: Attacked) -> Iterator[dict[str, Any]]:
     """Every construction for every head, and the ascent."""
     real, worst = attacked.rows
     about = {"model": real.model, "layer": real.layer, "num_tokens": real.num_tokens}

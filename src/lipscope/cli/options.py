@@ -106,7 +106,7 @@ def _parameter(name: str, words: str | tuple[Any, ...] | None, hidden: bool) -> 
     )
 
 
-class Answer(NamedTuple):
+class Asked(NamedTuple):
     """What a verb found, in which folder if any, and whether anything there is new."""
 
     found: Any
@@ -116,7 +116,7 @@ class Answer(NamedTuple):
 
 def ask(
     verb: str, model: str, options: Mapping[str, Any], stem: str | None = None, **more: Any
-) -> Answer:
+) -> Asked:
     """Ask a verb of the library, with a bar; an interrupted run says how to go on.
 
     ``options`` are those of `with_options`; what is None is left to the verb. ``stem`` is that of
@@ -131,7 +131,7 @@ def ask(
     with resumable(), bar() as told:
         run = getattr(engine, verb)
         found = run(model, content, out=place, progress=told.update, **given, **more)
-    return Answer(found, None if place is None else place.path, told.anew)
+    return Asked(found, None if place is None else place.path, told.anew)
 
 
 def convert(found: dict[str, Any], text: str | None) -> str | None:

@@ -62,7 +62,7 @@ def rows(
     run = read_run(folder)
     found = selected(run, where) if part is None else _values(run, part, where, to)
     if to is None and out is None:
-        _print(shown(found) if part is None else found)
+        _print(varied_columns(found) if part is None else found)
         return
     content = exported(found, to or _form_of(out))  # pyright: ignore[reportArgumentType]
     if out is not None:
@@ -133,7 +133,7 @@ def _values(run: Run, part: str, where: str | None, to: str | None) -> polars.Da
 def exported(frame: polars.DataFrame, form: Form) -> bytes:
     """Rows as the content of a file, which in ``latex`` has the columns that vary."""
     if form == "latex":
-        return latex(shown(frame)).encode()
+        return latex(varied_columns(frame)).encode()
     if form == "csv":
         return _without_formulas(frame).write_csv().encode()
     content = io.BytesIO()
@@ -152,7 +152,7 @@ def _without_formulas(frame: polars.DataFrame) -> polars.DataFrame:
     )
 
 
-def shown(frame: polars.DataFrame) -> polars.DataFrame:
+def varied_columns(frame: polars.DataFrame) -> polars.DataFrame:
     """The columns that one looks at: the answer, and what is not the same in all rows."""
     varied = [n for n in _WHERE_VARIED if frame[n].n_unique() > 1]
     return frame.select(*varied, *_ALWAYS)
