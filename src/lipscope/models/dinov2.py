@@ -123,7 +123,7 @@ def _read_onnx(file: Path) -> _Graph:
     try:
         for graph in _messages(memoryview(file.read_bytes()), _GRAPH):
             for part in _messages(graph, _NODE):
-                kind, *ends = (_texts(part, number) for number in (_KIND, _INPUT, _OUTPUT))
+                kind, *ends = (_strings(part, number) for number in (_KIND, _INPUT, _OUTPUT))
                 found.nodes.append(_Node("".join(kind), *ends))
             found.weights.update(map(_weight, filter(_is_float, _messages(graph, _WEIGHT))))
         if not found.nodes:
@@ -145,10 +145,10 @@ def _weight(part: memoryview) -> tuple[str, Tensor]:
             shape += [value] if isinstance(value, int) else _varints(value)
     raw = next(_messages(part, _RAW), memoryview(b""))
     values = np.frombuffer(raw, dtype="<f4").astype(np.float32)
-    return _texts(part, _NAME)[0], torch.from_numpy(values).reshape(shape)
+    return _strings(part, _NAME)[0], torch.from_numpy(values).reshape(shape)
 
 
-def _texts(part: memoryview, wanted: int) -> list[str]:
+def _strings(part: memoryview, wanted: int) -> list[str]:
     return [str(text, "utf-8") for text in _messages(part, wanted)]
 
 

@@ -294,7 +294,7 @@ def lens_of(record: Trace, whole: nn.Module | None = None) -> Lens | None:
             continue
         head = _layers_before_unembedding(record, y, ends, table, whole)
         if head is not None:
-            return Lens(_identity if inside(norm) else ExactNorm(norm.module), head, weight, y)
+            return Lens(_unchanged if inside(norm) else ExactNorm(norm.module), head, weight, y)
     return None
 
 
@@ -308,14 +308,14 @@ def _layers_before_unembedding(
             return behind if close(ends, y) and behind.reaches(y) else None
         straight = y.shape[-1] == table.weight.shape[1]
         if straight and (close(ends, y) or (isinstance(table, nn.Linear) and near(ends, table(y)))):
-            return _identity
+            return _unchanged
         if not isinstance(table, nn.Linear):
             return None
         behind = _Behind(record, record.model, table)
         return behind if behind.reaches(y) and near(ends, table(behind(y))) else None
 
 
-def _identity(h: Tensor) -> Tensor:
+def _unchanged(h: Tensor) -> Tensor:
     return h
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from lipscope.attention import DotProduct, TokenNorm
-from lipscope.models.families.llama import grouped
+from lipscope.models.families.llama import grouped_heads
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
 @family("GemmaAttention", scores="rotary")
 def gemma(call: AttentionCall) -> DotProduct:
     """Read the four projections; the width of a head is not that of the model's share."""
-    return grouped(call)
+    return grouped_heads(call)
 
 
 @family("Gemma2Attention", scores="soft cap")
 def gemma2(call: AttentionCall) -> DotProduct:
     """Read the four projections and the soft cap; every other layer has a window."""
     module: Any = call.module
-    return grouped(call, softcap=module.attn_logit_softcapping)
+    return grouped_heads(call, softcap=module.attn_logit_softcapping)
 
 
 @family("Gemma3Attention", scores="normalised")
 def gemma3(call: AttentionCall) -> DotProduct:
     """Read the four projections and both norms; its eager attention knows no soft cap."""
     query, key = (_gemma_norm(module) for module in (call.module.q_norm, call.module.k_norm))
-    return grouped(call, query_norm=query, key_norm=key)
+    return grouped_heads(call, query_norm=query, key_norm=key)
 
 
 def _gemma_norm(module: Any) -> TokenNorm:

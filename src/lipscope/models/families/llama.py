@@ -20,10 +20,10 @@ from lipscope.models.tracing.sites import AttentionCall, family
 )
 def llama(call: AttentionCall) -> DotProduct:
     """Read the four projections."""
-    return grouped(call)
+    return grouped_heads(call)
 
 
-def grouped(call: AttentionCall, **options: Any) -> DotProduct:
+def grouped_heads(call: AttentionCall, **options: Any) -> DotProduct:
     """Four projections of grouped heads, and what a family does with them (`dot_product`)."""
     config: Any = call.module.config
     return projected(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lipscope.attention import DotProduct, TokenNorm
-from lipscope.models.families.llama import grouped
+from lipscope.models.families.llama import grouped_heads
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
@@ -13,7 +13,7 @@ from lipscope.models.tracing.sites import AttentionCall, family
 def qwen3(call: AttentionCall) -> DotProduct:
     """Read the four projections, ``q_norm`` and ``k_norm``, as wide as a head or as all."""
     query, key = (_rms_norm(module) for module in (call.module.q_norm, call.module.k_norm))
-    return grouped(call, query_norm=query, key_norm=key)
+    return grouped_heads(call, query_norm=query, key_norm=key)
 
 
 def _rms_norm(module: Any) -> TokenNorm:

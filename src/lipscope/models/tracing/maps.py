@@ -130,7 +130,7 @@ def _layer_map(
             ends,
             note,
             module=call.name,
-            argument=_argument_name(call, before, x),
+            argument=_moved_argument(call, before, x),
             projection=_projects(call, attention, name),
             norms=norms,
         )
@@ -154,10 +154,10 @@ def _layer_map(
             lambda x, m, h: compose(core.linearise_attention(norm(x), m, h), linearise(norm, x)),
             from_norm(record, before, ends),
         )
-    return finished(*residual(record, call, before, core))
+    return finished(*_residual_parts(record, call, before, core))
 
 
-def _argument_name(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
+def _moved_argument(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
     """What a row says of the input of a map: arguments of the layer, or the norm's input."""
     if norm is not None and x.data_ptr() == norm.x.data_ptr():
         return f"input of {norm.name}"
@@ -325,7 +325,7 @@ def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
     return next(same, None)
 
 
-def residual(
+def _residual_parts(
     record: Trace, call: AttentionCall, norm: NormCall | None, core: ClosedForm | Replayed
 ) -> Parts:
     """``x + s f(N(x))`` (pre-norm) or ``N(u + s f(u))`` (post-norm), with further norms.
