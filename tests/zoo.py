@@ -135,9 +135,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= 1e-7 * b.abs().max())
 
 
-def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> list[float]:
+def truth(
+    model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int, *, follows: bool = True
+) -> list[float]:
     """Sigma of the unmodified model between what moves and what is read, for one call.
 
+    ``follows``: a linear layer behind the module that takes its output is the projection.
     Two of them for a sum that a norm takes (pre-norm and post-norm); none where it is not had.
     """
     before = row.argument.startswith("input of ")
@@ -211,7 +214,9 @@ def truth(model: nn.Module, inputs: dict[str, Tensor], row: Any, turn: int) -> l
             if ends is not None:
                 stack.callback(ends.register_forward_hook(finish).remove)
                 inside = set(ends.modules())
-                for leaf in model.modules() if row.map in ("attention", "normed") else ():
+                for leaf in (
+                    model.modules() if follows and row.map in ("attention", "normed") else ()
+                ):
                     if type(leaf).__name__.endswith("Linear") and leaf not in inside:
                         stack.callback(leaf.register_forward_hook(follow).remove)
             result = run(model, inputs)
@@ -349,7 +354,8 @@ def as_page(found: Sequence[Outcome]) -> str:
         "dense Jacobian of the unmodified model between the tensor that its row says moves and the "
         "output of the module that it names (`tests/zoo.py`; this page is what "
         "`python tests/zoo.py` writes; sums of the map `residual` are read where a module takes "
-        "them). *Skipped*: lipscope gave a number, and there was nothing to compare it with.",
+        "them). *Skipped*: lipscope gave a number, and there was nothing to compare it with. "
+        "Models of timm have a [page of their own](timm-models.md).",
         "",
         "| map | exact | refused in one line | wrong | skipped |",
         "|---|---|---|---|---|",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lipscope as ls
+import zoo_timm
 from lipscope import InputError
 from lipscope.models import load_model
 
@@ -66,3 +67,19 @@ def test_a_picture_of_another_side_and_a_text_are_refused():
         ls.measure(VIT, images="random", resolutions=[32], samples=1)
     with pytest.raises(InputError, match="pass `images`"):
         ls.measure(VIT, "no picture")
+
+
+@pytest.mark.parametrize("name", ["crossvit_9_240", "deepseek_vit_412m_enc"])
+def test_a_model_that_keeps_its_pooling_or_has_no_head_is_built(name):
+    small = "embed_dim=16,depth=1,num_heads=2" if name.startswith("deepseek") else "img_size=240"
+    assert load_model(f"random:timm:{name},{small}").name.startswith(f"random:timm:{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", zoo_timm.FAMILIES)
+def test_every_family_is_exact_or_refused(family):
+    """Up to a few minutes each; `docs/timm-models.md` is what they became."""
+    found = zoo_timm.found_in(family)
+    assert found.verdict != "wrong", found.why
+    if found.verdict == "not compared":
+        pytest.skip(found.why)

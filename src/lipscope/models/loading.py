@@ -339,7 +339,7 @@ def _from_timm(
         torch.manual_seed(seed)
         try:
             model: Any = timm.create_model(name, pretrained=pretrained, **entries)
-            model.reset_classifier(0, "")
+            _without_head(model)
         except Exception as problem:  # every library has its own; the user gets one line
             text = " ".join(str(problem).split())[:300]
             raise InputError(f"`timm:{name}` could not be built: {text}") from problem
@@ -350,6 +350,15 @@ def _from_timm(
         return transform(picture)
 
     return model.eval(), Pixels(own["input_size"][-1], own["mean"], own["std"], read)
+
+
+def _without_head(model: Any) -> None:
+    """Without its head and its pooling; some models have no head, or none without pooling."""
+    if hasattr(model, "reset_classifier"):
+        try:
+            model.reset_classifier(0, "")
+        except AssertionError:  # timm's word for it
+            model.reset_classifier(0)
 
 
 def _random_model(name: str, seed: int) -> LoadedModel:
