@@ -250,6 +250,8 @@ def dominant_token(
     moves with its own query by ``p (1-p) |V s| |A^T s|``, ``s = x_1 - x_j``.
 
     Holds for one head, unmasked or causal, without rotary embedding.
+
+    Source: derived here (``docs/theory/inputs.md``).
     """
     one = head_for(layer, head, num_tokens, radius, least=2)
     u = value_direction(one)
@@ -303,6 +305,8 @@ def constant(layer: Attention, *, num_tokens: int, radius: float) -> Constructio
 
     Holds for every variant of attention, all heads together, exactly; with a rotary embedding
     the rows are not uniform and nothing is predicted.
+
+    Source: derived here (``docs/theory/inputs.md``).
     """
     check_size(num_tokens, radius)
     d = layer.query.shape[1]

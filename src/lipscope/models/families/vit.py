@@ -1,4 +1,4 @@
-"""ViT, DINOv2, BEiT and their copies: images, no mask, one key and value per query head."""
+"""ViT, DINOv2 and their copies: images, no mask, one key and value per query head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from lipscope.models.families.affine import projected
 from lipscope.models.tracing.sites import AttentionCall, family
 
 
-@family("BeitAttention", scores="relative bias")  # which comes added to the mask
 @family(
     "ViTAttention",
     "ASTAttention",

@@ -365,6 +365,8 @@ def ball_certificate(at: HeadAt, eps: float) -> float:
     ``L = min(F1(eps), F2(eps), min(F1, F2)(0) + change(eps), G2(max|x_i| + eps))``.
     Holds for every X', X'' whose tokens are within ``eps`` of those of X, any mask, biases
     and rotary embedding (G2 then left out).
+
+    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least(Ball(at, eps).forms())
 
@@ -374,6 +376,8 @@ def ball_rows(at: HeadAt, eps: float) -> float:
     """``F2(eps)``, ``F2(eps)² = min_θ max_j ((1+θ) sum_i U_ij w'_i + (1+1/θ) ‖V C'_j A‖²)``.
 
     Holds as `ball_certificate` does.
+
+    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least({"rows": Ball(at, eps).by_rows})
 
@@ -383,6 +387,8 @@ def ball_blocks(at: HeadAt, eps: float) -> float:
     """``F1(eps) = ‖U‖ ‖V‖ + max_i ‖V C'_i A‖ + ‖[U_ij |V y'_ij| |a'_i|]‖``.
 
     Holds as `ball_certificate` does.
+
+    Source: derived here (``docs/theory/ball-certificate.md``).
     """
     return least({"blocks": Ball(at, eps).by_blocks})
 

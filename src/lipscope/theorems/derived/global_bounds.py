@@ -43,6 +43,8 @@ def global_rows(head: Head, num_tokens: int, radius: float) -> float:
     ``‖V‖ (√(n κ(β²)) + α)``, ``κ(t) = max_{p≤1} p (1 + t min(1, 4p(1-p)))``.
 
     Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _alpha_beta(head, radius)
     return head.norm_v * (math.sqrt(num_tokens * kappa(beta**2)) + alpha)
@@ -58,6 +60,8 @@ def global_rows_capped(head: Head, num_tokens: int, radius: float) -> float:
 
     Holds for any mask and bias on tokens of norm at most R; not for rotary embeddings. With
     ``N_i = n`` for every row it would fail under a causal mask.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _alpha_beta(head, radius)
     p_max = _largest_attention(head, num_tokens, beta)
@@ -73,6 +77,8 @@ def mean_field(head: Head, radius: float) -> float:
 
     Holds without mask and rotary embedding, for any bias and any number of tokens of norm at
     most R. Its exponent is that of `castin_prop_3_6` where ``-‖A‖`` is an eigenvalue of A.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.unmasked()
     head.without_positions()
@@ -87,6 +93,8 @@ def causal_mean_field(head: Head, radius: float) -> float:
     ``‖V‖ (α + 2 (1 + 2β) e^(2β))``, the 2 being that of Hardy's inequality for running means.
 
     Holds for the causal mask, any bias and any number of tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _causal_alpha_beta(head, radius)
     return head.norm_v * (alpha + 2 * (1 + 2 * beta) * math.exp(2 * beta))
@@ -101,6 +109,8 @@ def causal_mean_field_dyadic(head: Head, radius: float) -> float:
 
     Holds for the causal mask, any bias and any number of tokens of norm at most R; better
     than `causal_mean_field` from ``β`` of about 0.9 on.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _causal_alpha_beta(head, radius)
     same = math.exp(beta) * math.sqrt(1 + beta**2)
@@ -117,6 +127,8 @@ def global_max_token(head: Head, radius: float) -> float:
     ``‖V‖ (√(1 + β²) + α)``: no number of tokens in it, no exponential.
 
     Holds for any mask, bias and number of tokens of norm at most R; no rotary embedding.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     alpha, beta = _alpha_beta(head, radius)
     return head.norm_v * (math.sqrt(1 + beta**2) + alpha)
@@ -132,6 +144,8 @@ def global_rotary(head: Head, num_tokens: int, radius: float) -> float:
     ``ρ`` the largest norm of a rotation, 1 unless the embedding scales.
 
     Holds for any mask and bias on tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     if head.rotary is None:
         raise NotApplicableError("it has no rotary embedding; `global_rows_capped` is sharper")
@@ -152,6 +166,8 @@ def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
     ``p = 1 / (1 + (n-1) e^(-2 γ* R²))``; the norm of the first column of blocks for any ``V``.
 
     Holds without mask and for causal ones. ``γ*`` is at least the ``γ`` of Proposition 3.4.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     head.causal_or_unmasked()
     head.without_positions()
@@ -226,6 +242,8 @@ def clipped_everywhere(layer: ClippedAttention, num_tokens: int) -> float:
     slopes of at most 1.
 
     Holds for any mask and biases, on all inputs of n tokens.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     _mask_of(layer, num_tokens)
     return float(layer.in_double().constant(num_tokens))
@@ -239,6 +257,8 @@ def divided_ball(layer: DividedAttention, num_tokens: int, radius: float) -> flo
     the least of the three divisors.
 
     Holds for any mask and biases, on at most as many tokens as the layer takes.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     if num_tokens > layer.num_tokens:
         raise NotApplicableError(f"it takes at most {layer.num_tokens} tokens")
@@ -256,6 +276,8 @@ def sinkhorn_ball(layer: SinkhornAttention, radius: float) -> float:
     ``‖V‖ (1 + 2 α)`` for every head: no root and no exponential.
 
     Holds for every mask that the layer takes, on tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     own = layer.in_double()
     query, key, value = _weights_by_head(own)
@@ -273,6 +295,8 @@ def sigmoid_ball(layer: SigmoidAttention, num_tokens: int, radius: float) -> flo
     with ``b = -log n`` it is at most ``‖V‖ e^α (1 + 2 α)`` for every n, without a mask.
 
     Holds for any mask on n tokens of norm at most R.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     _mask_of(layer, num_tokens)
     own, n = layer.in_double(), num_tokens

@@ -107,6 +107,8 @@ def local_max_token(at: HeadAt, slope: Tensor | None = None) -> float:
 
     Holds for any mask and bias at ``x``; no rotary embedding. ``n`` eigenproblems of the
     head's width.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     at.head.without_rotary()
     s = at.columns(slope)
@@ -122,6 +124,8 @@ def local_max_token_scalar(at: HeadAt, slope: Tensor | None = None) -> float:
     ``t_i = tr V C_i V^T``, ``s_j = 1`` without a norm in front.
 
     Holds for any mask and bias at ``x``; no rotary embedding.
+
+    Source: derived here (``docs/theory/global-bounds.md``).
     """
     at.head.without_rotary()
     s, moved = at.columns(slope), _trace(at.p, at.v)
