@@ -8,6 +8,7 @@ from torch import nn
 
 import lipscope as ls
 from command import TEXT
+from examples import EXAMPLES, build
 from hostile import EXTENDED, KINDS, hostile, residual_jacobian, sigma_from_below
 from layers import REGIMES, draw, draw_variant
 from lipscope import DotProduct, to_dense
@@ -184,3 +185,16 @@ def test_a_radius_goes_with_no_norm_in_front() -> None:
     assert all(
         b.radius == 9.0 for b in ls.bounds(f"random:bert:{TINY['bert']}", TEXT, **about).bounds
     )
+
+
+@pytest.mark.parametrize("kind", [one for one in EXAMPLES if one is not DotProduct])
+def test_other_kinds_with_norms_around_them_have_bounds_for_all_inputs_or_a_reason(kind):
+    """The norm's slope at an input asks for the rounding of what the heads write."""
+    layer = build(kind)
+    given = {name: getattr(layer, name, None) for name in ("output", "output_bias")}
+    width = layer.query.shape[1]
+    layer = layer.replace(**{name: one[:width] for name, one in given.items() if one is not None})
+    around = nn.LayerNorm(width).double()
+    for second, outer in ((around, None), (None, around), (around, around)):
+        found = bounds_at(Residual(layer, second, outer), torch.randn(5, width))
+        assert found and all(one.applicable or one.reason for one in found)

@@ -358,6 +358,10 @@ class _Question:
     def _here(self) -> Around:
         assert self.residual is not None and self.x is not None
         plain = self.residual.second is None and self.residual.outer is None
+        if not plain and not isinstance(self.layer.attention, DotProduct):
+            raise NotApplicableError(
+                "the rounding of what a norm after it takes is known for dot-product attention"
+            )
         heads = None if plain else self.layer.together
         return self.residual.at(self.layer.attention, heads, self.x)
 
