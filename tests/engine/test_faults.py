@@ -24,11 +24,11 @@ def limited(monkeypatch: pytest.MonkeyPatch, limit: int, error: Exception) -> li
     tried: list[int] = []
     real = chunked.ChunkedCore.__init__
 
-    def allocate(self: Any, layer: Any, x: Any, memory: int, *rest: Any) -> None:
+    def allocate(self: Any, layer: Any, x: Any, memory: int, *rest: Any, **more: Any) -> None:
         tried.append(memory)
         if memory > limit and memory != 8 * chunked.CHUNK_BYTES:  # the forward pass has its own
             raise error
-        real(self, layer, x, memory, *rest)
+        real(self, layer, x, memory, *rest, **more)
 
     monkeypatch.setattr(chunked.ChunkedCore, "__init__", allocate)
     return tried

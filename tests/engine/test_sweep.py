@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
@@ -138,7 +139,9 @@ def test_the_manifest_says_what_was_done(uninterrupted):
     about = {"revision": None, "weights": "random", "trained_length": None}
     assert manifest["models"] == {BERT: about}
     assert {"lipscope", "torch", "python", "machine", "cores"} <= set(manifest["provenance"])
-    assert manifest["files"]["rows"]["lines"] == JOBS
+    rows = (uninterrupted / "rows.jsonl").read_bytes()
+    assert rows.count(b"\n") == JOBS
+    assert manifest["files"]["rows"]["sha256"] == hashlib.sha256(rows).hexdigest()
 
 
 def test_a_finished_sweep_starts_no_process(uninterrupted, children):

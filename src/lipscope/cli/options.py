@@ -128,8 +128,8 @@ def ask(
     place = Place(out, stem or "", force=force) if stem or out is not None else None
     from lipscope import engine
 
+    run = getattr(engine, verb)  # imports torch: nothing is there yet to go on with
     with resumable(), bar() as told:
-        run = getattr(engine, verb)
         found = run(model, content, out=place, progress=told.update, **given, **more)
     return Asked(found, None if place is None else place.path, told.anew)
 
