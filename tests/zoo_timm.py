@@ -220,7 +220,9 @@ def as_page(found: Sequence[Found]) -> str:
         "that its row says moves and the output of the module "
         f"(`python tests/zoo_timm.py RESULTS` writes this page). Of {len(found)}: {counts}. Layers "
         "are not compared above 1600 entries of their input. A refusal names the first layer that "
-        "is refused; with other sizes others may be."
+        "is refused; with other sizes others may be. Pictures are as small as a model takes: where "
+        "a layer then has one token (all of levit, perhaps last stages of others), softmax is "
+        "constant, and *exact* says nothing about its attention."
         + (f" Not tried: {', '.join(untried)}." if untried else ""),
         "",
         "| module of timm | model | verdict | layers compared, or why not |",
