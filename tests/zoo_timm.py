@@ -111,7 +111,7 @@ class Found(NamedTuple):
 
 def model_of(family: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model of the smallest image that it takes."""
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
 
     name, small = FAMILIES[family]
     first: Exception | None = None
@@ -206,7 +206,7 @@ def answered(family: str, results: Path) -> None:
 
 def as_page(found: Sequence[Found]) -> str:
     """The page of the documentation on a run."""
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
 
     count = Counter(one.verdict for one in found)
     counts = ", ".join(f"{count[kind]} {kind}" for kind in VERDICTS)
