@@ -237,7 +237,7 @@ def average(
     """
     if not values:
         return "–"
-    mean, low, high = mean_interval(values)
+    mean, low, high = mean_interval([float(one) for one in values])
     ends = _ends(max(low, within[0]), min(high, within[1]), digits)
     return number(mean, digits) + ends * (len(values) >= least)
 
