@@ -195,3 +195,12 @@ def test_decisions_of_read_outs_are_a_verb_of_python_too(command: Any) -> None:
         ls.certify_decision(BERT, TEXT, read_out="w.npy", between=["a", "b"])
     with pytest.raises(ls.InputError, match="at least two classes"):
         ls.certify_decision(BERT, TEXT)
+
+
+def test_what_is_asked_of_all_heads_is_refused_for_one() -> None:
+    at = ls.load_model(BERT).at(TEXT, layer=0, length=6, head=1)
+    for verb in ("directions", "push", "attack", "split"):
+        with pytest.raises(ls.InputError, match=f"`{verb}` speaks of all heads"):
+            getattr(at, verb)()
+    with pytest.raises(ls.InputError, match="per_head"):
+        ls.certify_decision(BERT, TEXT, between=["a b", "c d"], length=6, per_head=True)

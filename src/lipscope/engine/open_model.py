@@ -284,15 +284,17 @@ class LayerAtInput(Shown):
 
     def directions(self, **options: Any) -> Rows:
         """The worst directions here in words, as `directions` gives them."""
-        return directions(*self._here(), layer=self._layers(), **self._with(options))
+        return directions(
+            *self._here(), layer=self._layers(), **self._of_all_heads("directions", options)
+        )
 
     def push(self, **options: Any) -> Pushed:
         """The input pushed along its worst direction, as `push` does."""
-        return push(*self._here(), layer=self.layer or 0, **self._with(options))
+        return push(*self._here(), layer=self.layer or 0, **self._of_all_heads("push", options))
 
     def attack(self, **options: Any) -> Attacked:
         """Inputs of this length that make sigma large, as `attack` finds them."""
-        return attack(*self._here(), layer=self.layer or 0, **self._with(options))
+        return attack(*self._here(), layer=self.layer or 0, **self._of_all_heads("attack", options))
 
     def certify(self, eps: float | Tensor = 0.01, **options: Any) -> BallCertificate:
         """A bound in a ball around this input, as `certify` gives it."""
@@ -304,7 +306,7 @@ class LayerAtInput(Shown):
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""
-        return split(*self._here(), layers=self._layers(), **self._with(options))
+        return split(*self._here(), layers=self._layers(), **self._of_all_heads("split", options))
 
     def _here(self) -> tuple[ReadyModel, list[Any]]:
         return self.model, [self._map.item]
@@ -314,6 +316,14 @@ class LayerAtInput(Shown):
 
     def _with(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return self._options | dict(options)
+
+    def _of_all_heads(self, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        if self.head is not None:
+            raise InputError(
+                f"`{verb}` speaks of all heads together. Found a layer at `head = {self.head}`; "
+                "ask `model.at` without `head`."
+            )
+        return self._with(options)
 
     # --- shown
 

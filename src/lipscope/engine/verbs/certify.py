@@ -246,7 +246,8 @@ def _one_layer(
     """The run that measures sigma of one layer at one input, in float64."""
     asked = dict(options) | of_one_input(data, options, length) | {"layers": [layer]}
     several = {"verb": "certify"}  # certificates may stand beside one row
-    how = Verb(verb, _WITHOUT, "float64")
+    without = _WITHOUT if verb == "certify" else OF_QUESTION
+    how = Verb(verb, without, "float64")
     return LocalRun(model, data, asked, how, out=out, asked=several)
 
 
