@@ -1,0 +1,117 @@
+"""Networks that decide, as their parts: attention, norms, token-wise networks, a pool and a head.
+
+In float64. A network is a chain of branches ``h -> h + part(norm(h))`` on a stream of tokens, a
+pool of its tokens, branches on the pooled vector, and a linear head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import DotProduct
+
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
+ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda z: nn.functional.gelu(z, approximate="tanh"),
+    "silu": nn.functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """``gamma c / sqrt(|c|^2 / d + eps) + beta`` with ``c = v - mean(v)``, or ``c = v``.
+
+    LayerNorm is centred and scaled, RMSNorm scaled alone, a norm without variance centred alone.
+    """
+
+    weight: Float[Tensor, " d"]
+    bias: Float[Tensor, " d"]
+    eps: float = 1e-5
+    centred: bool = True
+    scaled: bool = True
+
+    def __call__(self, v: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """The norm of every token."""
+        c = v - v.mean(-1, keepdim=True) if self.centred else v
+        if self.scaled:
+            c = c / (c.square().mean(-1, keepdim=True) + self.eps).sqrt()
+        return self.weight * c + self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """``W_2 (act(W_1 y + b_1) * (W_g y + b_g)) + b_2`` of every token; without the gate, ``* 1``."""
+
+    inner: Float[Tensor, "f d"]
+    inner_bias: Float[Tensor, " f"]
+    outer: Float[Tensor, "d_out f"]
+    outer_bias: Float[Tensor, " d_out"]
+    activation: ActivationName
+    gate: Float[Tensor, "f d"] | None = None
+    gate_bias: Float[Tensor, " f"] | None = None
+
+    def __call__(self, y: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d_out"]:
+        """The network at every token."""
+        hidden = ACTIVATIONS[self.activation](y @ self.inner.T + self.inner_bias)
+        if self.gate is not None:
+            gate = y @ self.gate.T
+            hidden = hidden * (gate if self.gate_bias is None else gate + self.gate_bias)
+        return hidden @ self.outer.T + self.outer_bias
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """``h -> skip h + part(norm(h))``; without a part ``norm(h)``, without a norm ``part(h)``."""
+
+    part: DotProduct | Feed | None = None
+    norm: Norm | None = None
+    skip: bool = True
+
+    def __call__(self, h: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
+        """The stream after this branch."""
+        y = h if self.norm is None else self.norm(h)
+        y = y if self.part is None else self.part(y)
+        return h + y if self.skip else y
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Scores ``W tail(sum_i share_i h_i) + b`` of the stream ``h`` that comes out of branches.
+
+    Attributes:
+        branches: What the stream goes through, in order.
+        share: Of each token in the pool: ``1/n`` for the mean, 1 for the token that is read.
+        tail: Branches without attention on the pooled vector, such as a tanh pooler.
+        head: ``W``, one row a class.
+        bias: ``b``.
+        names: What to call the classes; their indices if empty.
+    """
+
+    branches: tuple[Branch, ...]
+    share: Float[Tensor, " n"]
+    head: Float[Tensor, "c d"]
+    bias: Float[Tensor, " c"]
+    tail: tuple[Branch, ...] = ()
+    names: tuple[str, ...] = field(default=())
+
+    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " c"]:
+        """Scores of the classes at a stream of tokens."""
+        for branch in self.branches:
+            x = branch(x)
+        pooled = (self.share @ x)[None]
+        for branch in self.tail:
+            pooled = branch(pooled)
+        return self.head @ pooled[0] + self.bias
+
+    def name(self, index: int) -> str:
+        """What a class is called."""
+        return self.names[index] if self.names else str(index)
