@@ -46,6 +46,12 @@ from lipscope.models.modified_models import rounding as rounding
 from lipscope.models.modified_models import rounding_error as rounding_error
 from lipscope.models.modified_models import scrambled as scrambled
 from lipscope.models.modified_models import with_mask as with_mask
+from lipscope.models.network import ACTIVATIONS as ACTIVATIONS
+from lipscope.models.network import ActivationName as ActivationName
+from lipscope.models.network import Branch as Branch
+from lipscope.models.network import Feed as Feed
+from lipscope.models.network import Network as Network
+from lipscope.models.network import Norm as Norm
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.pretrained import split_revision as split_revision
 from lipscope.models.readings import Embedded as Embedded
