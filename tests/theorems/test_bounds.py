@@ -13,6 +13,7 @@ from layers import THEOREMS, all_cases, counterexample, draw, eye, sigma, single
 from lipscope import Operator, to_dense
 from lipscope.attention import DotProduct
 from lipscope.errors import InputError
+from lipscope.linalg import infinity_norm, max_token_norm, segment
 from lipscope.theorems import (
     DERIVED,
     RECALLED,
@@ -23,11 +24,8 @@ from lipscope.theorems import (
     catalogue,
     evaluate,
     heads_of,
-    infinity_norm,
-    max_token_norm,
     norm_of,
     radius_of_norm,
-    segment,
 )
 from lipscope.theorems.directions import eigen_directions, star_direction
 from lipscope.theorems.papers.yudin2025 import norm_of_rows

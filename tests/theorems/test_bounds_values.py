@@ -7,7 +7,8 @@ import torch
 
 from layers import counterexample, draw, eye, sigma, single, value
 from lipscope.attention import DotProduct, L2Attention
-from lipscope.theorems import bounds_at, heads_of, infinity_norm
+from lipscope.linalg import infinity_norm
+from lipscope.theorems import bounds_at, heads_of
 from lipscope.theorems.derived.global_bounds import kappa
 from lipscope.theorems.papers.kim2021 import phi_inverse, tight_input, tight_value
 

@@ -11,16 +11,9 @@ from command import TEXT
 from layers import REGIMES, draw, draw_variant
 from lipscope import Operator, to_dense
 from lipscope.attention import DotProduct
+from lipscope.linalg import max_token_norm
 from lipscope.records.comparison import by_row, looseness
-from lipscope.theorems import (
-    AskedLayer,
-    HeadAt,
-    Normed,
-    bounds_at,
-    catalogue,
-    max_token_norm,
-    norm_of,
-)
+from lipscope.theorems import AskedLayer, HeadAt, Normed, bounds_at, catalogue, norm_of
 from lipscope.theorems.derived.local_bounds import local_norms, local_rows
 from lipscope.theorems.derived.row_gram import JacobianRows, row_gram_joint
 from opened import layer_of

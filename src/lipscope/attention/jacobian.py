@@ -8,8 +8,9 @@ the mask; what becomes of them is the weighting's.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -253,123 +254,98 @@ class ChunkedCore:
 
 # --- linear maps into queries, keys and values, and out of the heads
 
+Parts = tuple[Tensor, Tensor, Tensor]
 
-@runtime_checkable
-class Projections(Protocol):
+
+@dataclass(frozen=True)
+class Projections:
     """What stands around the core: linear maps into queries, keys and values, and out."""
 
-    axes: int
+    enter: Callable[[Tensor], Parts]  # ``(dq, dk, dv)`` with heads in front, of a perturbation
+    enter_t: Callable[[Tensor, Tensor, Tensor], Tensor]  # its transpose
+    leave: Callable[[Tensor], Tensor]  # from the heads' outputs to the map's output
+    leave_t: Callable[[Tensor], Tensor]  # its transpose
+    axes: int  # of an input
     width_out: int
 
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` with heads in front, for the perturbation ``e``."""
-        ...
 
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        """The transpose of `enter`."""
-        ...
-
-    def leave(self, o: Tensor) -> Tensor:
-        """From the heads' outputs to the map's output."""
-        ...
-
-    def leave_t(self, g: Tensor) -> Tensor:
-        """The transpose of `leave`."""
-        ...
-
-
-class _AllHeads:
+def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
     """The linear maps around the core, all heads together, norms linearised at ``x``."""
+    query, key, value = layer.projections()
+    weight = torch.cat([query * layer.scale, key, value])
+    sizes = [query.shape[0], key.shape[0], value.shape[0]]
+    norms, counts = _norms_at(layer, x), _head_counts(layer)
+    out = layer.output if map == "attention" else None
 
-    axes = 2
-
-    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
-        self.layer = layer
-        query, key, value = layer.projections()
-        self.weight = torch.cat([query * layer.scale, key, value])
-        self.norms = _norms_at(layer, x)
-        self.out = layer.output if map == "attention" else None
-        self.heads, self.grouped = layer.num_heads, layer.num_groups != layer.num_heads
-        self.sizes = [query.shape[0], key.shape[0], value.shape[0]]
-        concat = layer.num_heads * layer.value_width
-        self.width_out = concat if self.out is None else self.out.shape[0]
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        layer = self.layer
-        parts = (e @ self.weight.T).split(self.sizes, dim=-1)
+    def enter(e: Tensor) -> Parts:
         q, k, v = (
-            (x if norm is None else norm.derivative(x)).unflatten(-1, (h, -1)).transpose(0, 1)
-            for x, norm, h in zip(parts, self.norms, _head_counts(layer), strict=True)
+            (z if norm is None else norm.derivative(z)).unflatten(-1, (h, -1)).transpose(0, 1)
+            for z, norm, h in zip((e @ weight.T).split(sizes, -1), norms, counts, strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
-        return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if self.grouped else (q, k, v)
+        return q, layer.repeat_groups(k), layer.repeat_groups(v)
 
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        layer = self.layer
-        if self.grouped:
-            gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
+    def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
-        flat = (x.transpose(0, 1).flatten(1) for x in (gq, gk, gv))
+        flat = (g.transpose(0, 1).flatten(1) for g in (gq, gk, gv))
         parts = [
-            x if norm is None else norm.transpose(x)
-            for x, norm in zip(flat, self.norms, strict=True)
+            g if norm is None else norm.transpose(g) for g, norm in zip(flat, norms, strict=True)
         ]
-        return torch.cat(parts, dim=-1) @ self.weight
+        return torch.cat(parts, dim=-1) @ weight
 
-    def leave(self, o: Tensor) -> Tensor:
+    def leave(o: Tensor) -> Tensor:
         heads = o.transpose(0, 1).flatten(1)
-        return heads if self.out is None else heads @ self.out.T
+        return heads if out is None else heads @ out.T
 
-    def leave_t(self, g: Tensor) -> Tensor:
-        heads = g if self.out is None else g @ self.out
-        return heads.unflatten(-1, (self.heads, -1)).transpose(0, 1)
+    def leave_t(g: Tensor) -> Tensor:
+        heads = g if out is None else g @ out
+        return heads.unflatten(-1, (layer.num_heads, -1)).transpose(0, 1)
+
+    width_out = layer.num_heads * layer.value_width if out is None else len(out)
+    return Projections(enter, enter_t, leave, leave_t, 2, width_out)
 
 
-class _PerHead:
+def _per_head(layer: Layer, map: Map, x: Tensor) -> Projections:
     """The same maps with each head on its own copy of the input."""
+    query, key, value = layer.projections()
+    weights = (query * layer.scale, key, value)
+    heads, counts = layer.num_heads, _head_counts(layer)
+    by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
+    weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
+    sizes = [w.shape[1] for w in by_head]
+    norms = [
+        None if norm is None else _HeadNormAt(norm, w, c, heads)
+        for norm, w, c in zip(_norms_at(layer, x), weights, counts, strict=True)
+    ]
+    out = None
+    if map == "attention" and layer.output is not None:
+        out = layer.output.unflatten(1, (heads, -1)).transpose(0, 1)
 
-    axes = 3
-
-    def __init__(self, layer: Layer, map: Map, x: Tensor) -> None:
-        self.layer = layer
-        query, key, value = layer.projections()
-        weights = (query * layer.scale, key, value)
-        heads, counts = layer.num_heads, _head_counts(layer)
-        by_head = [_rows_by_head(w, c, heads) for w, c in zip(weights, counts, strict=True)]
-        self.weight = torch.cat(by_head, dim=1)  # (h, 2k + d_v, d)
-        self.sizes = [w.shape[1] for w in by_head]
-        self.norms = [
-            None if norm is None else _HeadNormAt(norm, w, c, heads)
-            for norm, w, c in zip(_norms_at(layer, x), weights, counts, strict=True)
-        ]
-        self.out = None
-        self.width_out = layer.value_width
-        if map == "attention" and layer.output is not None:
-            self.out = layer.output.unflatten(1, (layer.num_heads, -1)).transpose(0, 1)
-            self.width_out = layer.output.shape[0]
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        parts = (e @ self.weight.mT).split(self.sizes, dim=-1)
+    def enter(e: Tensor) -> Parts:
         q, k, v = (
-            x if norm is None else norm.derivative(x, e)
-            for x, norm in zip(parts, self.norms, strict=True)
+            z if norm is None else norm.derivative(z, e)
+            for z, norm in zip((e @ weight.mT).split(sizes, -1), norms, strict=True)
         )
-        return _rotate(self.layer.rotary, q), _rotate(self.layer.rotary, k), v
+        return _rotate(layer.rotary, q), _rotate(layer.rotary, k), v
 
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        gq, gk = _rotate_t(self.layer.rotary, gq), _rotate_t(self.layer.rotary, gk)
+    def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
         parts, along = [], gq.new_zeros(())
-        for g, norm in zip((gq, gk, gv), self.norms, strict=True):
+        for g, norm in zip((gq, gk, gv), norms, strict=True):
             parts.append(g if norm is None else norm.gain * g)
             if norm is not None:
                 along = along + norm.along(parts[-1])
-        return torch.cat(parts, dim=-1) @ self.weight - along
+        return torch.cat(parts, dim=-1) @ weight - along
 
-    def leave(self, o: Tensor) -> Tensor:
-        return o if self.out is None else o @ self.out.mT
+    def leave(o: Tensor) -> Tensor:
+        return o if out is None else o @ out.mT
 
-    def leave_t(self, g: Tensor) -> Tensor:
-        return g if self.out is None else g @ self.out
+    def leave_t(g: Tensor) -> Tensor:
+        return g if out is None else g @ out
+
+    width_out = layer.value_width if out is None else out.shape[1]
+    return Projections(enter, enter_t, leave, leave_t, 3, width_out)
 
 
 class _HeadNormAt:
@@ -396,97 +372,63 @@ class _HeadNormAt:
         return self.pulled * (self.unit * gz).sum(-1, keepdim=True)
 
 
-@dataclass
-class _OneSide:
-    """Another frame of which only the queries, or only the keys and values, move."""
+def _one_side(frame: Projections, side: MovingSide, core: ChunkedCore) -> Projections:
+    """The frame where only the queries, or only the keys and values, move."""
 
-    inner: Projections
-    side: MovingSide
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    def enter(e: Tensor) -> Parts:
+        dq, dk, dv = frame.enter(e)
+        if side == "query":
+            return dq, torch.zeros_like(core.k), torch.zeros_like(core.v)
+        return torch.zeros_like(core.q), dk, dv
 
-    def __post_init__(self) -> None:
-        self.axes, self.width_out = self.inner.axes, self.inner.width_out
-        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, 0, 0)`` or ``(0, dk, dv)``."""
-        dq, dk, dv = self.inner.enter(e)
-        if self.side == "query":
-            return dq, torch.zeros_like(self.k), torch.zeros_like(self.v)
-        return torch.zeros_like(self.q), dk, dv
-
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        if self.side == "query":
+    def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        if side == "query":
             length = gq.shape[1]
-            return self.inner.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
-        return self.inner.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
+            return frame.enter_t(gq, _zeros(gk, length), _zeros(gv, length))
+        return frame.enter_t(_zeros(gq, gk.shape[1]), gk, gv)
 
-
-@dataclass
-class _Entered:
-    """Another frame whose tokens go through `Layer.entrance` first."""
-
-    inner: Projections
-    at: NormAt
-
-    def __post_init__(self) -> None:
-        self.axes, self.width_out = self.inner.axes, self.inner.width_out
-        self.leave, self.leave_t = self.inner.leave, self.inner.leave_t
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)`` for the perturbation ``e`` before the entrance."""
-        return self.inner.enter(self.at.derivative(e))
-
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        return self.at.transpose(self.inner.enter_t(gq, gk, gv))
-
-
-class _Coupled:
-    """Another frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
-
-    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
-    computed once.
-    """
-
-    def __init__(self, inner: Projections, layer: Layer, x: Tensor, context: Tensor | None) -> None:
-        self.inner = inner
-        self.axes, self.width_out = inner.axes, inner.width_out
-        self.leave, self.leave_t = inner.leave, inner.leave_t
-        with torch.enable_grad():
-            parts = [z.detach().requires_grad_() for z in layer.undivided(x, context)]
-            divisor = layer.divisor(parts[0], parts[1], parts[2])
-            assert divisor is not None
-            slopes = torch.autograd.grad(divisor.sum(), parts)
-        self.divisor = divisor.detach()
-        self.slopes = [slope / self.divisor for slope in slopes]  # of log c
-        self.q = parts[0].detach() / self.divisor
-
-    def enter(self, e: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(dq, dk, dv)``, queries divided."""
-        dq, dk, dv = self.inner.enter(e)
-        moves = zip(self.slopes, (dq, dk, dv), strict=True)
-        change = torch.stack([(s * d).sum((-2, -1), keepdim=True) for s, d in moves]).sum(0)
-        return dq / self.divisor - self.q * change, dk, dv
-
-    def enter_t(self, gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        change = (self.q * gq).sum((-2, -1), keepdim=True)
-        own = (gq / self.divisor, gk, gv)
-        return self.inner.enter_t(*(g - s * change for g, s in zip(own, self.slopes, strict=True)))
-
-
-def around(
-    layer: Layer, frame: Projections, moved: Tensor, x: Tensor, context: Tensor | None = None
-) -> Projections:
-    """The frame with what a layer does to tokens first, and to its queries last."""
-    if (entrance := layer.entrance()) is not None:
-        frame = _Entered(frame, entrance.at(moved))
-    return frame if layer.by_token else _Coupled(frame, layer, x, context)
+    return replace(frame, enter=enter, enter_t=enter_t)
 
 
 def _zeros(like: Tensor, tokens: int) -> Tensor:
     return like.new_zeros(like.shape[0], tokens, like.shape[-1])
+
+
+def _entered(frame: Projections, at: NormAt) -> Projections:
+    """The frame whose tokens go through `Layer.entrance` first."""
+    return replace(
+        frame,
+        enter=lambda e: frame.enter(at.derivative(e)),
+        enter_t=lambda *g: at.transpose(frame.enter_t(*g)),
+    )
+
+
+def _coupled(frame: Projections, layer: Layer, x: Tensor, context: Tensor | None) -> Projections:
+    """The frame whose queries are divided by ``c(q, k, v)``, `Layer.divisor`.
+
+    ``d(q / c) = dq / c - (q / c) d log c``; the gradient of ``c``, one number a head, is
+    computed once.
+    """
+    with torch.enable_grad():
+        parts = [z.detach().requires_grad_() for z in layer.undivided(x, context)]
+        c = layer.divisor(parts[0], parts[1], parts[2])
+        assert c is not None
+        slopes = torch.autograd.grad(c.sum(), parts)
+    c = c.detach()
+    slopes, q = [slope / c for slope in slopes], parts[0].detach() / c  # slopes of log c
+
+    def enter(e: Tensor) -> Parts:
+        dq, dk, dv = frame.enter(e)
+        moves = zip(slopes, (dq, dk, dv), strict=True)
+        change = torch.stack([(s * d).sum((-2, -1), keepdim=True) for s, d in moves]).sum(0)
+        return dq / c - q * change, dk, dv
+
+    def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
+        change = (q * gq).sum((-2, -1), keepdim=True)
+        own = (gq / c, gk, gv)
+        return frame.enter_t(*(g - s * change for g, s in zip(own, slopes, strict=True)))
+
+    return replace(frame, enter=enter, enter_t=enter_t)
 
 
 def _head_counts(layer: Layer) -> tuple[int, int, int]:
@@ -535,10 +477,14 @@ class Linearised:
         with torch.no_grad(), uncast(x.device):
             biased = layer.bias_moves
             core = ChunkedCore(layer, x, memory, context, log_weights, biased=biased)
-            frame: Projections = (_PerHead if per_head else _AllHeads)(layer, map, self.moved)
+            frame = (_per_head if per_head else _all_heads)(layer, map, self.moved)
             if context is not None:
-                frame = _OneSide(frame, side, core.q, core.k, core.v)
-            self.core, self.frame = core, around(layer, frame, self.moved, x, context)
+                frame = _one_side(frame, side, core)
+            if (entrance := layer.entrance()) is not None:
+                frame = _entered(frame, entrance.at(self.moved))
+            if not layer.by_token:
+                frame = _coupled(frame, layer, x, context)
+            self.core, self.frame = core, frame
             self.doubt = core.doubt()
 
     def matvec(self, e: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -229,8 +229,6 @@ def _of_heads(theorem: Theorem, layer: AskedLayer, value: Callable[[object], flo
 # An a-priori radius is computed in float64, the tokens it must cover often in float32.
 _ROUNDING = 1e-5
 
-TheoremMap = Literal["attention", "heads", "normed"]
-
 
 def bounds_at(
     layer: Attention | Normed | Residual,
@@ -279,7 +277,7 @@ def bounds_at(
     yudin_thm_3 it asks for `x`
     global_rows_capped 2.56
     """
-    question = _question(layer, x, num_tokens, radius, floor, map, head)
+    question = _question(layer, _Told(x, num_tokens, radius, floor, map, head))
     found = []
     for theorem in catalogue():
         if metric is not None and theorem.metric != metric:
@@ -296,7 +294,7 @@ def bounds_at(
             value = question.answer(theorem)
         except NotApplicableError as error:
             reason = str(error)
-        radius = None if question.map == "normed" else question.radius
+        radius = question.radius if question.floor is None else None
         found.append(theorem.record(value, reason, radius=radius, floor=question.floor))
     return found
 
@@ -329,7 +327,6 @@ class _Question:
     """
 
     layer: AskedLayer
-    map: TheoremMap
     num_tokens: int | None
     radius: float | None
     slope: Tensor | None = None
@@ -366,66 +363,58 @@ class _Question:
         return self.residual.at(self.layer.attention, heads, self.x)
 
 
-def _question(
-    layer: Attention | Normed | Residual,
-    x: Tensor | None,
-    num_tokens: int | None,
-    radius: float | None,
-    floor: float | None,
-    map: Map,
-    head: int | None,
-) -> _Question:
+@dataclass(frozen=True)
+class _Told:
+    """What `bounds_at` was told besides the layer."""
+
+    x: Tensor | None
+    num_tokens: int | None
+    radius: float | None
+    floor: float | None
+    map: Map
+    head: int | None
+
+
+def _question(layer: Attention | Normed | Residual, told: _Told) -> _Question:
     if isinstance(layer, Normed):
-        return _normed_question(layer, x, num_tokens, radius, floor, map, head)
+        return _normed_question(layer, told)
     if isinstance(layer, Residual):
-        return _residual_question(layer, x, num_tokens, radius, floor, map, head)
-    _only_normed(floor)
-    x, num_tokens, radius = _checked_arguments(layer, x, num_tokens, radius, map, head)
-    return _Question(AskedLayer(layer, map, head, x), map, num_tokens, radius)
+        return _residual_question(layer, told)
+    if told.floor is not None:
+        raise InputError(
+            "`floor` should be left out for attention without a norm in front. Found "
+            f"`floor = {told.floor}`."
+        )
+    told = _completed(told, layer)
+    return _Question(AskedLayer(layer, told.map, told.head, told.x), told.num_tokens, told.radius)
 
 
-def _residual_question(
-    layer: Residual,
-    x: Tensor | None,
-    num_tokens: int | None,
-    radius: float | None,
-    floor: float | None,
-    map: Map,
-    head: int | None,
-) -> _Question:
+def _residual_question(layer: Residual, told: _Told) -> _Question:
     """The question about attention, or about it and the norm in front, with what is around it."""
-    if head is not None or map != "attention":
+    if told.head is not None or told.map != "attention":
         raise InputError(
             "`map` and `head` should be left out for a layer that is added to its input. Found "
-            f"`map = {map!r}`, `head = {head}`."
+            f"`map = {told.map!r}`, `head = {told.head}`."
         )
     _ = layer.width, layer.norms  # refused at once
-    question = _question(layer.branch, x, num_tokens, radius, floor, map, head)
-    x = None if x is None else x.detach().to("cpu", torch.float64)
-    return replace(question, residual=layer, x=x)
+    x = None if told.x is None else told.x.detach().to("cpu", torch.float64)
+    return replace(_question(layer.branch, told), residual=layer, x=x)
 
 
-def _normed_question(
-    layer: Normed,
-    x: Tensor | None,
-    num_tokens: int | None,
-    radius: float | None,
-    floor: float | None,
-    map: Map,
-    head: int | None,
-) -> _Question:
+def _normed_question(layer: Normed, told: _Told) -> _Question:
     """The question about the absorbed layer that answers the one about a layer and its norm."""
-    if radius is not None:
+    if told.radius is not None:
         raise InputError(
             "`radius` should be left out for a layer with a norm in front, which takes tokens of "
-            f"every norm to one ellipsoid. Found `radius = {radius}`."
+            f"every norm to one ellipsoid. Found `radius = {told.radius}`."
         )
-    if map != "attention":
+    if told.map != "attention":
         raise InputError(
-            f"`map` should be 'attention' for a layer with a norm in front. Found `map = {map!r}`."
+            "`map` should be 'attention' for a layer with a norm in front. Found "
+            f"`map = {told.map!r}`."
         )
-    x, num_tokens, _ = _checked_arguments(layer.attention, x, num_tokens, None, map, head)
-    norm = layer.constants
+    told = _completed(told, layer.attention)
+    norm, x, floor = layer.constants, told.x, told.floor
     sphere, slope, smallest = None, None, 0.0
     if x is not None:
         sphere, slope, smallest = norm.direction(x), norm.slope(x), float(norm.size(x).min())
@@ -439,33 +428,19 @@ def _normed_question(
         )
     floor = floor if x is None else min(floor, smallest)
     steepest = torch.tensor([norm.steepest(floor)], dtype=torch.float64)
-    asked = AskedLayer(layer.absorbed, "attention", head, sphere)
-    return _Question(asked, "normed", num_tokens, 1.0, slope, steepest, floor)
+    asked = AskedLayer(layer.absorbed, "attention", told.head, sphere)
+    return _Question(asked, told.num_tokens, 1.0, slope, steepest, floor)
 
 
-def _only_normed(floor: float | None) -> None:
-    if floor is not None:
-        raise InputError(
-            "`floor` should be left out for attention without a norm in front. Found "
-            f"`floor = {floor}`."
-        )
-
-
-def _checked_arguments(
-    layer: Attention,
-    x: Tensor | None,
-    num_tokens: int | None,
-    radius: float | None,
-    map: str,
-    head: int | None,
-) -> tuple[Tensor | None, int | None, float | None]:
-    """The arguments, completed from ``x``; one line for what makes no sense."""
+def _completed(told: _Told, layer: Attention) -> _Told:
+    """With what follows from ``x``; one line for what makes no sense."""
+    x, num_tokens, radius = told.x, told.num_tokens, told.radius
     if not isinstance(layer, Attention):
         raise InputError(f"`layer` should be an Attention layer. Found `{type(layer).__name__}`.")
-    if map not in ("attention", "heads"):
-        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {map!r}`.")
-    if head is not None:
-        layer.check_head(head)
+    if told.map not in ("attention", "heads"):
+        raise InputError(f"`map` should be 'attention' or 'heads'. Found `map = {told.map!r}`.")
+    if told.head is not None:
+        layer.check_head(told.head)
     for name, weight in layer.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise InputError(f"`layer.{name}` should be finite. Found NaN or infinity in it.")
@@ -490,4 +465,4 @@ def _checked_arguments(
     zeros = x is not None and not bool(x.any())  # the one input whose radius is 0
     if radius is not None and not (0 < radius < float("inf") or (zeros and radius == 0)):
         raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")
-    return x, num_tokens, radius
+    return replace(told, x=x, num_tokens=num_tokens, radius=radius)

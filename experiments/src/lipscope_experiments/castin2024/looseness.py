@@ -9,9 +9,10 @@ from typing import Any, cast
 
 from lipscope import L2Attention
 from lipscope.charts import Panel, Series
+from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
 from lipscope.records import looseness as looseness_of
-from lipscope.theorems import Metric, bounds_at, infinity_norm
+from lipscope.theorems import bounds_at
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
 from lipscope_experiments.findings import Record, chosen, grouped, middle
 from lipscope_experiments.simple_layers import top

@@ -10,8 +10,9 @@ from torch import Tensor
 from lipscope import Attention, L2Attention
 from lipscope.attacks import check_size
 from lipscope.charts import Panel
+from lipscope.linalg import infinity_norm
 from lipscope.pages import number
-from lipscope.theorems import infinity_norm, kim_thm_3_2_infinity, tight_input, tight_value
+from lipscope.theorems import kim_thm_3_2_infinity, tight_input, tight_value
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import Record, curve
 from lipscope_experiments.simple_layers import eye
