@@ -150,6 +150,7 @@ def _defaults(name: str) -> dict[str, Any]:
         function = getattr(ls, verb, None) or getattr(attacks, verb, reproduce)
         for one in inspect.signature(function).parameters.values():
             found[one.name] = None if one.default is one.empty else one.default
+        found |= vars(sys.modules[function.__module__]).get("_DEFAULTS", {})  # behind ``**options``
     return found
 
 

@@ -37,58 +37,37 @@ from lipscope.records import AGAIN, Finished, Measurement, TokenShare, version
 
 _PROBES = 16  # of the Frobenius norm; the interval narrows like their root
 _LEAST_MEMORY = 2**22  # bytes below which a budget is not halved any more
+_Remarked = tuple[float | None, str | None]  # a number, and a remark on it
 
 
 @dataclass(frozen=True)
 class LeadingMove:
-    """One of the leading directions of a map, on all of its tokens.
+    """One of the leading directions of a map, on all of its tokens."""
 
-    Attributes:
-        of: The direction, its vectors on all tokens: zero where none moves or none is read.
-        move: ``D v``, the move that it is in the metric.
-    """
-
-    of: Leading
-    move: Float[Tensor, "n d"]
+    of: Leading  # the direction, its vectors on all tokens: zero where none moves or none is read
+    move: Float[Tensor, "n d"]  # ``D v``, the move that it is in the metric
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of one layer, or of one head.
+    """The answer of one layer, or of one head."""
 
-    Attributes:
-        head: Head, or None for all together.
-        num_tokens: Number of tokens of the input.
-        top: The solver's record; None if the computation failed.
-        input_norm: ``‖X‖_F``.
-        output_norm: ``‖f(X)‖_F`` (of the head's slice or contribution, per head).
-        share_in: Share of each token in the top right singular vector.
-        share_out: Share of each output token in the left one.
-        norms: Norm of each input token.
-        sigma_rest: Sigma with the top token held fixed, or None.
-        frobenius: Estimate of ``‖J‖_F``, or None.
-        derivative_error: How far ``J v`` is from a finite difference of the model, or None.
-        seconds: Solving time.
-        notes: Remarks for the row.
-        error: What failed, or None.
-        leading: The leading directions, if they are asked for.
-    """
-
-    head: int | None
-    num_tokens: int
-    top: TopSingular | None = None
-    input_norm: float = math.nan
-    output_norm: float | None = None
-    share_in: Sequence[float | None] = ()
-    share_out: Sequence[float | None] = ()
-    norms: Sequence[float | None] = ()
-    sigma_rest: float | None = None
-    frobenius: float | None = None
+    head: int | None  # head, or None for all together
+    num_tokens: int  # number of tokens of the input
+    top: TopSingular | None = None  # the solver's record; None if the computation failed
+    input_norm: float = math.nan  # ``‖X‖_F``
+    output_norm: float | None = None  # ``‖f(X)‖_F`` (of the head's slice or contribution, per head)
+    share_in: Sequence[float | None] = ()  # share of each token in the top right singular vector
+    share_out: Sequence[float | None] = ()  # share of each output token in the left one
+    norms: Sequence[float | None] = ()  # norm of each input token
+    sigma_rest: float | None = None  # sigma with the top token held fixed, or None
+    frobenius: float | None = None  # estimate of ``‖J‖_F``, or None
+    # how far ``J v`` is from a finite difference of the model, or None
     derivative_error: float | None = None
-    seconds: float = 0.0
-    notes: tuple[str, ...] = ()
-    error: str | None = None
-    leading: tuple[LeadingMove, ...] = ()
+    seconds: float = 0.0  # solving time
+    notes: tuple[str, ...] = ()  # remarks for the row
+    error: str | None = None  # what failed, or None
+    leading: tuple[LeadingMove, ...] = ()  # the leading directions, if they are asked for
 
     def columns(self) -> dict[str, Any]:
         """The columns of the row that the computation fills."""
@@ -160,16 +139,11 @@ def answer(
     key: str,
     reference: ReferenceModel | None = None,
 ) -> list[Answer]:
-    """Answer a job for a layer, or for each of its heads.
+    """Answer a job for a layer, or for each of its heads, within so many bytes of memory.
 
-    Args:
-        layer: The map at its input.
-        spec: The specification.
-        job: What to measure.
-        memory: Budget in bytes.
-        key: Names the model, layer, length and sample; with the seed it fixes the starts.
-        reference: The model itself between the map's ends; with it, the Jacobian is compared with
-            its finite difference along the direction that was found.
+    ``key`` names the model, layer, length and sample; with the seed it fixes the starts. With a
+    ``reference``, the model itself between the map's ends, the Jacobian is compared with its finite
+    difference along the direction that was found.
 
     Raises:
         InputError: If the two disagree.
@@ -241,8 +215,8 @@ class _Solve:
         tops = self._top(self.operator, "sigma")
         seconds = (time.perf_counter() - began) / len(self.heads)
         error, remark = self._beside(reference, tops) if reference is not None else (None, None)
-        shares = [_over_all_tokens(_token_shares(top.v), self.move, self.n) for top in tops]
-        nothing: list[tuple[Any, str | None]] = [(None, None)] * len(tops)
+        shares = [_token_shares(_embedded(top.v, self.move, self.n)) for top in tops]
+        nothing: list[_Remarked] = [(None, None)] * len(tops)
         rest = self._rest(shares, tops) if self.spec.rest else nothing
         average = self._averages(tops) if self.spec.average else nothing
         outputs = self._output_norms()
@@ -260,7 +234,7 @@ class _Solve:
                 input_norm=float(self.layer.x.norm()),
                 output_norm=outputs[i],
                 share_in=shares[i],
-                share_out=_over_all_tokens(_token_shares(top.u), self.read, self.rows_out),
+                share_out=_token_shares(_embedded(top.u, self.read, self.rows_out)),
                 norms=_finite_values(self.norms),
                 sigma_rest=rest[i][0],
                 frobenius=average[i][0],
@@ -295,9 +269,7 @@ class _Solve:
         scale = 1.0 if self.scale is None else self.scale[:, None]
         return tuple(LeadingMove(one, one.v * scale) for one in whole)
 
-    def _beside(
-        self, reference: ReferenceModel, tops: list[TopSingular]
-    ) -> tuple[float | None, str | None]:
+    def _beside(self, reference: ReferenceModel, tops: list[TopSingular]) -> _Remarked:
         """How far ``J v`` is from the finite difference of the model; a remark."""
         e = self._direction(tops)
         product = self.jacobian.matvec(e.expand(len(self.heads), *e.shape))
@@ -367,9 +339,7 @@ class _Solve:
         name = f"{self.job.seed}|{self.key}|{self.job.map}|{head}|{self.n}|{purpose}"
         return start_named(name)
 
-    def _rest(
-        self, shares: list[list[float | None]], tops: list[TopSingular]
-    ) -> list[tuple[float | None, str | None]]:
+    def _rest(self, shares: list[list[float | None]], tops: list[TopSingular]) -> list[_Remarked]:
         """Sigma with each head's own top token held fixed, from a fresh start; a remark."""
         if all(top.status == "non_finite" for top in tops):
             return [(None, None)] * len(tops)
@@ -390,7 +360,7 @@ class _Solve:
             for top in self._top(held, "rest")
         ]
 
-    def _averages(self, tops: list[TopSingular]) -> list[tuple[float | None, str | None]]:
+    def _averages(self, tops: list[TopSingular]) -> list[_Remarked]:
         """``‖J‖_F`` of each head from Gaussian probes, with its interval in words."""
         generators = [self._generator(head, "average") for head in self.heads]
         total = torch.zeros(len(tops), dtype=torch.float64)
@@ -404,7 +374,7 @@ class _Solve:
             for value, top in zip(values, tops, strict=True)
         ]
 
-    def _in_words(self, value: float, top: TopSingular) -> tuple[float | None, str]:
+    def _in_words(self, value: float, top: TopSingular) -> _Remarked:
         low, high = frobenius_interval(value, top.upper, _PROBES, self.spec.delta)
         words = f"frobenius in [{low:.4g}, {high:.4g}] with probability 1 - 2 delta"
         if top.sigma > 0:  # the zero map has none
@@ -425,18 +395,6 @@ class _Solve:
         if not (one.positional or one.causal or one.window or one.mask is not None):
             return None
         return "copies of a token share its position and read what it reads"
-
-
-def _over_all_tokens(
-    shares: list[float | None], index: Tensor | None, n: int
-) -> list[float | None]:
-    """Shares of the chosen tokens as shares of all; the others have none."""
-    if index is None:
-        return shares
-    spread: list[float | None] = [0.0] * n
-    for i, share in zip(index.tolist(), shares, strict=True):
-        spread[i] = share
-    return spread
 
 
 def _embedded(vector: Tensor, index: Tensor | None, n: int) -> Tensor:
@@ -483,17 +441,9 @@ def row_of(
     device: str | None = None,
     notes: Iterable[str] = (),
 ) -> Measurement:
-    """The row of an answer to a job.
+    """The row of an answer to a job, with what its map and its input say where they are there.
 
-    Args:
-        spec: The specification.
-        job: The job.
-        reply: What the layer, or one head, answered.
-        about: `LoadedModel.about` of its model, where known.
-        of: The map, where it was built.
-        item: The input, where it was had.
-        device: Where it was computed; where it should have been if None.
-        notes: Remarks on the model.
+    ``about`` is `LoadedModel.about`, where known; ``notes`` are remarks on the model.
     """
     model, weights = spec.models[job.model], about.get("weights", "unknown")
     if job.weights is not None and weights in ("random", "unknown"):

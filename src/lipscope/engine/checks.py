@@ -124,16 +124,11 @@ def parse_bytes(text: str | int) -> int:
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of a specification.
+    """Entries of a specification."""
 
-    Attributes:
-        name: The file, or "" for values given from Python.
-        values: Entries by key.
-        lines: Line of each key, and of each item of a list, where known.
-    """
-
-    name: str
-    values: Mapping[str, Any]
+    name: str  # the file, or "" for values given from Python
+    values: Mapping[str, Any]  # entries by key
+    # line of each key, and of each item of a list, where known
     lines: Mapping[tuple[str | int, ...], int] = field(default_factory=dict)
 
     def fail(self, message: str, *where: str | int) -> NoReturn:

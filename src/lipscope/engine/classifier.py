@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Float
@@ -22,21 +22,22 @@ from lipscope.models import digest, whole_text
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 
+class DecisionOptions(TypedDict, total=False):
+    """What decides, in verbs that watch a decision: texts, or a read-out; and what is pooled."""
+
+    between: Sequence[str] | None
+    read_out: str | Path | Classifier | None
+    pool: Pool
+
+
 @dataclass(frozen=True, repr=False)
 class Classifier(Shown):
-    """``argmax(W pool(f(X)) + b)``.
+    """``argmax(W pool(f(X)) + b)``."""
 
-    Attributes:
-        weight: ``W``, ``(classes, d_out)``.
-        bias: ``b``, ``(classes,)``, or None.
-        names: What to call the classes.
-        by: What decides, in words.
-    """
-
-    weight: Float[Tensor, "c d_out"]
-    bias: Float[Tensor, " c"] | None
-    names: tuple[str, ...]
-    by: str = "the read-out given, on this layer's pooled output"
+    weight: Float[Tensor, "c d_out"]  # ``W``, ``(classes, d_out)``
+    bias: Float[Tensor, " c"] | None  # ``b``, ``(classes,)``, or None
+    names: tuple[str, ...]  # what to call the classes
+    by: str = "the read-out given, on this layer's pooled output"  # what decides, in words
 
     @property
     def digests(self) -> list[str]:
@@ -45,14 +46,10 @@ class Classifier(Shown):
 
 
 def nearest_centroid(points: Float[Tensor, "c d"], names: Sequence[str] = ()) -> Classifier:
-    """The class whose point ``c_k`` is nearest: scores ``<c_k, y> - |c_k|^2 / 2``.
+    """The class whose point ``c_k``, ``(c, d)``, is nearest: scores ``<c_k, y> - |c_k|^2 / 2``.
 
     A difference of two scores is half the difference of the squared distances. Holds for
-    Euclidean distances.
-
-    Args:
-        points: One point a class.
-        names: What to call them; their indices if empty.
+    Euclidean distances. Without names the classes are called by their indices.
 
     >>> found = nearest_centroid(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))
     >>> (found.weight @ torch.tensor([0.5, 1.0]) + found.bias).tolist()
@@ -75,13 +72,6 @@ def classifier_of_texts(
 
     Holds for layers whose weights are read in closed form. A text longer than the model's
     positions is cut.
-
-    Args:
-        model: A name for `load_model`, or a loaded model.
-        texts: One text a class, two at least.
-        layer: Index of the layer from 0.
-        pool: ``mean`` over tokens, or the ``first`` token.
-        special_tokens: Put the model's own special tokens around every text.
 
     Raises:
         InputError: For fewer than two texts, for empty or equal ones, or as `capture` does.

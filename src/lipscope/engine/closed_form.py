@@ -31,28 +31,16 @@ InClosedForm = Attention | Normed | Residual
 
 
 class BuiltInput(NamedTuple):
-    """An input that was built for a layer.
+    """An input that was built for a layer."""
 
-    Attributes:
-        x: Its tokens.
-        remark: What built it.
-        tried: Everything that was tried, worst first; empty where one thing was.
-    """
-
-    x: Tensor
-    remark: str
+    x: Tensor  # its tokens
+    remark: str  # what built it
+    # everything that was tried, worst first; empty where one thing was
     tried: Sequence[WorstInput] = ()
 
 
 def built_input(built: LayerMap, job: Job, spec: Spec, radius: float) -> BuiltInput:
-    """The input that a job builds for a layer: of all inputs (``adversarial``) the worst known.
-
-    Args:
-        built: The map at the input that was given.
-        job: What is asked for.
-        spec: The specification.
-        radius: Largest token norm.
-    """
+    """The input that a job builds for a layer: of all (``adversarial``) the worst known."""
     layer = built.attention
     if layer is None:
         raise InputError(f"`{job.input}` is not available for this layer: {_NO_WEIGHTS}.")
@@ -155,15 +143,9 @@ def theorems_about(
 ) -> tuple[Bound, ...]:
     """Every theorem of the specification about a row, with its value or why it has none.
 
-    Args:
-        row: The row.
-        built: Its map at its input.
-        spec: The specification.
-        view: Gives the layer as theorems see it, and the radius and the floor of which bounds
-            on all inputs speak; None for those of the row's own input.
-
-    Returns:
-        One record for each theorem of the row's metric; of all metrics for ``frobenius``.
+    Of the row's metric; of all metrics for ``frobenius``. ``view`` gives the layer as theorems see
+    it, with the radius and the floor of which bounds on all inputs speak: None for those of the
+    row's own input.
     """
     if row.map not in WITH_THEOREMS or row.radius_max is None or not row.sigma:
         return ()

@@ -54,15 +54,8 @@ def describe_directions(
 ) -> Iterator[Direction]:
     """Every part of some directions, largest first: their tokens with what they read as, and heads.
 
-    Args:
-        found: The directions.
-        built: Their map.
-        row_id: Row that they belong to.
-        loaded: The model.
-        item: The input.
-        record: Its trace; None for a layer by itself.
-        memory: Budget in bytes.
-        whole: The model with the head that its checkpoint holds, where it was loaded without.
+    ``record`` is the trace, None for a layer by itself; ``whole`` the model with the head that its
+    checkpoint holds, where it was loaded without.
     """
     names = names_of(loaded, item, len(built.x))
     placed = [f"{name} ({i})" for i, name in enumerate(names)]
@@ -262,15 +255,10 @@ def beginning_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts, by the mean over tokens of what a model makes of each.
+    """Texts, by the mean over tokens of what a model makes of each."""
 
-    Attributes:
-        names: Beginnings of the texts.
-        points: The means, as unit vectors.
-    """
-
-    names: tuple[str, ...]
-    points: Float[Tensor, "m d"]
+    names: tuple[str, ...]  # beginnings of the texts
+    points: Float[Tensor, "m d"]  # the means, as unit vectors
 
     def cosines(self, y: Float[Tensor, "n d"]) -> Float[Tensor, " m"]:
         """Of the mean of an output over its tokens."""
@@ -335,15 +323,7 @@ def texts_for(
 def slopes_of_texts(
     found: Sequence[LeadingMove], built: LayerMap, row_id: str, record: Trace, texts: Texts
 ) -> Iterator[Direction]:
-    """Derivatives of the cosines with some texts along some directions, through the model itself.
-
-    Args:
-        found: The directions.
-        built: Their map.
-        row_id: Row that they belong to.
-        record: Its trace.
-        texts: The texts.
-    """
+    """Derivatives of the cosines with texts along directions, through the model itself."""
     if not found:
         return
     ends, model, inputs = built.ends, record.model, record.inputs

@@ -438,13 +438,10 @@ def _largest_finite(values: Any) -> float | None:
 
 
 class _LayerHeads:
-    """A layer over the entries of a batch.
+    """A layer over the entries of a batch: its module, and the modules that hold its weights.
 
-    Attributes:
-        module: Path of its module.
-        holders: Paths of the modules that hold its weights.
-        radii: Largest token norm of the map's input, entry by entry; empty for maps that do not
-            read what the attention module does.
+    ``radii``, the largest token norm of the map's input, entry by entry, are empty for maps that do
+    not read what the attention module does.
     """
 
     def __init__(self, module: str, holders: Sequence[str]) -> None:

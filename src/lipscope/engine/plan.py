@@ -22,19 +22,12 @@ _SHARED = tuple(name for name, one in OPTIONS.items() if one.metadata["named"])
 
 
 class InputKey(NamedTuple):
-    """A window of text, an entry of a batch or a picture, as its rows name it.
+    """A window of text, an entry of a batch or a picture, as its rows name it."""
 
-    Attributes:
-        num_tokens: Number of tokens; None where only the model knows.
-        sample: Index among those of one length.
-        start: First text token; None for a batch.
-        sha256: Digest of the token ids, or of the input tensor.
-    """
-
-    num_tokens: int | None
-    sample: int
-    start: int | None
-    sha256: str
+    num_tokens: int | None  # number of tokens; None where only the model knows
+    sample: int  # index among those of one length
+    start: int | None  # first text token; None for a batch
+    sha256: str  # digest of the token ids, or of the input tensor
 
 
 class WindowKey(NamedTuple):
@@ -57,41 +50,23 @@ class MapKey(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One measurement, or one for each head.
+    """One measurement, or one for each head."""
 
-    Attributes:
-        id: Digest of the question, the same whichever verb asks it.
-        model: Index of the model.
-        weights: Seed of the weights of a random model; None elsewhere.
-        dtype: Floating type.
-        fused: Whether fused attention may be used to capture the input.
-        text: Name of the source.
-        item: Index of the window among those of its source.
-        num_tokens: Number of tokens; None where only the model knows.
-        sample: Index among the windows of one length.
-        map: Name of the map.
-        layer: Index of the layer; None for the maps of the whole model.
-        input: ``real``, or what builds the input.
-        radius: Largest token norm of a built input; None for that of the text.
-        metric: Name of the metric.
-        seed: Seed of the random starts.
-    """
-
-    id: str
-    model: int
-    weights: int | None
-    dtype: str
-    fused: bool
-    text: str
-    item: int
-    num_tokens: int | None
-    sample: int
-    map: str
-    layer: int | None
-    input: str
-    radius: float | None
-    metric: str
-    seed: int
+    id: str  # digest of the question, the same whichever verb asks it
+    model: int  # index of the model
+    weights: int | None  # seed of the weights of a random model; None elsewhere
+    dtype: str  # floating type
+    fused: bool  # whether fused attention may be used to capture the input
+    text: str  # name of the source
+    item: int  # index of the window among those of its source
+    num_tokens: int | None  # number of tokens; None where only the model knows
+    sample: int  # index among the windows of one length
+    map: str  # name of the map
+    layer: int | None  # index of the layer; None for the maps of the whole model
+    input: str  # ``real``, or what builds the input
+    radius: float | None  # largest token norm of a built input; None for that of the text
+    metric: str  # name of the metric
+    seed: int  # seed of the random starts
 
     @property
     def window(self) -> WindowKey:
@@ -105,29 +80,19 @@ class Job(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The layers and heads that a model was found to have.
+    """The layers and heads that a model was found to have."""
 
-    Attributes:
-        layers: Number of attention layers.
-        heads: Query heads of each layer where they are measured one by one, else None.
-    """
-
-    layers: int
+    layers: int  # number of attention layers
+    # query heads of each layer where they are measured one by one, else None
     heads: tuple[int, ...] | None
 
 
 class Survey(NamedTuple):
-    """The facts about a model that its jobs are listed from.
+    """The facts about a model that its jobs are listed from."""
 
-    Attributes:
-        shape: Its layers and heads.
-        items: What it reads, by the name of the source.
-        revision: Commit, package version or digest of the weights; None if there is none.
-    """
-
-    shape: Shape
-    items: Mapping[str, Sequence[InputKey]]
-    revision: str | None
+    shape: Shape  # its layers and heads
+    items: Mapping[str, Sequence[InputKey]]  # what it reads, by the name of the source
+    revision: str | None  # commit, package version or digest of the weights; None if there is none
 
 
 def plan(spec: Spec, surveys: Sequence[Survey]) -> list[Job]:
@@ -241,10 +206,7 @@ def surveys_in(folder: RunFolder | None) -> Held:
 def survey_key(spec: Spec, model: int, more: Mapping[str, Any]) -> str | None:
     """Digest of everything that a survey depends on; None if it cannot be told.
 
-    Args:
-        spec: The specification, with the digests of its texts.
-        model: Index of the model.
-        more: What else it depends on, such as the revision that was asked for.
+    ``more`` is what the specification does not say, such as the revision that was asked for.
     """
     one = spec.models[model]
     revision = more.get("revision")

@@ -51,29 +51,19 @@ Reads = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the model makes of one input of the map.
+    """What the model makes of one input of the map."""
 
-    Attributes:
-        layer: Output of the map, ``(n, d_out)``.
-        block: What the block around it hands on, or None.
-        model: The model's output, or None.
-        scores: Scores of the next token, ``(vocabulary,)``, or None.
-    """
-
-    layer: Tensor
-    block: Tensor | None = None
-    model: Tensor | None = None
-    scores: Tensor | None = None
+    layer: Tensor  # output of the map, ``(n, d_out)``
+    block: Tensor | None = None  # what the block around it hands on, or None
+    model: Tensor | None = None  # the model's output, or None
+    scores: Tensor | None = None  # scores of the next token, ``(vocabulary,)``, or None
 
 
 class PushProbe:
     """A map at its input, in the model as it is.
 
-    Args:
-        run: The run.
-        job: The map and the input.
-        among: Texts whose nearest one is read; none for the next token of a decoder.
-        decides: A read-out of the layer's pooled output, with how it is pooled; or None.
+    Read is the nearest of ``among``, or a decoder's next token; and what ``decides``, a read-out of
+    the layer's pooled output, with how it is pooled.
     """
 
     def __init__(

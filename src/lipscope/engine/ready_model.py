@@ -53,51 +53,31 @@ _DRAWS = "the model draws random numbers in its forward pass: here the same ones
 
 
 class Setting(NamedTuple):
-    """The setting in which a model is made ready: what all inputs of a run share.
+    """The setting in which a model is made ready: what all inputs of a run share."""
 
-    Attributes:
-        dtype: Floating type.
-        fused: Whether fused attention may be used to capture inputs.
-        device: Name of the device.
-        side: Which attention modules are layers, and through which side.
-        modules: Regular expression for their paths, or None.
-        position_offset: Of the position ids.
-    """
-
-    dtype: str
-    fused: bool
-    device: str
-    side: Side
-    modules: str | None
-    position_offset: int
+    dtype: str  # floating type
+    fused: bool  # whether fused attention may be used to capture inputs
+    device: str  # name of the device
+    side: Side  # which attention modules are layers, and through which side
+    modules: str | None  # regular expression for their paths, or None
+    position_offset: int  # of the position ids
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A model that is ready to be measured.
+    """A model that is ready to be measured."""
 
-    Attributes:
-        model: The module, or a copy in the dtype and on the device of the run.
-        notes: What was changed.
-        own: The implementations of attention that it came with.
-    """
-
-    model: nn.Module
-    notes: tuple[str, ...] = ()
-    own: tuple[Choice, ...] = ()
+    model: nn.Module  # the module, or a copy in the dtype and on the device of the run
+    notes: tuple[str, ...] = ()  # what was changed
+    own: tuple[Choice, ...] = ()  # the implementations of attention that it came with
 
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """A model between the two ends of a map, run as it is.
+    """A model between the two ends of a map, run as it is."""
 
-    Attributes:
-        function: What it gives there for the map's input.
-        dtype: Floating type of its own computation.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    dtype: torch.dtype
+    function: Callable[[Tensor], Tensor]  # what it gives there for the map's input
+    dtype: torch.dtype  # floating type of its own computation
 
 
 class ReadyModel:
@@ -106,9 +86,6 @@ class ReadyModel:
     Nothing has to be closed: the module is made ready (eval mode, a known attention
     implementation) while a question is answered, and is as it was found afterwards. A copy in
     another dtype is kept as long as this object lives.
-
-    Args:
-        loaded: The model with what rows say about it.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -222,14 +199,7 @@ AnyModel = str | Path | nn.Module | LoadedModel | ReadyModel
 
 
 class ModelAtInput:
-    """A model at one input: traced once, when that is first asked for.
-
-    Attributes:
-        model: The model.
-        setting: How it is made ready.
-        sample: The input, as it was given.
-        norms: Whether the norms that feed layers are seen.
-    """
+    """A model at one input: traced once, when that is first asked for."""
 
     def __init__(self, model: ReadyModel, setting: Setting, sample: Sample, norms: bool) -> None:
         self.model, self.setting, self.sample = model, setting, sample

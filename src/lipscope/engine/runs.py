@@ -9,7 +9,7 @@ import hashlib
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ class LocalRun:
     folder knows what it has.
 
     Args:
-        model: A name for `load_model`, a loaded model, a module, or an `Attention` layer.
-        data: What it reads, as for `measure`.
-        options: Options as for `measure`.
+        model: As for `measure`.
+        data: Likewise.
+        options: Likewise.
         verb: Whose options they are; a layer by itself is measured in the dtype of its weights.
         more: Entries of the specification that the verb sets itself.
         out: Run folder, or one that is open; None for none.
@@ -127,6 +127,7 @@ class LocalRun:
         self._more = {"norms": verb.norms, "revision": revision}
         self._norms, self._out, self._asked = verb.norms, out, asked
         self._stack = contextlib.ExitStack()
+        self._values: dict[str, dict[str, Any]] = {}
 
     def __enter__(self) -> LocalRun:
         with contextlib.ExitStack() as stack:
@@ -154,7 +155,7 @@ class LocalRun:
     def also(self, folder: RunFolder | None, **changes: Any) -> LocalRun:
         """The same question of the same model but for some entries, into an open folder."""
         other = copy.copy(self)
-        other.spec, other._out = replace(self.spec, **changes), folder
+        other.spec, other._out, other._values = replace(self.spec, **changes), folder, {}
         return other
 
     def opened(self, stack: contextlib.ExitStack) -> RunFolder | None:
@@ -205,9 +206,7 @@ class LocalRun:
     def rows(self, progress: Progress | None = None, *, keep: bool = True) -> Rows:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
 
-        Args:
-            progress: As for `as_callback`.
-            keep: Whether they are written into the folder.
+        They are written into the folder, unless they are not to be kept.
         """
         tell = as_callback(progress)
         ids, folder = [one for job in self.jobs for one in self._ids(job)], self.folder
@@ -246,11 +245,8 @@ class LocalRun:
     ) -> dict[str, Any]:
         """What is found besides rows; from the folder if it is there, whole.
 
-        Args:
-            part: What it is called.
-            asked: What determines it, besides what this run asks for.
-            make: Finds it, as plain values.
-            file: Name of the file that belongs to it, if any; ``make`` writes it.
+        It depends on ``asked`` and on what this run asks for; ``make`` finds it, as plain values,
+        and writes the file that belongs to it, if any.
         """
         if self.folder is None or self._key is None:
             return make()
@@ -265,11 +261,14 @@ class LocalRun:
         )
 
     def values(self, part: str) -> dict[str, Any]:
-        """The values of a part that the folder holds, by their keys."""
-        return {} if self.folder is None else self.folder.values(part)
+        """The values of a part, by their keys: those that the folder held, and new ones."""
+        if part not in self._values:
+            self._values[part] = {} if self.folder is None else self.folder.values(part)
+        return self._values[part]
 
-    def add_value(self, part: str, key: str, content: Mapping[str, Any]) -> None:
-        """Keep a value of a part in the folder, if there is one."""
+    def keep_value(self, part: str, key: str, made: Any) -> None:
+        """Keep a record as a value of a part, in the folder if there is one."""
+        self.values(part)[key] = content = asdict(made)
         if self.folder is not None:
             self.folder.add_value(part, key, content)
 
@@ -413,13 +412,8 @@ def maps_at(
 ) -> Iterator[MapAtInput]:
     """Maps of a model's layers at its inputs: for every length and sample, layer by layer.
 
-    The model is ready while the iteration lasts.
-
-    Args:
-        model: As for `measure`.
-        data: Likewise.
-        chosen: Only these samples; all if None.
-        **options: As for `measure`; a text is cut into one window if nothing else is said.
+    The model is ready while the iteration lasts. Arguments and options are those of `measure`; a
+    text is cut into one window if nothing else is said. Only the ``chosen`` samples, if any.
     """
     usual = {"lengths": 64, "samples": 1} if is_text(data, options) else {}
     asked = usual | {name: value for name, value in options.items() if value is not None}
@@ -439,12 +433,7 @@ class Bar:
     """A line on standard error; it stays where that is no terminal, as in a notebook.
 
     What is left is told from the rows that this run has finished, not from those of earlier ones.
-
-    Args:
-        shown: Whether there is a line at all.
-
-    Attributes:
-        anew: Whether a row was measured, and not read from the folder.
+    ``anew`` says whether a row was measured, and not read from the folder.
     """
 
     def __init__(self, *, shown: bool = True) -> None:

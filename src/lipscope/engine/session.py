@@ -72,13 +72,8 @@ class MapAtInput:
     """A map of a model's layer at an input, with everything that verbs want to know of it.
 
     What is asked for is computed once, when it is first asked for; the model is ready while
-    that happens, and as it was found afterwards.
-
-    Args:
-        session: Whose specification says what is asked.
-        job: Which map, which input.
-        window: The model at the input that was given.
-        given: The map there, if it was built before.
+    that happens, and as it was found afterwards. ``given`` is the map at the input that was given,
+    if it was built before.
     """
 
     def __init__(
@@ -314,19 +309,12 @@ class MapAtInput:
 
 
 class Result(NamedTuple):
-    """The result of a job.
+    """The result of a job."""
 
-    Attributes:
-        job: Its id.
-        model: Index of its model.
-        about: What its rows say of the model; empty if it could not be loaded.
-        finished: Its rows.
-    """
-
-    job: str
-    model: int
-    about: dict[str, Any]
-    finished: list[Finished]
+    job: str  # its id
+    model: int  # index of its model
+    about: dict[str, Any]  # what its rows say of the model; empty if it could not be loaded
+    finished: list[Finished]  # its rows
 
 
 def failed(spec: Spec, job: Job, shape: Shape, error: str) -> Result:
@@ -351,10 +339,6 @@ class Session:
         sources: What models read, by name.
         models: What gives models that are had already, by name.
         norms: Whether the norms that feed layers are asked for, whatever the map.
-
-    Attributes:
-        memory: Budget in bytes.
-        texts: Towards which directions turn, as a model sees them.
     """
 
     def __init__(

@@ -76,17 +76,11 @@ class MeasureOptions(Options, total=False):
 
 
 class Model(NamedTuple):
-    """A model, or one checkpoint of one.
+    """A model, or one checkpoint of one."""
 
-    Attributes:
-        name: For `load_model`, and in the rows.
-        step: Training step of a checkpoint; None elsewhere.
-        entry: Number of its entry in the specification; the checkpoints of one share it.
-    """
-
-    name: str
-    step: int | None = None
-    entry: int = 0
+    name: str  # for `load_model`, and in the rows
+    step: int | None = None  # training step of a checkpoint; None elsewhere
+    entry: int = 0  # number of its entry in the specification; the checkpoints of one share it
 
 
 def _option(group: str, default: Default, check: Check, words: str = "", **how: bool) -> Default:
@@ -234,19 +228,12 @@ OF_QUESTION = tuple(n for n in MeasureOptions.__annotations__ if n not in Option
 
 
 class Verb(NamedTuple):
-    """What tells the options of one verb from those of another.
+    """What tells the options of one verb from those of another."""
 
-    Attributes:
-        name: For the messages.
-        without: Options that make no sense for it.
-        dtype: Floating type if none is asked for.
-        norms: Whether it asks for the norms that feed layers.
-    """
-
-    name: str
-    without: Collection[str] = ()
-    dtype: str = "float32"
-    norms: bool = False
+    name: str  # for the messages
+    without: Collection[str] = ()  # options that make no sense for it
+    dtype: str = "float32"  # floating type if none is asked for
+    norms: bool = False  # whether it asks for the norms that feed layers
 
 
 def options_of(group: str) -> tuple[str, ...]:
@@ -262,14 +249,9 @@ def options_of(group: str) -> tuple[str, ...]:
 def single_spec(
     verb: Verb, model: str, sources: Mapping[str, str], options: Mapping[str, Any], dtype: str
 ) -> Spec:
-    """The specification of one call of a verb.
+    """The specification of one call of a verb, in a floating type if it asks for none.
 
-    Args:
-        verb: The verb.
-        model: Name of the model.
-        sources: Digests of what it reads, by name.
-        options: The call's options; None for what is left to its default.
-        dtype: Floating type if none is asked for.
+    ``sources`` are digests of what it reads, by name; of ``options``, None is left to its default.
     """
     source = Entries("", {name: value for name, value in options.items() if value is not None})
     known = [name for name in _KNOWN if name not in verb.without]
@@ -300,17 +282,11 @@ def spec_of(values: Mapping[str, Any]) -> Spec:
 
 @dataclass(frozen=True)
 class Request:
-    """A specification with what it only names.
+    """A specification with what it only names."""
 
-    Attributes:
-        spec: The specification.
-        sources: What models read, by name: texts, batches or a folder of pictures.
-        name: Of its file, without the ending; "" if there is none.
-    """
-
-    spec: Spec
-    sources: Mapping[str, Any]
-    name: str = ""
+    spec: Spec  # the specification
+    sources: Mapping[str, Any]  # what models read, by name: texts, batches or a folder of pictures
+    name: str = ""  # of its file, without the ending; "" if there is none
 
 
 def digests(sources: Mapping[str, Any]) -> dict[str, str]:

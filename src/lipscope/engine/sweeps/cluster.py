@@ -38,12 +38,7 @@ _AHEAD = 2  # portions for each worker that are given out at a time
 
 
 class Sessions(WorkerPlugin):
-    """A session in every worker process, those that join later included.
-
-    Args:
-        spec: The specification as plain values.
-        sources: Content of every text.
-    """
+    """A session in every worker process, those that join later included."""
 
     def __init__(self, spec: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         self.spec, self.sources = spec, sources

@@ -96,11 +96,9 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 class Batches:
-    """The jobs that are still to be done, model by model, in the portions that workers take.
+    """The jobs that are still to be done, in the portions that so many workers take.
 
-    Args:
-        jobs: Jobs, those of one model and one window together.
-        workers: Number of workers that take them.
+    Those of one model and one window are together.
     """
 
     def __init__(self, jobs: Sequence[Job], workers: int) -> None:
@@ -115,9 +113,7 @@ class Batches:
     def take(self, model: int | None, busy: Collection[int | None]) -> list[Job]:
         """The next portion for a worker; empty if nothing is left.
 
-        Args:
-            model: The model that it holds, whose jobs come first.
-            busy: Models that other workers hold: a model that nobody holds comes next.
+        Jobs of the model that it holds come first, then those of a model that nobody is busy with.
         """
         left = {m: len(portions) for m, portions in self._waiting.items() if portions}
         if not left:
@@ -130,12 +126,8 @@ class Batches:
     def give_back(self, jobs: Sequence[Job], *, begun: bool = True) -> Job | None:
         """Take back the jobs of a worker that died on the first of them.
 
-        Args:
-            jobs: What it had not answered.
-            begun: Whether it had begun the first: else its death says nothing of that job.
-
-        Returns:
-            The first job if it was tried often enough: then it is not done again.
+        One that it had not begun says nothing of that job. The first job is returned if it was
+        tried often enough: then it is not done again.
         """
         first, *rest = jobs
         self._tries[first.id] += begun

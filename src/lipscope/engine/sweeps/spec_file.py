@@ -36,13 +36,7 @@ _MOST = 100_000  # characters, and values, of a specification
 
 
 def read_spec(spec: str | Path | Mapping[str, Any]) -> Request:
-    """Read and check a specification.
-
-    Args:
-        spec: Path of a YAML file, or entries by key.
-
-    Returns:
-        It, with its texts.
+    """Read and check a specification, of a YAML file or given by key, with its texts.
 
     Raises:
         InputError: For every entry that cannot be, with its key and line.

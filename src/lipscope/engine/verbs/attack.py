@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -167,6 +167,20 @@ def _load_worst(path: Path) -> dict[str, Tensor]:
 # --- texts
 
 
+class EditOptions(Options, total=False):
+    """Options of `attack_text`, which says what they mean."""
+
+    recipes: str | Sequence[str]
+    queries: int
+    target: Literal["model", "layer"]
+    between: Sequence[str] | None
+    read_out: str | Path | Classifier | None
+
+
+_DEFAULTS: dict[str, Any] = {"recipes": RECIPES, "queries": 32, "target": "model"}
+_DEFAULTS |= {"between": None, "read_out": None}
+
+
 @dataclass(frozen=True, repr=False)
 class TextAttack(Shown):
     """The result of editing a few tokens.
@@ -194,17 +208,12 @@ def attack_text(
     data: str | Path | None = None,
     *,
     budget: int = 1,
-    recipes: str | Sequence[str] = RECIPES,
-    queries: int = 32,
-    target: Literal["model", "layer"] = "model",
     layer: int = 0,
     length: int | None = None,
     samples: int | None = None,
-    between: Sequence[str] | None = None,
-    read_out: str | Path | Classifier | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[EditOptions],
 ) -> TextAttack:
     """Edit at most ``budget`` tokens of a text so that the output changes most.
 
@@ -230,33 +239,37 @@ def attack_text(
         model: As for `measure`.
         data: The text, or its path; the default text if None.
         budget: Tokens that may be substituted, or copies that may be put in.
-        recipes: Names; all if not given.
-        queries: Edited texts that the model may read, for each window and recipe.
-        target: Whose output should change: the ``model``'s, or the ``layer``'s attention.
         layer: Index of the layer from 0.
         length: Number of tokens of the windows; 64 if None.
         samples: Number of windows; 10 if None.
-        between: Texts; what is decided is which of them has the mean output of the smallest angle
-            with that of the window.
-        read_out: A file as for ``lipscope certify --read-out``, or a `Classifier`, on the mean
-            output of the model.
         out: Run folder: rows of sigma, and the edits as values of the part ``edits``.
         progress: True for a line on standard error, or called as ``progress(done, total, row)``.
-        **options: Those of `measure` about the input and the solver.
+        **options: Those of `measure` about the input and the solver, and
+
+            * ``recipes``: their names; all if not given; ``queries=32``: edited texts that the
+              model may read, for each window and recipe.
+            * ``target="model"``: whose output should change: the model's, or the ``layer``'s
+              attention.
+            * ``between``: texts; what is decided is which of them has the mean output of the
+              smallest angle with that of the window; ``read_out``: a file as for ``lipscope
+              certify --read-out``, or a `Classifier`, on the mean output of the model.
 
     Raises:
         InputError: For every request that cannot be answered as asked.
     """
     no_several(options)
+    asked: dict[str, Any] = dict(options)
+    own = {name: asked.pop(name, usual) for name, usual in _DEFAULTS.items()}
+    between, read_out = own["between"], own["read_out"]
     budget = argument(whole_number(1, _LARGEST), "budget", budget)
-    queries = argument(whole_number(1, _LARGEST), "queries", queries)
+    queries = argument(whole_number(1, _LARGEST), "queries", own["queries"])
     if queries < budget:
         raise InputError(
             f"`queries` should be at least the budget, one for each edit. Found {queries} for "
             f"`budget = {budget}`."
         )
-    recipes = argument(words(RECIPES), "recipes", recipes)
-    target = argument(one_of("model", "layer"), "target", target)
+    recipes = argument(words(RECIPES), "recipes", own["recipes"])
+    target = argument(one_of("model", "layer"), "target", own["target"])
     if not is_text(data, options):
         raise InputError(
             "Token edits are of texts. Found a batch or pictures; leave `budget` out, or give a "
@@ -267,7 +280,7 @@ def attack_text(
     between = between or ()
     wanted = {"budget": budget, "queries": queries, "target": target}
     wanted |= {"decision": [*between, *(() if given is None else given.digests)]}
-    asked = dict(options) | {"layers": [layer], "lengths": _LENGTH if length is None else length}
+    asked |= {"layers": [layer], "lengths": _LENGTH if length is None else length}
     asked["samples"] = _SAMPLES if samples is None else samples
     verb = {"verb": "attack", "recipes": list(recipes), **wanted}
     with LocalRun(model, data, asked, _ATTACK_TEXT, out=out, asked=verb) as run:
@@ -295,7 +308,6 @@ class _Windows:
         given: Classifier | None,
     ) -> None:
         self._run, self._wanted, self._between, self._given = run, wanted, between, given
-        self._held = run.values(EDITS)
         self._at: tuple[str, EditSearch] | None = None
         self._classes: Classifier | None = None
         self.anew = False
@@ -303,11 +315,11 @@ class _Windows:
     def edited(self, job: Job, row: Measurement, recipe: str) -> TextEdit:
         """What a recipe does to a window."""
         key = stable_id({"id": row.id, "recipe": recipe, **self._wanted})
-        if key not in self._held:
+        held = self._run.values(EDITS)
+        if key not in held:
             self.anew = True
-            self._held[key] = asdict(self._made(job, row, recipe))
-            self._run.add_value(EDITS, key, self._held[key])
-        return TextEdit(**self._held[key])
+            self._run.keep_value(EDITS, key, self._made(job, row, recipe))
+        return TextEdit(**held[key])
 
     def _made(self, job: Job, row: Measurement, recipe: Any) -> TextEdit:
         budget, queries = self._wanted["budget"], self._wanted["queries"]

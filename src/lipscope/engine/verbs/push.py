@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -17,7 +17,7 @@ from lipscope.certificates import Pool, certified_changes, certified_radius
 from lipscope.display import Drawing, Piece, Shown, pieces
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
-from lipscope.engine.classifier import Classifier, read_out_at, read_out_of
+from lipscope.engine.classifier import Classifier, DecisionOptions, read_out_at, read_out_of
 from lipscope.engine.direction_words import given_texts
 from lipscope.engine.plan import Job
 from lipscope.engine.push_probe import (
@@ -67,6 +67,15 @@ _COLUMNS += ("model",)
 _LARGE = 12 * 64**2  # heads times tokens squared, up to which certificates take a minute or so
 
 
+class PushOptions(Options, DecisionOptions, total=False):
+    """Options of `push`, which says what they mean."""
+
+    certificate: bool | None
+
+
+_DEFAULTS = {"between": None, "read_out": None, "pool": "mean", "certificate": None}
+
+
 @dataclass(frozen=True, repr=False)
 class Pushed(Shown):
     """The effect of pushes of a layer's input.
@@ -93,13 +102,9 @@ def push(
     eps: Sequence[float] | float | None = None,
     draws: int = 3,
     among: Sequence[str] | Path | None = None,
-    between: Sequence[str] | None = None,
-    read_out: str | Path | Classifier | None = None,
-    pool: Pool = "mean",
-    certificate: bool | None = None,
     out: AnyFolder = None,
     progress: Progress | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[PushOptions],
 ) -> Pushed:
     """Run a model with a layer's input moved along its worst direction, at a grid of sizes.
 
@@ -123,15 +128,16 @@ def push(
         draws: Number of random directions.
         among: Texts, or the ``Path`` of a file with one on each line: the nearest to the output is
             read, by the cosine of the mean over tokens. If None, the next token of a decoder.
-        between: Texts, as in `lipscope certify`: the nearest one to the layer's pooled output is
-            its decision, whose certified radius stands beside the pushes.
-        read_out: Another decision: a file, or a `Classifier` on the layer's pooled output.
-        pool: ``mean`` over tokens, or the ``first`` token: for decisions.
-        certificate: Whether changes are certified; if None, where that takes about a minute at
-            most, else the note says so.
         out: Run folder: rows, and the parts ``push``, ``push-directions``, ``push-places``.
         progress: Called as ``progress(done, total, row)``, in directions.
-        **options: Those of `measure` about the input and the solver; ``dtype`` float64.
+        **options: Those of `measure` about the input and the solver, ``dtype`` float64, and
+
+            * ``between``: texts, as in `lipscope certify`: the nearest one to the layer's pooled
+              output is its decision, whose certified radius stands beside the pushes;
+              ``read_out``: another decision: a file, or a `Classifier` on the layer's pooled
+              output; ``pool="mean"`` over tokens, or the ``first`` token: for decisions.
+            * ``certificate``: whether changes are certified; if None, where that takes about a
+              minute at most, else the note says so.
 
     Raises:
         InputError: For every request that cannot be answered as asked.
@@ -144,17 +150,19 @@ def push(
     >>> [round(step.layer / step.promise, 9) for step in found.steps[:2]]
     [1.0, 1.0]
     """
+    asked: dict[str, Any] = {**options, **of_one_window(data, options, length), "layers": [layer]}
+    own = {name: asked.pop(name, usual) for name, usual in _DEFAULTS.items()}
+    between, certificate = own["between"], own["certificate"]
     wanted: dict[str, Any] = {
         "eps": None if eps is None else _grid(eps),
         "draws": argument(whole_number(0, _MOST_DRAWS), "draws", draws),
-        "pool": argument(one_of("mean", "first"), "pool", pool),
+        "pool": argument(one_of("mean", "first"), "pool", own["pool"]),
         "certificate": None if certificate is None else argument(flag, "certificate", certificate),
     }
     argument(one_of(*_MAPS), "map", options.get("map", "attention"))
     texts = given_texts(among)
-    decides = _decision(between, read_out, options)
+    decides = _decision(between, own["read_out"], asked)
     wanted |= {"among": texts, "between": between, "read_out": decides and decides.digests}
-    asked = {**options, **of_one_window(data, options, length), "layers": [layer]}
     with LocalRun(model, data, asked, _PUSH, out=out, asked={"verb": "push"}) as run:
         rows = run.rows()
         found = _Pushes(run, rows, wanted, texts, between or (), decides, as_callback(progress))
@@ -178,7 +186,6 @@ class _Pushes:
     ) -> None:
         self._run, self._wanted, self._tell = run, wanted, tell
         self._among, self._between, self._given = among, between, decides
-        self._held = {part: run.values(part) for part in (PLACES, DIRECTIONS, STEPS)}
         self._names = ["+v", "-v", "+top", "-top"]
         self._names += [f"random {k + 1}" for k in range(wanted["draws"])]
         self._count, self._total = 0, len(rows) * len(self._names)
@@ -201,9 +208,9 @@ class _Pushes:
                 made.append(PushCurves(self._run, job, row, push, self._among, decides))
             return made[0]
 
-        if push not in self._held[PLACES]:
-            self._keep(PLACES, push, asdict(place().about(self._wanted)))
-        about = PushPlace(**self._held[PLACES][push])
+        if push not in self._run.values(PLACES):
+            self._run.keep_value(PLACES, push, place().about(self._wanted))
+        about = PushPlace(**self._run.values(PLACES)[push])
         self.places.append(about)
         names = [*self._names, *([f"+{PATCHES}", f"-{PATCHES}"] if about.patches else [])]
         self._total += len(names) - len(self._names)
@@ -216,18 +223,14 @@ class _Pushes:
     def _direction(self, about: PushPlace, name: str, place: Callable[[], PushCurves]) -> None:
         end = f"{about.push}/{name}"
         keys = [f"{end}/{eps!r}" for eps, _ in about.sizes]
-        held, ends = self._held[STEPS], self._held[DIRECTIONS]
+        held, ends = self._run.values(STEPS), self._run.values(DIRECTIONS)
         if end not in ends or not all(key in held for key in keys):
             steps, direction = place().pushed(name, about)
             for key, step in zip(keys, steps, strict=True):
-                self._keep(STEPS, key, asdict(step))
-            self._keep(DIRECTIONS, end, asdict(direction))  # last: then all of it is there
+                self._run.keep_value(STEPS, key, step)
+            self._run.keep_value(DIRECTIONS, end, direction)  # last: then all of it is there
         self.steps += [PushStep(**held[key]) for key in keys]
         self.directions.append(PushDirection(**ends[end]))
-
-    def _keep(self, part: str, key: str, content: Mapping[str, Any]) -> None:
-        self._held[part][key] = dict(content)
-        self._run.add_value(part, key, content)
 
 
 def _grid(eps: Any) -> list[float]:

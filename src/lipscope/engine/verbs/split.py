@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, Unpack
 
 import torch
@@ -135,10 +135,8 @@ def _token_gains(run: LocalRun, rows: Rows) -> list[TokenGain]:
     for job, row in zip(run.jobs, rows, strict=True):
         keys = [stable_id({"id": row.id, "token": i}) for i in range(row.num_tokens)]
         if row.sigma is not None and not all(key in held for key in keys):
-            new = _gains(run, job, row)
-            held |= {key: asdict(one) for key, one in zip(keys, new, strict=True)}
-            for key in keys:
-                run.add_value(GAINS, key, held[key])
+            for key, one in zip(keys, _gains(run, job, row), strict=True):
+                run.keep_value(GAINS, key, one)
         found += [TokenGain(**held[key]) for key in keys if key in held]
     return found
 
