@@ -379,7 +379,7 @@ def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
         )
     first, start = record.firsts[name]
     moved = Streams([start], axis)
-    function = _rerun(record, {first: moved}, block.name, once=True)
+    function = rerun(record, {first: moved}, block.name, once=True)
     ends = ends_of_model(record, name, moved, block.name)
     return _rerun_map(moved.x, as_tokens(block.output, axis), function, moved, ends)
 
@@ -436,7 +436,7 @@ def model_map(record: Trace, *, scores: bool = False) -> LayerMap:
     if record.side == "key":
         return _model_of_states(record, output, last)
     moved = Streams([start], axis)
-    function = _rerun(record, {first: moved}, last, once=True)
+    function = rerun(record, {first: moved}, last, once=True)
     ends = ends_of_model(record, name, moved, last)
     return _rerun_map(moved.x, output, function, moved, ends, _where_read(last))
 
@@ -522,12 +522,12 @@ def _model_of_states(record: Trace, output: Tensor, last: str) -> LayerMap:
         for b, call in blocks
     }
     block = blocks[0][0]
-    function, moved = _rerun(record, places, last, once=False), places[block.module]
+    function, moved = rerun(record, places, last, once=False), places[block.module]
     ends = ends_of_model(record, block.name, moved, last)
     return _rerun_map(record.calls[0].x, output, function, moved, ends, _where_read(last))
 
 
-def _rerun(
+def rerun(
     record: Trace, places: Mapping[nn.Module, Streams], last: str, *, once: bool
 ) -> Callable[[Tensor], Tensor]:
     """What a module returns, as a function of these arguments of others; "" for the model."""

@@ -1,0 +1,398 @@
+"""From modules to networks: every kind that is read, and what is refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lipscope as ls
+from lipscope import InputError
+from lipscope.attention import DotProduct
+from lipscope.models import Branch, Feed, Network, check_network, layer_network, read_network
+
+IDS = torch.tensor([[7, 80, 33, 7, 251, 104]])
+PADDED = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
+SIZES: dict[str, Any] = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40}
+WORDS = SIZES | {"vocab_size": 300, "max_position_embeddings": 40, "num_attention_heads": 3}
+PICTURES = SIZES | {"num_attention_heads": 3, "image_size": 16, "patch_size": 8, "num_labels": 5}
+GROUPED = WORDS | {"num_attention_heads": 6, "num_key_value_heads": 2}
+GPT2: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 40}
+GPT2 |= {"vocab_size": 300, "num_labels": 3, "pad_token_id": 0, "eos_token_id": 1}
+GPT2 |= {"bos_token_id": 1}
+DISTIL: dict[str, Any] = {"dim": 24, "n_heads": 3, "n_layers": 2, "hidden_dim": 40}
+# transformers compute softmax and some norms in float32, also in float64.
+INSIDE = 1e-5
+
+Case = tuple[nn.Module, Any]
+
+
+def random(shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def drawn(make: Callable[[], nn.Module], factor: float = 3.0) -> nn.Module:
+    """A random model far from linear, all of whose weights matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make()
+        for p in model.parameters():
+            p.data.mul_(factor) if p.ndim == 2 else p.data.add_(0.2 * torch.randn_like(p))
+    return model.double().eval()
+
+
+def words(kind: str, config: Any, inputs: Any = None) -> Callable[[], Case]:
+    make = lambda: getattr(t, kind)(config)  # noqa: E731
+    return lambda: (drawn(make), {"input_ids": IDS} if inputs is None else inputs)
+
+
+class Encoder(nn.Module):
+    """Torch's encoder, pooled, and a linear map to classes."""
+
+    def __init__(self, pool: str, *, norm_first: bool, activation: Any, d: int = 16) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"norm_first": norm_first, "activation": activation}
+        layer = nn.TransformerEncoderLayer(d, 2, 24, dropout=0.1, batch_first=True, **how)
+        end = nn.LayerNorm(d) if norm_first else None
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=end, enable_nested_tensor=False)
+        self.head, self.pool = nn.Linear(d, 5), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(x)
+        return self.head(h.mean(1) if self.pool == "mean" else h[:, 0])
+
+
+class Plain(nn.Module):
+    """One block written out, on embedded tokens."""
+
+    def __init__(self, kind: str = "pre", d: int = 16) -> None:
+        super().__init__()
+        self.kind, self.embed, self.fc = kind, nn.Linear(5, d), nn.Linear(d, 3)
+        self.attn = nn.MultiheadAttention(d, 4, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(d), nn.RMSNorm(d, eps=1e-5)
+        self.up, self.down = nn.Linear(d, 24), nn.Linear(24, d)
+        self.score, self.pair = nn.Linear(d, 1), nn.Linear(d, 1)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        return self.attn(x, x, x, need_weights=False)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        match self.kind:
+            case "attention alone":
+                return self.fc(self.mixed(h).mean(1))
+            case "post":
+                h = self.norm1(h + self.mixed(h))
+                return self.fc(self.norm2(h + self.down(F.silu(self.up(h)))).mean(1))
+            case "parallel":
+                y = self.norm1(h)
+                return self.fc((h + self.mixed(y) + self.down(F.relu(self.up(y)))).mean(1))
+            case _:
+                h = h + self.mixed(self.norm1(h))
+        if self.kind == "clamp":
+            h = h.clamp(-1e6, 1e6)
+        h = h + self.down(F.relu(self.up(self.norm2(h))))
+        match self.kind:
+            case "max":
+                return self.fc(h.amax(1))
+            case "attention pool":
+                return self.fc((self.score(h).softmax(1) * h).sum(1))
+            case "one score":
+                return self.pair(h.mean(1))
+            case "tokens":
+                return self.fc(h)
+            case "detached":
+                return self.fc(h.mean(1)) + self.fc(h.detach().mean(1))
+            case "two maps":
+                return self.fc(self.embed.weight.T.new_ones(1) * self.down(self.up(h)).mean(1))
+            case "normed mean":
+                return self.fc(self.norm1(h.mean(1)))
+        return self.fc(h.mean(1))
+
+
+class Own(nn.Module):
+    """Layers of lipscope, one in its module and one by itself."""
+
+    def __init__(self, variant: str = "dot-product", d: int = 12) -> None:
+        super().__init__()
+        self.first = ls.MultiheadAttention(d, 3, variant=variant, batch_first=True)
+        self.second = DotProduct(torch.randn(d, d), torch.randn(d, d), torch.randn(d, d))
+        self.norm, self.fc = nn.RMSNorm(d), nn.Linear(d, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x, x, x)[0]
+        x = x + self.second(self.norm(x))
+        return self.fc(x[:, 0])
+
+
+X = random((1, 6, 16))
+FEATURES = random((1, 6, 5))
+PIXELS = {"pixel_values": random((1, 3, 16, 16))}
+CASES: dict[str, tuple[Callable[[], Case], str]] = {
+    # Branches: A attention, F token-wise, N a norm alone; n with a norm before, + with a sum.
+    "bert": (words("BertForSequenceClassification", t.BertConfig(**WORDS)), "A+ N F+ N A+ N F+ N"),
+    "roberta": (
+        words("RobertaForSequenceClassification", t.RobertaConfig(**WORDS)),
+        "A+ N F+ N A+ N F+ N",
+    ),
+    "distilbert": (
+        words("DistilBertForSequenceClassification", t.DistilBertConfig(**DISTIL, vocab_size=300)),
+        "A+ N F+ N A+ N F+ N",
+    ),
+    "mpnet": (
+        words("MPNetForSequenceClassification", t.MPNetConfig(**WORDS)),
+        "A+ N F+ N A+ N F+ N",
+    ),
+    "padded": (
+        words("BertForSequenceClassification", t.BertConfig(**WORDS), PADDED),
+        "A+ N F+ N A+ N F+ N",
+    ),
+    "gpt2": (words("GPT2LMHeadModel", t.GPT2Config(**GPT2)), "nA+ nF+ nA+ nF+ N"),
+    "gpt2 classes": (
+        words("GPT2ForSequenceClassification", t.GPT2Config(**GPT2)),
+        "nA+ nF+ nA+ nF+ N",
+    ),
+    "llama": (words("LlamaForCausalLM", t.LlamaConfig(**GROUPED)), "nA+ nF+ nA+ nF+ N"),
+    "vit": (
+        words("ViTForImageClassification", t.ViTConfig(**PICTURES), PIXELS),
+        "nA+ nF+ nA+ nF+ N",
+    ),
+    "own layers": (lambda: (drawn(Own, 1.0), (random((1, 5, 12)),)), "A+ nA+"),
+    "attention": (lambda: (drawn(lambda: Plain("attention alone")), (FEATURES,)), "A"),
+    "pre": (lambda: (drawn(Plain), (FEATURES,)), "nA+ nF+"),
+    "post": (lambda: (drawn(lambda: Plain("post")), (FEATURES,)), "A+ N F+ N"),
+    "normed mean": (lambda: (drawn(lambda: Plain("normed mean")), (FEATURES,)), "nA+ nF+"),
+    **{
+        f"torch {activation} {pool}{' first' * first}": (
+            lambda a=activation, p=pool, f=first: (
+                drawn(lambda: Encoder(p, norm_first=f, activation=a), 1.0),
+                (X,),
+            ),
+            "nA+ nF+ nA+ nF+ N" if first else "A+ N F+ N A+ N F+ N",
+        )
+        for activation, pool, first in (
+            ("relu", "mean", False),
+            ("relu", "first", True),
+            ("gelu", "first", False),
+            ("gelu", "mean", True),
+        )
+    },
+}
+
+
+@cache
+def read(name: str) -> tuple[nn.Module, Any, Network, Tensor]:
+    model, inputs = CASES[name][0]()
+    return model, inputs, *read_network(model, inputs)
+
+
+def described(network: Network) -> str:
+    """Its branches in letters."""
+
+    def letters(one: Branch) -> str:
+        if one.part is None:
+            return "N"
+        kind = "F" if isinstance(one.part, Feed) else "A"
+        return "n" * (one.norm is not None) + kind + "+" * one.skip
+
+    return " ".join(map(letters, network.branches))
+
+
+def activations(network: Network) -> set[str]:
+    parts = [one.part for one in (*network.branches, *network.tail)]
+    return {part.activation for part in parts if isinstance(part, Feed)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_network_is_the_module(name: str) -> None:
+    model, inputs, network, x = read(name)
+    with torch.no_grad():
+        out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        own = getattr(out, "logits", out)
+        own = own[0, -1] if own.ndim == 3 else own[0]
+        assert (network(x) - own).norm() <= INSIDE * own.norm()
+    assert described(network) == CASES[name][1]
+    assert x.dtype == network.head.dtype == torch.float64
+    assert not any(one.requires_grad for one in (x, network.head, network.bias))
+
+
+def test_activations_gates_and_tails_are_told_apart() -> None:
+    def of(name: str) -> Network:
+        return read(name)[2]
+
+    assert activations(of("bert")) == {"gelu", "tanh"}
+    assert activations(of("distilbert")) == {"gelu", "relu"}
+    assert activations(of("gpt2")) == {"gelu_tanh"}
+    assert activations(of("post")) == {"silu"}
+    llama = of("llama")
+    feed = llama.branches[1].part
+    assert isinstance(feed, Feed) and feed.gate is not None and activations(llama) == {"silu"}
+    norm = llama.branches[0].norm
+    assert norm is not None and not norm.centred and not norm.bias.any() and norm.eps == 1e-6
+    (only,) = of("normed mean").tail
+    assert only.part is None and only.norm is not None and only.norm.centred
+
+
+def test_a_norm_without_variance_is_read() -> None:
+    class CentreNorm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(-1, keepdim=True)
+
+    model = drawn(Plain)
+    model.norm1 = CentreNorm()
+    network, _ = read_network(model, (FEATURES,))
+    norm = network.branches[0].norm
+    assert norm is not None and norm.centred and not norm.scaled
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+def test_factors_of_channels_are_folded(swiglu: bool) -> None:
+    """DINOv2 scales its branches; a fused gate is cut in two."""
+    make = lambda: t.Dinov2Model(t.Dinov2Config(**PICTURES, use_swiglu_ffn=swiglu))  # noqa: E731
+    head = random((3, 24))
+    model = drawn(make)
+    network, x = read_network(model, PIXELS, head=head, pool="first")
+    with torch.no_grad():
+        own = head @ model(**PIXELS).last_hidden_state[0, 0]
+        assert (network(x) - own).norm() <= INSIDE * own.norm()
+    assert described(network) == "nA+ nF+ nA+ nF+ N"
+
+
+def test_the_stream_may_enter_later() -> None:
+    model, inputs, whole, x = read("bert")
+    upper, h = read_network(model, inputs, at_layer=1)
+    assert described(upper) == "A+ N F+ N" and not torch.equal(h, x)
+    assert torch.allclose(upper(h), whole(x), rtol=1e-12)
+    with pytest.raises(InputError, match="`at_layer` should be between 0 and 1"):
+        read_network(model, inputs, at_layer=2)
+
+
+def test_a_head_pools_what_is_no_padding() -> None:
+    head, bias = random((3, 24)), random((3,))
+    model = drawn(lambda: t.BertModel(t.BertConfig(**WORDS)))
+    given: dict[str, Any] = {"head": head, "bias": bias, "names": ("a", "b", "c")}
+    network, x = read_network(model, PADDED, **given)
+    assert network.share.tolist() == [0.25] * 4 + [0.0] * 2 and network.name(2) == "c"
+    with torch.no_grad():
+        own = head @ model(**PADDED).last_hidden_state[0, :4].mean(0) + bias
+        assert (network(x) - own).norm() <= INSIDE * own.norm()
+    last, _ = read_network(model, PADDED, pool="last", **given)
+    assert last.share.argmax() == 3
+    with pytest.raises(InputError, match="Found padding at 5"):
+        read_network(model, PADDED, pool=5, **given)
+    with pytest.raises(InputError, match="give `head`"):
+        read_network(model, PADDED)
+    with pytest.raises(InputError, match="a row of 24 numbers"):
+        read_network(model, PADDED, head=random((3, 12)))
+
+
+def test_scores_of_tokens_need_a_token() -> None:
+    model = drawn(lambda: Plain("tokens"))
+    with pytest.raises(InputError, match="`pool` should say which token's scores decide"):
+        read_network(model, (FEATURES,))
+    network, x = read_network(model, (FEATURES,), pool=2)
+    assert torch.allclose(network(x), model(FEATURES)[0, 2])
+    with pytest.raises(InputError, match="the index of one of 6 tokens"):
+        read_network(model, (FEATURES,), pool=6)
+    with pytest.raises(InputError, match="left out for a model that pools"):
+        read_network(drawn(Plain), (FEATURES,), pool="mean")
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = Encoder("mean", norm_first=False, activation="relu").train()
+    read_network(model, (X.float(),))
+    kinds = {p.dtype for p in model.parameters()}
+    assert model.training and kinds == {torch.float32}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_classes_are_named_by_the_model() -> None:
+    config = t.BertConfig(**WORDS, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})
+    model = drawn(lambda: t.BertForSequenceClassification(config))
+    assert read_network(model, {"input_ids": IDS})[0].names == ("no", "yes")
+    assert read("bert")[2].names == ()
+
+
+def test_one_layer_is_a_network() -> None:
+    layer = DotProduct(*(random((4, 4), seed) for seed in range(3)))
+    x, head = random((5, 4), 7), random((2, 4), 8)
+    network = layer_network(layer, 5, head, names=("a", "b"))
+    assert torch.allclose(network(x), head @ layer(x).mean(0))
+    first = layer_network(layer, 5, head, head[:, 0], pool="first")
+    assert torch.allclose(first(x), head @ layer(x)[0] + head[:, 0])
+
+
+def bert(**changes: Any) -> Callable[[], Case]:
+    return words("BertForSequenceClassification", t.BertConfig(**(WORDS | changes)))
+
+
+REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
+    "albert": (
+        words("AlbertForSequenceClassification", t.AlbertConfig(**WORDS, embedding_size=8)),
+        "no closed form is known for `AlbertAttention`",
+    ),
+    "norms after parts": (
+        words("Gemma2ForCausalLM", t.Gemma2Config(**GROUPED, head_dim=4)),
+        "after 1 attention layer",
+    ),
+    "both at once": (
+        words("GPTNeoXForCausalLM", t.GPTNeoXConfig(**WORDS)),
+        "after 1 attention layer",
+    ),
+    "parallel": (lambda: (drawn(lambda: Plain("parallel")), (FEATURES,)), "after 1 attention"),
+    "another activation": (bert(hidden_act="quick_gelu"), r"intermediate.dense` \(Linear\)"),
+    "relu6": (bert(hidden_act="relu6"), "Found `Hardtanh`"),
+    "clamp": (lambda: (drawn(lambda: Plain("clamp")), (FEATURES,)), "Found `Clamp`"),
+    "max": (lambda: (drawn(lambda: Plain("max")), (FEATURES,)), "Found `Amax`"),
+    "attention pool": (
+        lambda: (drawn(lambda: Plain("attention pool")), (FEATURES,)),
+        "Found `Softmax`",
+    ),
+    "one score": (lambda: (drawn(lambda: Plain("one score")), (FEATURES,)), "needs two scores"),
+    "detached": (lambda: (drawn(lambda: Plain("detached")), (FEATURES,)), "certify one layer"),
+    "no activation": (
+        lambda: (drawn(lambda: Plain("two maps")), (FEATURES,)),
+        r"the stream there goes to `up` \(Linear\)",
+    ),
+    "two samples": (lambda: (drawn(Plain), (random((2, 6, 5)),)), "one sample"),
+    "another variant": (
+        lambda: (drawn(lambda: Own("l2"), 1.0), (random((1, 5, 12)),)),
+        "`first`: it is `L2Attention`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused(name: str) -> None:
+    make, why = REFUSED[name]
+    with pytest.raises(InputError, match=why) as problem:
+        read_network(*make())
+    assert "\n" not in str(problem.value)
+
+
+def test_disagreement_is_refused() -> None:
+    _, _, network, x = read("pre")
+    first = network.branches[0]
+    assert first.norm is not None
+    other = replace(first, norm=replace(first.norm, eps=1e-4))
+    wrong = replace(network, branches=(other, *network.branches[1:]))
+    with pytest.raises(InputError, match=r"scores of the module itself. Found a relative"):
+        check_network(wrong, network, x)
+
+    def bent(power: int, size: float) -> Callable[[Tensor], Tensor]:
+        return lambda h: network(h) + size * (h - x).mean() ** power
+
+    with pytest.raises(InputError, match=r"gradients of the module itself.* at the input"):
+        check_network(network, bent(1, 1.0), x)
+    with pytest.raises(InputError, match=r"after a random move of 0.01"):
+        check_network(network, bent(2, 1.0), x)
+    with pytest.raises(InputError, match="relative difference of inf"):
+        check_network(network, lambda h: network(h)[:2], x)
