@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from lipscope.attention import DotProduct
 
-ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh"]
+ActivationName = Literal["relu", "gelu", "gelu_tanh", "silu", "tanh", "identity"]
 ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda z: nn.functional.gelu(z, approximate="tanh"),
     "silu": nn.functional.silu,
     "tanh": torch.tanh,
+    "identity": lambda z: z,
 }
 
 

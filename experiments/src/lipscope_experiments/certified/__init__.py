@@ -1,0 +1,1 @@
+"""Decisions of small classifiers: how far tokens may move, certified and attacked."""

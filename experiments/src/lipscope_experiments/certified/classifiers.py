@@ -1,0 +1,267 @@
+"""Small text classifiers that are trained in seconds, and what they are as networks of parts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.attention import DotProduct
+from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
+
+LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
+SHOWN = 10  # test windows of a model that are certified and attacked
+_SEGMENT, _STRIDE, _MOST = 200, 3, 12_000  # words: of a segment, between windows, of a text
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train: kind A (attention), N (norms without variance) or S (LayerNorm), and sizes.
+
+    >>> Recipe.of("S2-n16-gelu")
+    Recipe(kind='S', blocks=2, n=16, d=32, activation='gelu', task='licences')
+    """
+
+    kind: str = "N"
+    blocks: int = 1
+    n: int = 8
+    d: int = 32
+    activation: ActivationName = "relu"
+    task: str = "licences"
+
+    @classmethod
+    def of(cls, name: str) -> Recipe:
+        """A recipe by its name."""
+        first, *rest = name.split("-")
+        sizes = {"n": 8, "d": 32} | {w[0]: int(w[1:]) for w in rest if w[1:].isdigit()}
+        activation: ActivationName = "gelu" if "gelu" in rest else "relu"
+        task = "prose" if "prose" in rest else "licences"
+        return cls(first[0], int(first[1:]), sizes["n"], sizes["d"], activation, task)
+
+
+class TokenNorm(nn.Module):
+    """LayerNorm, or the same without its division by the deviation."""
+
+    def __init__(self, d: int, scaled: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(d)), nn.Parameter(torch.zeros(d))
+        self.scaled = scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm of every token."""
+        c = x - x.mean(-1, keepdim=True)
+        if self.scaled:
+            c = c / torch.sqrt(c.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * c + self.bias
+
+
+class Mixing(nn.Module):
+    """Attention of four heads."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(d, d) for _ in range(4))
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output from queries, keys and values."""
+        (b, n), d = q.shape[:2], self.out.in_features  # a number also where shapes are traced
+        q, k, v = (t.view(b, n, 4, d // 4).transpose(1, 2) for t in (q, k, v))
+        p = (torch.matmul(q, k.transpose(-1, -2)) / (d / 4) ** 0.5).softmax(-1)
+        return self.out(torch.matmul(p, v).transpose(1, 2).reshape(b, n, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of every token."""
+        return self.mix(self.query(x), self.key(x), self.value(x))
+
+
+class Block(nn.Module):
+    """A post-norm block."""
+
+    def __init__(self, d: int, scaled: bool, activation: ActivationName) -> None:
+        super().__init__()
+        self.activation: ActivationName = activation
+        self.attention, self.norm, self.last = Mixing(d), TokenNorm(d, scaled), TokenNorm(d, scaled)
+        self.inner, self.outer = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What follows the attention."""
+        y = self.norm(x + mixed)
+        return self.last(y + self.outer(ACTIVATIONS[self.activation](self.inner(y))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream after the block."""
+        return self.after(x, self.attention(x))
+
+
+class Classifier(nn.Module):
+    """From embedded tokens ``(b, n, d)`` to two logits.
+
+    With a ``front``, as in DeepT's networks, a linear map and a norm stand before the blocks, and
+    the first token is read through a tanh pooler.
+    """
+
+    def __init__(self, recipe: Recipe, front: bool = False) -> None:
+        super().__init__()
+        d = recipe.d
+        blocks = [Block(d, recipe.kind == "S", recipe.activation) for _ in range(recipe.blocks)]
+        self.blocks = nn.ModuleList([Mixing(d)] if recipe.kind == "A" else blocks)
+        self.front = nn.Linear(d, d) if front else None
+        self.front_norm, self.pooler = (
+            (TokenNorm(d, False), nn.Linear(d, d)) if front else (None, None)
+        )
+        self.head = nn.Linear(d, 2)
+
+    def read(self, x: Tensor) -> Tensor:
+        """Logits of the stream that leaves the blocks."""
+        return self.head(x.mean(1) if self.pooler is None else torch.tanh(self.pooler(x[:, 0])))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The two logits."""
+        if self.front is not None and self.front_norm is not None:
+            x = self.front_norm(self.front(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.read(x)
+
+
+# --- as its parts
+
+
+def described(model: Classifier, x: Tensor) -> Network:
+    """The network as its parts, checked at an input and beside it: values and gradients."""
+    n, d = x.shape
+    branches: list[Branch] = []
+    if model.front is not None and model.front_norm is not None:
+        front = Feed(*_of(model.front), torch.eye(d).to(x), torch.zeros(d).to(x), "identity")
+        branches += [Branch(front, skip=False), _norm(model.front_norm)]
+    for block in model.blocks:
+        if isinstance(block, Mixing):
+            branches.append(Branch(_attention(block), skip=False))
+        elif isinstance(block, Block):
+            feed = Feed(*_of(block.inner), *_of(block.outer), block.activation)
+            branches += [Branch(_attention(block.attention)), _norm(block.norm)]
+            branches += [Branch(feed), _norm(block.last)]
+    share, tail = torch.full((n,), 1 / n).to(x), ()
+    if model.pooler is not None:
+        share = torch.eye(n)[0].to(x)
+        pooler = Feed(*_of(model.pooler), torch.eye(d).to(x), torch.zeros(d).to(x), "tanh")
+        tail = (Branch(pooler, skip=False),)
+    network = Network(tuple(branches), share, *_of(model.head), tail=tail)
+    for at in (x, x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)):
+        pairs = [_value_and_slope(lambda z: model(z[None])[0], at), _value_and_slope(network, at)]
+        for own, parts in zip(*pairs, strict=True):
+            if float((own - parts).abs().max()) > 1e-9 * float(own.abs().max()):
+                raise AssertionError("the network of parts differs from the module")
+    return network
+
+
+def _value_and_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    at = x.detach().requires_grad_(True)
+    scores = f(at)
+    return scores.detach(), torch.autograd.grad(scores[1] - scores[0], at)[0]
+
+
+def _of(linear: nn.Linear) -> tuple[Tensor, Tensor]:
+    return linear.weight.detach(), linear.bias.detach()
+
+
+def _norm(norm: TokenNorm) -> Branch:
+    weight, bias = norm.weight.detach(), norm.bias.detach()
+    return Branch(norm=Norm(weight, bias, scaled=norm.scaled), skip=False)
+
+
+def _attention(one: Mixing) -> DotProduct:
+    (q, q0), (k, k0), (v, v0), (o, o0) = map(_of, (one.query, one.key, one.value, one.out))
+    return DotProduct(
+        q, k, v, o, heads=4, query_bias=q0, key_bias=k0, value_bias=v0, output_bias=o0
+    )
+
+
+# --- trained here
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A classifier in float64 and the inputs it is asked about, all classified correctly."""
+
+    name: str
+    model: Classifier
+    inputs: list[Tensor]  # embedded, (n, d) each
+    labels: list[int]
+    accuracy: float  # on the test windows
+
+    @classmethod
+    def of(cls, name: str, texts: Sequence[Path], keep: Path | None) -> Trained:
+        """Train a recipe, or read what was kept of it.
+
+        Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
+        the first of the test windows in an order drawn with seed 0.
+        """
+        recipe = Recipe.of(name)
+        train, test, size = _windows(texts, recipe.n)
+        torch.manual_seed(0)
+        words, model = nn.Embedding(size, recipe.d), Classifier(recipe)
+        nn.init.normal_(words.weight, std=0.5)
+        places = nn.Parameter(0.1 * torch.randn(recipe.n, recipe.d))
+        whole = nn.ModuleDict({"words": words, "model": model})
+        whole.register_parameter("places", places)
+        kept = None if keep is None else keep / f"{name}.weights.pt"
+        if kept is not None and kept.is_file():
+            whole.load_state_dict(torch.load(kept, weights_only=True))
+        else:
+            _fit(whole, lambda ids: model(words(ids) + places), *train)
+            if kept is not None:
+                torch.save(whole.state_dict(), kept)
+        whole.double().eval().requires_grad_(False)
+        ids, labels = test
+        with torch.no_grad():
+            x = words(ids) + places
+            right = model(x).argmax(1) == labels
+        order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+        shown = order[right[order]][:SHOWN]
+        accuracy = float(right.double().mean())
+        return cls(name, model, list(x[shown]), labels[shown].tolist(), accuracy)
+
+
+def _fit(whole: nn.Module, f: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor) -> None:
+    steps, source = 300, torch.Generator().manual_seed(0)
+    adam = torch.optim.Adam(whole.parameters(), 2e-3)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
+    for _ in range(steps):
+        chosen = torch.randint(len(ids), (64,), generator=source)
+        loss = nn.functional.cross_entropy(f(ids[chosen]), labels[chosen])
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        decay.step()
+
+
+Labelled = tuple[Tensor, Tensor]
+
+
+def _windows(texts: Sequence[Path], n: int) -> tuple[Labelled, Labelled, int]:
+    """Windows of n words with the text they are of, to train on and to test on; vocabulary."""
+    found = [_words(path.read_text("utf-8"))[:_MOST] for path in texts]
+    counts = Counter(itertools.chain(*found))
+    index = {word: i + 1 for i, (word, k) in enumerate(counts.most_common()) if k >= 3}
+    parts: tuple[list[tuple[list[int], int]], ...] = ([], [])
+    for label, words in enumerate(found):
+        ids = [index.get(word, 0) for word in words]
+        for k in range(len(ids) // _SEGMENT):
+            own = ids[k * _SEGMENT : (k + 1) * _SEGMENT]
+            windows = [(own[i : i + n], label) for i in range(0, _SEGMENT - n, _STRIDE)]
+            parts[k % 5 == 4].extend(windows)
+    train, test = (
+        (torch.tensor([w for w, _ in p]), torch.tensor([y for _, y in p])) for p in parts
+    )
+    return train, test, len(index) + 1
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+|[^\sa-z]", text.lower())

@@ -1,0 +1,92 @@
+"""Small classifiers as networks of parts, the search for flips, and the peer's radius."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
+from lipscope_experiments.certified.crown import bisected, peer, peer_radius
+from lipscope_experiments.certified.flips import least_margin, margins, smallest_flip
+
+
+class _Affine(nn.Module):
+    """``<w, x> + 1`` against 0: a flip takes ``1 / |w|``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.tensor([[1.0, 2.0], [0.0, 2.0]], dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score = (self.weight * x).sum((1, 2)) + 1
+        return torch.stack([score, torch.zeros_like(score)], 1)
+
+
+def _network(name: str, front: bool = False) -> tuple[Classifier, torch.Tensor]:
+    torch.manual_seed(0)
+    recipe = Recipe.of(name)
+    model = Classifier(recipe, front).double().eval().requires_grad_(False)
+    return model, torch.randn(recipe.n, recipe.d, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ["A1", "N2", "S2-gelu", "N1-n16-d64", "S1-prose"])
+def test_a_classifier_is_its_parts(name: str) -> None:
+    """`described` compares values and gradients itself."""
+    model, x = _network(name)
+    assert len(described(model, x).branches) == (1 if name == "A1" else 4 * len(model.blocks))
+
+
+def test_a_front_and_a_pooler_are_parts_too() -> None:
+    """DeepT's networks: a linear map and a norm first, one token read through a tanh."""
+    model, x = _network("N1-d64", front=True)
+    network = described(model, x)
+    assert len(network.branches) == 6
+    assert len(network.tail) == 1
+    assert network.share.tolist() == [1.0, *[0.0] * 7]
+
+
+def test_a_flip_of_an_affine_classifier_is_its_distance() -> None:
+    """1/3 where both tokens move, 1/2 where the second does; margins fall by no more."""
+    model, x = _Affine(), torch.zeros(2, 2, dtype=torch.float64)
+    for moves, distance in (([[1.0], [1.0]], 1 / 3), ([[0.0], [1.0]], 1 / 2)):
+        free = torch.tensor(moves, dtype=torch.float64)
+        radius, move = smallest_flip(model, x, 0, free)
+        assert distance <= radius < 1.0001 * distance
+        assert float(margins(model, (x + move)[None], 0)) <= 0
+        least, points = least_margin(model, x, 0, free, distance / 2, move)
+        assert 0.5 - 1e-12 <= least < 0.5001
+        assert points == 1000
+
+
+def test_a_bisection_ends_below_what_is_proved() -> None:
+    """Within 4 %, and 0 where nothing is."""
+    assert 0.7 / 1.04 <= bisected(lambda r: r < 0.7, 1.0)[0] < 0.7
+    assert bisected(lambda r: False, 1.0)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["A1", "N1"])
+def test_the_peer_proves_less_than_an_attack_reaches(name: str) -> None:
+    """In both balls; the intervals widen as they should, or IBP would prove more than CROWN."""
+    if peer() is None:
+        pytest.skip("auto_LiRPA cannot be imported")
+    model, x = _network(name)
+    label = int(model(x[None]).argmax())
+    for moves in (torch.ones(8, 1), torch.eye(8)[:, :1]):
+        attack, _ = smallest_flip(model, x, label, moves.double(), restarts=2, steps=50)
+        crown, ibp = (
+            peer_radius(model, x, label, moves.double(), attack, one)[0] for one in ("CROWN", "IBP")
+        )
+        assert ibp < crown < attack
+
+
+def test_training_is_kept(tmp_path) -> None:
+    """The second call reads the weights; inputs are classified correctly, and are the same ones."""
+    texts = [tmp_path / "left.txt", tmp_path / "right.txt"]
+    for path, word in zip(texts, ("left", "right"), strict=True):
+        path.write_text(" ".join(f"{word} the {'ab'[i % 2]}" for i in range(700)), "utf-8")
+    first, again = (Trained.of("A1", texts, tmp_path) for _ in range(2))
+    assert first.accuracy == 1.0
+    for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
+        assert torch.equal(x, y)
+        assert int(first.model(x[None]).argmax()) == label
