@@ -1,0 +1,186 @@
+"""Activations between what their arguments can be: secants, parabolas below, ranges of derivatives.
+
+A unit reads the token-wise affine maps ``z = W y + b`` and, with a gate, ``u = W_g y + b_g``; both
+stand side by side as *arguments*, ``(n, a)`` with ``a = f`` or ``2 f``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.models import ACTIVATIONS, ActivationName, Feed
+
+_FAR = 15.0  # beyond it no derivative of an activation turns any more
+_GRID = 6001
+_TURNS = 60  # bisections of a root
+
+Function = Callable[[Tensor], Tensor]
+
+
+def _derivative(f: Function) -> Function:
+    return torch.func.grad(lambda z: f(z).sum())
+
+
+@cache
+def _smooth(name: ActivationName) -> tuple[tuple[Function, Tensor], ...]:
+    """An activation and its first two derivatives, each with the points where it turns."""
+    f = ACTIVATIONS[name]
+    functions = [f]
+    for _ in range(3):
+        functions.append(_derivative(functions[-1]))
+    return tuple((g, _roots(slope)) for g, slope in zip(functions, functions[1:], strict=False))
+
+
+def _roots(f: Function) -> Tensor:
+    grid = torch.linspace(-_FAR, _FAR, _GRID, dtype=torch.float64) + 1e-4  # no root on the grid
+    at = f(grid)
+    # where a tail vanishes in float64, its sign is rounding
+    changes = (at[:-1] * at[1:] < 0) & (at[:-1].abs() > 1e-12)
+    low, high = grid[:-1][changes], grid[1:][changes]
+    below = at[:-1][changes] < 0
+    for _ in range(_TURNS):
+        mid = (low + high) / 2
+        same = (f(mid) < 0) == below
+        low, high = torch.where(same, mid, low), torch.where(same, high, mid)
+    return (low + high) / 2
+
+
+def _range(which: tuple[Function, Tensor], low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and largest value between ``low`` and ``high``: at the ends or where it turns."""
+    f, turns = which
+    ends = f(low), f(high)
+    least, most = torch.minimum(*ends), torch.maximum(*ends)
+    for turn in turns:
+        inside, value = (low < turn) & (turn < high), f(turn)
+        least = torch.where(inside, torch.minimum(least, value), least)
+        most = torch.where(inside, torch.maximum(most, value), most)
+    return least, most
+
+
+def _slopes(name: ActivationName, z: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Range of the slopes of secants from ``z`` to points between ``low`` and ``high``."""
+    if name != "relu":
+        return _range(_smooth(name)[1], low, high)
+    down, up = (_secant(z, end) for end in (low, high))  # convex: they grow
+    return down, up
+
+
+def _secant(z: Tensor, end: Tensor) -> Tensor:
+    apart = end - z
+    slope = (end.relu() - z.relu()) / torch.where(apart == 0, 1.0, apart)
+    return torch.where(apart == 0, (z > 0).to(z.dtype), slope)
+
+
+def _parabola(z: Tensor, low: Tensor, high: Tensor, spread: Tensor) -> tuple[Tensor, ...]:
+    """``relu(t) <= value + slope (t - z) + bend (t - z)^2 / 2`` for ``t`` between the ends.
+
+    ``(t + tau)^2 / (4 tau)`` for ``tau = (z^2 + spread)^(1/2)``; where the range ends short of
+    ``|z|`` beyond the kink the parabola through its end that touches at ``z``; or the chord:
+    whichever is less at a distance of ``spread^(1/2)``. A unit that does not change sides is linear.
+    """
+    size, tau = z.abs(), (z.square() + spread).sqrt().clamp_min(1e-12)
+    value, slope, bend = (z + tau).square() / (4 * tau), (z + tau) / (2 * tau), 1 / (2 * tau)
+    cost = value + bend * spread / 2
+    beyond = torch.where(z <= 0, high, -low)
+    own = (z > 0).to(z.dtype)
+    touching = 2 * beyond / (beyond + size).clamp_min(1e-300).square()
+    better = (beyond < size) & (z.relu() + touching * spread / 2 <= cost)
+    value, slope = torch.where(better, z.relu(), value), torch.where(better, own, slope)
+    bend = torch.where(better, touching, bend)
+    cost = torch.where(better, z.relu() + touching * spread / 2, cost)
+    wide = (high - low).clamp_min(1e-300)
+    chord = (low < 0) & (high > 0) & (high * (z - low) / wide < cost)
+    value = torch.where(chord, high * (z - low) / wide, value)
+    slope, bend = torch.where(chord, high / wide, slope), torch.where(chord, 0.0, bend)
+    stable = beyond <= 0
+    value, slope = torch.where(stable, z.relu(), value), torch.where(stable, own, slope)
+    return value, slope, torch.where(stable, 0.0, bend)
+
+
+class Units:
+    """The hidden units of a token-wise network."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed, self.gated = feed, feed.gate is not None
+        self.width = len(feed.inner)
+        self.activation = ACTIVATIONS[feed.activation]
+
+    @cached_property
+    def into(self) -> Float[Tensor, "a d"]:
+        """Weights of the arguments."""
+        gate = self.feed.gate
+        return self.feed.inner if gate is None else torch.cat([self.feed.inner, gate])
+
+    @cached_property
+    def out(self) -> Float[Tensor, "d_out a"]:
+        """Weights of what secants in each argument give."""
+        return torch.cat([self.feed.outer] * (2 if self.gated else 1), 1)
+
+    def arguments(self, y: Float[Tensor, "n d"]) -> Float[Tensor, "n a"]:
+        """Arguments at tokens."""
+        bias = self.feed.inner_bias
+        if self.gated:
+            gate = self.feed.gate_bias
+            bias = torch.cat([bias, torch.zeros_like(bias) if gate is None else gate])
+        return y @ self.into.T + bias
+
+    def secants(self, z: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Middle and half width of ``s`` in ``hidden(z') - hidden(z) = sum_a s_a (z'_a - z_a)``."""
+        low, high = torch.minimum(low, z), torch.maximum(high, z)
+        name, w = self.feed.activation, self.width
+        least, most = _slopes(name, z[:, :w], low[:, :w], high[:, :w])
+        if self.gated:
+            # act(z') u' - act(z) u = u slope (z' - z) + act(z') (u' - u)
+            u = z[:, w:]
+            ends = torch.stack([least * u, most * u])
+            rest = _range(_values(name), low[:, :w], high[:, :w])
+            least, most = (
+                torch.cat([a, b], 1)
+                for a, b in zip((ends.amin(0), ends.amax(0)), rest, strict=True)
+            )
+        return (least + most) / 2, (most - least) / 2
+
+    def minorant(
+        self, c: Float[Tensor, "n f"], z: Tensor, low: Tensor, high: Tensor, spread: Tensor
+    ) -> tuple[float, Tensor, Tensor]:
+        """``sum c hidden(z') >= sum c hidden(z) - gap + <slope, dz> - sum bend dz^2 / 2``.
+
+        ``spread``: squares of typical moves of the arguments; any are right.
+        """
+        low, high = torch.minimum(low, z), torch.maximum(high, z)
+        name, w = self.feed.activation, self.width
+        if name == "relu" and not self.gated:
+            value, slope, bend = _parabola(z, low, high, spread)
+            above = c >= 0  # a convex function lies above its tangents
+            slope = torch.where(above, (z > 0).to(z.dtype), slope)
+            gap = torch.where(above, 0.0, -c * (value - z.relu())).sum()
+            return float(gap), c * slope, torch.where(above, 0.0, -c * bend)
+        first, second = _derivatives(name)
+        least, most = _range(second, low[:, :w], high[:, :w])
+        slope = first(z[:, :w])
+        if not self.gated:
+            return 0.0, c * slope, torch.where(c > 0, -c * least, -c * most).clamp_min(0)
+        u, value = z[:, w:], self.activation(z[:, :w])
+        # act(z') u' has dz^2 act'' u' / 2 + act'(z) dz du beyond first order
+        ends = torch.stack([a * b for a in (least, most) for b in (low[:, w:], high[:, w:])])
+        own = (-(c * ends).amin(0)).clamp_min(0)
+        cross = (c * slope).abs()
+        balance = ((spread[:, w:] + 1e-300) / (spread[:, :w] + 1e-300)).sqrt()
+        bend = torch.cat([own + cross * balance, cross / balance], 1)
+        return 0.0, torch.cat([c * slope * u, c * value], 1), bend
+
+
+def _values(name: ActivationName) -> tuple[Function, Tensor]:
+    if name == "relu":
+        return torch.relu, torch.empty(0, dtype=torch.float64)
+    return _smooth(name)[0]
+
+
+def _derivatives(name: ActivationName) -> tuple[Function, tuple[Function, Tensor]]:
+    (_, (first, _), second) = _smooth(name)
+    return first, second

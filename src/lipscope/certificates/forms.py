@@ -1,0 +1,148 @@
+"""Quadratic forms: largest values, positive parts, and the least value in a ball.
+
+In float64, with what rounding may hide of an eigenvalue on the safe side.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
+_LARGE = 64  # from this width on a Cholesky factor proves what some products suggest
+_VECTORS, _ROUNDS, _STEP = 6, 6, 1e-3
+
+
+def top_value(gram: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b"]:
+    """Largest eigenvalue of positive semidefinite matrices, from above by ``1e-3`` at most."""
+    if gram.ndim == 2 and len(gram) >= _LARGE:
+        return _top_by_cholesky(gram)
+    values = torch.linalg.eigvalsh(gram)
+    return (values[..., -1] + SLACK * values.abs().amax(-1)).clamp_min(0)
+
+
+def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
+    """A shift ``s`` is above all eigenvalues where ``s - M`` has a Cholesky factor."""
+    m = len(gram)
+    size = gram.diagonal().sum()
+    if not bool(size > 0):
+        return gram.abs().sum()  # 0, or whatever is wrong with it
+    generator = torch.Generator().manual_seed(m)
+    v = torch.randn(m, _VECTORS, generator=generator, dtype=gram.dtype)
+    for _ in range(_ROUNDS):
+        v = gram @ torch.linalg.qr(v).Q
+    low = torch.linalg.matrix_norm(v, 2)
+    step, eye = _STEP, torch.eye(m, dtype=gram.dtype)
+    while True:
+        shift = low * (1 + step) + SLACK * size
+        if int(torch.linalg.cholesky_ex(shift * (1 - SLACK) * eye - gram).info) == 0:
+            return shift
+        step *= 2
+
+
+def norm_above(m: Float[Tensor, "*b k p"]) -> Float[Tensor, "*b"]:
+    """Spectral norms, from above."""
+    return top_value(m @ m.mT if m.shape[-2] <= m.shape[-1] else m.mT @ m).sqrt()
+
+
+def weighted_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Float[Tensor, "p p"]:
+    """``sum_k w_k a_k a_k^T``."""
+    return (a * w[:, None]).T @ a
+
+
+def top_of_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Tensor:
+    """``λ(sum_k w_k a_k a_k^T)`` for weights that are not negative, by the smaller side."""
+    b = a * w.clamp_min(0).sqrt()[:, None]
+    return top_value(b @ b.T if len(b) <= b.shape[1] else b.T @ b)
+
+
+def top_bilinear(left: Float[Tensor, "*b k p"], right: Float[Tensor, "*b k p"]) -> Tensor:
+    """``>= sup |<L e, R e>|`` over unit ``e``, the numerical radius of ``L^T R``.
+
+    ``w(M) <= (‖M‖ + ‖M²‖^(1/2)) / 2`` (Kittaneh 2003), with ``M² = L^T (R L^T) R``.
+    """
+    sizes = norm_above(left) * norm_above(right)
+    inner = (right @ left.mT).norm(dim=(-2, -1))
+    return (sizes + (sizes * inner).sqrt()).clamp_max(2 * sizes) / 2
+
+
+def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
+    """``[H]_+ >= H``: negative eigenvalues made 0."""
+    values, vectors = torch.linalg.eigh(h)
+    return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
+
+
+def root(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
+    """Symmetric root of positive semidefinite matrices."""
+    values, vectors = torch.linalg.eigh(h)
+    return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
+
+
+def young(*sizes: float) -> list[float]:
+    """Weights, adding up to 1, that make ``sum_k sizes_k^2 / w_k`` least: ``w`` like ``sizes``.
+
+    ``|sum_k v_k|^2 <= sum_k |v_k|^2 / w_k`` for any such weights (Cauchy-Schwarz).
+    """
+    least = 1e-9 * max(*sizes, 1e-300)
+    total = sum(max(size, least) for size in sizes)
+    return [max(size, least) / total for size in sizes]
+
+
+def least_in_ball(
+    value: float, g: Float[Tensor, " m"], b: Float[Tensor, "m m"], radius: float
+) -> tuple[float, Tensor]:
+    """Least ``value + <g, f> + <f, B f> / 2`` over ``|f| <= radius``, from below, and where.
+
+    By weak duality ``value - <g, (B + μ)^(-1) g> / 2 - μ radius² / 2`` is a lower bound for every
+    ``μ >= 0`` with ``B + μ > 0``; at the best one it is the least value itself (trust region).
+    """
+    values, vectors = torch.linalg.eigh(b)
+    along = vectors.T @ g
+    floor = max(0.0, -float(values[0]))
+    low = floor + 1e-9 * (1e-300 + floor + float(g.norm()) / radius)
+    high = max(2 * low, float(g.norm()) / radius + floor) * (1 + 1e-9)
+    for _ in range(60):
+        mid = (low * high) ** 0.5
+        if float((along / (values + mid)).square().sum()) > radius**2:
+            low = mid
+        else:
+            high = mid
+    point = -(vectors @ (along / (values + high)))
+    below = value - float((along.square() / (values + high)).sum() + high * radius**2) / 2
+    return below, point
+
+
+def least_in_balls(
+    value: float, g: Float[Tensor, " m"], b: Float[Tensor, "m m"], radius: float, balls: int
+) -> float:
+    """Least value of the same form where each of some blocks of ``f`` is within ``radius``.
+
+    Weak duality with a multiplier for each block; any with ``B + diag(mu) > 0`` are right, and a
+    descent finds good ones.
+    """
+    width = len(g) // balls
+
+    def dual(log: Tensor) -> Tensor:
+        shift = b + torch.diag(log.exp().repeat_interleave(width))
+        factor, bad = torch.linalg.cholesky_ex(shift)
+        if int(bad):
+            return log.sum() * 0 - torch.inf
+        along = torch.linalg.solve_triangular(factor, g[:, None], upper=False)
+        return value - along.square().sum() / 2 - radius**2 / 2 * log.exp().sum()
+
+    floor = max(0.0, -float(torch.linalg.eigvalsh(b)[0]))
+    size = g.view(balls, width).norm(dim=1)
+    log = (size / radius + floor * 1.001 + 1e-12 * (1 + float(size.max()))).log()
+    best, rate, kept = -torch.inf, 0.3, log
+    for _ in range(60):
+        at = log.clone().requires_grad_(True)
+        found = dual(at)
+        if not bool(found.isfinite()) or float(found) < best:
+            rate /= 2
+            log = (log + kept) / 2 if best > -torch.inf else log + 0.1
+            continue
+        best, kept = float(found), log
+        (slope,) = torch.autograd.grad(found, at)
+        log = log + rate * slope / (slope.abs().max() + 1e-300)
+    return best

@@ -1,0 +1,194 @@
+"""Margins of a network between two classes, bounded below all over a ball.
+
+Derived here; proofs: ``docs/theory/decision.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lipscope.attention import DotProduct
+from lipscope.certificates.forms import (
+    least_in_ball,
+    least_in_balls,
+    positive_part,
+    root,
+    top_value,
+    young,
+)
+from lipscope.certificates.segment import OutOfReachError, Secant, Segment
+from lipscope.models import Branch, Network
+
+_EASE = 0.7  # power of the sizes that share an ellipsoid
+_LEAST = 1e-6  # of an ellipsoid's axes beside its largest
+_ETA = 1.0  # of the spread for which parabolas are chosen
+
+
+def segments_of(branches: tuple[Branch, ...]) -> list[tuple[Branch, ...]]:
+    """Branches cut before every attention."""
+    found: list[list[Branch]] = [[]]
+    for branch in branches:
+        if isinstance(branch.part, DotProduct) and found[-1]:
+            found.append([])
+        found[-1].append(branch)
+    return [tuple(one) for one in found]
+
+
+def without_tail(net: Network) -> Network:
+    """The same network, its tail token-wise where one token is read alone."""
+    read = net.share.nonzero()
+    if not net.tail or len(read) > 1 or float(net.share[read[0, 0]]) != 1.0:
+        return net
+    return replace(net, branches=net.branches + net.tail, tail=())
+
+
+class NetworkBall:
+    """A network on balls of moves of some tokens: what all margins share.
+
+    Args:
+        net: The network.
+        x: Centre, ``(n, d)``.
+        tokens: Which of them move.
+    """
+
+    def __init__(self, net: Network, x: Float[Tensor, "n d"], tokens: Bool[Tensor, " n"]) -> None:
+        self.net, self.x, self.tokens = without_tail(net), x, tokens
+        n, d = x.shape
+        eye = torch.eye(int(tokens.sum()) * d, dtype=x.dtype)
+        self.moves = x.new_zeros(n * d, len(eye))
+        self.moves[tokens.repeat_interleave(d)] = eye
+        self.moves = self.moves.view(n, d, -1)
+        self.cuts = segments_of(self.net.branches)
+        self.pooled = bool(self.net.tail)
+        read = self.net.share.nonzero()[:, 0]
+        self.read = torch.arange(n) if self.pooled else read
+        self.share = self.net.share[self.read]
+        self._first = self._segment(0, x, self.moves)
+        self.chain: list[Segment] = []
+        self.radius = 0.0
+
+    def _segment(self, k: int, x: Tensor, t: Tensor) -> Segment:
+        rows = self.read if k == len(self.cuts) - 1 else None
+        return Segment(self.cuts[k], x, t, rows)
+
+    def grow(self, radius: float) -> bool:
+        """Bound everything within this radius; False where nothing holds there."""
+        self.radius, self.chain = radius, [self._first]
+        try:
+            self._first.grow(radius)
+            for k in range(1, len(self.cuts)):
+                below = self.chain[-1]
+                x, t = self._ellipsoid(below, below.secant(below.x, 0.0))
+                self.chain.append(self._segment(k, x, t))
+                self.chain[-1].grow(radius)
+            if self.pooled:
+                below = self.chain[-1]
+                whole = self._pool(below.secant(below.x, 0.0))
+                value = (self.share @ below.through(below.x)[-1])[None]
+                _, t = self._axes(whole, value)
+                self.chain.append(Segment(self.net.tail, value, t))
+                self.chain[-1].grow(radius)
+        except OutOfReachError:
+            self.chain = []
+        return bool(self.chain)
+
+    def _ellipsoid(self, below: Segment, s: Secant) -> tuple[Tensor, Tensor]:
+        return self._axes(s, below.through(below.x)[-1])
+
+    def _axes(self, s: Secant, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` and ``T`` with ``(M + G Z + R) xi`` in the ellipsoid of ``T`` for unit ``xi``."""
+        count = x.numel()
+        sizes = [float(m.square().sum() / count) ** 0.5 for m in (s.middle, s.outer)]
+        least = _LEAST * (float(top_value(s.middle @ s.middle.T)) ** 0.5 + 1e-300)
+        rest = float(s.rest) + least
+        w = young(*(z**_EASE for z in (sizes[0], sizes[1] * float(s.size), rest)))
+        e = s.middle @ s.middle.T / w[0] + s.size.square() * s.outer @ s.outer.T / w[1]
+        e = e + rest**2 / w[2] * torch.eye(count, dtype=x.dtype)
+        return x, root(e).view(*x.shape, count)
+
+    def _pool(self, s: Secant) -> Secant:
+        """The secant of the pooled vector."""
+
+        def mean(m: Tensor) -> Tensor:
+            return torch.einsum("n,ndp->dp", self.share, m.view(len(self.share), -1, m.shape[1]))
+
+        return Secant(mean(s.middle), mean(s.outer), s.inner, s.rest * self.share.norm())
+
+    def margin(self, x: Tensor, label: int, rival: int) -> Tensor:
+        """Difference of two scores."""
+        s = self.net(x)
+        return s[label] - s[rival]
+
+    def moved(self, move: Tensor) -> Tensor:
+        """The stream after a move of the tokens that may."""
+        return self.x + self.moves @ move
+
+    def reach(self, w: Float[Tensor, "c d"]) -> Float[Tensor, " c"]:
+        """``>= |<w_c, pool(x_L) - pool(x_L)_0>|`` within the radius, of many read-outs at once."""
+        one = self.chain[-1]
+        share = one.x.new_ones(1) if self.pooled else self.share
+        end, reads = one.end, one.reads
+        j = torch.einsum("n,ndp->dp", share, end.jacobian)
+        rest = end.rest
+        if reads.ball is not None:
+            rows = reads.rows.mean(0)
+            rows = rows if reads.entry is None else rows + reads.entry.drift_rows
+            rest = rest + torch.linalg.matrix_norm(end.lin, 2) * rows * self.radius
+        return (w @ j).norm(dim=1) * self.radius + w.norm(dim=1) * float(share.abs() @ rest)
+
+    def lower(
+        self, move: Tensor, label: int, rival: int, balls: int | None = None
+    ) -> tuple[float, Tensor]:
+        """A lower bound of the margin all over the ball, anchored at a move, and where it is least.
+
+        ``balls``: tokens that move by at most ``radius / sqrt(balls)`` each, in the place of one
+        ball for all of them.
+        """
+        x = self.moved(move)
+        anchors, starts = [x], [float(move.norm())]
+        for below, above in itertools.pairwise(self.chain):
+            out = below.through(anchors[-1])[-1]
+            if above is self.chain[-1] and self.pooled:
+                out = (self.share @ out)[None]
+            anchors.append(out)
+            apart = torch.linalg.solve(above.t.flatten(0, 1), (out - above.x).flatten())
+            starts.append(min(float(apart.norm()), self.radius))
+        w = self.net.head[label] - self.net.head[rival]
+        slope = w[None] if self.pooled else self.share[:, None] * w
+        lost, carried = 0.0, None
+        b = g = x
+        for k in range(len(self.chain) - 1, -1, -1):
+            one = self.chain[k]
+            gap, g, b = one.minorant(anchors[k], starts[k], slope, _ETA)
+            lost += gap
+            if carried is not None:
+                s = one.secant(anchors[k], starts[k])
+                s = self._pool(s) if self.pooled and k == len(self.chain) - 2 else s
+                b = b - _carried(s, carried)
+            if k:
+                inverse = torch.linalg.inv(one.t.flatten(0, 1))
+                slope = (inverse.T @ g).view(one.x.shape)
+                carried = inverse.T @ positive_part(-b) @ inverse
+                if self.pooled and k == len(self.chain) - 1:
+                    slope = self.share[:, None] * slope
+        value = float(self.margin(x, label, rival)) - lost
+        g = g - b @ move
+        value = value - float(g @ move) - float(move @ b @ move) / 2
+        if balls is None:
+            return least_in_ball(value, g, b, self.radius)
+        return least_in_balls(value, g, b, self.radius / balls**0.5, balls), move
+
+
+def _carried(s: Secant, k: Tensor) -> Tensor:
+    """``K'`` with ``<f, K' f> >= <S f, K S f>`` for the secant map ``S``."""
+    base, whole = s.middle.T @ k @ s.middle, float(top_value(k))
+    side = float(top_value(s.outer.T @ k @ s.outer)) if s.outer.shape[1] else 0.0
+    rest = whole**0.5 * float(s.rest)
+    w = young(float(top_value(base)) ** 0.5, side**0.5 * float(s.size), rest)
+    found = base / w[0] + rest**2 / w[2] * torch.eye(len(base), dtype=k.dtype)
+    return found + side / w[1] * s.inner.T @ s.inner

@@ -1,0 +1,81 @@
+"""LayerNorm, RMSNorm and norms without variance between what their inputs can be."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from lipscope.certificates.forms import positive_part
+from lipscope.models import Norm
+
+# sup of the second and third derivative of the angle's projection, times |c^|^k
+SECOND, THIRD = 2 / 3**0.5, 3.0
+
+
+class NormAt:
+    """A norm around one centre; ``|D^k <w, N>| <= C_k sqrt(d) |C w gamma| / |c^|^k``.
+
+    ``c^ = (c, sqrt(d eps))`` with ``c = C v``: a scaled norm is ``c^ / |c^|`` on an affine
+    subspace, and along a line its angle obeys ``theta' = b, theta'' = -2 a b, theta''' = -2 b +
+    8 b a^2`` with ``a^2 + b^2 = 1``: ``C_2 = 2 / sqrt(3)``, ``C_3 = 3``.
+    """
+
+    def __init__(self, norm: Norm, v: Float[Tensor, "n d"]) -> None:
+        self.norm, self.v, self.width = norm, v, v.shape[-1]
+        self.projection = torch.eye(self.width, dtype=v.dtype)
+        if norm.centred:
+            self.projection = self.projection - 1 / self.width
+        self.size = self._size(v)
+        # only what moves along c^ makes it shorter
+        self.radial = (v @ self.projection) / self.size[:, None]
+        self.value, self.slope = norm(v), self.jacobian(v)
+        self.least = norm.weight.abs().max()
+        self.low = self.size
+
+    def _size(self, v: Tensor) -> Tensor:
+        return ((v @ self.projection).square().sum(-1) + self.width * self.norm.eps).sqrt()
+
+    def within(self, radial: Float[Tensor, " n"]) -> bool:
+        """Note how far inputs move along ``c^``; False where one could reach 0."""
+        self.low = self.size - radial
+        return not self.norm.scaled or bool((self.low > 1e-9 * self.size).all())
+
+    def jacobian(self, v: Float[Tensor, "n d"]) -> Float[Tensor, "n d d"]:
+        """Derivative at other inputs."""
+        c, gamma = self.projection, self.norm.weight
+        if not self.norm.scaled:
+            return (gamma[:, None] * c).expand(len(v), -1, -1)
+        size, at = self._size(v)[:, None, None], v @ c
+        outer = at[:, :, None] * at[:, None, :]
+        return self.width**0.5 * gamma[:, None] * (c / size - outer / size**3)
+
+    def read(self, w: Float[Tensor, "*b d"]) -> Float[Tensor, "*b"]:
+        """``sqrt(d) |C (gamma w)|``, 0 for a linear norm."""
+        size = ((w * self.norm.weight) @ self.projection).norm(dim=-1)
+        return size * (self.width**0.5 if self.norm.scaled else 0.0)
+
+    def slope_change(self, distance: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """``>= ‖D(v') - D(v)‖`` at a distance; an average for one of distances."""
+        most = SECOND * self.width**0.5 * self.norm.weight.abs().max()
+        return most * distance / self.low.square() * float(self.norm.scaled)
+
+    def curvature(
+        self, w: Float[Tensor, "n d"], anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
+    ) -> Float[Tensor, "n d d"]:
+        """``K >= 0`` with ``<w, N(v')> >= <w, N(v_1)> + <D^T w, f> - <f, K f> / 2``.
+
+        For the anchor ``v_1`` and every ``v' = v_1 + f`` within ``reach`` of the centre.
+        """
+        n, d = self.v.shape
+        if not self.norm.scaled:
+            return w.new_zeros(n, d, d)
+        c, size = self.v @ self.projection, self.size[:, None, None]
+        u = (w * self.norm.weight) @ self.projection
+        along = (u * c).sum(-1)[:, None, None]
+        cross = u[:, :, None] * c[:, None, :]
+        h = -(cross + cross.mT + along * self.projection) / size**3
+        h = h + 3 * along * c[:, :, None] * c[:, None, :] / size**5
+        apart = (2 * (anchor - self.v).norm(dim=-1) + reach) / 3
+        third = THIRD * self.read(w) / self.low**3 * apart
+        return positive_part(third[:, None, None] * torch.eye(d, dtype=w.dtype) - d**0.5 * h)
