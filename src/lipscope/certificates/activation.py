@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, cached_property
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -33,7 +34,7 @@ def _smooth(name: ActivationName) -> tuple[tuple[Function, Tensor], ...]:
     functions = [f]
     for _ in range(3):
         functions.append(_derivative(functions[-1]))
-    return tuple((g, _roots(slope)) for g, slope in zip(functions, functions[1:], strict=False))
+    return tuple((g, _roots(slope)) for g, slope in pairwise(functions))
 
 
 def _roots(f: Function) -> Tensor:
@@ -81,7 +82,7 @@ def _parabola(z: Tensor, low: Tensor, high: Tensor, spread: Tensor) -> tuple[Ten
 
     ``(t + tau)^2 / (4 tau)`` for ``tau = (z^2 + spread)^(1/2)``; where the range ends short of
     ``|z|`` beyond the kink the parabola through its end that touches at ``z``; or the chord:
-    whichever is less at a distance of ``spread^(1/2)``. A unit that does not change sides is linear.
+    whichever is less at a distance of ``spread^(1/2)``. A unit that keeps its side is linear.
     """
     size, tau = z.abs(), (z.square() + spread).sqrt().clamp_min(1e-12)
     value, slope, bend = (z + tau).square() / (4 * tau), (z + tau) / (2 * tau), 1 / (2 * tau)

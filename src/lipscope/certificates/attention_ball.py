@@ -49,7 +49,7 @@ class AttentionAt:
 
     Attributes:
         p: Weights ``P``, ``(h, i, j)``.
-        a: Velocities of logits, centred by ``P``: ``<q_i, K_j f> + <Q_i f, k_j>``, ``(h, i, j, p)``.
+        a: Velocities of logits, centred: ``<q_i, K_j f> + <Q_i f, k_j>``, ``(h, i, j, p)``.
         query: ``Q_i T``, with half of the scale, ``(h, i, k, p)``; ``key``: ``K_j T``, likewise.
         value: ``V_j T``, ``(h, j, kv, p)``.
         v: Values, centred by ``P``, through the output projection, ``(h, i, j, d_out)``.
@@ -446,7 +446,7 @@ def _uneven(one: Reach, p: Tensor) -> Tensor:
 
 
 def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor | None) -> Tensor:
-    """`AttentionBall.change_of` on one ball, ``(i, g)``; ``y``: values read, ``(h, i, g, j, k)``."""
+    """`AttentionBall.change_of` on one ball, ``(i, g)``; ``y``: values read, (h, i, g, j, k)."""
     r, upper, change = one.radius, one.upper[:, :, None], one.change[:, :, None]
     if y.shape[-1] == 1:
         alone = y[..., 0]

@@ -147,8 +147,8 @@ def certify_network(
     a descent led, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
     ball. Bisection in the radius, to 2 %.
 
-    Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off for
-    rounding. Memory grows like ``n d m²``, time like ``(n d)³`` and linearly with depth, where
+    Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
+    for rounding. Memory grows like ``n d m²``, time like ``(n d)³`` and linearly with depth, where
     ``m`` counts the coordinates that move.
 
     Args:
@@ -235,7 +235,7 @@ def _next(low: float, high: float, size: float) -> float:
 def _falls(
     asked: _Question, radius: float, moves: dict[int, Tensor]
 ) -> tuple[int | None, float | None]:
-    """The rival whose margin is not proved positive within a radius, and a flip if one was found."""
+    """The rival whose margin is not proved positive, and the radius if a flip was found."""
     grown = asked.bounds.grow(radius * asked.wide)
     rivals = asked.others
     if grown and len(rivals) > 1:

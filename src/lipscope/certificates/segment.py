@@ -468,6 +468,8 @@ class Segment:
         if not self.mixes:
             return q.gap, torch.einsum("nd,ndp->p", q.slope, self.t[self.rows]), -base
         assert self.at is not None and self.reads.ball is not None and self.first is not None
+        assert isinstance(self.part, DotProduct)
+        part = self.part
         first, eye = self.first, torch.eye(len(base), dtype=base.dtype)
         bend, start = bend_of(self.at, q.slope), self._start(x, start)
         b = bend.hessian.clone()
@@ -485,7 +487,7 @@ class Segment:
             most = top_value(bent).sqrt() * self.entry.error
             w0, w1 = young(float(top_value(straight).sqrt()), float(most))
             b = -straight / w0 - most.square() / w1 * eye
-            y = torch.func.grad(lambda z: (first.part(z)[self.rows] * q.slope).sum())(
+            y = torch.func.grad(lambda z: (part(z)[self.rows] * q.slope).sum())(
                 self.entry.norm.norm(x)
             )
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
