@@ -14,8 +14,7 @@ from rich.console import Console
 
 from lipscope import Direction, Measurement, Rows, TokenShare
 from lipscope.errors import InputError
-from lipscope.records.rows import COLUMNS
-from rows import curve, row, tokens_of
+from rows import KEYS, curve, row, tokens_of
 
 
 def measured(**values: Any) -> Rows:
@@ -50,7 +49,7 @@ def test_frames_have_the_same_types_whatever_the_values():
     full = measured(sigma_rest=1.0, revision="a", note="b").to_polars()
     bare = Rows([row(sigma=None, layer=None, status="failed", relative=math.nan)]).to_polars()
     assert full.schema == bare.schema == Rows([]).to_polars().schema
-    assert tuple(bare.columns) == COLUMNS
+    assert bare.columns == KEYS
     assert bare["relative"].null_count() == 1
     assert full.schema["layer"] == pl.Int64 and full.schema["sigma"] == pl.Float64
     assert full.schema["status"] == pl.String

@@ -81,7 +81,7 @@ def test_paired_p_value_is_that_of_comparing_two_linear_models():
     assert free_full == (6 - 1) * (5 - 2)
     ratio = ((line - full) / (free_line - free_full)) / (full / free_full)
     expected = stats.f.sf(ratio, free_line - free_full, free_full)
-    assert paired_lack_of_fit(table, LENGTHS) == pytest.approx(expected)
+    assert paired_lack_of_fit(list(table.T), LENGTHS) == pytest.approx(expected)
 
 
 def test_unpaired_p_value_is_that_of_the_pure_error_table():
@@ -106,11 +106,8 @@ def test_lack_of_fit_is_found_as_often_as_it_should_be(paired: bool):
             block = random.normal(size=(5, 1)) if paired else 0.0
             table = 0.3 * X + block + bend * (X - X.mean()) ** 2
             table = table + 0.1 * random.normal(size=(5, 5))
-            p = (
-                paired_lack_of_fit(table, LENGTHS)
-                if paired
-                else unpaired_lack_of_fit(list(table.T), LENGTHS)
-            )
+            test = paired_lack_of_fit if paired else unpaired_lack_of_fit
+            p = test(list(table.T), LENGTHS)
             assert p is not None
             found += p < 0.05
         return found / runs

@@ -166,7 +166,7 @@ def test_rows_and_bounds_are_joined_by_id():
         bound_of(failed, 4.0),
     ]
     frobenius, infinity = comparisons([text, built, failed, other], values)
-    assert (frobenius.real, frobenius.built) == ([text], [built])
+    assert (frobenius.real, frobenius.rows) == ([text], [text, built])
     assert [(b.theorem, b.value, looseness(b, r)) for r, b in frobenius.bounds] == [
         ("castin_thm_3_3", 6.0, 3.0),
         ("global_rows_capped", 9.0, 4.5),

@@ -45,27 +45,16 @@ Function = TypeVar("Function", bound=Callable[..., None])
 
 @dataclass(frozen=True)
 class Experiment:
-    """One entry of the register.
+    """One entry of the register."""
 
-    Attributes:
-        name: ``paper/figure``.
-        function: What runs it.
-        title: What is reproduced, in a line.
-        cite: Key of ``docs/references.bib``.
-        models: Models by default; none where the experiment needs no model.
-        quick_models: Those of ``--quick``, where they are others.
-        reads_text: Whether it reads texts.
-        reads_images: Whether it reads pictures, where a model does.
-    """
-
-    name: str
-    function: Callable[[Study], None]
-    title: str
-    cite: str
-    models: tuple[str, ...] = ()
-    quick_models: tuple[str, ...] = ()
-    reads_text: bool = True
-    reads_images: bool = False
+    name: str  # ``paper/figure``
+    function: Callable[[Study], None]  # what runs it
+    title: str  # what is reproduced, in a line
+    cite: str  # key of ``docs/references.bib``
+    models: tuple[str, ...] = ()  # by default; none where the experiment needs no model
+    quick_models: tuple[str, ...] = ()  # those of ``--quick``, where they are others
+    reads_text: bool = True  # whether it reads texts
+    reads_images: bool = False  # whether it reads pictures, where a model does
 
 
 @dataclass(frozen=True)

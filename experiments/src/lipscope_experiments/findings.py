@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from lipscope.records import (
     share_interval,
     slope_of,
 )
+from lipscope.records import grouped as grouped_by
 
 Record = dict[str, Any]
 """What was computed for a key, with the key."""
@@ -28,17 +30,11 @@ Value = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """One line of the table of claims.
+    """One line of the table of claims."""
 
-    Attributes:
-        about: What is compared.
-        said: What the paper, its code, or a derivation here says.
-        found: What was measured.
-    """
-
-    about: str
-    said: str
-    found: str
+    about: str  # what is compared
+    said: str  # what the paper, its code, or a derivation here says
+    found: str  # what was measured
 
 
 @dataclass(frozen=True)
@@ -70,9 +66,14 @@ def findings_of(plain: Mapping[str, Any]) -> Findings:
 
 
 def value_of(item: Any, what: Value) -> Any:
-    """A value of a record or row by name, or by a function of it; of groups, of key and records."""
+    """A value of a record or row by name, or by a function of it.
+
+    Of groups: by a function of key and records, or by a name, for what all of its records share.
+    """
     if callable(what):
         return what(*item) if isinstance(item, tuple) else what(item)
+    if isinstance(item, tuple):
+        return value_of(item[1][0], what)
     return item[what] if isinstance(item, Mapping) else getattr(item, what)
 
 
@@ -168,6 +169,15 @@ def plain_exponent(points: Sequence[tuple[float | int, float]]) -> str:
     return f"{slope_of(points):.2f}, off by {percent_off(off_line(points))} %"
 
 
+def mean_of(what: Value) -> Callable[..., str]:
+    """The mean of a value over the records of a group, as a column of a table.
+
+    >>> mean_of("x")("key", [{"x": 1.0}, {"x": 3.0}])
+    '2.00'
+    """
+    return lambda _, records: average([value_of(r, what) for r in records])
+
+
 def chosen(records: Iterable[Record], **wanted: Any) -> list[Record]:
     """The records that have these values.
 
@@ -183,11 +193,7 @@ def grouped(records: Sequence[Record], *names: str) -> Iterator[tuple[Any, list[
     >>> dict(grouped([{"n": 1}, {"n": 2}, {"n": 1}], "n"))
     {1: [{'n': 1}, {'n': 1}], 2: [{'n': 2}]}
     """
-    held: dict[Any, list[Record]] = {}
-    for r in records:
-        key = tuple(r[name] for name in names)
-        held.setdefault(key[0] if len(names) == 1 else key, []).append(r)
-    yield from held.items()
+    yield from grouped_by(records, operator.itemgetter(*names)).items()
 
 
 def counted(words: Iterable[str]) -> str:

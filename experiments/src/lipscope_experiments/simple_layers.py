@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from lipscope import DotProduct, Operator, TopSingular, top_singular
+from lipscope.charts import Series
 from lipscope.linalg import start_named
 
 SIGNS = {"A = -I": -1.0, "A = +I": 1.0}
@@ -34,6 +35,16 @@ def in_ball(gen: Generator, *shape: int) -> Tensor:
     x = normal(gen, *shape)
     far = torch.rand(*shape[:-1], 1, generator=gen, dtype=torch.float64) ** (1 / shape[-1])
     return far * x / x.norm(dim=-1, keepdim=True)
+
+
+def dots(name: str, points: Tensor) -> Series:
+    """Tokens of the plane, ``(n, 2)``, as points of a figure."""
+    return Series(name, tuple((float(x), float(y)) for x, y in points), "points")
+
+
+def embedding(hidden: Tensor) -> Tensor:
+    """The mean token, normalised: what sentence encoders compare."""
+    return torch.nn.functional.normalize(hidden.mean(0), dim=0)
 
 
 def top(operator: Operator, seed: int = 0, **options: Any) -> TopSingular:

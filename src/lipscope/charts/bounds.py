@@ -70,12 +70,6 @@ def sandwich_chart(
     Both axes are logarithmic, one chart for each layer; only rows of one map and metric, those of
     the first one. Bounds that would flatten the others are named under the title instead.
 
-    Args:
-        rows: Rows, at given and at built inputs.
-        bounds: What theorems say about them.
-        width: Width in pixels.
-        height: Height in pixels.
-
     Raises:
         InputError: If there is no measured, positive value with bounds.
     """

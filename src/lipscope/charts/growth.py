@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import altair as alt
@@ -33,7 +34,7 @@ from lipscope.charts.look import (
     up,
 )
 from lipscope.errors import InputError
-from lipscope.records import NEAR, Measurement, TokenShare, off_line, slope_of, usable
+from lipscope.records import NEAR, Measurement, TokenShare, grouped, off_line, slope_of, usable
 
 _NAMED = 8  # lines whose names have room at their ends
 _LINE = 13  # pixels between two names
@@ -70,11 +71,11 @@ def growth_chart(
         rows: Measurements; those without a finite, positive sigma are left out, and
             counted under the title.
         tokens: Their tokens, for the text of the top token under the mouse.
-        width: Width of a panel in pixels.
-        height: Height of a panel in pixels; by default more for many layers.
+        width: Of a panel in pixels.
+        height: Of a panel in pixels; by default more for many layers.
 
     Returns:
-        The chart: one line of panels for each model, map, metric, move and read.
+        One line of panels for each model, map, metric, move and read.
 
     Raises:
         InputError: If no row has a finite, positive sigma.
@@ -87,7 +88,8 @@ def growth_chart(
         )
     names = {(t.id, t.index): t.text for t in tokens}
     labels = marks.layer_labels(drawn)
-    settings = marks.rows_by_setting(drawn)
+    # Values that may stand on one axis.
+    settings = grouped(drawn, attrgetter("model", "map", "metric", "move", "read"))
     size = {"width": width, "height": height or (340 if len(labels) <= 12 else 460)}
     focus = alt.selection_point(name="focus", fields=["layer"], bind="legend")
     charts = []

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
@@ -188,11 +188,6 @@ def layer_labels(rows: Iterable[Measurement]) -> list[str]:
     layers = {row.layer for row in rows}
     whole = ["model"] if None in layers else []
     return [str(layer) for layer in sorted(x for x in layers if x is not None)] + whole
-
-
-def rows_by_setting(rows: Iterable[Measurement]) -> dict[tuple[str, ...], list[Measurement]]:
-    """Rows whose values may stand on one axis: same model, map, metric, move and read."""
-    return grouped(rows, attrgetter("model", "map", "metric", "move", "read"))
 
 
 def setting_prefix(setting: tuple[str, ...], settings: Sequence[tuple[str, ...]]) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import html
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
@@ -30,28 +31,18 @@ _NARROW, _WIDEST = 16, 40  # letters of a column whose lines may be broken
 
 @dataclass(frozen=True)
 class Card:
-    """A record in few words.
+    """A record in few words."""
 
-    Attributes:
-        name: Of its class.
-        cells: Its attributes and what they are.
-    """
-
-    name: str
-    cells: tuple[tuple[str, str], ...]
+    name: str  # of its class
+    cells: tuple[tuple[str, str], ...]  # its attributes and what they are
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, which only a notebook shows.
+    """A figure, which only a notebook shows."""
 
-    Attributes:
-        svg: Draws it; it stands by itself and fetches nothing. "" where nothing can be drawn.
-        alt: What it is, in words.
-    """
-
-    svg: Callable[[], str]
-    alt: str
+    svg: Callable[[], str]  # draws it, to stand by itself and fetch nothing; "" where there is none
+    alt: str  # what it is, in words
 
 
 Piece: TypeAlias = Table | Card | Drawing | str
@@ -88,11 +79,7 @@ class Shown:
 
 
 class Sheet(Shown):
-    """Tables and sentences that were asked for: whole where printed, and in a notebook.
-
-    Args:
-        *parts: Tables and sentences.
-    """
+    """Tables and sentences that were asked for: whole where printed, and in a notebook."""
 
     def __init__(self, *parts: Table | str) -> None:
         self.parts = parts
@@ -121,11 +108,7 @@ def _sheet(sheet: Sheet) -> Iterator[Piece]:
 
 
 def as_text(result: Any) -> str:
-    """A result as at most `HEIGHT` lines of `WIDTH` letters, with fewer lines of tables if need be.
-
-    Args:
-        result: The result.
-    """
+    """A result as at most `HEIGHT` lines of `WIDTH` letters, with shorter tables if need be."""
     parts = list(pieces(result))
     text = next(
         (text for most in (LINES, 8, 5, 3) if (text := _text(parts, most)).count("\n") < HEIGHT),
@@ -228,11 +211,7 @@ def _sign(found: re.Match[str]) -> str:
 
 
 def as_html(result: Any) -> str:
-    """A result as HTML: small tables, paragraphs and figures, all text escaped.
-
-    Args:
-        result: The result.
-    """
+    """A result as HTML: small tables, paragraphs and figures, all text escaped."""
     return "".join(_html(part, LINES) for part in pieces(result))
 
 
@@ -254,13 +233,7 @@ def table(
     lines: Collection[Sequence[str]],
     most: int | None = LINES,
 ) -> str:
-    """A small table as HTML.
-
-    Args:
-        title: What stands above it.
-        header: Names of the columns, or none.
-        lines: Their cells, as plain text.
-        most: Lines that are shown; of more it is said how many there are. All if None.
+    """A small table of plain text as HTML, its first lines and how many more there are.
 
     >>> table("a < b", (), [("x", "1")])
     '<table><caption>a &lt; b</caption><tbody><tr><td>x</td><td>1</td></tr></tbody></table>'
@@ -304,7 +277,8 @@ def _value_in_words(value: Any) -> str:
         plain = all(isinstance(one, float | int | str) for one in value) and len(value) <= _FEW
         if plain and value:
             return f"({', '.join(map(_value_in_words, value))})"
-        return ", ".join(_counts_of_kinds(list(value)))
+        counts = Counter(type(one).__name__ for one in value)
+        return ", ".join(f"{count} of {kind}" for kind, count in counts.items())
     text = str(value)
     if isinstance(value, str | Path):
         text = " ".join(text.split())
@@ -312,8 +286,3 @@ def _value_in_words(value: Any) -> str:
     # Nobody reads an address, or the whole of a model.
     name = getattr(value, "__name__", type(value).__name__)
     return name if " at 0x" in text or len(text) > _WORD or "\n" in text else text
-
-
-def _counts_of_kinds(values: Sequence[Any]) -> Iterator[str]:
-    kinds = [type(value).__name__ for value in values]
-    yield from (f"{kinds.count(kind)} of {kind}" for kind in dict.fromkeys(kinds))

@@ -94,7 +94,8 @@ def closure(layer: Attention) -> Closure:
             f"{maps.shape[2]} and {maps.shape[1]}."
         )
     means = _CLOSURES[kind](layer)
-    fixed = layer.project_out(layer.repeat_groups(_value_bias(layer)).flatten())
+    origin = torch.zeros(1, layer.query.shape[1]).to(layer.query)
+    fixed = layer.project_out(layer.project(origin)[2].flatten())  # biases of values and output
 
     def affine(m: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
         slopes, shifts = means(m.double(), cov.double())
@@ -202,13 +203,6 @@ def _queries_and_keys(layer: Attention) -> tuple[Tensor, Tensor]:
     query, key, _ = layer.projections()
     keys = layer.repeat_groups(key.unflatten(0, (layer.num_groups, -1)))
     return query.unflatten(0, (layer.num_heads, -1)), keys
-
-
-def _value_bias(layer: Attention) -> Tensor:
-    """``b_V``, ``(groups, 1, d_v)``."""
-    if layer.value_bias is None:
-        return torch.zeros(layer.num_groups, 1, layer.value_width).to(layer.value)
-    return layer.value_bias.unflatten(0, (layer.num_groups, 1, -1))
 
 
 def _checked_mean(mean: Tensor, d: int) -> Tensor:

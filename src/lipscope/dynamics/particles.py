@@ -44,10 +44,8 @@ _COMMUTES = 1e-12
 class Field:
     """The velocity ``(t, X) -> X'`` of tokens under a layer.
 
-    Attributes:
-        start: Where the flow begins: the tokens, centred where the norm is ``layer``.
-        rate: ``V`` of the renormalisation; None without one.
-        fastest: The largest real part of its eigenvalues.
+    From ``start``: the tokens, centred where the norm is ``layer``. ``rate`` is ``V`` of the
+    renormalisation, None without one, and ``fastest`` the largest real part of its eigenvalues.
     """
 
     def __init__(
@@ -304,7 +302,7 @@ def evolve(
         x: Tokens ``(n, d)``, or a measure: weighted atoms, with positions for a causal layer.
         times: When to report states; increasing, from 0 on.
         renormalise: Whether states are those of ``y``.
-        norm: Norm of the residual stream, ``rms`` or ``layer``; none if None.
+        norm: Norm of the residual stream.
         events: What to look for besides; states are as reported.
         rtol: Relative tolerance of a step.
         max_evaluations: Of the layer, after which the flow ends with a note.
@@ -409,7 +407,7 @@ def clusters(points: Float[Tensor, "n d"], radius: float) -> Clusters:
     >>> clusters(torch.tensor([[0.0], [3.0], [1.0], [2.0], [9.0]]), 1.0).sizes
     (4, 1)
     """
-    _positive_radius(radius)
+    check_positive("radius", radius)
     if points.ndim != 2 or not len(points) or not bool(points.isfinite().all()):
         found = f"NaN or Inf in {tuple(points.shape)}" if points.ndim == 2 else tuple(points.shape)
         raise InputError(f"`points` should be finite, (n, d), at least one. Found {found}.")
@@ -445,7 +443,7 @@ def leaders(weights: Float[Tensor, "h n n"], share: float = 0.5) -> tuple[int, .
 
 def consensus(radius: float, *, terminal: bool = True) -> Event:
     """The event ``consensus``: no two tokens are further apart than the radius."""
-    _positive_radius(radius)
+    check_positive("radius", radius)
     return Event("consensus", lambda _, x: diameter(x) - radius, terminal)
 
 
@@ -456,10 +454,5 @@ def diameter(points: Float[Tensor, "n d"]) -> float:
 
 def outgrows(radius: float, *, terminal: bool = True) -> Event:
     """The event ``outgrown``: some token is further from the origin than the radius."""
-    _positive_radius(radius)
+    check_positive("radius", radius)
     return Event("outgrown", lambda _, x: radius - float(x.norm(dim=-1).max()), terminal)
-
-
-def _positive_radius(radius: float) -> None:
-    if not 0 < radius < float("inf"):
-        raise InputError(f"`radius` should be positive. Found `radius = {radius}`.")

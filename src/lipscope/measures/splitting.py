@@ -140,15 +140,6 @@ def token_blocks(own: Operator) -> Float[Tensor, "n d_out d"]:
     return own.matvec(eye[:, None].expand(d, n, d)).permute(1, 2, 0)
 
 
-def token_gains(
-    own: Operator, *, tol: float = _TOL, delta: float = 0.01, name: str = "split"
-) -> Float[Tensor, " n"]:
-    """``‖T_i‖`` of every token by the solver, all tokens in one product; upper ends."""
-    return torch.tensor(
-        [top.upper for top in _solve_tokens(own, tol, delta, name)], dtype=torch.float64
-    )
-
-
 def finite_split(
     layer: Attention, mu: TokenMeasure, found: Split, *, size: float, whole: bool = False
 ) -> float:
@@ -214,24 +205,22 @@ def _check_equivariant(f: Function, twice: Tensor) -> None:
 
 
 def _best_split(own: Operator) -> tuple[Tensor, int, Tensor]:
-    n, d = own.in_shape
-    if n * d * own.out_shape[1] <= _LARGE:
-        _, sizes, right = torch.linalg.svd(token_blocks(own), full_matrices=False)
-        gains = sizes[:, 0].to("cpu", torch.float64)
-        token = int(gains.argmax())
-        return gains, token, right[token, 0]
-    tops = _solve_tokens(own, _TOL, 0.01, "split")
-    gains = torch.tensor([top.upper for top in tops], dtype=torch.float64)
-    token = int(gains.argmax())
-    return gains, token, tops[token].v
+    """``‖T_i‖`` of every token, the token of the largest, and its direction.
 
-
-def _solve_tokens(own: Operator, tol: float, delta: float, name: str) -> list:
-    """Every token's matrix as an operator of its own; they share their products."""
+    Of many large matrices by the solver, all tokens in one product: upper ends.
+    """
     (n, d), d_out = own.in_shape, own.out_shape[1]
-    alone = Operator(own.matvec, own.rmatvec, (d,), (d_out,), own.dtype, own.device)
-    starts = [start_named(f"{name}|{i}") for i in range(n)]
-    return top_singular_batch(alone, starts, tol=tol, delta=delta)
+    if n * d * d_out <= _LARGE:
+        _, sizes, right = torch.linalg.svd(token_blocks(own), full_matrices=False)
+        gains, directions = sizes[:, 0].to("cpu", torch.float64), right[:, 0]
+    else:
+        alone = Operator(own.matvec, own.rmatvec, (d,), (d_out,), own.dtype, own.device)
+        starts = [start_named(f"split|{i}") for i in range(n)]
+        tops = top_singular_batch(alone, starts, tol=_TOL)
+        gains = torch.tensor([top.upper for top in tops], dtype=torch.float64)
+        directions = [top.v for top in tops]
+    token = int(gains.argmax())
+    return gains, token, directions[token]
 
 
 # --- few different tokens, repeated any number of times
@@ -293,14 +282,11 @@ def uniform_gain(layer: Attention, num_tokens: int) -> float | None:
 
     Source: derived here (``docs/theory/inputs.md``).
     """
-    n = num_tokens
-    if layer.mask is not None and not bool(layer.mask.all()):
+    n, masked = num_tokens, layer.mask is not None and not bool(layer.mask.all())
+    norms = layer.norms()[2] is not None or layer.entrance() is not None
+    if masked or layer.positional or layer.window is not None or norms:
         return None
-    if layer.positional or layer.window is not None or layer.norms()[2] is not None:
-        return None
-    if layer.entrance() is not None or not layer.weighting.normalised:
-        return None
-    if layer.causal and n > _LARGEST_DENSE:
+    if not layer.weighting.normalised or (layer.causal and n > _LARGEST_DENSE):
         return None
     value = layer.projections()[2].unflatten(0, (layer.num_groups, -1))
     value = layer.repeat_groups(value).flatten(0, 1)

@@ -164,7 +164,7 @@ class Content:
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, str]]:
-        """Setting and layer of every row."""
+        """Place of the setting, and layer, of every row."""
         index = {setting: s for s, setting in enumerate(items_by_setting(self.items))}
         return {i.row.id: (index[i.setting], label(i.row.layer)) for i in self.items}
 
@@ -185,18 +185,14 @@ class Content:
     @cached_property
     def bounded(self) -> list[dict[str, Any]]:
         """Bounds by setting, folder, layer and metric."""
-        settings = {item.row.id: item.setting for item in self.items}
-        index = {setting: s for s, setting in enumerate(items_by_setting(self.items))}
         names, found = folder_names(self.runs), []
         for run in {str(run.path): run for run in self.runs}.values():
             bounds = list(run.bound_values())
             rows = run.measurements() if bounds else ()
-            parts = grouped(rows, lambda row: settings[row.id])
-            place = names[str(run.path)]
             found += [
-                {"s": index[setting], "folder": place} | record
-                for setting, rows in parts.items()
-                for record in map(bounds_of, comparisons(rows, bounds))
+                {"s": s, "folder": names[str(run.path)]} | bounds_of(one)
+                for s, some in grouped(rows, lambda row: self._places[row.id][0]).items()
+                for one in comparisons(some, bounds)
             ]
         return found
 

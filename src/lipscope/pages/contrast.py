@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from lipscope.records import (
     Growth,
     Measurement,
     Run,
-    Shift,
     enclosed_mean,
     growth,
     holm,
@@ -30,8 +28,8 @@ from lipscope.records import (
 )
 
 Cell = tuple[int | None, int | None, int]  # layer, head, number of tokens
-Log = Callable[[Measurement], tuple[float, float] | None]
 PAIRED, APART = "the same windows", "two samples"
+_DEPENDENT = "windows share text, so they are not independent"
 
 
 class _Folder(NamedTuple):
@@ -47,7 +45,7 @@ def exponent_rows(
     cells: Sequence[Cell],
     mine: Mapping[Cell, Sequence[Measurement]],
     other: Mapping[Cell, Sequence[Measurement]],
-    log: Log,
+    quantity: str,
     spread: Sequence[bool],
 ) -> list[dict[str, Any]]:
     """Differences of the exponents of two folders, layer by layer.
@@ -67,11 +65,10 @@ def exponent_rows(
         lengths = sorted({c[2] for c in cells if c[:2] == (layer, head)})
         lengths = [n for n in lengths if n <= min(trained, default=n)]
         if len(lengths) >= 3:
-            both = [
-                _folder_of(rows, lengths, log, one) for rows, one in zip(sides, spread, strict=True)
-            ]
+            pairs = zip(sides, spread, strict=True)
+            both = [_folder_of(rows, lengths, quantity, one) for rows, one in pairs]
             about = {"layer": label(layer), "head": head, "n": f"{lengths[0]} to {lengths[-1]}"}
-            found.append(about | _exponent_row(both, lengths, log))
+            found.append(about | _exponent_row(both, lengths, quantity))
     _tested(found)
     return found
 
@@ -84,19 +81,36 @@ def _tested(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return tested
 
 
+def _tested_shift(
+    a: Ends, b: Ends, why: str, *, shared: bool
+) -> tuple[tuple[float | None, ...], dict[str, Any]]:
+    """Mean and interval of a shift, if there is one, and what its row says of the test."""
+    if not why and min(len(a), len(b)) < 2:
+        why = "too few windows: an interval takes two" + " of each" * (not shared)
+    shift = None if why else (paired_shift if shared else welch_shift)(a, b)
+    return (None, None, None) if shift is None else shift[:3], {
+        "p": None if shift is None else shift.p,
+        "holm": None,
+        "changed": False,
+        "how": PAIRED if shared else APART,
+        "count": f"{len(a)}" if shared else f"{len(a)} and {len(b)}",
+        "why": why,
+    }
+
+
 def _folder_of(
-    rows: Sequence[Measurement], lengths: Sequence[int], log: Log, spread: bool
+    rows: Sequence[Measurement], lengths: Sequence[int], quantity: str, spread: bool
 ) -> _Folder:
     """The windows of one folder, and how they grow."""
     held: dict[int, dict[int, Measurement]] = {}
     for row in rows:
-        if row.num_tokens in lengths and log(row) is not None:
+        if row.num_tokens in lengths and _log(quantity, row) is not None:
             held.setdefault(row.sample, {})[row.num_tokens] = row
     whole = {k: [one[n] for n in lengths] for k, one in held.items() if len(one) == len(lengths)}
     used = [row for some in whole.values() for row in some]
     passages = {tuple(r.tokens_sha256 or str(k) for r in some): some for k, some in whole.items()}
     try:
-        logs = [log(row) or (0.0, 0.0) for row in used]
+        logs = [_log(quantity, row) or (0.0, 0.0) for row in used]
         values = [replace(row, sigma=math.exp(at)) for row, (at, _) in zip(used, logs, strict=True)]
         fit = growth(values, paired=spread)
     except InputError:
@@ -104,44 +118,34 @@ def _folder_of(
     if fit is None:
         return _Folder(passages, None, "no window has every length")
     if share_text(used, paired=spread):
-        return _Folder(passages, fit, "windows share text, so they are not independent")
+        return _Folder(passages, fit, _DEPENDENT)
     return _Folder(passages, fit, "no power law" if fit.fits is False else "")
 
 
-def _exponent_row(sides: Sequence[_Folder], lengths: Sequence[int], log: Log) -> dict[str, Any]:
+def _exponent_row(
+    sides: Sequence[_Folder], lengths: Sequence[int], quantity: str
+) -> dict[str, Any]:
     a, b = sides
     shared = [key for key in a.passages if key in b.passages and all(key)]
     keys = (shared, shared) if shared else (list(a.passages), list(b.passages))
     slopes = [
-        [_passage_slope(side.passages[k], lengths, log) for k in some]
+        [_passage_slope(side.passages[k], lengths, quantity) for k in some]
         for side, some in zip(sides, keys, strict=True)
     ]
     named = zip(("first", "second"), sides, strict=True)
-    whys = [f"{side.why} in the {name} folder" for name, side in named if side.why]
-    why = whys[0] if whys else _too_few(slopes, shared=bool(shared))
-    shift = None if why else (paired_shift if shared else welch_shift)(*slopes)
-    count = f"{len(shared)}" if shared else " and ".join(str(len(some)) for some in slopes)
+    why = next((f"{side.why} in the {name} folder" for name, side in named if side.why), "")
+    ends, tested = _tested_shift(slopes[0], slopes[1], why, shared=bool(shared))
     fits = {name: s.fit and short(s.fit.slope) for name, s in zip("ab", sides, strict=True)}
-    ends = (None, None, None) if shift is None else map(short, shift[:3])
-    return {
-        **fits,
-        **dict(zip(("difference", "low", "high"), ends, strict=True)),
-        "p": None if shift is None else shift.p,
-        "holm": None,
-        "changed": False,
-        "how": PAIRED if shared else APART,
-        "count": count,
-        "why": why,
-    }
+    return fits | dict(zip(("difference", "low", "high"), map(short, ends), strict=True)) | tested
 
 
 def _passage_slope(
-    rows: Sequence[Measurement], lengths: Sequence[int], log: Log
+    rows: Sequence[Measurement], lengths: Sequence[int], quantity: str
 ) -> tuple[float, float]:
     """Ends of the exponent of one passage."""
     x = np.log(lengths) - np.log(lengths).mean()
     weights = x / (x @ x)
-    low, high = np.array([log(row) for row in rows], dtype=float).T
+    low, high = np.array([_log(quantity, row) for row in rows], dtype=float).T
     up = weights > 0
     return float(weights @ np.where(up, low, high)), float(weights @ np.where(up, high, low))
 
@@ -366,17 +370,15 @@ def _contrast_table(
     other: Mapping[Cell, Sequence[Measurement]],
     spread: Sequence[bool],
 ) -> dict[str, Any] | None:
-    rows = [
-        _ratio_row(quantity, cell, mine[cell], other[cell])
-        for cell in sorted(cells, key=_cell_order)
-    ]
+    order = sorted(cells, key=lambda cell: [-1 if k is None else k for k in cell])
+    rows = (_ratio_row(quantity, cell, mine[cell], other[cell]) for cell in order)
     rows = [row for row in rows if row is not None]
     if not rows:
         return None
     tested = _tested(rows)
     axes = {"axes": _sides_axes(rows), "ratios": _ratio_axis(rows)}
     said = _contrast_said(rows, tested, quantity)
-    exponents = exponent_rows(cells, mine, other, functools.partial(_log, quantity), spread)
+    exponents = exponent_rows(cells, mine, other, quantity, spread)
     return (
         place._asdict()
         | {"quantity": quantity, "rows": rows, "said": said}
@@ -385,31 +387,28 @@ def _contrast_table(
     )
 
 
-def _cell_order(cell: Cell) -> tuple[int, int, int]:
-    layer, head, num_tokens = cell
-    return -1 if layer is None else layer, -1 if head is None else head, num_tokens
-
-
 def _ratio_row(
     quantity: str, cell: Cell, mine: Sequence[Measurement], other: Sequence[Measurement]
 ) -> dict[str, Any] | None:
     """One layer or head at one length: both means, their ratio, and whether that is sampling."""
     mine, other, shared = _matched(mine, other)
-    ends = [[_log(quantity, row) for row in some] for some in (mine, other)]
+    logs = [[_log(quantity, row) for row in some] for some in (mine, other)]
     if shared:  # a window without a value drops out on both sides
-        pairs = [p for p in zip(*ends, strict=True) if None not in p]
-        ends = [[p[k] for p in pairs] for k in (0, 1)]
-    a, b = ([one for one in some if one is not None] for some in ends)
+        pairs = [p for p in zip(*logs, strict=True) if None not in p]
+        logs = [[p[k] for p in pairs] for k in (0, 1)]
+    a, b = ([one for one in some if one is not None] for some in logs)
     if not a or not b:
         return None
-    shift, why = _shift_or_why(a, b, [mine, other], shared=shared)
+    dependent = any(share_text(some, paired=False) for some in (mine, other))
+    ends, tested = _tested_shift(a, b, _DEPENDENT * dependent, shared=shared)
     means = {
         f"{side}{name}": short(math.exp(value))
         for side, some in (("a", a), ("b", b))
         for name, value in zip(("", "_low", "_high"), enclosed_mean(some), strict=True)
     }
-    middle = [sum(one for one, _ in some) / len(some) for some in (a, b)]
-    ratio = (middle[1] - middle[0], None, None) if shift is None else shift[:3]
+    if ends[0] is None:
+        before, after = (sum(one for one, _ in some) / len(some) for some in (a, b))
+        ends = (after - before, None, None)
     return {
         "layer": label(cell[0]),
         "head": cell[1],
@@ -417,14 +416,9 @@ def _ratio_row(
         **means,
         **{
             name: None if value is None else short(math.exp(value))
-            for name, value in zip(("ratio", "low", "high"), ratio, strict=True)
+            for name, value in zip(("ratio", "low", "high"), ends, strict=True)
         },
-        "p": None if shift is None else shift.p,
-        "holm": None,
-        "changed": False,
-        "how": PAIRED if shared else APART,
-        "count": f"{len(a)}" if shared else f"{len(a)} and {len(b)}",
-        "why": why,
+        **tested,
     }
 
 
@@ -437,22 +431,6 @@ def _matched(
     if not shared:
         return list(mine), list(other), False
     return [one[window] for window in shared], [two[window] for window in shared], True
-
-
-def _shift_or_why(
-    a: Ends, b: Ends, rows: Sequence[Sequence[Measurement]], *, shared: bool
-) -> tuple[Shift | None, str]:
-    """The shift of logarithms, or why there is no interval."""
-    if any(share_text(some, paired=False) for some in rows):
-        return None, "windows share text, so they are not independent"
-    if why := _too_few([a, b], shared=shared):
-        return None, why
-    return (paired_shift(a, b) if shared else welch_shift(a, b)), ""
-
-
-def _too_few(sides: Sequence[Sequence[Any]], *, shared: bool) -> str:
-    few = min(map(len, sides)) < 2
-    return ("too few windows: an interval takes two" + " of each" * (not shared)) * few
 
 
 def _sides_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -44,15 +44,12 @@ def by_rank(parts: Iterable[Direction]) -> dict[str, dict[int, list[Direction]]]
 
 def direction_heading(part: Direction) -> str:
     """What is known of a direction: its interval, and how well its vector is determined."""
-    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {_upper_end(part.upper)}]; "
+    upper = number(rounded_up(part.upper, 4))
+    said = f"direction {part.rank}: sigma in [{number(part.sigma)}, {upper}]; "
     if part.sine is None:
         return said + "its interval meets a neighbour's: the vector is not determined"
     angle = f"sine of the angle to the singular vector at most {rounded_up(part.sine, 2):.2g}"
     return said + (f"{angle}" if part.determined else f"the vector is not determined ({angle})")
-
-
-def _upper_end(value: float) -> str:
-    return number(rounded_up(value, 4))
 
 
 def directions_shown(rows: Iterable[Measurement], parts: Iterable[Direction]) -> Sheet:
@@ -96,17 +93,13 @@ def _direction_table(parts: Sequence[Direction]) -> Table:
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=right)
     for side, verb in SIDES.items():
         for one in (part for part in parts if part.side == side):
-            cells = (verb, _token_name(one), percent(one.share), *_along_against(one))
-            chance = (
-                _with_chance(one.cosine, one.chance_cosine),
-                _with_chance(one.spanned, one.chance_spanned),
-            )
-            table.add_row(*(Text(printable(cell)) for cell in (*cells, *chance, one.space or "–")))
+            name = f"{_unmarked(one.text)} ({one.index})"
+            cells = (verb, name, percent(one.share), *_along_against(one))
+            near = _with_chance(one.cosine, one.chance_cosine)
+            spanned = _with_chance(one.spanned, one.chance_spanned)
+            cells = (*cells, near, spanned, one.space or "–")
+            table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
-
-
-def _token_name(one: Direction) -> str:
-    return f"{_unmarked(one.text)} ({one.index})"
 
 
 def _unmarked(word: str) -> str:

@@ -163,8 +163,8 @@ def items_by_setting(items: Iterable[Item]) -> dict[tuple[str, ...], list[Item]]
 def _model_names(rows: Iterable[Measurement]) -> dict[tuple[Any, ...], str]:
     """Names of models, with what tells apart those that share one."""
     versions: dict[str, dict[tuple[Any, ...], list[str]]] = {}
-    for key in dict.fromkeys(map(_version, rows)):
-        versions.setdefault(key[0], {})[key] = _version_words(*key[1:])
+    for key, row in {_version(row): row for row in rows}.items():
+        versions.setdefault(row.model, {})[key] = _version_words(row)
     names: dict[tuple[Any, ...], str] = {}
     for model, ways in versions.items():
         varied = [len(set(words)) > 1 for words in zip(*ways.values(), strict=True)]
@@ -178,21 +178,13 @@ _version = attrgetter(
 )
 
 
-def _version_words(
-    step: int | None,
-    revision: str | None,
-    weights: str,
-    side: str,
-    position_offset: int,
-    dtype: str,
-    seed: int,
-) -> list[str]:
+def _version_words(row: Measurement) -> list[str]:
     return [
-        "" if step is None else f"step {step}",
-        revision or "",
-        weights,
-        "" if side == "self" else f"side {side}",
-        f"positions from {position_offset}" if position_offset else "",
-        dtype,
-        f"seed {seed}",
+        "" if row.step is None else f"step {row.step}",
+        row.revision or "",
+        row.weights,
+        "" if row.side == "self" else f"side {row.side}",
+        f"positions from {row.position_offset}" if row.position_offset else "",
+        row.dtype,
+        f"seed {row.seed}",
     ]

@@ -154,7 +154,8 @@ class Push:
         reads = json.loads(place.reads)
         if not place.reading or not reads:
             return
-        yield f"At X the {place.reading} is {quoted(reads[0][0])} ({self._value(reads[0][1])})."
+        (name, value), kind = reads[0], "probability" if place.reading == NEXT else "cosine"
+        yield f"At X the {place.reading} is {quoted(name)} ({kind} {number(value, 3)})."
         stays = []
         for one in self.directions:
             if one.flip is None:
@@ -168,9 +169,6 @@ class Push:
         if stays:
             most = self.size(self.directions[0].most)
             yield f"No flip up to {most}: {', '.join(stays)}."
-
-    def _value(self, value: float) -> str:
-        return f"{'probability' if self.place.reading == NEXT else 'cosine'} {number(value, 3)}"
 
     def _decision(self) -> Iterator[str]:
         place = self.place

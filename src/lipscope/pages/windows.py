@@ -146,7 +146,9 @@ def kinds_of(
         if item.kind != REAL or row.input != "text" or row.id not in tops:
             continue
         if (place := str(item.run.path)) not in named:
-            named[place] = _has_words(item.run)
+            # Tokens are texts; without a tokenizer they are numbers, every one of them.
+            tokens = item.run.tokens["text"].head(_ENOUGH)
+            named[place] = not all(text.isdigit() for text in tokens)
         if named[place]:
             key = (item.setting, item.source, label(row.layer), row.head, row.num_tokens)
             found.setdefault(key, Counter())[kind_of(tops[row.id].text)] += 1
@@ -155,8 +157,3 @@ def kinds_of(
         for key, some in found.items()
         for kind, count in some.most_common(1)
     }
-
-
-def _has_words(run: Run) -> bool:
-    """Whether tokens are texts; without a tokenizer they are numbers, every one of them."""
-    return not all(text.isdigit() for text in run.tokens["text"].head(_ENOUGH))

@@ -46,11 +46,6 @@ class Comparison:
         return [row for row in self.rows if given(row)]
 
     @property
-    def built(self) -> list[Measurement]:
-        """Rows at inputs that were constructed or searched for."""
-        return [row for row in self.rows if not given(row)]
-
-    @property
     def allowed(self) -> str:
         """The tokens of which bounds on all inputs speak, in words."""
         return allowed(bound for _, bound in self.bounds)
@@ -60,11 +55,13 @@ class Comparison:
 
         Several samples of one length become their geometric mean; equal bounds one line.
         """
+        # Rows at built inputs by what built them, which are not averaged.
+        built = grouped((row for row in self.rows if not given(row)), lambda row: row.input)
         lines = [
             _curve_of("sigma, real text", MEASURED, map(_sigma_point, self.real)),
             *(
                 _curve_of(f"sigma, {kind}", ADVERSARIAL, map(_sigma_point, rows))
-                for kind, rows in self._kinds().items()
+                for kind, rows in built.items()
             ),
             _curve_of("local certificate, real text", CERTIFICATE, self._certificates()),
         ]
@@ -76,10 +73,6 @@ class Comparison:
         every = [_curve_of(name, "bound", points) for name, points in wide.items()]
         kept, left_out = _on_scale([line for line in every if line.points], _OFF_SCALE * top)
         return [line for line in [*lines, *_merged_lines(kept)] if line.points], left_out
-
-    def _kinds(self) -> dict[str, list[Measurement]]:
-        """Rows at built inputs by what built them, which are not averaged."""
-        return grouped(self.built, lambda row: row.input)
 
     def _certificates(self) -> list[_Point]:
         """The best local bound of every given input."""

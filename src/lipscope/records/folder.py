@@ -60,7 +60,6 @@ SURVEY = "survey"
 """The part of the values that says what models were found to have."""
 LOCK, OWNER = ".lock", ".owner"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-_KINDS = ("jsonl", "parquet")
 
 
 class Finished(NamedTuple):
@@ -87,13 +86,12 @@ class RunFolder:
 
     Args:
         path: Folder, made if it does not exist.
-        spec: Everything that determines the rows.
+        spec: Everything that determines the rows; as an attribute, with what was held before.
         origin: Machine and versions (`lipscope.records.rows.provenance`).
         growing: Whether it may hold a run of other layers, lengths and samples, which then are
             asked for too.
 
     Attributes:
-        spec: What this run asks for, with what the folder held before.
         done: Rows that need no measuring, by their ids: whole, and not failed for want of a
             worker, memory or disk.
 
@@ -219,7 +217,7 @@ class RunFolder:
                 remark(f"The manifest of `{self.path}` was lost, and is made anew from its rows.")
             self._write_manifest()
         incomplete = self._repaired()
-        frame = self._compact(own=False)
+        frame = self.compact(own=False)
         rows = {one.id: one for one in records_of(Measurement, frame)}
         done = {id: row for id, row in rows.items() if id not in incomplete and not row.passing}
         if again := sum(row.passing for row in rows.values()):
@@ -232,20 +230,22 @@ class RunFolder:
     def _repaired(self) -> set[str]:
         """Put the files in order, say in a line what was wrong, and name the incomplete rows."""
         rows = self._tables[0]
-        marks = [self._marks.get(one.name) for one in self._tables]
+        marked = [(one, self._marks.get(one.name)) for one in self._tables]
         try:
             for one in self._tables:
                 one.cut_torn_line()
-            marked = list(zip(self._tables, marks, strict=True))
             if all(mark is not None and mark.sha256 == one.digest for one, mark in marked):
                 return set()
             aside = {one.lines.name: one.repair() for one in self._tables}
             back = sum(one.restore(mark) for one, mark in marked[1:])
-            counts = {one.name: _by_id(one.read(mark)) for one, mark in marked[1:-1]}
+            counts = {
+                one.name: dict(one.read(mark).group_by("id").len().iter_rows())
+                for one, mark in marked[1:-1]
+            }
             known = (m and (not m.sha256 or one.copied(m) is not None) for one, m in marked[1:-1])
             if all(known):
-                held_of = counts.items()
-                back += rows.restore(marks[0], lambda r: {n: o.get(r["id"], 0) for n, o in held_of})
+                held_of, mark = counts.items(), marked[0][1]
+                back += rows.restore(mark, lambda r: {n: o.get(r["id"], 0) for n, o in held_of})
             told = [*rows.told()]
         except OSError as problem:
             raise InputError(
@@ -269,9 +269,6 @@ class RunFolder:
             remark(f"`{self.path}`: {'; '.join(parts)}. What is missing is measured again.")
         return incomplete
 
-    def _marked(self) -> list[tuple[Stored, Mark | None]]:
-        return [(one, self._marks.get(one.name)) for one in self._tables]
-
     def planned(self, ids: Collection[str]) -> None:
         """Say which rows this run asks for, when all its models have been looked at.
 
@@ -290,7 +287,7 @@ class RunFolder:
                 )
             self.done = {id: row for id, row in self.done.items() if id in wanted}
             del self._marks[rows.name]  # else the copy would give them back
-            self._compact(own=True)
+            self.compact()
             remark(
                 f"`{self.path}`: {count} row{'s' * (count > 1)} of windows that moved with the new "
                 "lengths or samples went to `rows.earlier`; they are measured anew."
@@ -313,10 +310,8 @@ class RunFolder:
 
     def _take_away(self) -> None:
         """Remove what opening made, and the folders that were not there before."""
-        names = [MANIFEST, LOCK, OWNER]
-        names += [f"{table.name}.{kind}" for table in self._tables for kind in _KINDS]
         with contextlib.suppress(OSError):
-            for name in names:
+            for name in (MANIFEST, LOCK, OWNER, *_files_of(self._tables)):
                 (self.path / name).unlink(missing_ok=True)
             for path in self._made:
                 path.rmdir()
@@ -363,13 +358,12 @@ class RunFolder:
             records += [record for one in finished for record in getattr(one, side.name)]
             keys = {tuple(getattr(record, name) for name in side.key) for record in records}
             held.append(Counter(key[0] for key in keys))
-        lines = []
-        for one in finished:
-            counts = {name: of[one.row.id] for name, of in zip(BESIDE, held, strict=True)}
-            lines.append(
-                json.dumps(one.row.to_dict() | counts, ensure_ascii=False, allow_nan=False)
-            )
-        return lines
+        counts = (
+            {name: of[one.row.id] for name, of in zip(BESIDE, held, strict=True)}
+            for one in finished
+        )
+        both = (one.row.to_dict() | count for one, count in zip(finished, counts, strict=True))
+        return [json.dumps(line, ensure_ascii=False, allow_nan=False) for line in both]
 
     def values(self, part: str) -> dict[str, dict[str, Any]]:
         """What was computed for a part of an experiment, by key, in the order of `add_value`."""
@@ -421,12 +415,11 @@ class RunFolder:
         frame = table.read(self._marks.get(table.name), own=True)
         return records_of(kind, frame.filter(pl.col("id").is_in(wanted)))
 
-    def compact(self) -> None:
-        """Bring the Parquet copies of all tables up to their lines."""
-        self._compact(own=True)
+    def compact(self, *, own: bool = True) -> polars.DataFrame:
+        """Bring the Parquet copies up to their lines, and the manifest up to the copies; the rows.
 
-    def _compact(self, *, own: bool) -> polars.DataFrame:
-        """Bring the Parquet copies up to their lines, and the manifest up to the copies."""
+        ``own``: whether this process wrote or checked every line.
+        """
         frame = self._tables[0].read(self._marks.get("rows"), own=own)
         marks = {}
         for table in self._tables:
@@ -444,16 +437,16 @@ class RunFolder:
         return frame
 
 
-def _by_id(side: polars.DataFrame) -> dict[str, int]:
-    return dict(side.group_by("id").len().iter_rows())
-
-
 def _may_be_left(path: Path) -> bool:
     """Whether a kill before the first row can have left this file."""
     names = (MANIFEST, "manifest.damaged", LOCK, OWNER)
-    ours = {f"{table.name}.{kind}" for table in tables(path.parent) for kind in _KINDS}
-    bare = path.name in ours and path.is_file() and not path.stat().st_size
+    ours = path.name in _files_of(tables(path.parent))
+    bare = ours and path.is_file() and not path.stat().st_size
     return path.suffix == PART or path.name in names or bare
+
+
+def _files_of(stored: Iterable[Stored]) -> list[str]:
+    return [f"{table.name}.{kind}" for table in stored for kind in ("jsonl", "parquet")]
 
 
 def _taken(path: Path) -> Callable[[], object]:
@@ -506,15 +499,11 @@ def values_of(frame: polars.DataFrame, part: str) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, repr=False)
 class Run(Shown):
-    """A run folder as it is read: its tables and the manifest.
+    """A run folder as it is read: its tables and the manifest."""
 
-    Attributes:
-        path: The folder.
-        manifest: ``schema``, ``spec``, ``provenance`` (versions, machine), ``models``
-            (revision and weights of each) and ``files`` (digests).
-    """
-
-    path: Path
+    path: Path  # the folder
+    # ``schema``, ``spec``, ``provenance`` (versions, machine), ``models`` (revision and weights of
+    # each) and ``files`` (digests)
     manifest: Mapping[str, Any]
 
     @cached_property
@@ -579,12 +568,6 @@ def read_run(path: str | Path) -> Run:
     Holds also while a run goes on: then the rows that are finished at this moment are read. Lines
     are believed, and the Parquet copies as far as they are theirs; a damaged line is left out,
     and said.
-
-    Args:
-        path: A run folder, whoever wrote it.
-
-    Returns:
-        The run.
 
     Raises:
         InputError: If it is no run folder, cannot be read, or is of another schema.

@@ -13,7 +13,7 @@ from typing import Any
 
 from lipscope.errors import InputError, remark
 from lipscope.records.rows import SCHEMA
-from lipscope.records.tables import is_whole, opened, replaced
+from lipscope.records.tables import is_whole, opened, replaced, tables
 
 MANIFEST = "manifest.json"
 _VERSIONS = ("lipscope", "torch", "transformers")
@@ -160,9 +160,7 @@ def check_same(
 
 _RUNS = Path("runs")
 _DAY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-"
-# What a run leaves, and `force` removes.
-_TABLES = ("rows", "tokens", "bounds", "directions", "values")
-_KINDS = ("jsonl", "parquet", "damaged", "earlier")
+_KINDS = ("jsonl", "parquet", "damaged", "earlier")  # of a table, which `force` removes
 
 
 class Place:
@@ -196,7 +194,7 @@ class Place:
         """Remove the run that is replaced; what is not of a run stays."""
         if not self._force:
             return
-        names = [f"{table}.{kind}" for table in _TABLES for kind in _KINDS]
+        names = [f"{table.name}.{kind}" for table in tables(self.path) for kind in _KINDS]
         for name in (*names, MANIFEST):
             (self.path / name).unlink(missing_ok=True)
         for path in self.path.glob("worst*.npz"):
@@ -211,18 +209,15 @@ class Place:
         plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", self._name)[:100].strip("-.") or "model"
         pattern = (_DAY if self._dated else "") + re.sub(r"([\[\]*?])", r"[\1]", plain_name)
         held = [*_RUNS.glob(pattern), *_RUNS.glob(f"{pattern}-[0-9]*")]
-        specs = [(path, _spec(path)) for path in sorted(held, reverse=True)]
-        for same in (lambda s: s == spec, lambda s: growing and _extends(s, spec)):
-            for path, one in specs:
-                if one is not None and same(one):
-                    return path
+        specs = ((path, _spec(path)) for path in sorted(held, reverse=True))
+        known = [(path, one) for path, one in specs if one is not None]
+        same = [path for path, one in known if one == spec]
+        same += [path for path, one in known if growing and joined(one, spec) == joined(spec, one)]
+        if same:
+            return same[0]
         day = f"{datetime.date.today():%Y-%m-%d}-" if self._dated else ""
         names = (f"{day}{plain_name}" + (f"-{k}" if k > 1 else "") for k in count(1))
         return next(p for name in names if not (p := _RUNS / name).exists())
-
-
-def _extends(held: Mapping[str, Any], spec: Mapping[str, Any]) -> bool:
-    return joined(held, spec) == joined(spec, held)
 
 
 def _spec(path: Path) -> Mapping[str, Any] | None:

@@ -218,15 +218,8 @@ def growth(
     trained = rows[0].trained_length if rows and rows[0].input in GIVEN else None
     if trained is None or all(row.num_tokens <= trained for row in rows):
         return _growth(rows, paired=paired, seed=seed, of=of)
-    inside, beyond = (
-        _growth(
-            [row for row in rows if (row.num_tokens > trained) == past],
-            paired=paired,
-            seed=seed,
-            of=of,
-        )
-        for past in (False, True)
-    )
+    parts = ([row for row in rows if (row.num_tokens > trained) == past] for past in (False, True))
+    inside, beyond = (_growth(part, paired=paired, seed=seed, of=of) for part in parts)
     than = f"than the {trained} tokens that the model was trained on"
     if inside is None:
         return None if beyond is None else _noted(beyond, f"all inputs are longer {than}")
@@ -248,20 +241,18 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
     kept = complete or logs
     used = [row for row in rows if (row.num_tokens, row.sample) in kept]
     shared = share_text(used, paired=paired)
-    columns, x = _by_length(kept, lengths), np.log(lengths)
+    ordered, x = sorted(kept.items()), np.log(lengths)  # at each length ordered by sample
+    columns = [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
     means = np.array([column.mean() for column in columns])
     weights = _slope_weights(columns, lengths)
     sizes = np.array([len(column) for column in columns])
     slope = float(weights @ means)
     line = sizes @ means / sizes.sum() + slope * (x - sizes @ x / sizes.sum())
     low = high = level = p = None
+    dropped = len(logs) - len(kept)
     if complete and not shared:
         low, high, level = _slope_interval(columns, weights, paired=paired, seed=seed)
-        p = (
-            paired_lack_of_fit(np.column_stack(columns), lengths)
-            if paired
-            else unpaired_lack_of_fit(columns, lengths)
-        )
+        p = (paired_lack_of_fit if paired else unpaired_lack_of_fit)(columns, lengths)
     return Growth(
         slope=slope,
         low=low,
@@ -274,11 +265,9 @@ def _growth(rows: Sequence[Measurement], *, paired: bool, seed: int, of: Of) -> 
         num_samples=min(len(column) for column in columns),
         num_rows=len(kept),
         num_excluded=len(rows) - len(logs),
-        num_dropped=len(logs) - len(kept),
+        num_dropped=dropped,
         paired=paired,
-        note=_sample_note(
-            columns, len(logs) - len(kept), bool(complete), shared=shared, paired=paired
-        ),
+        note=_sample_note(columns, dropped, bool(complete), shared=shared, paired=paired),
     )
 
 
@@ -342,18 +331,8 @@ def _complete(
     logs: dict[tuple[int, int], float], lengths: list[int]
 ) -> dict[tuple[int, int], float]:
     """The entries of those samples that have every length."""
-    whole = {
-        sample
-        for sample in {sample for _, sample in logs}
-        if all((n, sample) in logs for n in lengths)
-    }
+    whole = {s for _, s in logs if all((n, s) in logs for n in lengths)}
     return {key: value for key, value in logs.items() if key[1] in whole}
-
-
-def _by_length(logs: dict[tuple[int, int], float], lengths: list[int]) -> list[np.ndarray]:
-    """``log sigma`` at each length, ordered by sample."""
-    ordered = sorted(logs.items())
-    return [np.array([y for (m, _), y in ordered if m == n]) for n in lengths]
 
 
 def _slope_weights(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarray:

@@ -6,7 +6,6 @@ and never sees a tensor.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -157,9 +156,6 @@ class Measurement(Shown):
     def to_json(self) -> str:
         """The row as one line of JSON."""
         return json.dumps(self.to_dict(), ensure_ascii=False, allow_nan=False)
-
-
-COLUMNS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Measurement))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,11 +76,8 @@ def paired_shift(before: Ends, after: Ends) -> Shift:
     [2.0, -0.484, 4.484, 0.074]
     """
     pairs = list(zip(before, after, strict=True))
-    means = [y[0] - x[0] for x, y in pairs]
-    lower = _of_pairs([y[0] - x[1] for x, y in pairs])
-    return _shift_of(
-        math.fsum(means) / len(means), lower, _of_pairs([y[1] - x[0] for x, y in pairs])
-    )
+    mean, low, high = ([y[i] - x[j] for x, y in pairs] for i, j in ((0, 0), (0, 1), (1, 0)))
+    return _shift_of(math.fsum(mean) / len(mean), _of_pairs(low), _of_pairs(high))
 
 
 def welch_shift(before: Ends, after: Ends) -> Shift:
@@ -90,9 +87,8 @@ def welch_shift(before: Ends, after: Ends) -> Shift:
     for. Holds for independent, nearly normal values, also of the two samples.
     """
     (a, top), (b, high) = (tuple(zip(*some, strict=True)) for some in (before, after))
-    return _shift_of(
-        math.fsum(b) / len(b) - math.fsum(a) / len(a), _of_two(top, b), _of_two(a, high)
-    )
+    mean = math.fsum(b) / len(b) - math.fsum(a) / len(a)
+    return _shift_of(mean, _of_two(top, b), _of_two(a, high))
 
 
 class _Estimate(NamedTuple):
@@ -202,7 +198,7 @@ def resampled(seed: int, size: int) -> np.ndarray:
     return counts.reshape(RESAMPLES, size) / size
 
 
-def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | None:
+def paired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) -> float | None:
     """Lack of fit of a line when every sample is seen at every length.
 
     Every sample has a line of its own; what the samples deviate from their lines *in
@@ -211,9 +207,10 @@ def paired_lack_of_fit(table: np.ndarray, lengths: Sequence[int]) -> float | Non
     with any level and slope and independent residuals of equal variance.
 
     >>> line = np.log([16, 64, 256])
-    >>> paired_lack_of_fit(np.array([1 + line, 2 + line]), [16, 64, 256])
+    >>> paired_lack_of_fit([np.array([1 + v, 2 + v]) for v in line], [16, 64, 256])
     1.0
     """
+    table = np.column_stack(columns)
     samples, count = table.shape
     if samples < 2 or count < 3:
         return None
@@ -236,20 +233,15 @@ def unpaired_lack_of_fit(columns: Sequence[np.ndarray], lengths: Sequence[int]) 
     free = int(sizes.sum()) - len(columns)
     if free < 1 or len(columns) < 3:
         return None
-    means = np.array([column.mean() for column in columns])
-    lof = float(sizes.mean()) * _off_line(means, sizes, lengths)
+    means, x = np.array([column.mean() for column in columns]), np.log(lengths)
+    line = np.polynomial.Polynomial.fit(x, means, 1, w=np.sqrt(sizes))
+    lof = float(sizes @ (means - line(x)) ** 2)
     return _f_test(lof, len(columns) - 2, pure_error(columns), free, np.concatenate(columns))
 
 
 def pure_error(columns: Sequence[np.ndarray]) -> float:
     """Sum of squared deviations from the mean of each column."""
     return sum(float(((column - column.mean()) ** 2).sum()) for column in columns)
-
-
-def _off_line(means: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> float:
-    """Squared distance of the means from their weighted line, weights of mean one."""
-    line = np.polynomial.Polynomial.fit(np.log(lengths), means, 1, w=np.sqrt(sizes))
-    return float(sizes @ (means - line(np.log(lengths))) ** 2) / float(sizes.mean())
 
 
 def _f_test(lof: float, lof_free: int, rest: float, free: int, values: np.ndarray) -> float:

@@ -72,14 +72,16 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
         yield ask.text(name, loaded, text.content, map=name)
     yield ask.text("token-relative", loaded, text.content, metric="token-relative")
     if family == "bert":
-        yield ask.repeated("one token, one position", loaded, same_place=True)
+        yield ask.repeated("one token, one position", same_place=True)
     if not trained:
         return  # the rest speaks of words and of trained weights
     if family == "bert":
         # In training position 0 was [CLS]'s alone; one in the middle was that of any token.
         for place in (0, (loaded.trained_length or loaded.max_tokens or 0) // 2):
-            yield ask.in_place(f"text, all at position {place}", _all_at(place))
-    yield ask.repeated("one token", loaded, same_place=False)
+            yield ask.in_place(
+                f"text, all at position {place}", lambda n, at=place: torch.full((n,), at)
+            )
+    yield ask.repeated("one token", same_place=False)
     if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
         yield ask.text("no special tokens", loaded, text.content, special_tokens=False)
     if loaded.weights == "float32":
@@ -88,13 +90,10 @@ def controls(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Control]
         yield from _random_controls(ask, loaded, seed)
 
 
-def _all_at(place: int) -> Callable[[int], Tensor]:
-    return lambda n: torch.full((n,), place)
-
-
 def _random_controls(ask: _Ask, loaded: LoadedModel, seed: int) -> Iterator[Control]:
     """Controls with something random in them, for one seed."""
-    yield ask.tokens("random tokens", loaded, seed)
+    drawn = [{"input_ids": random_tokens(loaded, n, ask.samples, seed)} for n in ask.lengths]
+    yield ask.batches("random tokens", loaded, drawn, seed)
     words = shuffled_words(ask.content, seed)
     yield ask.text("shuffled words", loaded, words, seed=seed)
     yield ask.text("weights of a new model", reinitialised(loaded, seed), ask.content, seed=seed)
@@ -131,10 +130,10 @@ def offsets(study: Study, loaded: LoadedModel, text: Text) -> None:
     if loaded.tokenizer is not None and any(special_tokens_of(loaded.tokenizer)):
         found["the first token stays"] = [ask.after_the_first(n, k) for k in places]
     for moved, runs in found.items():
-        lines = tuple(
+        lines = [
             (str(layer), *(number(_median(rows, layer), 3) for rows in runs))
             for layer in ask.layers
-        )
+        ]
         where = f"{loaded.name}, {text.name}, n = {n}, {moved}"
         study.table(f"Position without length: {where}, median sigma", lines, columns)
 
@@ -194,12 +193,6 @@ class _Ask:
         rows = self.study.measure(part, loaded, content, **(usual | options))
         return self.named(name, rows, seed)
 
-    def tokens(self, name: str, loaded: LoadedModel, seed: int) -> Control:
-        batches = [
-            {"input_ids": random_tokens(loaded, n, self.samples, seed)} for n in self.lengths
-        ]
-        return self.batches(name, loaded, batches, seed)
-
     def batches(
         self, name: str, loaded: LoadedModel, batches: Sequence[Record], seed: int | None = None
     ) -> Control:
@@ -231,21 +224,14 @@ class _Ask:
 
     def after_the_first(self, num_tokens: int, start: int) -> list[Measurement]:
         """The same windows; the first token keeps position 0, the others begin at ``start``."""
-
-        def positions(n: int) -> Tensor:
-            later = torch.arange(n) + start
-            later[0] = 0
-            return later
-
+        later = torch.arange(num_tokens) + start
+        later[0] = 0
         name = f"from-position-{start}-after-the-first"
-        return self.in_place(name, positions, [num_tokens]).rows
+        return self.in_place(name, lambda _: later, [num_tokens]).rows
 
-    def repeated(self, name: str, loaded: LoadedModel, *, same_place: bool) -> Control:
+    def repeated(self, name: str, *, same_place: bool) -> Control:
         """One token again and again; at one position all its copies are equal vectors."""
-        batches: list[Record] = []
-        for n in self.lengths:
-            ids = repeated_token(loaded, n, self.samples, special=False)
-            batches.append({"input_ids": ids})
-            if same_place:
-                batches[-1]["position_ids"] = torch.zeros_like(ids)
-        return self.batches(name, loaded, batches)
+        every = [repeated_token(self.loaded, n, self.samples, special=False) for n in self.lengths]
+        where = [{"position_ids": torch.zeros_like(ids)} if same_place else {} for ids in every]
+        batches = [{"input_ids": ids, **at} for ids, at in zip(every, where, strict=True)]
+        return self.batches(name, self.loaded, batches)

@@ -41,11 +41,7 @@ class Digits:
 
 
 def digits() -> Digits:
-    """The digits of scikit-learn, the last quarter for tests.
-
-    Raises:
-        InputError: If it is not installed.
-    """
+    """The digits of scikit-learn, the last quarter for tests."""
     try:
         from sklearn.datasets import load_digits  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -335,29 +331,20 @@ def _of_accuracy(study: Study, runs: Sequence[Record]) -> None:
         "–",
         "; ".join(f"{kind} {accuracy[kind]}, {sure[kind]}" for kind in _CONTROLS),
     )
-    smooth = {"sigma": "sigma", "bound of a layer": "constant", "bound of the network": "slope"}
-    study.table(
-        "Accuracy and smoothness",
-        _KINDS,
-        {"attention": lambda kind: kind, "accuracy": accuracy.__getitem__}
-        | {
-            column: lambda kind, key=key: average(_by_seed(runs, kind, key), digits=4, least=0)
-            for column, key in smooth.items()
-        },
-    )
+    lines = []
+    for kind in _KINDS:
+        values = (_by_seed(runs, kind, key) for key in ("sigma", "constant", "slope"))
+        smooth = (average(one, digits=4, least=0) for one in values)
+        lines.append((kind, accuracy[kind], *smooth))
+    columns = ("attention", "accuracy", "sigma", "bound of a layer", "bound of the network")
+    study.table("Accuracy and smoothness", lines, columns)
     robust = {"certified": "certified", "under attack": "adversarial"}
-    study.table(
-        "Accuracy under moves of an image",
-        every,
-        {"attention": lambda kind: kind}
-        | {
-            f"{column}, {eps:g}": lambda kind, key=key, at=at: _in_percent(
-                _by_seed(runs, kind, key, at)
-            )
-            for at, eps in enumerate(_SIZES)
-            for column, key in robust.items()
-        },
-    )
+    cells = [(at, key) for at in range(len(_SIZES)) for key in robust.values()]
+    lines = [
+        (kind, *(_in_percent(_by_seed(runs, kind, key, at)) for at, key in cells)) for kind in every
+    ]
+    columns = (f"{column}, {eps:g}" for eps in _SIZES for column in robust)
+    study.table("Accuracy under moves of an image", lines, ("attention", *columns))
     study.remark(
         f"Means over {study.pick(2, 5)} seeds of weights and batches, with 95 % Student "
         "intervals: they say nothing about other test images, of which there are 450.",

@@ -29,8 +29,16 @@ from lipscope.models import LoadedModel
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid, layers_of
-from lipscope_experiments.findings import Record, average, chosen, geometric, grouped, share
-from lipscope_experiments.simple_layers import eye, multiple, normal
+from lipscope_experiments.findings import (
+    Record,
+    average,
+    chosen,
+    geometric,
+    grouped,
+    mean_of,
+    share,
+)
+from lipscope_experiments.simple_layers import dots, eye, multiple, normal
 from lipscope_experiments.texts import Text
 
 _RADIUS = 0.05  # of clusters of renormalised tokens, whose own spread is about 1
@@ -53,11 +61,8 @@ def dynamics(study: Study) -> None:
     kinds = study.values(
         "variants", grid(kind=_KINDS, seed=range(study.pick(2, 12))), _clusters_over_time
     )
-    keys = [
-        {"beta": beta, "d": d, "seed": seed}
-        for beta, d in _BETAS
-        for seed in range(study.pick(2, 30))
-    ]
+    seeds = range(study.pick(2, 30))
+    keys = [{"beta": beta, "d": d, "seed": seed} for beta, d in _BETAS for seed in seeds]
     sphere = study.values("sphere", keys, _sphere)
     flows = study.values("depth", grid(kind=_FLOWS, seed=range(study.pick(2, 6))), _sigma_of_flow)
     models = [r for place in study.places() for r in _sigmas_of_blocks(study, *place)]
@@ -89,20 +94,13 @@ def dynamics(study: Study) -> None:
     )
 
 
-def cloud(name: str, seed: int, n: int, d: int) -> Tensor:
-    """A standard normal start."""
-    return normal(f"{name}|{seed}", n, d)
-
-
 def _plane(seed: int) -> Tensor:
     """The clouds of the figures: by torch's own seed, so that anyone can draw them again."""
     return torch.randn(40, 2, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def _order_of_euler(seed: int) -> Record:
-    a, v, x = (
-        cloud("order", 3 * seed + i, *size) for i, size in enumerate([(3, 3)] * 2 + [(8, 3)])
-    )
+    a, v, x = (normal(f"order|{3 * seed + i}", n, 3) for i, n in enumerate((3, 3, 8)))
     layer = DotProduct(0.5 * a, eye(3), 0.5 * v, scale=1.0)
     exact = evolve(layer, x, [1.0], rtol=1e-10).end
     ends = [residual(layer, x, step=1 / k, layers=k).end for k in _DEPTHS]
@@ -199,10 +197,10 @@ def _kinds_table(study: Study, found: Sequence[Record]) -> None:
         "(V = -I: as it is)",
         grouped(found, "kind"),
         {
-            "layer": lambda kind, _: kind,
-            "clusters at 0": lambda _, mine: average([r["counts"][0] for r in mine]),
-            "at the end": lambda _, mine: average([r["counts"][-1] for r in mine]),
-            "diameter / that at 0": lambda _, mine: average([r["spread"] for r in mine]),
+            "layer": "kind",
+            "clusters at 0": mean_of(lambda r: r["counts"][0]),
+            "at the end": mean_of(lambda r: r["counts"][-1]),
+            "diameter / that at 0": mean_of("spread"),
             "ended early": lambda _, mine: early(mine),
         },
     )
@@ -211,9 +209,13 @@ def _kinds_table(study: Study, found: Sequence[Record]) -> None:
 _BETAS = ((1.0, 3), (1.0, 8), (4.0, 3), (9.0, 3))
 
 
+def _on_sphere(seed: int, d: int) -> Tensor:
+    x = normal(f"sphere|{seed}", 32, d)
+    return x / x.norm(dim=-1, keepdim=True)
+
+
 def _sphere(beta: float, d: int, seed: int) -> Record:
-    x = cloud("sphere", seed, 32, d)
-    x = x / x.norm(dim=-1, keepdim=True)
+    x = _on_sphere(seed, d)
     times = [0.0, *np.geomspace(0.1, _LONG, 61).tolist()]
     flow = evolve(multiple(beta, d), x, times, norm="rms", rtol=1e-6)
     counts = [clusters(s, _NEAR).count for s in flow.states]
@@ -251,12 +253,10 @@ def _phases_table(study: Study, found: Sequence[Record]) -> None:
         grouped([r for r in found if r["phase"]], "beta", "d"),
         {
             "β": lambda at, _: f"{at[0]:g}",
-            "d": lambda at, _: at[1],
+            "d": "d",
             "clusters": lambda _, own: ", ".join(map(str, sorted({r["phase"][0] for r in own}))),
-            "from t": lambda _, own: average([r["phase"][1] for r in own]),
-            "lasts until t times": lambda _, own: average(
-                [r["phase"][2] / r["phase"][1] for r in own]
-            ),
+            "from t": mean_of(lambda r: r["phase"][1]),
+            "lasts until t times": mean_of(lambda r: r["phase"][2] / r["phase"][1]),
         },
     )
 
@@ -265,9 +265,6 @@ def _draw_flow(study: Study) -> None:
     def counts(name: str, one: Trajectory) -> Series:
         found = [clusters(s, _RADIUS).count for s in one.states]
         return Series(name, tuple(zip(one.times.tolist(), found, strict=True)))
-
-    def dots(name: str, x: Tensor) -> Series:
-        return Series(name, tuple((float(a), float(b)) for a, b in x), "points")
 
     flow, steps, x = *_shown_flow(121), _plane(_SHOWN)
     places = (
@@ -309,8 +306,7 @@ def _animations(study: Study) -> list[str]:
         for name, one in zip(names, _shown_flow(61), strict=True)
     ]
     remarks = study.animate("clusters", "Renormalised tokens, V = A = I", scenes)
-    start = cloud("sphere", 0, 32, 3)
-    start = start / start.norm(dim=-1, keepdim=True)
+    start = _on_sphere(0, 3)
     times = torch.tensor([0.0, *np.geomspace(0.1, _LONG, 50).tolist()])
     scenes = []
     for beta in (1.0, 9.0):
@@ -380,7 +376,7 @@ _FLOWS = {
 
 
 def _sigma_of_flow(kind: str, seed: int) -> Record:
-    found = sigma_along(_FLOWS[kind](2), cloud("depth", seed, 10, 2), _TIMES, rtol=1e-4)
+    found = sigma_along(_FLOWS[kind](2), normal(f"depth|{seed}", 10, 2), _TIMES, rtol=1e-4)
     assert found.norms is not None
     names = ("times", "sigma", "product", "norms")
     return {name: getattr(found, name).tolist() for name in names}
@@ -391,8 +387,8 @@ def _flow_table(study: Study, flows: Sequence[Record]) -> None:
         "Flows to t = 2, ten standard normal tokens in the plane",
         grouped(flows, "kind"),
         {
-            "layer": lambda kind, _: kind,
-            "sigma of the flow": lambda _, mine: average([r["sigma"][-1] for r in mine]),
+            "layer": "kind",
+            "sigma of the flow": mean_of(lambda r: r["sigma"][-1]),
             "product / sigma": lambda _, mine: average(_over_sigma(mine)),
             "exp ∫ ‖J‖ / sigma": lambda _, mine: average(_over_sigma(mine, "norms")),
         },

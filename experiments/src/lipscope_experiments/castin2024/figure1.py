@@ -29,21 +29,14 @@ from lipscope_experiments.texts import AG_NEWS_TITLE, Text
 
 @dataclass(frozen=True)
 class FigureColumn:
-    """One column of the figure: a model, perhaps masked, on one text, with its rows.
-
-    Attributes:
-        layers: First and middle, as the paper's 0 and 6 of 12; of masked encoders the latter.
-        real: On disjoint windows.
-        coded: The quantity of the published scripts on these windows, by layer.
-        paired: The same passages at every length: nested prefixes, for all layers.
-    """
+    """One column of the figure: a model, perhaps masked, on one text, with its rows."""
 
     loaded: LoadedModel
     text: Text
-    layers: list[int]
-    real: Rows
-    coded: Curves
-    paired: Rows
+    layers: list[int]  # first and middle, as the paper's 0 and 6 of 12; of masked encoders this one
+    real: Rows  # on disjoint windows
+    coded: Curves  # the quantity of the published scripts on these windows, by layer
+    paired: Rows  # the same passages at every length: nested prefixes, for all layers
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ def figure4(study: Study) -> None:
         if rows[0].layer:
             shown.setdefault(rows[0].model, (name, rows))
     _draw_radii(study, list(shown.values()))
-    radius = [_radius_slope(rows) for _, rows, _ in places]
+    radius = [slope_of((r.num_tokens, r.radius_rms or 0.0) for r in rows) for _, rows, _ in places]
     across = [_sigma_in_radius(rows) for _, rows, _ in places]
     steep = [slope for slope in across if math.isfinite(slope)]
     lines = tuple(
@@ -93,10 +93,6 @@ def _seen(study: Study, loaded: LoadedModel) -> Rows:
         layers=first_and_middle(loaded),
         samples=None if study.images != "random" else study.pick(3, 10),
     )
-
-
-def _radius_slope(rows: Sequence[Measurement]) -> float:
-    return slope_of((row.num_tokens, row.radius_rms or 0.0) for row in rows)
 
 
 def _sigma_in_radius(rows: Sequence[Measurement]) -> float:

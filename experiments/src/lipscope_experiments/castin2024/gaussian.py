@@ -17,7 +17,7 @@ from lipscope.dynamics import closure, evolve, gaussian_flow
 from lipscope.pages import number
 from lipscope.records import slope_of
 from lipscope_experiments.experiment import Study, experiment, grid
-from lipscope_experiments.findings import Record, average, chosen, curve, grouped, share
+from lipscope_experiments.findings import Record, average, chosen, curve, grouped, mean_of, share
 from lipscope_experiments.simple_layers import eye, normal
 
 # Public code: Euler's steps, projected to semidefinite matrices; blown up where the trace
@@ -58,10 +58,10 @@ def gaussian(study: Study) -> None:
         "Particles against the closure in the plane, t = 0.5: relative errors",
         grouped(plane, "kind", "n"),
         {
-            "layer": lambda at, _: at[0],
+            "layer": "kind",
             "particles": lambda at, _: f"{at[1]:,}",
-            "mean": lambda _, mine: average([r["mean"] for r in mine]),
-            "covariance": lambda _, mine: average([r["cov"] for r in mine]),
+            "mean": mean_of("mean"),
+            "covariance": mean_of("cov"),
         },
     )
     study.remark(
@@ -134,8 +134,8 @@ def _blow_table(study: Study, found: Sequence[Record]) -> None:
         "Times of blow-up, relative errors",
         grouped(found, "d"),
         {
-            "d": lambda d, _: d,
-            "time": lambda _, mine: average(known(mine, "exact")),
+            "d": "d",
+            "time": mean_of("exact"),
             "largest error, adaptive": lambda _, mine: f"{max(map(abs, known(mine, 'told'))):.0e}",
             "mean error, Euler": lambda _, mine: average(known(mine, "euler")),
         },
@@ -234,7 +234,6 @@ def _of_particles(study: Study, found: Sequence[Record]) -> None:
             "like 1 / √N (sampling), as long as e^(a x y) is averaged well by N tokens",
             f"relative error {words}; like N^{number(slope, 2)}",
         )
-    # TODO return claims
 
 
 def _draw_laws(study: Study, line: Sequence[Record]) -> None:
@@ -280,7 +279,7 @@ def _decay() -> tuple[Series, ...]:
 
 
 def _pairs(x: Tensor, y: Tensor) -> tuple[tuple[float, float], ...]:
-    return tuple((float(a), float(b)) for a, b in zip(x, y, strict=True))
+    return tuple(zip(x.tolist(), y.tolist(), strict=True))
 
 
 def _animation(study: Study) -> list[str]:
@@ -303,8 +302,7 @@ def _law_scene(title: str, layer: DotProduct, cov: Tensor, times: Tensor) -> Sce
     flow = gaussian_flow(layer, torch.zeros(2), cov, times)
     angle = torch.linspace(0, 2 * math.pi, 90).double()
     circle = 2 * torch.stack([angle.cos(), angle.sin()], -1)
-    roots = torch.linalg.cholesky(flow.covariances)
-    outline = circle @ roots.mT
+    outline = circle @ torch.linalg.cholesky(flow.covariances).mT
     affine, x = closure(layer), normal("scene", 200, 2)
     x = x @ torch.linalg.inv(torch.linalg.cholesky(x.T @ x / len(x))).T  # its covariance is I
     x = x @ torch.linalg.cholesky(cov).T
@@ -323,15 +321,10 @@ def covariance(name: str, d: int) -> Tensor:
     return root @ root.T
 
 
-def _semidefinite(name: str, d: int) -> Tensor:
-    """A positive semidefinite matrix of values, as in public code."""
-    v = normal(f"{name}|v", d, d)
-    return v.T @ v / d
-
-
 def _random_layer(kind: str, name: str, d: int) -> Attention:
     heads = 2 if kind == "two heads" else 1
-    q, value = normal(name, heads * (d // 2), d), _semidefinite(name, d)
+    q, v = normal(name, heads * (d // 2), d), normal(f"{name}|v", d, d)
+    value = v.T @ v / d  # positive semidefinite, as in public code
     if kind == "L2":
         return L2Attention(q, value)
     if kind == "Sinkhorn":
@@ -365,8 +358,8 @@ def _limit_table(study: Study, found: Sequence[Record]) -> None:
         "V positive semidefinite, K = -Q: eigenvalues above 1 % of the largest",
         grouped(found, "kind", "d"),
         {
-            "layer": lambda at, _: at[0],
-            "d": lambda at, _: at[1],
+            "layer": "kind",
+            "d": "d",
             "blow-up": lambda _, own: share(len(chosen(own, status="blow-up")), len(own)),
             "others: rank at most ⌈d/2⌉ at t = 10⁴": lambda at, own: low(at[1], own),
         },

@@ -25,12 +25,10 @@ def large_radius(study: Study) -> None:
     """One head at a time, random and real, masked and not; tokens scaled by s."""
     scales = [2.0**k for k in range(study.pick(8, 13))]
     places = {**_random_heads(study), **_model_heads(study)}
+    keys = [{"group": g, "which": k, "scale": s} for (g, k), s in itertools.product(places, scales)]
     found = study.values(
         "large-radius",
-        [
-            {"group": group, "which": which, "scale": s}
-            for (group, which), s in itertools.product(places, scales)
-        ],
+        keys,
         lambda group, which, scale: _beside_limit(places[group, which], scale),
     )
     known = [r for r in found if r["limit"] is not None]
@@ -57,7 +55,7 @@ def large_radius(study: Study) -> None:
         "Sigma(sX) / limit: median and range over heads",
         grouped(known, "group"),
         {
-            "heads": lambda group, _: group,
+            "heads": "group",
             "largest in-degree": lambda _, own: middle(
                 (float(r["in_degree"]) for r in chosen(own, scale=1.0)), 0
             ),

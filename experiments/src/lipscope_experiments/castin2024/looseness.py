@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
-from lipscope import L2Attention
+from lipscope import Bound, L2Attention
 from lipscope.charts import Panel, Series
 from lipscope.linalg import Metric, infinity_norm
 from lipscope.models import LoadedModel
@@ -74,7 +74,7 @@ def looseness(study: Study) -> None:
         "Bound / measured norm, median over layers and texts",
         grouped(points, *keys),
         {
-            **{name: lambda key, _, i=i: key[i] for i, name in enumerate(keys)},
+            **{name: name for name in keys},
             **{f"n = {n}": lambda _, mine, n=n: _upper_median(mine, n) for n in lengths},
         },
         digits=3,
@@ -115,19 +115,19 @@ def _above_sigma(
             row = measured[bound.id]
             ratio = looseness_of(bound, row)
             if ratio is not None:
-                point = _bound_point(bound.theorem, bound.scope, metric, ratio)
+                point = _bound_point(bound, metric, ratio)
                 yield point | {"n": row.num_tokens, "layers": "as they are"}
 
 
-def _as_l2(loaded: LoadedModel, text: str, layer: int, n: int, **_: str) -> Record:
-    one = next(layers_of(loaded, text, layers=[layer], lengths=[n], special_tokens=False))
+def _as_l2(loaded: LoadedModel, content: str, layer: int, n: int, **_: str) -> Record:
+    one = next(layers_of(loaded, content, layers=[layer], lengths=[n], special_tokens=False))
     own = one.attention
     l2 = L2Attention(own.query, own.value, own.output, heads=own.num_heads)
     inner = l2.linearise(one.x)
     measured = {"frobenius": top(inner).sigma, "infinity": infinity_norm(inner).lower}
     return {
         "bounds": [
-            _bound_point(bound.theorem, bound.scope, metric, bound.value / norm)
+            _bound_point(bound, metric, bound.value / norm)
             for metric, norm in measured.items()
             for bound in bounds_at(l2, one.x, metric=cast("Metric", metric))
             if bound.value is not None and bound.kind == "upper"
@@ -135,8 +135,8 @@ def _as_l2(loaded: LoadedModel, text: str, layer: int, n: int, **_: str) -> Reco
     }
 
 
-def _bound_point(theorem: str, scope: str, metric: str, ratio: float) -> dict[str, Any]:
-    return {"theorem": theorem, "scope": scope, "metric": metric, "ratio": ratio}
+def _bound_point(of: Bound, metric: str, ratio: float) -> Record:
+    return {"theorem": of.theorem, "scope": of.scope, "metric": metric, "ratio": ratio}
 
 
 def _ratio_of(points: Sequence[Record], theorem: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from lipscope import Attention, DotProduct, top_singular
@@ -39,19 +41,17 @@ _NEAR = 1e-6  # above 1: what transport's rounding can do
 def measures(study: Study) -> None:
     """Lemmas 3.2, 4.2 and C.5, Definition 4.1, Theorems 4.3 and 4.4, and a search."""
     pick, seeds = study.pick, range(study.pick(2, 10))
-    drawn = [
-        {"kind": kind, "seed": seed} for seed in seeds for kind in ("uniform", "weighted", "causal")
-    ]
+    kinds = ("uniform", "weighted", "causal")
+    drawn = [{"kind": kind, "seed": seed} for seed in seeds for kind in kinds]
     limits = study.values("limits", drawn, lambda **key: _ratios_at(*_random_pair(**key)))
     for name in study.models:
         keys, model = grid(kind=[name], layer=pick([0], [0, 2, 5])), study.load(name)
-        limits += study.values(
-            "limits", keys, lambda layer, model=model, **_: _ratios_of_model(model, layer)
-        )
+        limits += study.values("limits", keys, functools.partial(_ratios_of_model, model))
     order = study.values("order", grid(seed=range(pick(20, 200))), _order_lost)
     keys = grid(n=(2, 5, 10, 20), seed=range(pick(10, 100)))
     finite = study.values("theorem 4.3", keys, _in_a_ball)
-    hardy = study.values("running mean", grid(n=_lengths(study)), _running_mean)
+    lengths = pick([2, 10, 100], [2, 3, 5, 10, 30, 100, 300, 1000])
+    hardy = study.values("running mean", grid(n=lengths), _running_mean)
     masked = study.values("theorem 4.4", grid(seed=range(pick(40, 400))), _steepest_causal)
     search = study.values(
         "search",
@@ -135,7 +135,7 @@ def _size_key(size: float) -> str:
     return f"at {size:g}"
 
 
-def _ratios_of_model(model: LoadedModel, layer: int) -> Record:
+def _ratios_of_model(model: LoadedModel, layer: int, **_: str) -> Record:
     one = next(layers_of(model, layers=[layer], lengths=[16]))
     return _ratios_at(one.attention, TokenMeasure(one.x))
 
@@ -183,10 +183,6 @@ def _in_a_ball(n: int, seed: int) -> Record:
     return {"found": found, "bound": _bound_of("castin_thm_3_3", layer, radius, n)}
 
 
-def _lengths(study: Study) -> list[int]:
-    return study.pick([2, 10, 100], [2, 3, 5, 10, 30, 100, 300, 1000])
-
-
 def _running_mean(n: int) -> Record:
     """The worst pair for the running mean of n tokens, in the conditional distance."""
     layer = DotProduct(0 * eye(1), eye(1), eye(1), causal=True)
@@ -224,9 +220,9 @@ def _exceeded(found: list[Record], key: str) -> str:
 
 
 def _below(shares: list[float]) -> str:
-    above = percentage(sum(share > 1 + _NEAR for share in shares), len(shares)).partition(" ")[2]
+    above, count = sum(share > 1 + _NEAR for share in shares), len(shares)
     return (
-        f"exceeded by {sum(share > 1 + _NEAR for share in shares)} of {len(shares)} pairs {above}, "
+        f"exceeded by {above} of {count} pairs {percentage(above, count).partition(' ')[2]}, "
         f"largest ratio over the bound {number(max(shares))}"
     )
 
@@ -246,14 +242,11 @@ def _searched(sign: str, radius: float, steps: int, starts: int) -> Record:
 def _draw_measures(
     study: Study, limits: list[Record], hardy: list[Record], finite: list[Record]
 ) -> None:
-    near = [
-        Series(
-            kind,
-            tuple((size, abs(r[_size_key(size)] - 1)) for r in mine for size in _SIZES),
-            "points",
-        )
+    off = {
+        kind: tuple((size, abs(r[_size_key(size)] - 1)) for r in mine for size in _SIZES)
         for kind, mine in grouped(limits, "kind")
-    ]
+    }
+    near = [Series(kind, points, "points") for kind, points in off.items()]
     means = (
         curve("largest ratio", hardy, "n", "ratio"),
         curve("as on the slides: 1", hardy, "n", "stated", "dashes"),

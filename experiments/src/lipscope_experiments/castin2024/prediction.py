@@ -16,7 +16,7 @@ from lipscope.pages import number
 from lipscope.records import rank_correlation
 from lipscope_experiments.experiment import Study, experiment, layers_of
 from lipscope_experiments.findings import Record, middle
-from lipscope_experiments.simple_layers import top
+from lipscope_experiments.simple_layers import embedding, top
 from lipscope_experiments.texts import Text
 
 Scores = Callable[[Tensor], Tensor]
@@ -78,8 +78,8 @@ def _windows_of(study: Study, loaded: LoadedModel, text: Text) -> Record:
     key: Record = {"model": loaded.name, "text": text.name}
     scores = _next_token(loaded)
     if not decides:
-        bank = torch.stack([_sentence(one.output) for one in asked[1::2]])
-        asked, scores = asked[::2], _nearest_passage(bank)
+        bank = torch.stack([embedding(one.output) for one in asked[1::2]]).detach()
+        asked, scores = asked[::2], lambda hidden: bank @ embedding(hidden)
         key["passages"] = len(bank)
     by = {one.sample: one for one in asked}
     moves = study.values(
@@ -88,15 +88,6 @@ def _windows_of(study: Study, loaded: LoadedModel, text: Text) -> Record:
         lambda sample, **_: _flip(by[sample], scores),
     )
     return {"model": loaded.name, "text": text.name, "rows": rows, "moves": moves}
-
-
-def _sentence(hidden: Tensor) -> Tensor:
-    return torch.nn.functional.normalize(hidden.mean(0), dim=0)
-
-
-def _nearest_passage(bank: Tensor) -> Scores:
-    passages = bank.detach()
-    return lambda hidden: passages @ _sentence(hidden)
 
 
 def _next_token(loaded: LoadedModel) -> Scores:
@@ -232,10 +223,8 @@ def _draw_predictors(study: Study, cases: Sequence[Record]) -> None:
         layers = sorted({row.layer or 0 for row in case["rows"]})
         for name in (f"sigma, layer {layers[len(layers) // 2]}", "margin / sigma of the model"):
             points = tuple((v, sizes[s]) for s, v in values[name].items() if s in sizes)
-            windows, title = (
-                Series("a window of the text", points, "points"),
-                f"{case['model']}, {case['text']}",
-            )
-            panels.append(Panel(title, (windows,), x=name, y="smallest move / ‖X‖"))
+            windows = Series("a window of the text", points, "points")
+            where = f"{case['model']}, {case['text']}"
+            panels.append(Panel(where, (windows,), x=name, y="smallest move / ‖X‖"))
     title = "What predicts the smallest move that changes an answer"
     study.draw("prediction", title, panels, columns=2)

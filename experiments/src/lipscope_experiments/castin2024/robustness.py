@@ -13,14 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope import Attention, InputError, LayerAtInput, Operator, TopSingular
-from lipscope.attacks import Function, ascent_move, of_size, random_move, sign_move
+from lipscope.attacks import ascent_move, of_size, random_move, sign_move
 from lipscope.certificates import certify_ball
 from lipscope.charts import LineKind, Panel, Series
+from lipscope.measures import own_operator
 from lipscope.models import LoadedModel
 from lipscope.records import mean_interval, share_interval
 from lipscope_experiments.experiment import Study, experiment, layers_of
 from lipscope_experiments.findings import Record, average, chosen, grouped
-from lipscope_experiments.simple_layers import top
+from lipscope_experiments.simple_layers import embedding, top
 from lipscope_experiments.texts import Text
 
 _TOKENS = 32
@@ -80,15 +81,12 @@ class _Window:
     @cached_property
     def layer_top(self) -> TopSingular:
         """Sigma of the layer, and where it is attained."""
-        return self._top(self.attention)
+        return top(self.attention.linearise(self.x), self.seed)
 
     @cached_property
     def model_top(self) -> TopSingular:
         """The same of the model."""
-        return self._top(self.model)
-
-    def _top(self, f: Any) -> TopSingular:
-        return top(f.linearise(self.x), self.seed)
+        return top(self.model.linearise(self.x), self.seed)
 
     def moves(self, size: float, steps: int) -> dict[str, Tensor]:
         """One move of this size of every kind but splitting."""
@@ -109,7 +107,7 @@ def _moved_windows(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Re
     options: Record = {"layers": [0], "lengths": [_TOKENS], "samples": windows}
     chosen = range(0, windows, every)
     maps = list(layers_of(loaded, text.content, map="model", dtype="float32", **options))
-    bank = torch.stack([_embedding(one(one.x)) for one in maps])
+    bank = torch.stack([embedding(one(one.x).detach()) for one in maps])
     held = layers_of(loaded, text.content, dtype="float32", **options)
     inputs = {c.sample: c for c in held if c.sample in chosen}
     for place, model in enumerate(maps):  # windows that repeat another are left out
@@ -125,11 +123,6 @@ def _moved_windows(study: Study, loaded: LoadedModel, text: Text) -> Iterator[Re
             move = functools.partial(_moves_of, window, others, asked, not study.quick)
             (record,) = study.values(part, [{**key, "steps": study.pick(10, 20)}], move)
             yield from record["cases"]
-
-
-def _embedding(hidden: Tensor) -> Tensor:
-    """Mean over tokens, normalised: what sentence encoders compare."""
-    return torch.nn.functional.normalize(hidden.detach().mean(0), dim=0)
 
 
 def _moves_of(
@@ -166,7 +159,7 @@ def _effect(name: str, window: _Window, move: Tensor, others: Tensor) -> Record:
     with torch.no_grad():
         here, there = window.model(x), window.model(x + move)
         change = float((window.attention(x + move) - window.attention(x)).norm())
-    before, after = (int((others @ _embedding(y)).argmax()) for y in (here, there))
+    before, after = (int((others @ embedding(y)).argmax()) for y in (here, there))
     return {
         name: change,
         f"{name} output": float((there - here).norm()),
@@ -221,13 +214,18 @@ def _of_the_certificate(study: Study, found: Sequence[Record]) -> None:
 
 def _of_neighbours(study: Study, found: Sequence[Record]) -> None:
     for share in _SHARES:
-        mine, cells = chosen(found, share=share), []
-        for kind in ("random", "singular model", "pgd model"):
-            hits = [r[f"{kind} neighbour"] for r in mine]
-            low, high = share_interval(sum(hits), len(hits))
-            cells.append(f"{_KINDS[kind]} {sum(hits)}/{len(hits)} [{low:.2f}, {high:.2f}]")
+        mine = chosen(found, share=share)
+        kinds = ("random", "singular model", "pgd model")
         about = f"nearest neighbour changes, move of {_PERCENT[share]} of ‖X‖"
+        cells = (f"{_KINDS[kind]} {_changed(mine, kind, '/')}" for kind in kinds)
         study.claim(about, "not in the paper", "; ".join(cells))
+
+
+def _changed(records: Sequence[Record], kind: str, of: str) -> str:
+    """How often the nearest neighbour is another after a move of this kind."""
+    hits = sum(r[f"{kind} neighbour"] for r in records)
+    low, high = share_interval(hits, len(records))
+    return f"{hits}{of}{len(records)} [{low:.2f}, {high:.2f}]"
 
 
 def _layer_table(study: Study, found: Sequence[Record]) -> None:
@@ -251,11 +249,6 @@ def _whole_table(study: Study, found: Sequence[Record]) -> None:
     def gain(r: Record, kind: str) -> float:
         return r[f"{kind} output"] / (r["sigma model"] * r["size"])
 
-    def changed(mine: list[Record], kind: str) -> str:
-        hits = sum(r[f"{kind} neighbour"] for r in mine)
-        low, high = share_interval(hits, len(mine))
-        return f"{hits} of {len(mine)} [{low:.2f}, {high:.2f}]"
-
     study.table(
         "The model: means with 95 % intervals over windows",
         [(share, mine, kind) for share, mine in grouped(found, "share") for kind in _MOVES],
@@ -268,7 +261,7 @@ def _whole_table(study: Study, found: Sequence[Record]) -> None:
             "change / ‖output‖": lambda _, mine, kind: average(
                 [r[f"{kind} relative"] for r in mine]
             ),
-            "nearest neighbour changes": lambda _, mine, kind: changed(mine, kind),
+            "nearest neighbour changes": lambda _, mine, kind: _changed(mine, kind, " of "),
         },
     )
 
@@ -324,24 +317,7 @@ def split_change(layer: Attention, x: Float[Tensor, "n d"], size: float, seed: i
 
     Source: mass splitting; derived here (``docs/theory/inputs.md``).
     """
-    twice = torch.cat([x, x])
-    inner = layer.linearise(twice)
-
-    def apart(product: Function, e: Tensor) -> Tensor:
-        y = product(torch.cat([e, -e], dim=-2) / 2**0.5)
-        first, second = y.chunk(2, dim=-2)
-        return (first - second) / 2**0.5
-
-    n = len(x)
-    operator = Operator(
-        lambda e: apart(inner.matvec, e),
-        lambda g: apart(inner.rmatvec, g),
-        (n, inner.in_shape[1]),
-        (n, inner.out_shape[1]),
-        inner.dtype,
-        inner.device,
-    )
-    move = singular_move(operator, size, seed)
+    twice, move = torch.cat([x, x]), singular_move(own_operator(layer, x), size, seed)
     with torch.no_grad():
         change = layer(twice + torch.cat([move, -move])) - layer(twice)
     return float(change.norm()) / 2**0.5

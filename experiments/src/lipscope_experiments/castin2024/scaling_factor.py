@@ -30,16 +30,12 @@ def scaling_factor(study: Study) -> None:
     layers = {_IDEAL: multiple(-1.0, 2)} | _single_heads(study)
     lengths = [round(10 ** (1 + k / study.pick(4, 10))) for k in range(1 + study.pick(4, 10))]
     wide = [round(2 ** (k / 2)) for k in range(2, study.pick(40, 60))]
+    keys = grid(layer=layers, t=_FACTORS, lengths=[",".join(map(str, lengths))])
     found = study.values(
-        "exponents",
-        grid(layer=layers, t=_FACTORS, lengths=[",".join(map(str, lengths))]),
-        lambda layer, t, **_: _exponent_at(layers[layer], t, lengths),
+        "exponents", keys, lambda layer, t, **_: _exponent_at(layers[layer], t, lengths)
     )
-    peaks = study.values(
-        "peaks",
-        grid(t=_FACTORS[3:8], longest=[wide[-1]]),
-        lambda t, **_: _largest_n(layers[_IDEAL], t, wide),
-    )
+    keys = grid(t=_FACTORS[3:8], longest=[wide[-1]])
+    peaks = study.values("peaks", keys, lambda t, **_: _largest_n(layers[_IDEAL], t, wide))
     _draw_factors(study, found, peaks)
     by = {
         (r["layer"], r["t"]): f"{r['slope']:.2f}, off by {percent_off(r['off'])} %" for r in found
@@ -127,9 +123,8 @@ def _exponent_at(layer: DotProduct, t: float, lengths: list[int]) -> Record:
 
 def _largest_n(layer: DotProduct, t: float, lengths: list[int]) -> Record:
     radius = _radius_for(layer, t)
-    sigma, n = max(
-        (weighted_two_atoms(layer, radius=radius, num_tokens=n).sigma, n) for n in lengths
-    )
+    found = (weighted_two_atoms(layer, radius=radius, num_tokens=n) for n in lengths)
+    sigma, n = max((one.sigma, one.num_tokens) for one in found)
     return {"n": n, "sigma": sigma}
 
 

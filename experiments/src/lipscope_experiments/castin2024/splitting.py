@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from lipscope.pages import number
 from lipscope.records import mean_interval
 from lipscope_experiments.experiment import Study, experiment, grid
 from lipscope_experiments.findings import Record, chosen, curve, percentage
-from lipscope_experiments.simple_layers import SIGNS, eye, in_ball, multiple, normal
+from lipscope_experiments.simple_layers import SIGNS, dots, eye, in_ball, multiple, normal
 
 _WEDGES = ((-3.0, -0.3), (-0.5, -5.0))
 _FAR = (1.0, 2.0, 3.0, 5.0, 8.0)
@@ -214,9 +215,6 @@ def _of_texts(study: Study) -> None:
 
 
 def _draw_regions(study: Study, far: list[Record]) -> None:
-    def dots(name: str, x: Tensor) -> Series:
-        return Series(name, tuple((float(a), float(b)) for a, b in x), "points")
-
     def panel(title: str, series: list[Series], x: str, y: str) -> Panel:
         return Panel(title, tuple(series), x, y, log_x=False, log_y=False)
 
@@ -252,11 +250,10 @@ _OPTIONS: dict[str, Any] = {"temperature": 5.0, "radius": 3.0, "num_tokens": 64,
 def table_of_maps(study: Study) -> None:
     """Every map, the largest ratio that a search found, and what is proved."""
     starts, steps = study.pick((4, 25), (6, 60))
+    keys = grid(map=_maps_by_name(), starts=[starts], steps=[steps])
     study.table(
         "Which maps split: largest split / moved that a search found",
-        study.values(
-            "maps", grid(map=_maps_by_name(), starts=[starts], steps=[steps]), _search_map
-        ),
+        study.values("maps", keys, _search_map),
         {
             "map": "map",
             "largest": "largest",
@@ -295,12 +292,9 @@ def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
 
         return both
 
-    def residual(sign: float) -> Callable[[int], Map]:
-        def build(d: int) -> Map:
-            f = multiple(sign, d)
-            return lambda x: x + f(x)
-
-        return build
+    def residual(sign: float, d: int) -> Map:
+        f = multiple(sign, d)
+        return lambda x: x + f(x)
 
     def encoder(d: int) -> Map:
         with torch.random.fork_rng([]):
@@ -309,19 +303,20 @@ def _maps_by_name() -> dict[str, tuple[Callable[[int], Map], int]]:
             both = nn.TransformerEncoder(one, 2, enable_nested_tensor=False)
         return both.double().eval().requires_grad_(False)
 
-    made: dict[str, tuple[Callable[[int], Map], int]] = {}
-    for kind in variants():
-        for name, sign in SIGNS.items():
-            made[f"{kind.__name__}, {name}"] = (_builder(kind, sign), 3)
-    made["residual, A = -I"] = (residual(-1.0), 3)
-    made["residual, A = +I"] = (residual(1.0), 3)
-    made["block: attention, then MLP"] = (block, 3)
-    made[_ENCODER] = (encoder, 3)
-    made["A = 0 (uniform attention)"] = (lambda d: multiple(0.0, d), 3)
-    made["one token"] = (lambda d: multiple(-1.0, d), 1)
-    made["token by token (MLP, LayerNorm)"] = (mlp, 3)
-    made["mean of all tokens"] = (lambda d: lambda x: x.mean(-2, keepdim=True).expand_as(x), 3)
-    return made
+    return {
+        f"{kind.__name__}, {name}": (_builder(kind, sign), 3)
+        for kind in variants()
+        for name, sign in SIGNS.items()
+    } | {
+        "residual, A = -I": (functools.partial(residual, -1.0), 3),
+        "residual, A = +I": (functools.partial(residual, 1.0), 3),
+        "block: attention, then MLP": (block, 3),
+        _ENCODER: (encoder, 3),
+        "A = 0 (uniform attention)": (lambda d: multiple(0.0, d), 3),
+        "one token": (lambda d: multiple(-1.0, d), 1),
+        "token by token (MLP, LayerNorm)": (mlp, 3),
+        "mean of all tokens": (lambda d: lambda x: x.mean(-2, keepdim=True).expand_as(x), 3),
+    }
 
 
 def _builder(kind: type[Attention], sign: float) -> Callable[[int], Map]:

@@ -14,6 +14,13 @@ from lipscope_experiments.findings import average, percentage
 _LENGTH = 16
 _PASSAGES, _LONG = 20, 100  # of each text; characters
 _RIVALS = ("hotflip", "duplicate", "random")
+_COLUMNS = {
+    "first choice": "first",
+    "predicted": "predicted",
+    "layer's change": "change_layer",
+    "model's change": "change_model",
+    "queries": "queries",
+}
 
 
 @experiment(
@@ -36,23 +43,25 @@ def text_edits(study: Study) -> None:
         "–",
         f"{_count_windows(change)}; of the layer {_count_windows(layer)}",
     )
-    study.claim(
-        "change of the model's output, one token, best try", "unknown", _mean_changes(change)
-    )
-    study.claim(
-        "change of the layer's output, one token, best try", "unknown", _mean_changes(layer)
-    )
-    study.claim("the model: sigma against the others", "unknown", _against_rivals(change))
-    study.claim("the layer: sigma against the others", "unknown", _against_rivals(layer))
+    both = {"model": change, "layer": layer}
+    for name, found in both.items():
+        about = f"change of the {name}'s output, one token, best try"
+        study.claim(about, "unknown", _mean_changes(found))
+    for name, found in both.items():
+        study.claim(f"the {name}: sigma against the others", "unknown", _against_rivals(found))
     study.claim(
         "change over what the Jacobian predicts, edits of the recipe sigma",
         "1 to first order",
         "; ".join(
             f"{name}: {_mean_words(map(_over_predicted, _attacked_windows(found, 'sigma')))}"
-            for name, found in (("model", change), ("layer", layer))
+            for name, found in both.items()
         ),
     )
-    study.claim("nearest passage changed, one token", "unknown", _rates(flips))
+    rates = (
+        f"{name} {_rate(len(_succeeded(some)), len(some))}"
+        for name, some in _by_recipe(flips).items()
+    )
+    study.claim("nearest passage changed, one token", "unknown", "; ".join(rates))
     for title, found in (
         ("The model's output, one token", change),
         ("The output of the middle layer's attention, one token", layer),
@@ -60,13 +69,10 @@ def text_edits(study: Study) -> None:
         study.table(
             title,
             _by_recipe(found).items(),
-            {
-                "recipe": lambda name, _: name,
-                "first choice": lambda _, some: _mean_words(one.first for one in some),
-                "predicted": lambda _, some: _mean_words(one.predicted for one in some),
-                "layer's change": lambda _, some: _mean_words(one.change_layer for one in some),
-                "model's change": lambda _, some: _mean_words(one.change_model for one in some),
-                "queries": lambda _, some: _mean_words(float(one.queries) for one in some),
+            {"recipe": lambda name, _: name}
+            | {
+                title: lambda _, some, key=key: _mean_words(getattr(one, key) for one in some)
+                for title, key in _COLUMNS.items()
             },
         )
     study.table(
@@ -165,13 +171,6 @@ def _against_rivals(found: Sequence[TextEdit]) -> str:
     return "; ".join(said)
 
 
-def _rates(found: Sequence[TextEdit]) -> str:
-    return "; ".join(
-        f"{name} {_rate(len(_succeeded(some)), len(some))}"
-        for name, some in _by_recipe(found).items()
-    )
-
-
 _NAMES = {
     "sigma": "singular vectors",
     "hotflip": "HotFlip's gradient",
@@ -183,9 +182,8 @@ _NAMES = {
 def _draw_edits(study: Study, found: Sequence[TextEdit]) -> None:
     curves = []
     for name, some in _by_recipe(found).items():
-        values = sorted(one.change_model or 0.0 for one in some)
-        points = tuple(((i + 0.5) / len(values), value) for i, value in enumerate(values))
-        curves.append(Series(_NAMES[name], points))
+        values = enumerate(sorted(one.change_model or 0.0 for one in some))
+        curves.append(Series(_NAMES[name], tuple(((i + 0.5) / len(some), v) for i, v in values)))
     pairs = tuple(
         (one.predicted, one.change_model)
         for one in _attacked_windows(found, "sigma")
@@ -198,16 +196,8 @@ def _draw_edits(study: Study, found: Sequence[TextEdit]) -> None:
         Series(_NAMES["sigma"], pairs, "points"),
         Series("as predicted", ((0.0, 0.0), (most, most)), "dashes"),
     )
-    y = "relative change of the model's output"
-    panels = [
-        Panel(title, series, x, y, log_x=False, log_y=False)
-        for title, series, x in (
-            ("one token, best of what was run", tuple(curves), "share of windows"),
-            (
-                "edits chosen by singular vectors, one dot a window",
-                dots,
-                "predicted by the Jacobian",
-            ),
-        )
-    ]
-    study.draw("text-edits", "Edits of one token", panels, columns=2)
+    y, title = "relative change of the model's output", "one token, best of what was run"
+    left = Panel(title, tuple(curves), "share of windows", y, log_x=False, log_y=False)
+    title = "edits chosen by singular vectors, one dot a window"
+    right = Panel(title, dots, "predicted by the Jacobian", y, log_x=False, log_y=False)
+    study.draw("text-edits", "Edits of one token", [left, right], columns=2)

@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -35,33 +34,19 @@ _HELD = 64  # windows of the held-out part
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Everything that decides on a run besides its text.
+    """Everything that decides on a run besides its text."""
 
-    Attributes:
-        variant: One of `VARIANTS`.
-        depth: Blocks.
-        schedule: ``fixed`` rate, or ``warm-up`` over a fifth of the steps and ``1 / √step`` after.
-        seed: Of weights and windows.
-        steps: Of Adam.
-        every: Steps between readings, each with a checkpoint.
-        rate: The largest rate.
-        width: Of a token.
-        heads: Of a block.
-        length: Characters of a window.
-        batch: Windows of a step.
-    """
-
-    variant: str
-    depth: int
-    schedule: str
-    seed: int
-    steps: int
-    every: int
-    rate: float = 3e-3
-    width: int = 32
-    heads: int = 4
-    length: int = 32
-    batch: int = 8
+    variant: str  # one of `VARIANTS`
+    depth: int  # blocks
+    schedule: str  # ``fixed`` rate, or ``warm-up`` over a fifth of the steps, ``1 / √step`` after
+    seed: int  # of weights and windows
+    steps: int  # of Adam
+    every: int  # steps between readings, each with a checkpoint
+    rate: float = 3e-3  # the largest
+    width: int = 32  # of a token
+    heads: int = 4  # of a block
+    length: int = 32  # characters of a window
+    batch: int = 8  # windows of a step
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, from 1."""
@@ -163,11 +148,7 @@ class Corpus:
 
 
 def corpus(text: Text, length: int) -> Corpus:
-    """Cut a text into what is trained on and what is held out, its last tenth.
-
-    Raises:
-        InputError: If it is too short for the held-out windows to share no character.
-    """
+    """Cut a text into what is trained on and what is held out, its last tenth."""
     least = _SHARE * _HELD * (length + 1)
     if len(text.content) < least:
         raise InputError(
@@ -210,7 +191,8 @@ def train(run: TrainingRun, data: Corpus, folder: RunFolder) -> dict[str, Any]:
             with monitor.step(loss):
                 state.optimiser.step()
         except InputError as problem:
-            if math.isfinite(losses[-1]) and _all_finite(state.net):
+            finite = all(bool(p.isfinite().all()) for p in state.net.parameters())
+            if finite and math.isfinite(losses[-1]):
                 raise
             kept = state.path.name if state.path.exists() else "none"
             why = f"{problem} The last good checkpoint: {kept}."
@@ -233,7 +215,8 @@ class _State:
         self.run, self.data = run, data
         self.name = f"{run.variant}, {run.depth} blocks, {run.schedule}, seed {run.seed}, "
         self.name += data.text.name
-        self.path = _checkpoint(folder, asdict(run) | {"text": data.text.sha256})
+        key = stable_id(asdict(run) | {"text": data.text.sha256})
+        self.path = folder.path / "checkpoints" / f"{key}.pt"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(run.seed)
             self.net = CharDecoder(run, data.characters)
@@ -286,14 +269,6 @@ class _State:
             ) from None
 
 
-def _checkpoint(folder: RunFolder, key: dict[str, Any]) -> Path:
-    return folder.path / "checkpoints" / f"{stable_id(key)}.pt"
-
-
-def _all_finite(net: nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in net.parameters())
-
-
 _RATES = {"fixed": "fixed rate", "warm-up": "warm-up"}
 _SCHEDULES = tuple(_RATES)
 _SEEDS = 1  # each takes some half an hour of one core a text
@@ -308,23 +283,20 @@ def charlm(study: Study) -> None:
     """Decoders of 2 to 18 blocks at a fixed rate and with warm-up, bits per held-out character."""
     texts = [corpus(text, TrainingRun.length) for text in study.texts]
     steps, every = study.pick((100, 50), (1000, 250))
+    depths = study.pick((2, 4), (2, 6, 10, 14, 18))
+    every_run = grid(seed=range(_SEEDS), depth=depths, schedule=_SCHEDULES, variant=VARIANTS)
     keys = [
         asdict(TrainingRun(**one, steps=steps, every=every))
         | {"text": data.text.name, "sha256": data.text.sha256}
         for data in texts
-        for one in grid(
-            seed=range(_SEEDS),
-            depth=study.pick((2, 4), (2, 6, 10, 14, 18)),
-            schedule=_SCHEDULES,
-            variant=VARIANTS,
-        )
+        for one in every_run
     ]
     by = {data.text.sha256: data for data in texts}
-    runs = study.values(
-        "runs",
-        keys,
-        lambda text, sha256, **run: train(TrainingRun(**run), by[sha256], study.folder),
-    )
+
+    def trained(text: str, sha256: str, **run: Any) -> Record:
+        return train(TrainingRun(**run), by[sha256], study.folder)
+
+    runs = study.values("runs", keys, trained)
     rows = [row for row in study.folder.done.values() if row.step is not None]
     _draw_bits(study, texts, runs)
     _draw_sigmas(study, texts[0], runs, rows)
@@ -357,19 +329,14 @@ def _sigmas_along(
 
 def _draw_bits(study: Study, texts: Sequence[Corpus], runs: Sequence[Record]) -> None:
     depths, panels = _depths(runs), []
-    for data in texts:
-        for schedule in _SCHEDULES:
-            own = chosen(runs, sha256=data.text.sha256, schedule=schedule)
-            series = [
-                Series("single characters", tuple((d, data.chance) for d in depths), "dashes")
-            ]
-            for variant in VARIANTS:
-                mine = [(d, chosen(own, variant=variant, depth=d)) for d in depths]
-                series.append(curve(variant, mine, lambda d, _: d, lambda _, one: _mean_bits(one)))
-            title, axes = f"{data.text.name}, {_RATES[schedule]}", {"log_x": False, "log_y": False}
-            panels.append(
-                Panel(title, tuple(series), "blocks", "bits per held-out character", **axes)
-            )
+    axes = "blocks", "bits per held-out character", False, False
+    for data, (schedule, rate) in itertools.product(texts, _RATES.items()):
+        own = chosen(runs, sha256=data.text.sha256, schedule=schedule)
+        series = [Series("single characters", tuple((d, data.chance) for d in depths), "dashes")]
+        for variant in VARIANTS:
+            mine = [(d, chosen(own, variant=variant, depth=d)) for d in depths]
+            series.append(curve(variant, mine, lambda d, _: d, lambda _, one: _mean_bits(one)))
+        panels.append(Panel(f"{data.text.name}, {rate}", tuple(series), *axes))
     study.draw("charlm", "Bits per character against depth", panels, columns=2)
 
 
@@ -454,15 +421,12 @@ def _bits_table(study: Study, data: Corpus, runs: Sequence[Record]) -> None:
         return [cell(chosen(own, depth=d)) for d in depths]
 
     own, depths = chosen(runs, sha256=data.text.sha256), _depths(runs)
-    study.table(
-        f"Bits per held-out character: {data.text.name} (single characters: {data.chance:.2f})",
-        [
-            (rate, variant, *cells(chosen(own, schedule=rate, variant=variant)))
-            for rate in _SCHEDULES
-            for variant in VARIANTS
-        ],
-        ("rate", "attention", *(f"{d} blocks" for d in depths)),
-    )
+    title = f"Bits per held-out character: {data.text.name} (single characters: {data.chance:.2f})"
+    lines = [
+        (rate, variant, *cells(chosen(own, schedule=rate, variant=variant)))
+        for rate, variant in itertools.product(_SCHEDULES, VARIANTS)
+    ]
+    study.table(title, lines, ("rate", "attention", *(f"{d} blocks" for d in depths)))
 
 
 def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measurement]) -> None:
@@ -475,8 +439,5 @@ def _sigma_table(study: Study, runs: Sequence[Record], rows: Sequence[Measuremen
         if ends:
             first, last = (max(one) for one in zip(*ends, strict=True))
             lines.append((*place, number(first), number(last)))
-    study.table(
-        f"Largest sigma of an attention layer, {deepest} blocks",
-        tuple(lines),
-        ("rate", "attention", "before training", "at the end"),
-    )
+    title = f"Largest sigma of an attention layer, {deepest} blocks"
+    study.table(title, lines, ("rate", "attention", "before training", "at the end"))

@@ -125,9 +125,6 @@ def ascend_infinity(
     Holds for every layer; a lower value of the supremum, the best over all iterates. The dense
     Jacobian is formed: ``num_tokens · d`` up to some hundreds. Starts are normal, with scales from
     0.1 to 4.
-
-    Raises:
-        InputError: For no tokens.
     """
     check_size(num_tokens, 1.0)
     gen = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
@@ -24,6 +25,8 @@ _WIDTH, _HEADS, _LENGTH, _BATCH, _STEPS = 32, 4, 32, 4, 100
 _MOMENTUM = 0.9
 _TOO_HIGH = 1.0  # nats above the lowest mean of five losses before: training has diverged
 _CHOSEN, _SEEDS = 8, 12  # seeds of the runs on which the monitor's thresholds were chosen
+Statistic = Callable[[Record], float]
+_peak_rate: Statistic = operator.itemgetter("peak")
 LOSS = "loss z-score"
 _RATE = "the peak learning rate itself"
 SIGNALS = (
@@ -162,15 +165,20 @@ def _judged(name: str, runs: Sequence[Record]) -> dict[str, Any]:
     threshold = Alarm().deviations if name == LOSS else Alarm().threshold(name)
     bad, good = _diverging_and_stable(runs)
     warned = [one["onset"] - step for one in bad if (step := _first_alarm(one, name, threshold))]
-    tops = {id(one): _largest_excess(one, name) for one in runs}
+    values = ([v for v in one["excess"][name] if v is not None] for one in runs)
+    tops = {id(one): max(some, default=0.0) for one, some in zip(runs, values, strict=True)}
+
+    def largest(run: Record) -> float:
+        return tops[id(run)]
+
     return {
         "threshold": threshold,
         "steps": warned,
         "missed": len(bad) - len(warned),
         "false": sum(_first_alarm(one, name, threshold) is not None for one in good),
-        "area": _estimate(runs, lambda one: tops[id(one)]),
-        "alike": _estimate(runs, lambda one: tops[id(one)], alike=True),
-        "curve": _trade_off(runs, lambda one: tops[id(one)]),
+        "area": _estimate(runs, largest),
+        "alike": _estimate(runs, largest, alike=True),
+        "curve": _trade_off(runs, largest),
     }
 
 
@@ -180,9 +188,7 @@ def _diverging_and_stable(runs: Sequence[Record]) -> tuple[list[Record], list[Re
     return bad, [one for one in runs if one["onset"] is None]
 
 
-def _trade_off(
-    runs: Sequence[Record], of: Callable[[dict[str, Any]], float]
-) -> list[tuple[float, float]]:
+def _trade_off(runs: Sequence[Record], of: Statistic) -> list[tuple[float, float]]:
     """Shares of stable and of diverging runs above every threshold of a number."""
     bad, good = ([of(one) for one in some] for some in _diverging_and_stable(runs))
 
@@ -193,9 +199,7 @@ def _trade_off(
     return [(above(good, level), above(bad, level)) for level in levels]
 
 
-def _order_share(
-    runs: Sequence[Record], of: Callable[[dict[str, Any]], float], *, alike: bool = False
-) -> float | None:
+def _order_share(runs: Sequence[Record], of: Statistic, *, alike: bool = False) -> float | None:
     """The share of pairs of a diverging and a stable run that a number puts in this order.
 
     With ``alike`` only pairs of the same rate and depth.
@@ -210,7 +214,7 @@ def _order_share(
 
 
 def _estimate(
-    runs: Sequence[Record], of: Callable[[dict[str, Any]], float], *, alike: bool = False
+    runs: Sequence[Record], of: Statistic, *, alike: bool = False
 ) -> tuple[float, float, float] | None:
     """An area with its 95 % interval: the jackknife's, every run left out once."""
     area = _order_share(runs, of, alike=alike)
@@ -229,10 +233,6 @@ def _first_alarm(run: Record, name: str, threshold: float) -> int | None:
     return next((step for step, value in pairs if value is not None and value >= threshold), None)
 
 
-def _largest_excess(run: Record, name: str) -> float:
-    return max((value for value in run["excess"][name] if value is not None), default=0.0)
-
-
 def _draw_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:
     rate = Series(_RATE, tuple(_trade_off(runs, _peak_rate)), "dashes")
     chance = Series("chance", ((0.0, 0.0), (1.0, 1.0)), "dashes")
@@ -247,10 +247,6 @@ def _draw_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str
     ]
     title = "Alarms before training diverges, at every threshold"
     study.draw("early-warning", title, panels, columns=4)
-
-
-def _peak_rate(run: Record) -> float:
-    return run["peak"]
 
 
 def _of_alarms(study: Study, runs: Sequence[Record], found: dict[str, dict[str, Any]]) -> None:

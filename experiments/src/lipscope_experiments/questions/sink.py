@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from lipscope import Measurement, TokenShare
+from lipscope import Measurement
 from lipscope.charts import Panel, Series, readable
 from lipscope.control import attention_received
 from lipscope.models import reinitialised, special_tokens_of
-from lipscope.records import mean_interval, rank_correlation
+from lipscope.records import grouped, mean_interval, rank_correlation
 from lipscope_experiments.experiment import Source, Study, experiment, layers_of
 from lipscope_experiments.findings import Record, average, counted, middle, share
 
@@ -123,15 +123,13 @@ def _sink_case(study: Study, where: str, source: Source, control: str) -> SinkCa
     rows = study.measure(f"sigma, {part}", loaded, rest=True, **asked)
     key = {name: value for name, value in asked.items() if name != "data"}
     (found,) = study.values(f"received, {part}", [key], lambda **_: _received(source, asked))
-    tokens: dict[str, list[TokenShare]] = {}
-    for token in rows.tokens:
-        tokens.setdefault(token.id, []).append(token)
+    tokens = grouped(sorted(rows.tokens, key=lambda one: one.index), lambda one: one.id)
     specials = frozenset(getattr(loaded.tokenizer, "all_special_tokens", ()))
     held: dict[int, list[SinkWindow]] = {layer: [] for layer in layers}
     for row in rows:
         if row.sigma is None or row.layer is None:
             continue
-        mine = sorted(tokens[row.id], key=lambda one: one.index)
+        mine = tokens[row.id]
         held[row.layer].append(
             SinkWindow(
                 row,
@@ -270,9 +268,7 @@ def _draw_shares(study: Study, cases: Sequence[SinkCase]) -> None:
                 got = _mean_by_layer(case, lambda w: w.on(FIRST, w.received))
                 series.append(Series(f"attention received, {case.control}", got))
         panels.append(
-            Panel(
-                where, tuple(series), "layer", "share of the first token", log_x=False, log_y=False
-            )
+            Panel(where, tuple(series), "layer", "share of the first token", False, False)
         )
     study.draw("sink", "What the first token holds, and what it receives", panels, columns=3)
 
