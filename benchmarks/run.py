@@ -33,6 +33,7 @@ Stored = dict[str, Any]  # a section as it is kept: raw, measured, commit
 def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
     """The sections by name, in the order of the page."""
     import batching
+    import certified
     import counts
     import flows
     import functional
@@ -65,6 +66,7 @@ def sections(threads: Sequence[int] = (1, 2)) -> dict[str, Pair]:
         "page": (report.measure, report.render),
         "control": (control.measure, control.render),
         "estimate": (control.measure_estimate, control.render_estimate),
+        "certified": (certified.measure, certified.render),
         "certificate-times": (certificates.measure_times, certificates.render_times),
     }
 

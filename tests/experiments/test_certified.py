@@ -30,7 +30,7 @@ def _network(name: str, front: bool = False) -> tuple[Classifier, torch.Tensor]:
     return model, torch.randn(recipe.n, recipe.d, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ["A1", "N2", "S2-gelu", "N1-n16-d64", "S1-prose"])
+@pytest.mark.parametrize("name", ["A1", "N1-n16", "S2-gelu"])
 def test_a_classifier_is_its_parts(name: str) -> None:
     """`described` compares values and gradients itself."""
     model, x = _network(name)
@@ -85,7 +85,7 @@ def test_training_is_kept(tmp_path) -> None:
     texts = [tmp_path / "left.txt", tmp_path / "right.txt"]
     for path, word in zip(texts, ("left", "right"), strict=True):
         path.write_text(" ".join(f"{word} the {'ab'[i % 2]}" for i in range(700)), "utf-8")
-    first, again = (Trained.of("A1", texts, tmp_path) for _ in range(2))
+    first, again = (Trained.of("A1", texts, tmp_path, steps=40) for _ in range(2))
     assert first.accuracy == 1.0
     for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
         assert torch.equal(x, y)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipscope.attention import DotProduct
-from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
+from lipscope.models import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm, check_network
 
 LICENCES = tuple(Path("/usr/share/common-licenses", name) for name in ("GPL-3", "MPL-2.0"))
 SHOWN = 10  # test windows of a model that are certified and attacked
@@ -134,7 +134,7 @@ class Classifier(nn.Module):
 
 
 def described(model: Classifier, x: Tensor) -> Network:
-    """The network as its parts, checked at an input and beside it: values and gradients."""
+    """The network as its parts, held against the module."""
     n, d = x.shape
     branches: list[Branch] = []
     if model.front is not None and model.front_norm is not None:
@@ -153,18 +153,8 @@ def described(model: Classifier, x: Tensor) -> Network:
         pooler = Feed(*_of(model.pooler), torch.eye(d).to(x), torch.zeros(d).to(x), "tanh")
         tail = (Branch(pooler, skip=False),)
     network = Network(tuple(branches), share, *_of(model.head), tail=tail)
-    for at in (x, x + torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)):
-        pairs = [_value_and_slope(lambda z: model(z[None])[0], at), _value_and_slope(network, at)]
-        for own, parts in zip(*pairs, strict=True):
-            if float((own - parts).abs().max()) > 1e-9 * float(own.abs().max()):
-                raise AssertionError("the network of parts differs from the module")
+    check_network(network, lambda z: model(z[None])[0], x)
     return network
-
-
-def _value_and_slope(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    at = x.detach().requires_grad_(True)
-    scores = f(at)
-    return scores.detach(), torch.autograd.grad(scores[1] - scores[0], at)[0]
 
 
 def _of(linear: nn.Linear) -> tuple[Tensor, Tensor]:
@@ -191,13 +181,14 @@ class Trained:
     """A classifier in float64 and the inputs it is asked about, all classified correctly."""
 
     name: str
+    recipe: Recipe
     model: Classifier
     inputs: list[Tensor]  # embedded, (n, d) each
     labels: list[int]
     accuracy: float  # on the test windows
 
     @classmethod
-    def of(cls, name: str, texts: Sequence[Path], keep: Path | None) -> Trained:
+    def of(cls, name: str, texts: Sequence[Path], keep: Path | None, steps: int = 300) -> Trained:
         """Train a recipe, or read what was kept of it.
 
         Adam on float32, cosine decay; every fifth segment of 200 words is held out. The inputs are
@@ -215,7 +206,7 @@ class Trained:
         if kept is not None and kept.is_file():
             whole.load_state_dict(torch.load(kept, weights_only=True))
         else:
-            _fit(whole, lambda ids: model(words(ids) + places), *train)
+            _fit(whole, lambda ids: model(words(ids) + places), *train, steps)
             if kept is not None:
                 torch.save(whole.state_dict(), kept)
         whole.double().eval().requires_grad_(False)
@@ -226,11 +217,13 @@ class Trained:
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
         shown = order[right[order]][:SHOWN]
         accuracy = float(right.double().mean())
-        return cls(name, model, list(x[shown]), labels[shown].tolist(), accuracy)
+        return cls(name, recipe, model, list(x[shown]), labels[shown].tolist(), accuracy)
 
 
-def _fit(whole: nn.Module, f: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor) -> None:
-    steps, source = 300, torch.Generator().manual_seed(0)
+def _fit(
+    whole: nn.Module, f: Callable[[Tensor], Tensor], ids: Tensor, labels: Tensor, steps: int
+) -> None:
+    source = torch.Generator().manual_seed(0)
     adam = torch.optim.Adam(whole.parameters(), 2e-3)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     for _ in range(steps):

@@ -67,7 +67,7 @@ def peer_radius(
     most: float,
     method: Literal["CROWN", "IBP"],
 ) -> tuple[float, float]:
-    """The l2 radius, up to ``most``, that a method of auto_LiRPA proves, and seconds.
+    """The l2 radius, up to ``most``, that a method of auto_LiRPA proves, and processor seconds.
 
     ``moves`` holds 1 for all tokens or for one. A variance whose lower bound reaches 0, where the
     package stops, counts as not proved.
@@ -95,9 +95,9 @@ def peer_radius(
 
 
 def bisected(proved: Callable[[float], bool], most: float) -> tuple[float, float]:
-    """The largest radius proved, to 4 %; 0 if a thousandth of the most is not; and seconds."""
-    began, low, high, middle = time.perf_counter(), 0.0, most, 0.3 * most
+    """The largest radius proved, to 4 %; 0 if a thousandth of the most is not; seconds."""
+    began, low, high, middle = time.process_time(), 0.0, most, 0.3 * most
     while high > 1e-3 * most and (low == 0 or high / low > 1.04):
         low, high = (middle, high) if proved(middle) else (low, middle)
         middle = math.sqrt(low * high) if low else high / 3
-    return low, time.perf_counter() - began
+    return low, time.process_time() - began

@@ -1,0 +1,177 @@
+"""Certified radii of small classifiers beside CROWN's and an attack's: by depth, width, length."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lipscope import InputError
+from lipscope.certificates import NetworkBall, certify_network
+from lipscope.charts import Panel, Series
+from lipscope_experiments.certified.classifiers import LICENCES, Recipe, Trained, described
+from lipscope_experiments.certified.crown import peer, peer_radius
+from lipscope_experiments.certified.flips import least_margin, margins_with_slopes, smallest_flip
+from lipscope_experiments.experiment import Study, experiment
+from lipscope_experiments.findings import Record, chosen, grouped, middle
+
+Ball = Literal["joint", "token"]
+BALLS: dict[Ball, str] = {"joint": "all tokens move", "token": "one token moves"}
+SHARES = (0.4, 0.8, 1.0, 1.15, 1.4)  # of our radius: where its lower bound is attacked
+PAIRS = (("ours", "CROWN"), ("ours", "attack"), ("CROWN", "attack"), ("IBP", "attack"))
+_KINDS = {"A": "attention alone", "N": "norms without variance", "S": "standard LayerNorm"}
+_NAMES = ("A1", "N1", "N2", "N3", "S1", "S2", "S3", "N1-n16", "S1-n16", "N1-d64", "S1-d64")
+
+
+@experiment(
+    "certified/decisions",
+    title="How far may tokens move before a small classifier's answer can change",
+    cite="derived here",
+    reads_text=False,
+)
+def decisions(study: Study) -> None:
+    """Small text classifiers of one to three blocks, certified and attacked in two balls."""
+    if not all(path.is_file() for path in LICENCES):
+        raise InputError(f"`{LICENCES[0]}` and `{LICENCES[1]}` should be there: they are read.")
+    names, count = study.pick((("N1",), 2), (_NAMES, 10))
+    found: list[Record] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            keys = [{"name": name, "ball": b, "index": i} for b in BALLS for i in range(count)]
+
+            def one(name: str, ball: Ball, index: int) -> Record:
+                return decided(Trained.of(name, LICENCES, Path(folder)), ball, index)
+
+            found += study.values(name, keys, one)
+    for ball, words in BALLS.items():
+        for over in ("CROWN", "attack"):
+            study.claim(
+                f"certified radius over that of {over}, {words}",
+                "above 1 is sharper" if over == "CROWN" else "at most 1",
+                "; ".join(
+                    f"{name}: {middle(ratios(mine, 'ours', over))}"
+                    for name, mine in grouped(chosen(found, ball=ball), "name")
+                ),
+            )
+    gaps = [gap for record in found for gap in gaps_of(record) if gap is not None]
+    study.claim(
+        "least margin found in a ball, less its certified lower bound, over the margin",
+        "at least 0 at every radius",
+        f"{min(gaps):.3g} at the least, in {sum(r['points'] for r in found)} points",
+    )
+    _draw(study, found)
+    study.table(
+        "Medians, with the smallest and the largest",
+        grouped(found, "name", "ball"),
+        {
+            "model": lambda key, _: key[0],
+            "ball": lambda key, _: key[1],
+            "accuracy": lambda _, mine: f"{mine[0]['accuracy']:.2f}",
+            **{
+                " / ".join(pair): lambda _, mine, pair=pair: middle(ratios(mine, *pair))
+                for pair in PAIRS
+            },
+            **{
+                f"seconds, {who}": lambda _, mine, who=who: _seconds(mine, who)
+                for who in ("ours", "CROWN", "attack")
+            },
+        },
+    )
+    study.remark(
+        "A: attention, mean pool, linear head; N, S: post-norm blocks of four heads and a ReLU "
+        "network, without variance in their norms and with standard LayerNorm; then the number of "
+        "blocks. 8 tokens and d = 32 unless said. Two licences are told apart by windows of words; "
+        "the inputs are correctly classified held-out windows in an order drawn once.",
+        "l2 balls of the embeddings. The token that moves is that of the largest gradient. The "
+        "attack's radius is that of the smallest flip found, an upper value.",
+        *([] if peer() else ["CROWN and IBP were left out: auto_LiRPA cannot be imported."]),
+    )
+
+
+def _draw(study: Study, found: Sequence[Record]) -> None:
+    """Medians over the attack's radius, along one size at a time."""
+    axes = (("blocks", "number of blocks"), ("d", "width d"), ("n", "number of tokens n"))
+    panels = []
+    for ball, words in BALLS.items():
+        for axis, label in axes:
+            series = []
+            for kind in "NS":
+                rest = {one: getattr(Recipe(kind), one) for one, _ in axes if one != axis}
+                mine = chosen(found, ball=ball, kind=kind, **rest)
+                for who in ("ours", "CROWN"):
+                    points = [(at, ratios(rs, who, "attack")) for at, rs in grouped(mine, axis)]
+                    medians = tuple((at, median(values)) for at, values in points if values)
+                    series.append(Series(f"{who}, {_KINDS[kind]}", medians))
+            if any(len(one.points) > 1 for one in series):
+                y = "radius / radius of the attack"
+                panels.append(Panel(f"{words}: by {label}", tuple(series), label, y, log_x=False))
+    study.draw("decisions", "Certified radius as a share of the attack's", panels)
+
+
+def decided(trained: Trained, ball: Ball, index: int) -> Record:
+    """Radii and a processor's seconds at an input; margins found beside our bound."""
+    model, x, label = trained.model, trained.inputs[index], trained.labels[index]
+    moves = torch.ones_like(x[:, :1])
+    margin, slope = margins_with_slopes(model, x[None], label, moves)
+    token = int(slope[0].norm(dim=1).argmax())
+    if ball == "token":
+        moves = torch.eye(len(x)).to(x)[:, token, None]
+    began = time.process_time()
+    attack, point = smallest_flip(model, x, label, moves)
+    found = {
+        "accuracy": trained.accuracy,
+        "kind": trained.recipe.kind,
+        "blocks": trained.recipe.blocks,
+        "n": len(x),
+        "d": x.shape[1],
+        "margin": float(margin),
+        "attack": attack,
+        "seconds, attack": time.process_time() - began,
+    }
+    if peer() is not None:
+        for method in ("CROWN", "IBP"):
+            radius, seconds = peer_radius(model, x, label, moves, attack, method)
+            found |= {method: radius, f"seconds, {method}": seconds}
+    network, free = described(model, x), moves[:, 0] > 0
+    began = time.process_time()
+    ours = certify_network(network, x, ball=ball, tokens=free)
+    found |= {"ours": ours.radius, "seconds, ours": time.process_time() - began}
+    bounds = NetworkBall(network, x, free)
+    below, points = [], 0
+    for share in SHARES:
+        least, tried = least_margin(model, x, label, moves, share * ours.radius, point)
+        below.append([_lower(bounds, share * ours.radius, label, point), least])
+        points += tried
+    return found | {"below": below, "points": points}
+
+
+def _lower(bounds: NetworkBall, radius: float, label: int, point: Tensor) -> float | None:
+    """The certified lower bound of the margin in a ball; None where there is none."""
+    if not bounds.grow(radius):
+        return None
+    move = point[bounds.tokens].flatten()
+    move = move * (radius / move.norm())
+    return max(bounds.lower(share * move, label, 1 - label)[0] for share in (0.0, 0.3, 0.6))
+
+
+def ratios(records: Iterable[Record], above: str, below: str) -> list[float]:
+    """One radius over another, where both were found."""
+    return [r[above] / r[below] for r in records if r.get(above) is not None and r.get(below)]
+
+
+def gaps_of(record: Record) -> list[float | None]:
+    """Least margins found, less the certified bounds, over the margin: below 0 is wrong."""
+    return [
+        None if low is None else (least - low) / record["margin"] for low, least in record["below"]
+    ]
+
+
+def _seconds(records: Sequence[Record], who: str) -> str:
+    known = [r[f"seconds, {who}"] for r in records if f"seconds, {who}" in r]
+    return f"{median(known):.1f}" if known else "–"
