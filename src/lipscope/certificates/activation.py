@@ -24,7 +24,13 @@ Function = Callable[[Tensor], Tensor]
 
 
 def _derivative(f: Function) -> Function:
-    return torch.func.grad(lambda z: f(z).sum())
+    def slope(z: Tensor) -> Tensor:
+        with torch.enable_grad():
+            own = z if z.requires_grad else z.detach().requires_grad_(True)
+            (found,) = torch.autograd.grad(f(own).sum(), own, create_graph=True)
+        return found if z.requires_grad else found.detach()
+
+    return slope
 
 
 @cache

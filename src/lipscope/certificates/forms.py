@@ -5,6 +5,8 @@ In float64, with what rounding may hide of an eigenvalue on the safe side.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -79,6 +81,24 @@ def root(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
 
 
+def gradient(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of a number, or of a sum of numbers, at a tensor."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        (found,) = torch.autograd.grad(f(x).sum(), x)
+    return found
+
+
+def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
+    """``(*out, n, d)`` of a function that takes a batch: one entry of it for each output."""
+    with torch.no_grad():
+        shape = f(x[None])[0].shape
+    count = shape.numel()
+    return gradient(lambda z: f(z).reshape(count, count).diagonal(), x.expand(count, -1, -1)).view(
+        *shape, *x.shape
+    )
+
+
 def young(*sizes: float) -> list[float]:
     """Weights, adding up to 1, that make ``sum_k sizes_k^2 / w_k`` least: ``w`` like ``sizes``.
 
@@ -138,11 +158,11 @@ def least_in_balls(
     for _ in range(60):
         at = log.clone().requires_grad_(True)
         found = dual(at)
-        if not bool(found.isfinite()) or float(found) < best:
+        if not bool(found.isfinite()) or float(found.detach()) < best:
             rate /= 2
             log = (log + kept) / 2 if best > -torch.inf else log + 0.1
             continue
-        best, kept = float(found), log
+        best, kept = float(found.detach()), log
         (slope,) = torch.autograd.grad(found, at)
         log = log + rate * slope / (slope.abs().max() + 1e-300)
     return best

@@ -115,7 +115,7 @@ class NetworkBall:
         """The secant of the pooled vector."""
 
         def mean(m: Tensor) -> Tensor:
-            return torch.einsum("n,ndp->dp", self.share, m.view(len(self.share), -1, m.shape[1]))
+            return torch.einsum("n,ndp->dp", self.share, m.unflatten(0, (len(self.share), -1)))
 
         return Secant(mean(s.middle), mean(s.outer), s.inner, s.rest * self.share.norm())
 

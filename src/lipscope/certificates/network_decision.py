@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lipscope.certificates.forms import jacobian
 from lipscope.certificates.margin import NetworkBall
 from lipscope.display import Shown
 from lipscope.errors import InputError
@@ -23,7 +24,8 @@ from lipscope.models import Network
 
 DecisionBall = Literal["joint", "token", "each"]
 _ANCHORS = (0.3, 0.0, 0.6)  # of the way to where a descent ends
-_STARTS, _STEPS = 4, 40
+_STARTS, _STEPS = 2, 25  # of the descent to an anchor
+_FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
@@ -81,8 +83,8 @@ class _Question:
         self.count = int(tokens.sum())
         # one Frobenius ball holds the product of balls
         self.wide = self.count**0.5 if ball == "each" else 1.0
-        jacobian = torch.func.jacrev(net)(x)[:, tokens]  # (c, s, d)
-        apart = (jacobian[self.label] - jacobian).norm(dim=-1)
+        pooled = jacobian(net.pooled, x)[:, tokens]  # (d, s, d)
+        apart = torch.einsum("cd,dse->cse", net.head[self.label] - net.head, pooled).norm(dim=-1)
         self.slopes = apart.sum(-1) if ball == "each" else apart.norm(dim=-1)
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
@@ -95,30 +97,58 @@ class _Question:
         size = size if self.ball == "each" else size.norm(dim=1, keepdim=True)
         return e * (radius / size.clamp_min(1e-300)).clamp_max(1)
 
-    def descend(self, rival: int, radius: float, start: Tensor | None) -> tuple[float, Tensor]:
+    def descend(
+        self, rival: int, radius: float, start: Tensor | None = None, starts: int = _STARTS
+    ) -> tuple[float, Tensor]:
         """The least margin found in the ball, and the move; normalised gradient steps."""
         generator = torch.Generator().manual_seed(rival)
-        x, d = self.x, self.x.shape[1]
-        index = self.tokens.nonzero()[:, 0]
 
-        def margin(e: Tensor) -> Tensor:
-            scores = self.net(x.index_add(0, index, e))
-            return scores[self.label] - scores[rival]
+        def margins(e: Tensor) -> Tensor:
+            scores = self.net(self._moved(e))
+            return scores[..., self.label] - scores[..., rival]
 
-        slope = torch.func.vmap(torch.func.grad(margin))
-        e = torch.randn(_STARTS, self.count, d, generator=generator, dtype=x.dtype)
+        size = starts, self.count, self.x.shape[1]
+        e = torch.randn(size, generator=generator, dtype=self.x.dtype)
         e[0] = 0.0
         if start is not None:
-            e[1] = start.view(self.count, d)
+            e[-1] = start.view(size[1:])
         e = self.project(e, radius)
         for k in range(_STEPS):
-            g = slope(e)
-            size = g.norm(dim=-1, keepdim=True)
-            size = size if self.ball == "each" else size.norm(dim=1, keepdim=True)
-            e = self.project(e - radius * 0.5 * 0.02 ** (k / _STEPS) * g / (size + 1e-300), radius)
-        found = torch.func.vmap(margin)(e)
+            e = e.detach().requires_grad_(True)
+            (g,) = torch.autograd.grad(margins(e).sum(), e)
+            size_of = g.norm(dim=-1, keepdim=True)
+            if self.ball != "each":
+                size_of = size_of.norm(dim=1, keepdim=True)
+            step = radius * 0.5 * 0.02 ** (k / _STEPS)
+            e = self.project(e.detach() - step * g / (size_of + 1e-300), radius)
+        found = margins(e)
         best = int(found.argmin())
         return float(found[best]), e[best].flatten()
+
+    def _moved(self, e: Float[Tensor, "b s d"]) -> Float[Tensor, "b n d"]:
+        index = self.tokens.nonzero()[:, 0]
+        return self.x.expand(len(e), -1, -1).index_add(1, index, e)
+
+    def smallest_flip(self, rival: int, above: float) -> float | None:
+        """Size of the smallest move found that lets a rival win; none below ``above``."""
+        size, found, move = max(2 * self.first_order, 1.5 * above), None, None
+        for _ in range(_DOUBLINGS):
+            value, e = self.descend(rival, size, move, _FLIPS)
+            if value <= 0:
+                found, move = size, e
+                break
+            size *= 2
+        if found is None:
+            return None
+        low = above
+        while found > _CLOSE * low and found > 1e-12:
+            size = (low * found) ** 0.5 if low > 0 else found / 2
+            value, e = self.descend(rival, size, move, _FLIPS)
+            if value <= 0:
+                found, move = size, e
+            else:
+                low = size
+        return found
 
     def lower(self, rival: int, move: Tensor, enough: bool) -> float:
         """The best lower bound of a margin in the ball that was grown."""
@@ -177,8 +207,7 @@ def certify_network(
     if len(net.head) < 2:
         raise InputError("A decision should be between two classes at least. Found one score.")
     asked = _Question(net, x.double(), ball, tokens)
-    radius, limit, attack, note = _search(asked, progress)
-    rival = asked.others[0] if limit is None else limit
+    radius, rival, attack, note = _search(asked, progress)
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
@@ -198,32 +227,34 @@ def certify_network(
 
 def _search(
     asked: _Question, progress: Callable[[str], None] | None
-) -> tuple[float, int | None, float | None, str | None]:
+) -> tuple[float, int, float | None, str | None]:
     """The radius, the rival that limits it, the smallest flip found, and a remark."""
     if not float(min(asked.margins[c] for c in asked.others)) > 0:
-        return 0.0, None, 0.0, "a tie: two classes have the same score"
+        return 0.0, asked.others[0], 0.0, "a tie: two classes have the same score"
     low, high = 0.0, math.inf
-    attack, moves = None, {}
-    limit: int | None = None
+    moves: dict[int, Tensor] = {}
+    limit, note = asked.others[0], None
     far = _FAR * float(asked.x.norm() + 1)
     size = min(0.7 * asked.first_order, far / 100)
     for _ in range(_TRIES):
         if progress is not None:
             progress(f"certified {low:.4g}, trying {size:.4g}")
-        fails, flipped = _falls(asked, size, moves)
-        if flipped is not None:
-            attack = flipped if attack is None else min(attack, flipped)
+        fails = _falls(asked, size, moves)
         if fails is None:
             low = size
         else:
             high, limit = size, fails
         if low > 0 and high / low < _CLOSE:
             break
-        size = (
-            math.sqrt(low * high) if low > 0 and high < math.inf else size * (1.5 if low else 0.5)
-        )
-    note = None if low > 0 else "nothing was proved: a smaller move than any that matters was tried"
-    return low, limit, attack, note
+        if size >= far:  # nothing of what decides seems to depend on these tokens
+            note = f"no larger radius than {low:.3g} was tried"
+            break
+        size = _next(low, high, size)
+    if low == 0:
+        note = "nothing was proved at any radius that was tried"
+    if progress is not None:
+        progress(f"certified {low:.4g}, attacking")
+    return low, limit, asked.smallest_flip(limit, low), note
 
 
 def _next(low: float, high: float, size: float) -> float:
@@ -232,10 +263,8 @@ def _next(low: float, high: float, size: float) -> float:
     return size * 1.5 if high == math.inf else math.sqrt(low * high)
 
 
-def _falls(
-    asked: _Question, radius: float, moves: dict[int, Tensor]
-) -> tuple[int | None, float | None]:
-    """The rival whose margin is not proved positive, and the radius if a flip was found."""
+def _falls(asked: _Question, radius: float, moves: dict[int, Tensor]) -> int | None:
+    """A rival whose margin is not proved positive within a radius."""
     grown = asked.bounds.grow(radius * asked.wide)
     rivals = asked.others
     if grown and len(rivals) > 1:
@@ -243,10 +272,10 @@ def _falls(
         reach = asked.bounds.reach(w) * (1 + _SLACK)
         rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > 0]
     for rival in rivals:
+        if not grown:
+            return rival
         found, move = asked.descend(rival, radius, moves.get(rival))
         moves[rival] = move
-        if found <= 0:
-            return rival, radius
-        if not grown or not asked.lower(rival, move, True) > 0:
-            return rival, None
-    return None, None
+        if found <= 0 or not asked.lower(rival, move, True) > 0:
+            return rival
+    return None

@@ -21,7 +21,15 @@ from lipscope.certificates.attention_ball import (
     AttentionBall,
     bend_of,
 )
-from lipscope.certificates.forms import norm_above, positive_part, root, top_value, young
+from lipscope.certificates.forms import (
+    gradient,
+    jacobian,
+    norm_above,
+    positive_part,
+    root,
+    top_value,
+    young,
+)
 from lipscope.certificates.norm_ball import SECOND, NormAt
 from lipscope.models import Branch, Feed, Norm
 
@@ -210,9 +218,9 @@ class TokenBranch:
         self, at: Secant, wide: Tensor, inner: Tensor, columns: Tensor | None, rest: Tensor
     ) -> Secant:
         n = len(wide)
-        outer = (wide @ at.outer.view(n, -1, at.outer.shape[1])).flatten(0, 1)
+        outer = (wide @ at.outer.unflatten(0, (n, -1))).flatten(0, 1)
         outer = outer if columns is None else torch.cat([outer, columns], 1)
-        middle = (wide @ at.middle.view(n, -1, at.middle.shape[1])).flatten(0, 1)
+        middle = (wide @ at.middle.unflatten(0, (n, -1))).flatten(0, 1)
         return Secant(middle, outer, inner, rest)
 
 
@@ -331,12 +339,8 @@ class Entry:
         self.inner = torch.linalg.solve(side, flat)
         self.error = 2 * self.w[1] ** 0.5
         self.size = norm_above(self.inner) + self.error
-        columns = through.movedim(-1, 0)
-        self.moved = torch.func.vmap(
-            lambda c: torch.func.jvp(part, (self.y,), (c,))[1], chunk_size=64
-        )(columns).movedim(0, -1)
-        blocks = torch.func.jacrev(part, chunk_size=64)(self.y)
-        self.blocks = blocks.movedim(2, 1)  # (n, n, d, d)
+        self.blocks = jacobian(part, self.y).movedim(2, 1)  # (n, n, d, d)
+        self.moved = torch.einsum("ijde,jep->idp", self.blocks, through)
 
     def of_rows(self, rows: Tensor) -> None:
         """Keep what is read."""
@@ -487,15 +491,13 @@ class Segment:
             most = top_value(bent).sqrt() * self.entry.error
             w0, w1 = young(float(top_value(straight).sqrt()), float(most))
             b = -straight / w0 - most.square() / w1 * eye
-            y = torch.func.grad(lambda z: (part(z)[self.rows] * q.slope).sum())(
-                self.entry.norm.norm(x)
-            )
+            y = gradient(lambda z: part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
             curve = self.entry.norm.curvature(y, x, self.entry.radius)
             b = b - torch.einsum("ndp,nde,neq->pq", self.t, curve, self.t)
         w0, w1 = young(float(top_value(base).sqrt()), float(change))
         b = b - base / w0 - change.square() / w1 * eye
-        gradient = torch.func.grad(lambda z: (first(z)[self.rows] * q.slope).sum())(x)
-        return q.gap, torch.einsum("nd,ndp->p", gradient, self.t), b
+        g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
+        return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
 
     def _spread(self, branch: TokenBranch) -> Tensor:
         if branch.units is None:

@@ -77,7 +77,7 @@ class Branch:
     norm: Norm | None = None
     skip: bool = True
 
-    def __call__(self, h: Float[Tensor, "n d"]) -> Float[Tensor, "n d_out"]:
+    def __call__(self, h: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b n d_out"]:
         """The stream after this branch."""
         y = h if self.norm is None else self.norm(h)
         y = y if self.part is None else self.part(y)
@@ -104,14 +104,18 @@ class Network:
     tail: tuple[Branch, ...] = ()
     names: tuple[str, ...] = field(default=())
 
-    def __call__(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " c"]:
+    def __call__(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b c"]:
         """Scores of the classes at a stream of tokens."""
+        return self.pooled(x) @ self.head.T + self.bias
+
+    def pooled(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, "*b d"]:
+        """What the head reads."""
         for branch in self.branches:
             x = branch(x)
-        pooled = (self.share @ x)[None]
+        pooled = (self.share @ x).unsqueeze(-2)
         for branch in self.tail:
             pooled = branch(pooled)
-        return self.head @ pooled[0] + self.bias
+        return pooled[..., 0, :]
 
     def name(self, index: int) -> str:
         """What a class is called."""
