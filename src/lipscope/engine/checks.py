@@ -137,9 +137,9 @@ class Entries:
         place = ", ".join([f"`{self.name}`"] * bool(self.name) + [f"line {line}"] * bool(line))
         raise InputError(f"{place}: {message}" if place else message)
 
-    def refuse(self, should: str, found: Any, key: str, *index: int) -> NoReturn:
+    def refuse(self, should: str, found: Any, key: str, *index: int, hint: str = "") -> NoReturn:
         """Raise an error that says what a value should be, and what was found."""
-        self.fail(f"`{key}` should be {should}. Found `{shown(found)}`.", key, *index)
+        self.fail(f"`{key}` should be {should}. Found `{shown(found)}`.{hint}", key, *index)
 
     def check_keys(self, known: Sequence[str]) -> None:
         """Refuse a key that is not known, with the nearest one."""
@@ -182,12 +182,8 @@ def words(choices: Sequence[str]) -> Check:
     def check(source: Entries, key: str, value: Any) -> tuple[str, ...]:
         for i, word in enumerate(items(value)):
             if not isinstance(word, str) or word not in choices:
-                source.fail(
-                    f"`{key}` should be one of {', '.join(choices)}. Found `{shown(word)}`."
-                    f"{nearest(shown(word), choices)}",
-                    key,
-                    i,
-                )
+                hint = nearest(shown(word), choices)
+                source.refuse(f"one of {', '.join(choices)}", word, key, i, hint=hint)
         return _each_once(source, key, items(value))
 
     return check
@@ -203,11 +199,7 @@ def theorem_names(source: Entries, key: str, value: Any) -> tuple[str, ...]:
     for i, word in enumerate(wanted):
         if not isinstance(word, str) or word not in (ALL, *known):
             hint = nearest(shown(word), list(known)) or " `lipscope theorems` lists them."
-            source.fail(
-                f"`{key}` should be names of theorems, or all. Found `{shown(word)}`.{hint}",
-                key,
-                i,
-            )
+            source.refuse("names of theorems, or all", word, key, i, hint=hint)
         found += [n for n, one in known.items() if not one.slow] if word == ALL else [word]
     return tuple(dict.fromkeys(found))
 

@@ -282,42 +282,33 @@ def mean_outputs(
     return Texts((*map(beginning_of, texts),), unit)
 
 
-def own_output(model: nn.Module, like: Tensor) -> Callable[[Tensor], Tensor]:
-    """What a prepared model makes of token ids, ``(n, d)``, on the device and in the dtype of x."""
-
-    def output(ids: Tensor) -> Tensor:
-        with torch.no_grad(), exact_maths(like.dtype, differentiable=False):
-            return first_tensor(run(model, {"input_ids": ids.to(like.device)}))[0]
-
-    return output
-
-
 def body_of(model: nn.Module) -> str:
     """Path of what a model has in front of its head, "" for itself."""
     name = str(getattr(model, "base_model_prefix", ""))
     return name if name and hasattr(model, name) else ""
 
 
-def check_reads_texts(reads: bool, name: str) -> None:
-    """Refuse `among` for a model that reads no text or has no output for every token."""
-    if not reads:
+def texts_for(
+    among: Sequence[str],
+    loaded: LoadedModel,
+    record: Trace | None,
+    special_tokens: bool,
+    *,
+    reads: bool,
+) -> Texts:
+    """The texts, by the mean outputs that the model itself has for them, if it reads texts."""
+    if record is None or not reads:
         raise InputError(
             "`among` needs a model that reads texts and has an output for every token. Found "
-            f"`{name}`; leave `among` out."
+            f"`{loaded.name}`; leave `among` out."
         )
+    body, like = record.model.get_submodule(body_of(record.model)), record.calls[0].x
 
+    def output(ids: Tensor) -> Tensor:
+        with torch.no_grad(), exact_maths(like.dtype, differentiable=False):
+            return first_tensor(run(body, {"input_ids": ids.to(like.device)}))[0]
 
-def texts_for(
-    among: Sequence[str], loaded: LoadedModel, record: Trace | None, special_tokens: bool
-) -> Texts:
-    """The texts, by the mean outputs that the model itself has for them."""
-    one = record.inputs if record is not None else None
-    words = isinstance(one, Mapping) and "input_ids" in one
-    y = record.output if record is not None and words else None
-    check_reads_texts(y is not None and y.ndim == 3, loaded.name)
-    assert record is not None
-    own = own_output(record.model.get_submodule(body_of(record.model)), record.calls[0].x)
-    return mean_outputs(among, loaded, special_tokens, own)
+    return mean_outputs(among, loaded, special_tokens, output)
 
 
 def slopes_of_texts(

@@ -41,14 +41,6 @@ class WindowKey(NamedTuple):
     item: int
 
 
-class MapKey(NamedTuple):
-    """Which map at which input that was given; as in `Job`."""
-
-    window: WindowKey
-    map: str
-    layer: int | None
-
-
 class Job(NamedTuple):
     """One measurement, or one for each head."""
 
@@ -72,11 +64,6 @@ class Job(NamedTuple):
     def window(self) -> WindowKey:
         """What jobs that share a forward pass of the model have in common."""
         return WindowKey(self.model, self.weights, self.dtype, self.fused, self.text, self.item)
-
-    @property
-    def place(self) -> MapKey:
-        """Which map at which input that was given."""
-        return MapKey(self.window, self.map, self.layer)
 
 
 class Shape(NamedTuple):

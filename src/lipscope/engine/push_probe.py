@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from lipscope.engine.classifier import Classifier
-from lipscope.engine.direction_words import (
-    Texts,
-    body_of,
-    check_reads_texts,
-    mean_outputs,
-    own_output,
-)
+from lipscope.engine.direction_words import Texts, body_of, texts_for
 from lipscope.engine.plan import Job
 from lipscope.engine.runs import LocalRun
 from lipscope.errors import InputError
@@ -94,7 +88,9 @@ class PushProbe:
         self._texts: Texts | None = None
         self._watch(with_head=False)
         if among:
-            self._texts, self.reading = self._nearest(among), NEAREST
+            reads = self.here.model is not None and run.spec.images is None
+            about = run.model.loaded, self._window.trace, run.spec.special_tokens
+            self._texts, self.reading = texts_for(among, *about, reads=reads), NEAREST
         elif self.patches is not None:
             self.reading = MOVED
             self.note = _OF_PICTURES
@@ -293,22 +289,6 @@ class PushProbe:
     def _cosines(self, seen: Outputs) -> Tensor:
         assert self._texts is not None and seen.model is not None
         return self._texts.cosines(seen.model)
-
-    def _nearest(self, among: Sequence[str]) -> Texts:
-        """The texts, by the mean outputs that the model itself has for them."""
-        model = self._window.trace.model
-        seen = self.here.model
-        reads = seen is not None and self.run.spec.images is None
-        check_reads_texts(reads, self.run.model.name)
-        assert seen is not None
-        special, output = self.run.spec.special_tokens, own_output(model, self.x)
-        found = mean_outputs(among, self.run.model.loaded, special, output)
-        if found.points.shape[1] != seen.shape[-1]:
-            raise InputError(
-                f"`among` needs a model whose output is {seen.shape[-1]} wide for its texts too. "
-                f"Found {found.points.shape[1]}."
-            )
-        return found
 
     # --- where it goes
 

@@ -302,8 +302,13 @@ class MapAtInput:
             found = (*describe_directions(reply.leading, *about, memory, whole),)
             if not spec.among:
                 return found
+            inputs = None if record is None else record.inputs
+            words = isinstance(inputs, Mapping) and "input_ids" in inputs
             among = spec.among, model.loaded, record, spec.special_tokens
-            texts = keep_last(self._session.texts, window.setting, lambda: texts_for(*among))
+            reads = words and window.trace.output is not None and window.trace.output.ndim == 3
+            texts = keep_last(
+                self._session.texts, window.setting, lambda: texts_for(*among, reads=reads)
+            )
             assert record is not None  # or there are no texts for it
             return (*found, *slopes_of_texts(reply.leading, self.map, row.id, record, texts))
 
@@ -512,7 +517,8 @@ class Session:
     def at(self, job: Job) -> MapAtInput:
         """The map that a job asks about, at its input."""
         window, before = self.window(job.window), next(iter(self._at.values()), None)
-        same = before is not None and before.job.place == job.place
+        place = job.window, job.map, job.layer
+        same = before and (before.job.window, before.job.map, before.job.layer) == place
         given = before.given if before is not None and same else None
         return keep_last(self._at, job, lambda: MapAtInput(self, job, window, given))
 

@@ -20,7 +20,7 @@ from lipscope.engine.spec import (
     check_together,
     digests,
 )
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError
 from lipscope.models import default_text, read_text, read_texts
 
 DEFAULT, IMAGES = "default", "images"
@@ -74,7 +74,7 @@ def _text_contents(source: Entries) -> dict[str, str]:
     texts: dict[str, str] = {}
     for i, entry in enumerate(items(source.values.get("texts", DEFAULT))):
         if not isinstance(entry, str | Path):
-            source.fail(f"`texts` should be names of files. Found `{shown(entry)}`.", "texts", i)
+            source.refuse("names of files", entry, "texts", i)
         name = DEFAULT if entry == DEFAULT else Path(entry).stem
         if name in texts:
             source.fail(
@@ -114,11 +114,7 @@ def _checkpoints_of(source: Entries, entry: Any, i: int) -> Iterator[tuple[str, 
         yield entry, None
         return
     if not isinstance(entry, dict) or set(entry) != {"name", "checkpoints"}:
-        source.fail(
-            f"`models` should be names, or `name` with `checkpoints`. Found `{shown(entry)}`.",
-            "models",
-            i,
-        )
+        source.refuse("names, or `name` with `checkpoints`", entry, "models", i)
     root, folder = str(entry["name"]), Path(os.path.expanduser(str(entry["name"])))
     found = [str(one) for one in items(entry["checkpoints"])]
     if os.path.isdir(folder):

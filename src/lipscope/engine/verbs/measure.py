@@ -202,9 +202,6 @@ def bounds(
             of the largest input, not with a norm in front, whose bounds on all inputs hold for
             tokens of every norm from the smallest of the inputs on; ``dtype`` is float64.
 
-    Raises:
-        InputError: For every request that cannot be answered as asked.
-
     >>> import lipscope as ls, torch
     >>> layer = ls.DotProduct(*3 * [torch.eye(2, dtype=torch.float64)])
     >>> rows = bounds(layer, torch.eye(2, dtype=torch.float64))
@@ -284,9 +281,6 @@ def directions(
         out: Run folder, or one that is open, as for `measure`.
         progress: Called as ``progress(done, total, row)``.
         **options: Those of `measure` about the input, the question and the solver.
-
-    Raises:
-        InputError: For every request that cannot be answered as asked.
 
     Source: derived here (``docs/theory/directions.md``).
 

@@ -139,9 +139,6 @@ def push(
             * ``certificate``: whether changes are certified; if None, where that takes about a
               minute at most, else the note says so.
 
-    Raises:
-        InputError: For every request that cannot be answered as asked.
-
     One token is mapped linearly, so that it moves by ``sigma · eps`` at every size:
 
     >>> import torch, lipscope as ls

@@ -83,9 +83,6 @@ def split(
         **options: Those of `measure` about the input and the solver; the map is ``attention`` or
             ``heads``.
 
-    Raises:
-        InputError: For every request that cannot be answered as asked.
-
     Source: derived here (``docs/theory/splitting.md``).
 
     >>> import lipscope as ls
