@@ -48,16 +48,8 @@ class Probe:
     Each look costs one forward pass for each entry, in evaluation mode and without gradients; the
     model is put back as it was. Weights keep their gradients, the inputs of the layers have none.
 
-    Args:
-        model: A module with attention inside, or an `Attention` layer.
-        data: Batch: input ids, embeddings, pixels or a mapping of arguments; the input
-            ``(n, d)`` or ``(b, n, d)`` of a layer.
-        layers: Indices from 0, or "all".
-        modules: Regular expression for the attention modules, as for `measure`.
-
-    Attributes:
-        indices: The layers that were chosen.
-        names: Paths of their modules, by index; "layer" for a layer by itself.
+    ``indices`` are the layers that were chosen; ``names`` the paths of their modules, by index:
+    "layer" for a layer by itself. Arguments are those of `restrain`.
     """
 
     def __init__(

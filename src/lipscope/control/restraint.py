@@ -33,18 +33,10 @@ class Restraint:
 
     One loop serves every kind: what is no penalty has the penalty 0, and what is nothing to be
     done after a step does nothing there.
-
-    Args:
-        probe: The model, its layers, and a batch.
-        cap: Of a penalty: only what is above it counts. Of a constraint: what it keeps to.
-        seed: Of random starts.
-
-    Attributes:
-        name: What it is called in `restrain`.
-        cap_is: Whether a cap is ``needed``, ``possible`` or ``none``.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # what it is called in `restrain`
+    # Of a penalty only what is above a cap counts; a constraint keeps to it.
     cap_is: ClassVar[Literal["needed", "possible", "none"]] = "possible"
 
     def __init__(self, probe: Probe, *, cap: float | None = None, seed: int = 0) -> None:

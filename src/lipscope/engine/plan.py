@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,6 +166,11 @@ def _inputs(spec: Spec, first: bool) -> Iterator[tuple[str, float | None]]:
 def row_ids(job: Job, shape: Shape) -> list[str]:
     """The ids of the rows of a job: its own, or one for each head."""
     return [row_id(job.id, head) for head in heads_one_by_one(job, shape)]
+
+
+def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Collection[str]) -> list[Job]:
+    """The jobs that lack a row, of models of these shapes."""
+    return [job for job in jobs if not all(one in done for one in row_ids(job, shapes[job.model]))]
 
 
 def heads_one_by_one(job: Job, shape: Shape) -> Sequence[int | None]:

@@ -22,6 +22,7 @@ from lipscope.engine.answer import explained, failed_rows
 from lipscope.engine.checks import argument, no_several, path, window_length
 from lipscope.engine.plan import (
     Job,
+    left_over,
     plan,
     row_ids,
     survey_key,
@@ -200,8 +201,7 @@ class LocalRun:
 
     def left(self) -> list[Job]:
         """The jobs that the folder does not answer."""
-        done = self._held([one for job in self.jobs for one in self._ids(job)])
-        return [job for job in self.jobs if any(one not in done for one in self._ids(job))]
+        return left_over(self.jobs, [self.survey.shape], self._held(self._ids()))
 
     def rows(self, progress: Progress | None = None, *, keep: bool = True) -> Rows:
         """All rows, those of an earlier run in the folder included, in the order of the jobs.
@@ -209,7 +209,7 @@ class LocalRun:
         They are written into the folder, unless they are not to be kept.
         """
         tell = as_callback(progress)
-        ids, folder = [one for job in self.jobs for one in self._ids(job)], self.folder
+        ids, folder = self._ids(), self.folder
         if folder is not None and folder is not self._out and keep:
             folder.planned(ids)
         done = self._held(ids)
@@ -217,7 +217,7 @@ class LocalRun:
         bounds = folder.bounds(done) if folder is not None and self.spec.theorems else []
         parts = folder.directions(done) if folder is not None and self.spec.directions else []
         tell(sum(one in done for one in ids), len(ids), None)
-        for job in [job for job in self.jobs if any(one not in done for one in self._ids(job))]:
+        for job in left_over(self.jobs, [self.survey.shape], done):
             new = [one for one in self._answered(job) if one.row.id not in done]
             if folder is not None and keep:
                 self._note_model()
@@ -295,8 +295,8 @@ class LocalRun:
             if new or one.row.id not in self.folder.done:
                 self.folder.extend([one._replace(bounds=new)])
 
-    def _ids(self, job: Job) -> list[str]:
-        return row_ids(job, self.survey.shape)
+    def _ids(self) -> list[str]:
+        return [one for job in self.jobs for one in row_ids(job, self.survey.shape)]
 
     def _held(self, ids: Sequence[str]) -> dict[str, Measurement]:
         """Rows that the folder holds; one that other questions share may say less than is asked."""

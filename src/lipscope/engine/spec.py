@@ -321,11 +321,8 @@ def check_together(source: Entries, spec: Spec) -> None:
     if spec.move == COPIES:
         _check_copies(source, spec)
     if spec.tol < (smallest := max(SMALLEST_TOL[getattr(torch, d)] for d in spec.dtypes)):
-        source.fail(
-            f"`tol` should be between {smallest:g} and 1 in {' and '.join(spec.dtypes)}. "
-            f"Found `tol = {spec.tol}`.",
-            "tol",
-        )
+        should = f"between {smallest:g} and 1 in {' and '.join(spec.dtypes)}"
+        source.refuse(should, spec.tol, "tol")
     norms = [one for one in spec.metrics if one in ("max-token", "infinity")]
     if norms and (spec.rest or spec.average):
         source.fail(
@@ -367,17 +364,11 @@ def _check_theorems(source: Entries, spec: Spec) -> None:
     if not spec.theorems:
         return
     if not set(spec.maps) & set(WITH_THEOREMS):
-        source.fail(
-            f"`theorems` are about the maps {', '.join(WITH_THEOREMS)}. Found none of them in "
-            "`maps`.",
-            "theorems",
-        )
+        known = ", ".join(WITH_THEOREMS)
+        source.fail(f"`theorems` are about the maps {known}. Found none in `maps`.", "theorems")
     if spec.side != "self":
-        source.fail(
-            f"`theorems` are about self-attention. Found `side = {spec.side}`; leave one of them "
-            "out.",
-            "side",
-        )
+        found = f"`side = {spec.side}`; leave one of them out"
+        source.fail(f"`theorems` are about self-attention. Found {found}.", "side")
     if spec.radius != "row" and "normed" in spec.maps and spec.radius != "inputs":
         source.fail(
             "`radius` should be left out for the map `normed`, whose bounds hold for tokens of "

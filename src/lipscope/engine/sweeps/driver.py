@@ -19,6 +19,7 @@ from lipscope.engine.plan import (
     Job,
     Shape,
     Survey,
+    left_over,
     plan,
     row_ids,
     survey_key,
@@ -116,11 +117,6 @@ def place_of(request: Request, out: str | Path | Place | None) -> Place:
         return folder_of(out)
     name = request.name or f"sweep-{stable_id(request.spec.as_dict())}"
     return Place(None, name, dated=False)
-
-
-def left_over(jobs: Sequence[Job], shapes: Sequence[Shape], done: Mapping[str, Any]) -> list[Job]:
-    """The jobs that lack a row."""
-    return [job for job in jobs if not all(one in done for one in row_ids(job, shapes[job.model]))]
 
 
 def _results(

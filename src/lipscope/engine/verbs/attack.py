@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lipscope.attacks import RECIPES, Draft, EditSearch, Scores, WorstInput
 from lipscope.display import Piece, Shown, pieces
-from lipscope.engine.checks import argument, is_number, no_several, one_of, whole_number, words
+from lipscope.engine import checks
+from lipscope.engine.checks import argument, no_several, one_of, whole_number, words
 from lipscope.engine.classifier import BY_ANGLE, Classifier, nearest_by_angle, read_out_of
 from lipscope.engine.direction_words import mean_outputs
 from lipscope.engine.plan import Job, check_one_input
@@ -29,7 +30,7 @@ from lipscope.engine.runs import (
     of_one_input,
 )
 from lipscope.engine.spec import ADVERSARIAL, REAL, Options, Verb
-from lipscope.errors import InputError, shown
+from lipscope.errors import InputError
 from lipscope.models import Embedded, WindowDecoder
 from lipscope.pages import Rows, empty_table, number
 from lipscope.records import (
@@ -117,7 +118,8 @@ def attack(
     """
     steps = argument(whole_number(0, 100_000), "steps", steps)
     asked = {**options, **of_one_input(data, options, length), "layers": [layer]}
-    more = {"inputs": (REAL, ADVERSARIAL), "radius": _checked_radius(radius), "ascent_steps": steps}
+    most = argument(checks.radius, "radius", "row" if radius is None else radius)
+    more = {"inputs": (REAL, ADVERSARIAL), "radius": most, "ascent_steps": steps}
     verb = {"verb": "attack"}
     with LocalRun(model, data, asked, _ATTACK, more=more, out=out, asked=verb) as run:
         check_one_input(run.jobs)
@@ -144,16 +146,6 @@ def attack(
             tried = [WorstInput(**one, x=None, v=None) for one in held["found"]]
             tried[0] = replace(tried[0], **_load_worst(run.folder.path / _WORST))
     return Attacked(rows, tried, held["radius"], held["given_radius"])
-
-
-def _checked_radius(radius: float | str | None) -> float | str:
-    if radius is None or (isinstance(radius, str) and radius == "norm"):
-        return radius or "row"
-    if not (is_number(radius) and float(radius) > 0):
-        raise InputError(
-            f"`radius` should be a positive number, or norm. Found `radius = {shown(radius)}`."
-        )
-    return float(radius)
 
 
 def _load_worst(path: Path) -> dict[str, Tensor]:

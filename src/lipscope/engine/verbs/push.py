@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -309,7 +308,7 @@ class PushCurves:
             seen = at.at(at.x + eps * e)
             answers.append(at.answer(seen) != first)
             decisions.append(at.decision(seen) != decided)
-            steps.append(self._step(name, eps, certificate, seen))
+            steps.append(self._step(name, about, eps, certificate, seen))
 
         def leaves(share: float) -> float | None:
             def off(change: float | None, eps: float) -> bool:
@@ -345,7 +344,9 @@ class PushCurves:
             pixels=at.pixels(e),
         )
 
-    def _step(self, name: str, eps: float, certificate: float | None, seen: Outputs) -> PushStep:
+    def _step(
+        self, name: str, about: PushPlace, eps: float, certificate: float | None, seen: Outputs
+    ) -> PushStep:
         at, here = self.at, self.at.here
 
         def change(what: str) -> float | None:
@@ -357,7 +358,7 @@ class PushCurves:
             id=self.row.id,
             direction=name,
             eps=eps,
-            relative=eps / self.mean,
+            relative=eps / about.mean_norm,
             promise=at.sigma * eps,
             certificate=certificate,
             layer=change("layer"),
@@ -366,11 +367,6 @@ class PushCurves:
             reads=reads_as_text(at.reads(seen)),
             decision=at.class_of(at.decision(seen)),
         )
-
-    @cached_property
-    def mean(self) -> float:
-        """Mean norm of the tokens of the map's input."""
-        return float(self.at.x.double().norm(dim=-1).mean())
 
     def _certificates(
         self, sizes: Sequence[float], asked: bool | None
