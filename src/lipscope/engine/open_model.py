@@ -141,11 +141,6 @@ class LayerAtInput(Shown):
 
     What is asked for is computed when it is first asked for, and kept. Verbs that compute in
     float64 unless told otherwise do so here too.
-
-    Args:
-        map: The map at its input.
-        head: A query head alone, or None.
-        options: What was asked of it.
     """
 
     def __init__(self, map: MapAtInput, head: int | None, options: Mapping[str, Any]) -> None:

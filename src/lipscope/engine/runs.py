@@ -71,16 +71,9 @@ class LocalRun:
     """A request of one model, prepared: what it has, and the jobs that are to be done.
 
     Use it in a ``with`` block, whose start opens the folder, and looks at the model unless the
-    folder knows what it has.
-
-    Args:
-        model: As for `measure`.
-        data: Likewise.
-        options: Likewise.
-        verb: Whose options they are; a layer by itself is measured in the dtype of its weights.
-        more: Entries of the specification that the verb sets itself.
-        out: Run folder, or one that is open; None for none.
-        asked: What the verb asks for besides, if its answers are of one layer at one input.
+    folder knows what it has. Model, data and options are those of `measure`. The verb says which
+    options it has, sets ``more`` of the specification itself, and asks for what is ``asked``
+    besides, if its answers are of one layer at one input.
     """
 
     def __init__(

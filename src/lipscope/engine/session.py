@@ -337,13 +337,9 @@ class ModelKey(NamedTuple):
 class Session:
     """Answers the jobs of a specification; what consecutive jobs share is computed once.
 
-    Use it in a ``with`` block, whose end puts the model back as it was.
-
-    Args:
-        spec: The specification.
-        sources: What models read, by name.
-        models: What gives models that are had already, by name.
-        norms: Whether the norms that feed layers are asked for, whatever the map.
+    Use it in a ``with`` block, whose end puts the model back as it was. ``sources`` are what models
+    read, by name; ``models`` give those that are had already; with ``norms`` the norms that feed
+    layers are asked for, whatever the map.
     """
 
     def __init__(
@@ -355,7 +351,7 @@ class Session:
         norms: bool = False,
     ) -> None:
         self.spec, self.sources, self.models = spec, sources, models or {}
-        self.memory = parse_bytes(spec.memory)
+        self.memory = parse_bytes(spec.memory)  # bytes
         device_of(spec.device)
         self._norms = norms or spec.radius == "norm"
         self._stack = ExitStack()
@@ -367,7 +363,7 @@ class Session:
         self._window: dict[WindowKey, ModelAtInput] = {}
         self._at: dict[Job, MapAtInput] = {}
         self._sizes: dict[Any, dict[int | None, list[float]]] = {}
-        self.texts: dict[Setting, Texts] = {}
+        self.texts: dict[Setting, Texts] = {}  # towards which directions turn
 
     def __enter__(self) -> Session:
         return self

@@ -195,19 +195,12 @@ Times = dict[JobKind, dict[int, float]]  # seconds of a job by number of tokens
 
 
 class Estimate(NamedTuple):
-    """The size and the expected time of a sweep.
+    """The size and the expected time of a sweep."""
 
-    Attributes:
-        jobs: All jobs.
-        done: Those whose rows are in the folder.
-        seconds: Expected time for the others.
-        basis: What the time is from, as a sentence.
-    """
-
-    jobs: int
-    done: int
-    seconds: float
-    basis: str
+    jobs: int  # all jobs
+    done: int  # those whose rows are in the folder
+    seconds: float  # expected time for the others
+    basis: str  # what the time is from, as a sentence
 
 
 def estimate(
@@ -227,14 +220,7 @@ def estimate(
     Where a worker has one thread and no accelerator all of this is processor time: what else runs
     on the machine changes little, and the sweep takes longer by what its workers have to wait.
 
-    Args:
-        spec: As for `sweep`.
-        out: As for `sweep`.
-        workers: As for `sweep`.
-        cluster: As for `sweep`; the estimate is that of one worker.
-
-    Raises:
-        InputError: As `sweep` does.
+    Arguments and errors are those of `sweep`; on a cluster the estimate is that of one worker.
     """
     request = read_spec(spec)
     count = 1 if cluster is not None else number_of_workers(workers, cluster)

@@ -59,20 +59,14 @@ _COUNTS = ("texts", "skipped", "failed", "succeeded", "rate", "edits", "queries"
 
 @dataclass(frozen=True, repr=False)
 class Attacked(Shown):
-    """The result of an attack on a layer.
+    """The result of an attack on a layer."""
 
-    Attributes:
-        rows: Sigma at the input that was given, and at the worst one, measured anew.
-        found: Every construction for every head, and the ascent, worst first; where the attack
-            is read from a folder, only the first has its tokens.
-        radius: Largest token norm that was allowed.
-        given_radius: That of the input that was given.
-    """
-
-    rows: Rows
+    rows: Rows  # sigma at the input that was given, and at the worst one, measured anew
+    # every construction for every head, and the ascent, worst first; where the attack is read
+    # from a folder, only the first has its tokens
     found: Sequence[WorstInput]
-    radius: float
-    given_radius: float
+    radius: float  # largest token norm that was allowed
+    given_radius: float  # that of the input that was given
 
 
 def attack(
@@ -175,17 +169,11 @@ _DEFAULTS |= {"between": None, "read_out": None}
 
 @dataclass(frozen=True, repr=False)
 class TextAttack(Shown):
-    """The result of editing a few tokens.
+    """The result of editing a few tokens."""
 
-    Attributes:
-        rows: Sigma of the layer at every window.
-        edits: Every window and recipe.
-        by: What decides, in words; "" where nothing is decided.
-    """
-
-    rows: Rows
-    edits: tuple[TextEdit, ...]
-    by: str = ""
+    rows: Rows  # sigma of the layer at every window
+    edits: tuple[TextEdit, ...]  # every window and recipe
+    by: str = ""  # what decides, in words; "" where nothing is decided
 
     def summary(self) -> list[RecipeSummary]:
         """One entry for each recipe."""

@@ -133,20 +133,13 @@ def measure_built(
     out: AnyFolder = None,
     **options: Unpack[MeasureOptions],
 ) -> Measurement:
-    """Sigma of one layer at an input that was built for it, from a start of its own.
+    """Sigma of one layer at an input ``(n, d)`` that was built for it, from a start of its own.
 
     An input that was found by maximising sigma keeps a valid interval. Holds for every
     `Attention` layer, in the dtype of its weights.
 
-    Args:
-        layer: The layer.
-        x: The input, ``(n, d)``.
-        kind: What the input is, for the row's ``input``: for example ``two_cluster``.
-        of: The model that the layer is from.
-        index: Its layer index.
-        sample: Index among inputs of the same length.
-        out: As for `measure`.
-        **options: As for `measure`.
+    ``kind`` says what the input is, for the row's ``input``, such as ``two_cluster``; ``of`` is the
+    model that the layer is from, at ``index``; ``sample`` counts inputs of the same length.
 
     >>> import torch
     >>> from lipscope.attention import DotProduct

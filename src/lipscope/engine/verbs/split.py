@@ -29,17 +29,11 @@ _TOL = 0.05  # of the gains of single tokens
 
 @dataclass(frozen=True, repr=False)
 class Splitting(Shown):
-    """The effect of splitting tokens in the layers of a model, beside moving them.
+    """The effect of splitting tokens in the layers of a model, beside moving them."""
 
-    Attributes:
-        moved: Sigma of every layer, and of every head.
-        split: In the same order, the largest gain of splitting one token; ``top_token`` is it.
-        tokens: Every token of every layer.
-    """
-
-    moved: Rows
-    split: Rows
-    tokens: tuple[TokenGain, ...]
+    moved: Rows  # sigma of every layer, and of every head
+    split: Rows  # in the same order, the largest gain of splitting one token; ``top_token`` is it
+    tokens: tuple[TokenGain, ...]  # every token of every layer
 
     @property
     def rows(self) -> Rows:
