@@ -87,7 +87,7 @@ def mean_field_ratio(radius: float) -> float:
 def test_row_token_is_the_query() -> None:
     """A and its transpose differ: <A x_i, x_j> with A = K^T Q."""
     (head,) = heads_of(single(torch.tensor([[0.0, 3.0], [0.0, 0.0]])))
-    assert torch.equal(head.matrix_a(), torch.tensor([[0.0, 3.0], [0.0, 0.0]]).double())
+    assert torch.equal(head.key.T @ head.query, torch.tensor([[0.0, 3.0], [0.0, 0.0]]).double())
 
 
 def test_scale_is_inside_a() -> None:

@@ -133,7 +133,7 @@ class _Attend(_Blockwise):
     def backward(ctx: Any, go: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
         if go is None:
             return (None,) * 5
-        return None, *_apply_pull(ctx, 4, *ctx.saved_tensors, go)
+        return None, *_back(_Pull, ctx, 4, *ctx.saved_tensors, go)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *moves: Tensor | None) -> Tensor:  # pyright: ignore
@@ -164,9 +164,9 @@ class _Push(_Blockwise):
         at, e = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
         first = second = (None,) * 4
         if g is not None and any(ctx.needs_input_grad[1:5]):
-            first = _apply_bend(ctx, 4, *at, *e, g)
+            first = _back(_Bend, ctx, 4, *at, *e, g)
         if g is not None and any(ctx.needs_input_grad[5:9]):
-            second = _apply_pull(ctx, 8, *at, g)
+            second = _back(_Pull, ctx, 8, *at, g)
         return None, *first, *second
 
     @staticmethod
@@ -202,7 +202,7 @@ class _Pull(_Blockwise):
         *at, g = ctx.saved_tensors
         moves = _filled(at, e)
         first = (
-            _apply_bend(ctx, 4, *at, *moves, g) if any(ctx.needs_input_grad[1:5]) else (None,) * 4
+            _back(_Bend, ctx, 4, *at, *moves, g) if any(ctx.needs_input_grad[1:5]) else (None,) * 4
         )
         last = _Push.apply(ctx.rules, *at, *moves) if ctx.needs_input_grad[5] else None
         return None, *first, last
@@ -283,12 +283,8 @@ def _filled(at: Any, moves: Any) -> list[Tensor | None]:
     return [*found, last]
 
 
-def _apply_pull(ctx: Any, masks: int, *inputs: Any) -> Any:
-    return _Pull.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
-
-
-def _apply_bend(ctx: Any, masks: int, *inputs: Any) -> Any:
-    return _Bend.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
+def _back(kind: type[_Blockwise], ctx: Any, masks: int, *inputs: Any) -> Any:
+    return kind.apply(replace(ctx.rules, wanted=ctx.needs_input_grad[masks]), *inputs)
 
 
 # As `torch.compiler.disable`, which imports all of Dynamo first: it cannot trace functions with a

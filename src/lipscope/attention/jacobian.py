@@ -520,22 +520,14 @@ def stretch_in_chunks(layer: Layer, x: Tensor, g: Tensor, e: Tensor, memory: int
 
         return (jvp(attend, (q, k, v), (dq, dk, dv))[1] * go).sum()
 
-    total = x.new_zeros(())
-    chunks = _chunks(layer, q.shape[-2], k.shape[-2], memory // (_COPIES * x.element_size()))
-    for h, rows in chunks:
-        keys = slice(0, reach(rows, k.shape[-2], layer.causal, layer.window).stop)
+    total, limit = x.new_zeros(()), memory // (_COPIES * x.element_size())
+    all_rows = layer.weighting.all_rows
+    blocks = score_blocks(layer.num_heads, q.shape[-2], num_keys, limit, all_rows=all_rows)
+    for block in blocks:
+        h, rows = block.heads, block.rows
+        keys = slice(0, reach(rows, num_keys, layer.causal, layer.window).stop)
         tensors = [*(t[h, rows] for t in (q, dq, go)), *(t[h, keys] for t in (k, v, dk, dv))]
-        if len(chunks) == 1:
+        if len(blocks) == 1:
             return part(h, rows.start, *tensors)
         total = total + checkpoint(part, h, rows.start, *tensors, use_reentrant=False)
     return total
-
-
-def _chunks(layer: Layer, n: int, m: int, limit: int) -> list[tuple[slice, slice]]:
-    """Heads and rows of at most ``limit`` scores, or the fewest that can be."""
-    heads = layer.num_heads
-    if layer.weighting.all_rows:
-        step = max(1, limit // (n * m))
-        return [(slice(h, h + step), slice(0, n)) for h in range(0, heads, step)]
-    step = max(1, limit // (heads * m))
-    return [(slice(0, heads), slice(i, min(i + step, n))) for i in range(0, n, step)]

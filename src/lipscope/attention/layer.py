@@ -74,10 +74,6 @@ class TokenNorm(nn.Module):
     ``z ↦ w z / √(|z|²/k + ε)`` with ``k`` the width of ``w``: as wide as a head, it normalises
     every head by itself; as wide as all heads together, the whole projection.
 
-    Args:
-        weight: ``w``, ``(k,)``.
-        eps: ``ε``, added to the mean square.
-
     >>> import torch
     >>> TokenNorm(torch.ones(2), eps=0.0)(torch.tensor([[3.0, 4.0]])) * 12.5**0.5
     tensor([[3., 4.]])
@@ -282,14 +278,10 @@ class Layer(nn.Module, ABC):
 
     A variant keeps the weights of its paper as they are. What it derives from them it derives
     anew whenever it is asked (`projections`, `norms`), so that it can be trained.
-
-    Attributes:
-        weighting: How scores become weights.
-        by_token: Whether a token alone decides on its own query, key and value; if not, the layer
-            has a `divisor`.
     """
 
-    weighting: Weighting = Softmax()
+    weighting: Weighting = Softmax()  # how scores become weights
+    # Whether a token alone decides on its query, key and value; if not, there is a `divisor`.
     by_token: bool = True
 
     query: Tensor

@@ -135,25 +135,31 @@ class _Inputs:
         with torch.enable_grad():
             # Copies in the graph: a weight may be made of another one, whose share autograd
             # adds itself. The input always needs a gradient for the products inside.
-            copies = [t.view_as(t) if t.requires_grad else _leaf(t) for t in tensors]
+            copies = [
+                t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors
+            ]
             value = torch.stack([self.stretch(copies, g, e) for g, e in pairs]).sum()
             return torch.autograd.grad(
                 value, copies, weight, create_graph=create_graph, allow_unused=True
             )
 
 
-class _Sigma(torch.autograd.Function):
+class _OfTop(torch.autograd.Function):
+    """A function of `_Inputs`, the solver's answer for them, the input and the weights."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.inputs, ctx.top, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+
+class _Sigma(_OfTop):
     """The top singular value; its backward pass is ``<u, (dJ) v>``."""
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
         _, top, x, *_ = args
         return x.new_tensor(top.sigma)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inputs, ctx.top, *tensors = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,7 +172,7 @@ class _Sigma(torch.autograd.Function):
         return None, None, *found
 
 
-class _Vectors(torch.autograd.Function):
+class _Vectors(_OfTop):
     """The top singular vectors, as functions of the input and the weights.
 
     With ``<u, du> = <v, dv> = 0``: ``sigma du - J dv = (dJ) v - u d sigma`` and
@@ -178,11 +184,6 @@ class _Vectors(torch.autograd.Function):
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         top = args[1]
         return top.u.clone(), top.v.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.inputs, ctx.top, *tensors = inputs
-        ctx.save_for_backward(*tensors)
 
     @staticmethod
     @once_differentiable
@@ -227,10 +228,6 @@ def _solve(
 
 def _orthogonal_to(vector: Tensor, unit: Tensor) -> Tensor:
     return vector - (vector * unit).sum() * unit
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_()
 
 
 def _operator(layer: nn.Module | Callable[[Tensor], Tensor], x: Tensor, memory: int) -> Operator:

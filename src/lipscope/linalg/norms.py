@@ -119,7 +119,7 @@ def max_token_norm(op: Operator, *, dense: int = _DENSE, seed: int = 0) -> NormI
     if op.in_size * op.T.in_size > dense:
         return NormInterval(best, None, exact=False)
     blocks = to_dense(op).reshape(*op.out_shape, *op.in_shape).permute(0, 2, 1, 3)
-    best = max([best, *[_best_of_row(row) for row in blocks]])
+    best = max([best, *[float(_ascend(row).sum()) for row in blocks]])
     upper = max(_row_upper(row) for row in blocks)
     exact = upper <= best * (1 + 1e-10)
     return NormInterval(best, max(best, upper), exact=exact)
@@ -141,28 +141,21 @@ def _alternate(op: Operator, e: Tensor) -> float:
     return max(best, 0.0)
 
 
-def _best_of_row(row: Tensor) -> float:
-    """Ascent for one output token: blocks ``(n, d', d)``."""
+def _ascend(row: Tensor) -> Tensor:
+    """``|J_ij^T g|`` for the best ``g`` of an ascent: one output token, blocks ``(n, d', d)``."""
     g = torch.linalg.eigh((row @ row.mT).sum(0)).eigenvectors[:, -1]
-    return float(_ascend(row, g)[0])
-
-
-def _ascend(row: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(_ITERATIONS):
         pulled = row.mT @ g
         out = (row @ _unit_tokens(pulled)[..., None]).sum(0)[:, 0]
         g = out / out.norm().clamp_min(1e-300)
-    return (row.mT @ g).norm(dim=-1).sum(), g
+    return (row.mT @ g).norm(dim=-1)
 
 
 def _row_upper(row: Tensor) -> float:
     """An upper bound of ``max_{|g|≤1} Σ_j |J_ij^T g|`` for one output token."""
-    gram = row @ row.mT
-    sizes = torch.linalg.matrix_norm(row, 2)
-    start = torch.linalg.eigh(gram.sum(0)).eigenvectors[:, -1]
-    reached = (row.mT @ _ascend(row, start)[1]).norm(dim=-1)
+    gram, sizes = row @ row.mT, torch.linalg.matrix_norm(row, 2)
     values = [float(sizes.sum())]
-    for c in (sizes, reached):
+    for c in (sizes, _ascend(row)):
         shares = c.clamp_min(1e-9 * float(sizes.max()) + 1e-300)
         weighted = torch.linalg.eigvalsh((gram / shares[:, None, None]).sum(0))[-1]
         values.append(float((shares.sum() * weighted.clamp_min(0)).sqrt()))

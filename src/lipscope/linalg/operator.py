@@ -282,13 +282,11 @@ def check_adjoint(op: Operator, rounding: float = 0.0) -> None:
 
 def compose(outer: Operator, inner: Operator) -> Operator:
     """The Jacobian of ``outer ∘ inner`` (the chain rule)."""
-    return Operator(
-        lambda e: outer.matvec(inner.matvec(e)),
-        lambda g: inner.rmatvec(outer.rmatvec(g)),
-        inner.in_shape,
-        outer.out_shape,
-        outer.dtype,
-        outer.device,
+    return replace(
+        outer,
+        matvec=lambda e: outer.matvec(inner.matvec(e)),
+        rmatvec=lambda g: inner.rmatvec(outer.rmatvec(g)),
+        in_shape=inner.in_shape,
     )
 
 

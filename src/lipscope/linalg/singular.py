@@ -58,15 +58,10 @@ class Evidence:
     The function ``sum_j p_j(lam)^2 prod_c q_c(lam)^2`` of ``lam = x^2`` in units of
     ``theta^2``, with the Lanczos polynomials ``p_0..p_k`` of ``B^T B`` and one factor ``q_c``
     per earlier cycle; it increases beyond the top Ritz value. If ``sigma_1 = x theta``, the
-    start had a part of at most its inverse square root on the top direction.
-
-    Args:
-        alpha: ``alpha_1..alpha_k`` of the last cycle.
-        beta: ``beta_2..beta_{k+1}`` of the last cycle.
-        cycles: Earlier cycles.
-        theta: Top Ritz value of the last cycle.
-        floor: Rounding level relative to ``theta^2``: a coupling below it is not known to be
-            smaller, so an invariant subspace is trusted to this level only.
+    start had a part of at most its inverse square root on the top direction. ``alpha`` are
+    ``alpha_1..alpha_k`` of the last cycle, ``beta`` its ``beta_2..beta_{k+1}``. Below ``floor``,
+    relative to ``theta^2``, a coupling is not known to be smaller: an invariant subspace is trusted
+    to this level only.
 
     Source: derived here (``docs/theory/interval.md``, a-posteriori bound and restarts).
     """

@@ -72,7 +72,7 @@ def star_direction(head: Head) -> Placement | None:
     """
     if head.norm_a == 0:
         return None
-    basis = _span(head)
+    basis = _span(head.query, head.key)  # on which A and its transpose act
     a = (head.key @ basis).T @ (head.query @ basis)
     symmetric = (a + a.T) / 2
     top = max(float(torch.linalg.eigvalsh(symmetric)[-1]), 0.0) + 1e-12 * head.norm_a
@@ -110,9 +110,9 @@ def real_eigenpairs(head: Head) -> tuple[Float[Tensor, " m"], Float[Tensor, "m d
     return values.real[keep], full / full.norm(dim=1, keepdim=True)
 
 
-def _span(head: Head) -> Float[Tensor, "d r"]:
-    """Orthonormal basis of the space on which ``A`` and its transpose act."""
-    rows = torch.cat([head.query, head.key])
+def _span(*matrices: Tensor) -> Float[Tensor, "d r"]:
+    """Orthonormal basis of what the rows of matrices span; all of the space if they are many."""
+    rows = torch.cat(matrices)
     if rows.shape[0] >= rows.shape[1]:
         return torch.eye(rows.shape[1], dtype=rows.dtype)
     return torch.linalg.qr(rows.T).Q
@@ -176,12 +176,8 @@ def first_token_gain(
     p = torch.sigmoid((a * s).sum(-1, keepdim=True) - others.log())
     zero, one, two = ((p**2 * (1 - p) ** j).sum(-1)[..., None, None] for j in range(3))
     # Everything happens in the span of the rows of V and of a, which is one of the keys'.
-    rows = torch.cat([head.value, head.key])
-    if rows.shape[0] < rows.shape[1]:
-        basis = torch.linalg.qr(rows.T).Q
-        v, a = head.value @ basis, a @ basis
-    else:
-        v = head.value
+    basis = _span(head.value, head.key)
+    v, a = head.value @ basis, a @ basis
     moved = s @ head.value.T
     cross = (moved @ v)[..., :, None] * a[..., None, :]
     size = moved.square().sum(-1)[..., None, None]

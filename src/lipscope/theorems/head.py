@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.attention import DotProduct, Rotary, Softmax
+from lipscope.attention import DotProduct, Rotary, Softmax, product_norm
 from lipscope.errors import InputError
 from lipscope.theorems.register import NotApplicableError
 from lipscope.theorems.spectrum import norm_in_double, norms_of_many
@@ -57,7 +57,7 @@ class Head:
     def norm_a(self) -> float:
         """``‖A‖``, from a ``k x k`` matrix; with what rounding may hide where ``K^T Q`` cancels."""
         hidden = UNIT * float(self.key.norm() * self.query.norm())
-        return _product_norm(self.key.T, self.query.T) + hidden
+        return float(product_norm(self.key, self.query)) + hidden
 
     @cached_property
     def size_v(self) -> float:
@@ -73,7 +73,7 @@ class Head:
     def norm_v(self) -> float:
         """``‖V‖``, with what rounding may hide where a folded product cancels."""
         hidden = 0.0 if self.size is None else UNIT * self.size
-        return float(torch.linalg.matrix_norm(_small(self.value), 2)) + hidden
+        return norm_in_double(self.value) + hidden
 
     @cached_property
     def rotation_norm(self) -> float:
@@ -84,10 +84,6 @@ class Head:
         pairs = torch.stack([torch.stack([c1, -s1], -1), torch.stack([s2, c2], -1)], -2)
         rest = self.rotary.cos.shape[-1] < self.query.shape[0]
         return max(float(torch.linalg.matrix_norm(pairs, 2).max()), 1.0 if rest else 0.0)
-
-    def matrix_a(self) -> Float[Tensor, "d d"]:
-        """``A`` itself, for constructions on small layers."""
-        return self.key.T @ self.query
 
     def visible(self, num_tokens: int) -> Tensor:
         """``N_i``: how many keys each of ``num_tokens`` rows may read, ``(n,)``."""
@@ -167,6 +163,18 @@ class Head:
         if self.window is not None or hides:
             raise NotApplicableError("its mask is neither empty nor causal")
 
+    def only_causal(self) -> None:
+        """Raise for every other mask, and for none."""
+        self.causal_or_unmasked()
+        if not self.causal:
+            raise NotApplicableError("it is not causal")
+
+    def plain(self) -> None:
+        """Raise unless logits are ``<A x_i, x_j>``, with a causal mask or none."""
+        self.causal_or_unmasked()
+        self.without_positions()
+        self.without_bias()
+
 
 def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list[Head]:
     """The query heads of a layer, on the CPU in float64; grouped keys and values are repeated.
@@ -215,17 +223,6 @@ def check_scores(layer: DotProduct) -> None:
         raise NotApplicableError("its queries and keys are normalised")
     if layer.value_norm is not None:
         raise NotApplicableError("its values are normalised")
-
-
-def _small(w: Tensor) -> Tensor:
-    """A matrix with the singular values of ``w`` and its smaller dimension twice."""
-    return torch.linalg.qr(w.T if w.shape[0] < w.shape[1] else w, mode="r").R
-
-
-def _product_norm(left: Tensor, right: Tensor) -> float:
-    """``‖L R^T‖`` for tall ``L`` and ``R`` with the same number of columns."""
-    small = torch.linalg.qr(left, mode="r").R @ torch.linalg.qr(right, mode="r").R.T
-    return float(torch.linalg.matrix_norm(small, 2))
 
 
 _CHUNK_BYTES = 2**20  # of one tensor (rows, n, k): it stays in the cache of a core

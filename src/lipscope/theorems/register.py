@@ -113,18 +113,9 @@ def theorem(
     cost: Cost | None = None,
     note: str = "",
 ) -> Callable[[Callable[..., float]], Callable[..., float]]:
-    """Enter a function into the catalogue.
+    """Enter a function into the catalogue, with what `Theorem` says of its entries.
 
-    Args:
-        cite: Key of ``docs/references.bib``, or `DERIVED`.
-        statement: Where it is stated.
-        kind: ``upper`` or ``lower``.
-        metric: Metric of input and output.
-        scope: For which inputs; read off the signature if None.
-        sound: False for a statement shown as found although it fails.
-        recalled: Whether its printed formula was not seen, see `RECALLED`.
-        cost: About how many seconds it takes, of tokens and width, if that may be many.
-        note: What a reader must know, in one sentence.
+    ``scope`` is read off the signature if None; ``recalled``: its printed formula was not seen.
     """
 
     def enter(function: Callable[..., float]) -> Callable[..., float]:

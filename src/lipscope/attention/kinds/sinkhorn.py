@@ -129,12 +129,6 @@ class SinkhornAttention(InnerProduct):
         q, k, _ = self.project(x)
         return self.weights(q, k)
 
-    def marginal_error(self, x: Float[Tensor, "*b n d"]) -> Float[Tensor, ""]:
-        """The largest ``|Σ_j P_ij - 1|`` and ``|Σ_i P_ij - 1|``."""
-        with torch.no_grad():
-            p = self.attention_weights(x)
-        return torch.maximum(*((p.sum(axis) - 1).abs().max() for axis in (-1, -2)))
-
 
 class _Balanced(torch.autograd.Function):
     """``f`` and the factor of ``H``, without a derivative, whatever transform asks."""

@@ -17,8 +17,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.errors import InputError
+from lipscope.theorems.derived.global_bounds import global_rows_capped
 from lipscope.theorems.derived.row_gram import Weighted
-from lipscope.theorems.head import Head, HeadAt
+from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
 from lipscope.theorems.spectrum import eigenvalue, nonnegative_norm, of_both_parts
 
@@ -332,8 +333,8 @@ class Ball:
         """G2 at the radius of the moved tokens; inf with a rotary embedding."""
         if self.c.rotary is not None:
             return math.inf
-        norms = self.c.x.norm(dim=-1) + self.eps
-        return _bound_at_radius(self.c.head, float(norms.max()), self.c.allowed)
+        radius = float((self.c.x.norm(dim=-1) + self.eps).max())
+        return global_rows_capped(self.c.head, len(self.c.x), radius)
 
     def forms(self, local: float | None = None) -> dict[str, float]:
         """Every form that is finite, by name."""
@@ -431,17 +432,3 @@ def _gram(w: Tensor) -> Tensor:
 def _column_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """``sqrt(max_j sum_i weights_ij rows_i)``."""
     return (rows @ weights).max().sqrt()
-
-
-def _bound_at_radius(head: Head, radius: float, allowed: Tensor) -> float:
-    """G2: ``‖V‖ (sqrt(sum_i max_{p <= pmax_i} p (1 + t min(1, 4p(1-p)))) + ‖A‖ R^2)``."""
-    alpha = (head.norm_a * radius + head.norm_b) * radius
-    t = alpha**2
-    if not math.isfinite(t):
-        return math.inf
-    log_others = (allowed.sum(-1).double() - 1).log()  # -inf if alone
-    pmax = torch.sigmoid(2 * alpha + head.bias_range(len(allowed)) - log_others)
-    peak = (2 * t + math.sqrt(4 * t * t + 3 * t)) / (6 * t) if t > 0.25 else 1.0
-    p = pmax.clamp_max(peak)
-    value = p * (1 + t * torch.where(p > 0.5, 4 * p * (1 - p), 1.0))
-    return head.norm_v * (math.sqrt(float(value.sum())) + head.norm_a * radius**2)

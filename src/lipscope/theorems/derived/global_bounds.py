@@ -169,9 +169,7 @@ def two_cluster_star(head: Head, num_tokens: int, radius: float) -> float:
 
     Source: derived here (``docs/theory/global-bounds.md``).
     """
-    head.causal_or_unmasked()
-    head.without_positions()
-    head.without_bias()
+    head.plain()
     direction = star_direction(head)
     if direction is None:
         raise NotApplicableError("A is zero")
@@ -224,9 +222,7 @@ def _alpha_beta(head: Head, radius: float) -> tuple[float, float]:
 
 
 def _causal_alpha_beta(head: Head, radius: float) -> tuple[float, float]:
-    head.causal_or_unmasked()
-    if not head.causal:
-        raise NotApplicableError("it is not causal")
+    head.only_causal()
     head.without_positions()
     return _alpha_beta(head, radius)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from lipscope.theorems.directions import Placement, eigen_directions
 from lipscope.theorems.head import Head, HeadAt
@@ -71,7 +70,7 @@ def castin_thm_4_4(head: Head, radius: float) -> float:
     Source: Theorem 4.4 of [castin2024]. The text of the paper, read without its formulas, has the
     distance of Definition 4.1, which keeps positions; its ``p`` was not legible.
     """
-    _causal(head)
+    head.only_causal()
     head.without_positions()
     head.without_bias()
     alpha = head.norm_a * radius**2
@@ -95,9 +94,9 @@ def castin_prop_3_4(head: Head, num_tokens: int, radius: float) -> float:
         raise NotApplicableError("its value matrix is not a multiple of an isometry")
     if head.value.shape[1] < 2:
         raise NotApplicableError("its tokens have one entry only; stated for two or more")
-    return (
-        head.norm_v * math.sqrt(num_tokens - 1) * _attention_to_first(direction, num_tokens, radius)
-    )
+    others = num_tokens - 1
+    p = 1 / (1 + others * math.exp(-2 * direction.gamma * radius**2))  # of the first token
+    return head.norm_v * math.sqrt(others) * p
 
 
 @theorem(cite="castin2024", statement="Proposition 3.4, strengthened", kind="lower")
@@ -259,7 +258,7 @@ def two_cluster_value(head: Head, direction: Placement, num_tokens: int, radius:
 
     Holds without mask and for causal ones; no bias, no rotary embedding.
     """
-    _check_plain(head)
+    head.plain()
     seen = head.visible(num_tokens)[1:].to(torch.float64)
     if not len(seen):
         return 0.0
@@ -269,42 +268,17 @@ def two_cluster_value(head: Head, direction: Placement, num_tokens: int, radius:
     pull = head.key.T @ (head.query @ direction.rest)
     # The best e for one row is used for all; without mask all rows are alike.
     block = head.value + (1 - p[-1]) * torch.outer(move, pull)
-    e = _top_right(block)
+    e = torch.linalg.svd(block, full_matrices=False).Vh[0]
     rows = head.value @ e + torch.outer((1 - p) * (pull @ e), move)
     return float((p * rows.norm(dim=1)).norm())
 
 
-def _top_right(block: Tensor) -> Tensor:
-    """A top right singular vector, from the smaller Gram matrix."""
-    if block.shape[0] >= block.shape[1]:
-        return torch.linalg.eigh(block.T @ block).eigenvectors[:, -1]
-    e = block.T @ torch.linalg.eigh(block @ block.T).eigenvectors[:, -1]
-    return e / e.norm().clamp_min(1e-300)
-
-
-def _attention_to_first(direction: Placement, num_tokens: int, radius: float) -> float:
-    """Attention of every other token to the first one, without mask."""
-    return 1 / (1 + (num_tokens - 1) * math.exp(-2 * direction.gamma * radius**2))
-
-
 def _best_direction(head: Head) -> Placement:
-    _check_plain(head)
+    head.plain()
     found = eigen_directions(head)
     if not found:
         raise NotApplicableError("A has no real eigenvalue other than 0")
     return found[0]
-
-
-def _check_plain(head: Head) -> None:
-    head.causal_or_unmasked()
-    head.without_positions()
-    head.without_bias()
-
-
-def _causal(head: Head) -> None:
-    head.causal_or_unmasked()
-    if not head.causal:
-        raise NotApplicableError("it is not causal")
 
 
 def _logit_reach(at: HeadAt) -> tuple[float, float, float]:

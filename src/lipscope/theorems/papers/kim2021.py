@@ -17,7 +17,7 @@ from lipscope.attention import L2Attention, phi_inverse
 from lipscope.errors import InputError
 from lipscope.theorems.head import Head
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norm_in_double
+from lipscope.theorems.spectrum import norms_of_many
 
 
 def phi(x: float) -> float:
@@ -42,17 +42,14 @@ def kim_thm_3_1(head: Head, num_tokens: int, radius: float) -> float:
     Source: Theorem 3.1 of [kim2021]; the input is that of a shorter proof with one token at
     the origin (``docs/theory/global-bounds.md``).
     """
-    head.causal_or_unmasked()
-    head.without_positions()
-    head.without_bias()
+    head.plain()
     n = num_tokens
     others = n - 1 - (n - 1) % 2
     best = 0.0
     for u in _directions(head):
         pull = head.query.T @ (head.key @ u)  # A^T u
         block = head.value / n + (radius**2 * others / n) * torch.outer(head.value @ u, pull)
-        small = block if block.shape[0] <= block.shape[1] else block.T
-        best = max(best, float(torch.linalg.eigvalsh(small @ small.T)[-1].clamp_min(0).sqrt()))
+        best = max(best, float(norms_of_many(block)))
     return best
 
 
@@ -67,10 +64,11 @@ def kim_thm_3_2_infinity(layer: L2Attention, num_tokens: int) -> float:
     Source: Theorem 3.2 of [kim2021].
     """
     _visible_self(layer)
-    w, v, output = _double_weights(layer)
+    own = layer.in_double()
+    w, v = own.query.chunk(own.num_heads), own.value.chunk(own.num_heads)
     size = max(_infinity(h) * _infinity(h.T) for h in w) * max(_infinity(h) for h in v)
-    constant = 4 * phi_inverse(num_tokens - 1.0) + layer.head_width**-0.5
-    return constant * size * (1.0 if output is None else _infinity(output))
+    constant = 4 * phi_inverse(num_tokens - 1.0) + own.head_width**-0.5
+    return constant * size * (1.0 if own.output is None else _infinity(own.output))
 
 
 @theorem(
@@ -89,13 +87,9 @@ def kim_thm_3_2(layer: L2Attention, num_tokens: int) -> float:
 
     Source: Theorem 3.2 of [kim2021].
     """
-    _visible_self(layer)
-    w, v, output = _double_weights(layer)
-    heads = math.hypot(
-        *[norm_in_double(a) ** 2 * norm_in_double(b) for a, b in zip(w, v, strict=True)]
-    )
-    constant = math.sqrt(num_tokens / layer.head_width) * (4 * phi_inverse(num_tokens - 1.0) + 1)
-    return constant * heads * (1.0 if output is None else norm_in_double(output))
+    root, f = math.sqrt(num_tokens), phi_inverse(num_tokens - 1.0)
+    smaller = root * (1 + 2 * f) + 2 * f
+    return root * (4 * f + 1) / smaller * kim_thm_3_2_improved(layer, num_tokens)
 
 
 @theorem(cite=DERIVED, statement="Kim et al., Theorem 3.2, smaller constant")
@@ -154,17 +148,6 @@ def _directions(head: Head) -> list[Tensor]:
 def _visible_self(layer: L2Attention) -> None:
     if layer.mask is not None and not bool(layer.mask.all()):
         raise NotApplicableError("its mask is neither empty nor causal")
-
-
-def _double_weights(layer: L2Attention) -> tuple[list[Tensor], list[Tensor], Tensor | None]:
-    """``W_h``, ``(W^{V,h})^T`` and ``(W^O)^T``, float64."""
-    tied, inner = (w.detach().to("cpu", torch.float64) for w in (layer.query, layer.value))
-    output = layer.output
-    return (
-        [w.T for w in tied.chunk(layer.num_heads)],
-        list(inner.chunk(layer.num_heads)),
-        None if output is None else output.detach().to("cpu", torch.float64),
-    )
 
 
 def _infinity(matrix: Tensor) -> float:

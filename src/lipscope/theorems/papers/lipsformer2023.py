@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
-from lipscope.attention import ScaledCosineAttention
+from lipscope.attention import ScaledCosineAttention, of_heads, spectral_norm
 from lipscope.theorems.register import DERIVED, NotApplicableError, theorem
-from lipscope.theorems.spectrum import norm_in_double
 
 
 @theorem(cite="lipsformer2023", statement="Theorem 1", recalled=True)
@@ -23,18 +20,13 @@ def lipsformer_cosine(layer: ScaledCosineAttention, num_tokens: int) -> float:
     """
     if layer.causal or layer.mask is not None:
         raise NotApplicableError("it is masked")
-    n, tau = num_tokens, abs(float(layer.temperature.detach()))
-
-    parts = (layer.query, layer.key, layer.value)
-    norms = [[norm_in_double(w) for w in weight.chunk(layer.num_heads)] for weight in parts]
-    heads = math.hypot(
-        *[
-            2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
-            for query, key, value in zip(*norms, strict=True)
-        ]
+    own, n = layer.in_double(), num_tokens
+    tau, gain = own.temperature.abs(), own.gain.abs()
+    query, key, value = (
+        spectral_norm(w.unflatten(0, (own.num_heads, -1))) for w in (own.query, own.key, own.value)
     )
-    output = 1.0 if layer.output is None else norm_in_double(layer.output)
-    return abs(float(layer.gain.detach())) * layer.eps**-0.5 * heads * output
+    heads = 2 * n * (n - 1) * tau * key + 2 * (n - 1) * tau * query + 2 * n * value
+    return float(gain * own.eps**-0.5 * of_heads(heads, own.output))
 
 
 @theorem(cite=DERIVED, statement="LipsFormer's constant, improved")

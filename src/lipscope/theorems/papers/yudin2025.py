@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lipscope.theorems.head import HeadAt
 from lipscope.theorems.register import theorem
-from lipscope.theorems.spectrum import softmax_norm, top_two
+from lipscope.theorems.spectrum import norms_of_many, softmax_norm, top_two
 
 
 @theorem(cite="yudin2025", statement="Theorem 3")
@@ -25,7 +25,7 @@ def yudin_thm_3(at: HeadAt) -> float:
     head = at.head
     head.without_rotary()
     head.without_bias()
-    size = _gram_norm(at.x) ** 2 * head.norm_a
+    size = float(norms_of_many(at.x)) ** 2 * head.norm_a
     return head.norm_v * (norm_of_rows(at.p) + 2 * size * float(top_two(at.p).max()))
 
 
@@ -45,10 +45,10 @@ def yudin_centred(at: HeadAt) -> float:
     head.without_rotary()
     centred = at.x - at.x.mean(0)
     small_k = torch.linalg.qr(head.key.T, mode="r").R
-    keys = _gram_norm((centred @ head.key.T) @ at.factor_q.T)  # ‖X_c A‖
-    queries = _gram_norm(at.q @ small_k.T)  # ‖X A^T + 1 b^T‖
-    change = _largest_softmax_norm(at.p) * _gram_norm(centred @ head.value.T)
-    return head.norm_v * norm_of_rows(at.p) + change * (keys + queries)
+    keys = norms_of_many((centred @ head.key.T) @ at.factor_q.T)  # ‖X_c A‖
+    queries = norms_of_many(at.q @ small_k.T)  # ‖X A^T + 1 b^T‖
+    change = _largest_softmax_norm(at.p) * norms_of_many(centred @ head.value.T)
+    return head.norm_v * norm_of_rows(at.p) + float(change * (keys + queries))
 
 
 def norm_of_rows(p: Tensor) -> float:
@@ -75,10 +75,3 @@ def _largest_softmax_norm(p: Tensor) -> float:
         best = max(best, float(softmax_norm(p[order[start : start + 32]]).max()))
         start += 32
     return best
-
-
-def _gram_norm(matrix: Tensor) -> float:
-    """Spectral norm through the smaller Gram matrix: an eigenvalue costs less than an SVD."""
-    if matrix.shape[0] > matrix.shape[1]:
-        matrix = matrix.T
-    return float(torch.linalg.eigvalsh(matrix @ matrix.T)[-1].clamp_min(0).sqrt())
