@@ -49,8 +49,7 @@ def dinov2_from_onnx(file: Path) -> nn.Module:
         model = Dinov2Model(config)
         model.load_state_dict(state)
     except (KeyError, ValueError, RuntimeError) as problem:
-        text = " ".join(str(problem).split())[:200]
-        raise InputError(f"`{file}` should hold a DINOv2. Found: {text}") from problem
+        raise InputError(f"`{file}` should hold a DINOv2. Found: {str(problem)[:200]}") from problem
     return model.eval()
 
 
@@ -129,8 +128,9 @@ def _read_onnx(file: Path) -> _Graph:
         if not found.nodes:
             raise ValueError("no graph in it")
     except (OSError, IndexError, ValueError) as problem:
-        text = " ".join(str(problem).split())[:200]
-        raise InputError(f"`{file}` should be an ONNX file. Found: {text}") from problem
+        raise InputError(
+            f"`{file}` should be an ONNX file. Found: {str(problem)[:200]}"
+        ) from problem
     return found
 
 

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,25 +51,15 @@ class Pixels:
 
 @dataclass(frozen=True, repr=False)
 class LoadedModel(Shown):
-    """A model with what a row says about it.
+    """A model with what a row says about it."""
 
-    Attributes:
-        name: As the user gave it.
-        model: The module.
-        tokenizer: Its tokenizer, or None.
-        revision: Commit or package version, or None.
-        weights: What the weights were stored as.
-        pixels: How it takes pictures, where its own configuration does not say.
-        trained_length: Number of tokens to which it was trained; None where its files do not say.
-    """
-
-    name: str
+    name: str  # as the user gave it
     model: nn.Module
-    tokenizer: Any
-    revision: str | None
-    weights: str
-    pixels: Pixels | None = None
-    trained_length: int | None = None
+    tokenizer: Any  # None where there is none
+    revision: str | None  # commit or package version
+    weights: str  # what they were stored as
+    pixels: Pixels | None = None  # how it takes pictures, where its configuration does not say
+    trained_length: int | None = None  # tokens to which it was trained, where its files say it
 
     @property
     def about(self) -> dict[str, Any]:
@@ -86,11 +76,8 @@ class LoadedModel(Shown):
         if self.tokenizer is None:
             takes = inspect.signature(self.model.forward).parameters
             sees = self.pixels is not None or "pixel_values" in takes
-            other = (
-                "pass `images` instead"
-                if sees
-                else "put its files beside the weights, pass `tokenizer=`, or a batch of token ids"
-            )
+            other = "put its files beside the weights, pass `tokenizer=`, or a batch of token ids"
+            other = "pass `images` instead" if sees else other
             raise InputError(
                 f"`{self.name}` should have a tokenizer to be measured on text. Found none; "
                 f"{other}."
@@ -100,10 +87,8 @@ class LoadedModel(Shown):
     @property
     def max_tokens(self) -> int | None:
         """Largest number of tokens that the model's positions allow, or None."""
-        config = self.config
-        limit = getattr(config, "max_position_embeddings", None) or getattr(
-            config, "n_positions", None
-        )
+        limits = (getattr(self.config, n, None) for n in ("max_position_embeddings", "n_positions"))
+        limit = next(filter(None, limits), None)
         if not isinstance(limit, int) or limit < 0:  # XLNet says -1 for none
             return None
         return limit - self.first_position
@@ -111,10 +96,9 @@ class LoadedModel(Shown):
     @property
     def first_position(self) -> int:
         """Position id of the first token: RoBERTa and its copies start after the padding id."""
-        config = self.config
-        if getattr(config, "model_type", "") not in _BEHIND_PADDING:
+        if getattr(self.config, "model_type", "") not in _BEHIND_PADDING:
             return 0
-        return (getattr(config, "pad_token_id", None) or 0) + 1
+        return (getattr(self.config, "pad_token_id", None) or 0) + 1
 
 
 _BEHIND_PADDING = (
@@ -164,15 +148,10 @@ def load_model(
 ) -> LoadedModel:
     """Load a model by name, in the dtype of its checkpoint.
 
-    Args:
-        name: ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder
-            in Hugging Face format, or a hub id; ``NAME@REVISION`` for a revision of a hub id.
-            ``timm:NAME`` for a model of timm, ``random:timm:NAME[,key=value,…]`` without its
-            weights.
-        revision: Revision, if not in the name.
-        seed: Seed of the weights of a random model.
-        allow_pickle: Accept a checkpoint that exists only as a pickle, loaded with
-            weights-only unpickling.
+    ``minilm``, ``smollm2``, ``dinov2``, ``random:FAMILY[:key=value,…]``, a folder in Hugging Face
+    format, or a hub id; ``NAME@REVISION`` for a revision of a hub id. ``timm:NAME`` for a model of
+    timm, ``random:timm:NAME[,key=value,…]`` without its weights. ``allow_pickle``: accept a
+    checkpoint that exists only as a pickle, loaded with weights-only unpickling.
 
     Raises:
         InputError: If there is no such model, or its weights cannot be used.
@@ -198,17 +177,17 @@ def load_model(
     return loaded
 
 
-def adopt_model(model: nn.Module, tokenizer: Any = None) -> LoadedModel:
+def adopt_model(model: nn.Module) -> LoadedModel:
     """Take the user's own module as it is, with the tokenizer of where it was loaded from."""
     model = getattr(model, "_orig_mod", model)  # what `torch.compile` wraps
     check_finite(model)
-    if tokenizer is None:
-        source = getattr(getattr(model, "config", None), "_name_or_path", None)
-        tokenizer = tokenizer_at(source, local_files_only=True)  # nothing is fetched unasked
+    config = getattr(model, "config", None)
+    # Nothing is fetched unasked.
+    tokenizer = tokenizer_at(getattr(config, "_name_or_path", None), local_files_only=True)
     dtypes = {str(p.dtype)[6:] for p in model.parameters()}
     weights = ", ".join(sorted(dtypes)) or "none"
     revision = f"sha256:{fingerprint(model)}"  # two models of one class are not one model
-    trained = trained_length(getattr(model, "config", None), tokenizer)
+    trained = trained_length(config, tokenizer)
     name = type(model).__name__
     return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
 
@@ -330,19 +309,15 @@ def _from_timm(
             f"Models of timm need timm and torchvision. Found: {problem}; run `{install('timm')}`."
         ) from None
     if not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models(pretrained=pretrained), n=3)
-        raise InputError(
-            f"`timm:{name}` should name a model of timm. Found none"
-            + (f"; the nearest are {', '.join(close)}." if close else ".")
-        )
+        others = _nearest(name, timm.list_models(pretrained=pretrained))
+        raise InputError(f"`timm:{name}` should name a model of timm. Found none{others}")
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model: Any = timm.create_model(name, pretrained=pretrained, **entries)
             _without_head(model)
         except Exception as problem:  # every library has its own; the user gets one line
-            text = " ".join(str(problem).split())[:300]
-            raise InputError(f"`timm:{name}` could not be built: {text}") from problem
+            raise InputError(f"`timm:{name}` could not be built: {str(problem)[:300]}") from problem
     own = data.resolve_model_data_config(model, args={"img_size": entries.get("img_size")})
 
     def read(picture: Any, side: int) -> Tensor:
@@ -383,10 +358,9 @@ def _random_config(family: str, text: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     if family not in CONFIG_MAPPING:
-        close = difflib.get_close_matches(family, list(CONFIG_MAPPING.keys()), n=3)
         raise InputError(
             f"`random:{family}` should name a model type of transformers. Found none"
-            + (f"; the nearest are {', '.join(close)}." if close else ".")
+            + _nearest(family, CONFIG_MAPPING.keys())
         )
     kind = CONFIG_MAPPING[family]
     default = kind()
@@ -394,17 +368,21 @@ def _random_config(family: str, text: str) -> Any:
     entries = entries_in(f"random:{family}", text)
     for key in entries:
         if key not in known:
-            close = difflib.get_close_matches(key, list(known), n=3)
-            raise InputError(
-                f"`{key}` is not an entry of the {family} configuration"
-                + (f"; the nearest are {', '.join(close)}." if close else ".")
-            )
+            others = _nearest(key, known)
+            raise InputError(f"`{key}` is not an entry of the {family} configuration{others}")
     check_counts(f"random:{family}", entries)
     try:
         return kind(**entries)
     except Exception as problem:
-        text = " ".join(str(problem).split())
-        raise InputError(f"`random:{family}` could not be configured: {text[:300]}") from problem
+        raise InputError(
+            f"`random:{family}` could not be configured: {str(problem)[:300]}"
+        ) from problem
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """How a message about a word that is not known ends."""
+    close = difflib.get_close_matches(word, list(known), n=3)
+    return f"; the nearest are {', '.join(close)}." if close else "."
 
 
 def _check_size(name: str, config: Any) -> None:
@@ -415,8 +393,7 @@ def _check_size(name: str, config: Any) -> None:
         with torch.device("meta"):
             model = AutoModel.from_config(config)
     except Exception as problem:
-        text = " ".join(str(problem).split())
-        raise InputError(f"`{name}` could not be built: {text[:300]}") from problem
+        raise InputError(f"`{name}` could not be built: {str(problem)[:300]}") from problem
     count = sum(math.prod(p.shape) for p in model.parameters())
     free = free_memory()
     if 4 * count > 0.8 * free:
@@ -437,13 +414,13 @@ def free_memory() -> int:
     return 2**33
 
 
-def source_stamp(name: str, revision: str | None = None) -> str | None:
+def source_stamp(name: str) -> str | None:
     """A value that changes when the model behind a name does; None if that takes loading it.
 
     The version of a package, the files of a folder with their sizes and times, or the commit of
     a hub id that is in the cache.
     """
-    plain, at = split_revision(name, revision)
+    plain, at = split_revision(name)
     folder = Path(os.path.expanduser(plain))
     try:
         if plain.startswith("random:"):
@@ -462,10 +439,5 @@ def source_stamp(name: str, revision: str | None = None) -> str | None:
 
 def folder_stamp(folder: Path, which: str = "*") -> str:
     """Names, sizes and times of the files in a folder that match a pattern."""
-
-    def each() -> Iterator[str]:
-        for file in sorted(folder.glob(which)):
-            about = file.stat()
-            yield f"{file.relative_to(folder)} {about.st_size} {about.st_mtime_ns}"
-
-    return "; ".join(each())
+    about = [(file.relative_to(folder), file.stat()) for file in sorted(folder.glob(which))]
+    return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in about)

@@ -45,12 +45,17 @@ def as_decoder(loaded: LoadedModel) -> LoadedModel:
             f"`{loaded.name}` should be an encoder that also runs as a decoder, as BERT. Found "
             "none; leave it out of the masked runs."
         )
+    return replace(_masked(loaded, "is_decoder", True), name=f"{loaded.name}, causal")
+
+
+def _masked(loaded: LoadedModel, key: str, causal: bool) -> LoadedModel:
+    """A copy whose configuration, under this key, and layers say whether they are causal."""
     model: Any = copied(loaded.model)
-    model.config.is_decoder = True
+    setattr(model.config, key, causal)
     site: Any
     for site in attention_sites(model).values():
-        site.is_causal = True
-    return replace(loaded, name=f"{loaded.name}, causal", model=model)
+        site.is_causal = causal
+    return replace(loaded, model=model)
 
 
 def with_mask(loaded: LoadedModel, causal: bool | None) -> LoadedModel:
@@ -87,12 +92,7 @@ def _without_mask(loaded: LoadedModel) -> LoadedModel:
             f"before and after. Found {found} in `{loaded.name}`, trained on earlier tokens alone; "
             "leave `causal` out."
         )
-    model: Any = copied(loaded.model)
-    model.config.is_causal = False
-    site: Any
-    for site in attention_sites(model).values():
-        site.is_causal = False
-    return replace(loaded, model=model)
+    return _masked(loaded, "is_causal", False)
 
 
 def _reads_later(loaded: LoadedModel) -> bool:
@@ -210,14 +210,9 @@ def scrambled(
 
     ``entries`` permutes the entries of each matrix: their distribution stays, so that logits are
     about as large as the trained ones. ``spectrum`` keeps the singular values, ``U S Vᵀ`` with
-    ``U`` and ``V`` drawn uniformly (Haar measure). Biases, norms and embeddings stay.
-
-    Args:
-        loaded: A model of transformers whose blocks are numbered.
-        keeps: What each matrix keeps.
-        which: Which linear maps of the blocks.
-        layer: One block only, so that its input stays the trained one; all of them by default.
-        seed: Seed of the draw.
+    ``U`` and ``V`` drawn uniformly (Haar measure). Biases, norms and embeddings stay. Of a model of
+    transformers whose blocks are numbered; of one ``layer`` only, whose input stays the trained
+    one, or of all.
 
     Raises:
         InputError: If no such matrix is there, as in a model with one matrix for Q, K and V.

@@ -170,10 +170,10 @@ def split_revision(name: str, revision: str | None = None) -> tuple[str, str | N
     return plain, revision or at or None
 
 
-def entries_of(config: Path) -> Mapping[str, Any]:
+def entries_of(file: Path) -> Mapping[str, Any]:
     """The entries of a configuration; none where it is no such thing, which its loader says."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(file.read_text(encoding="utf-8"))
         return found if isinstance(found, Mapping) else {}
     return {}
 
@@ -306,22 +306,14 @@ def trained_length(config: Any, tokenizer: Any) -> int | None:
     folder = Path(str(source))
     cut = getattr(getattr(tokenizer, "backend_tokenizer", None), "truncation", None)
     if cut is None:  # older transformers takes it off
-        cut = _entries(folder / "tokenizer.json").get("truncation")
+        cut = entries_of(folder / "tokenizer.json").get("truncation")
     said = [
         getattr(config, "max_position_embeddings", None),
         getattr(config, "n_positions", None),
         cut.get("max_length") if isinstance(cut, dict) else None,
-        _entries(folder / "sentence_bert_config.json").get("max_seq_length"),
+        entries_of(folder / "sentence_bert_config.json").get("max_seq_length"),
     ]
     return min((n for n in said if isinstance(n, int) and n > 0), default=None)
-
-
-def _entries(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # it is for a remark: a file that cannot be read says nothing
-    return found if isinstance(found, dict) else {}
 
 
 # --- what transformers prints, and reads three times over

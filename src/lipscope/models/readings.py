@@ -58,19 +58,13 @@ class Reader:
 
     The first that is so for this model and map, by its own values, is taken. The mean of the steps
     of ``vocabulary`` and ``window`` is one of them, under the name `ANY`.
-
-    Args:
-        built: The map.
-        record: Its trace, with norms; None for a layer by itself.
-        tokenizer: Of the model, or None.
-        names: Of the tokens of the window.
-        whole: The model with the head that its checkpoint holds, where it was loaded without.
     """
 
     built: LayerMap
-    record: Trace | None
-    tokenizer: Any
-    names: Sequence[str]
+    record: Trace | None  # with norms; None for a layer by itself
+    tokenizer: Any  # of the model, or None
+    names: Sequence[str]  # of the tokens of the window
+    # The model with the head that its checkpoint holds, where it was loaded without.
     whole: nn.Module | None = None
 
     def right(self, i: int) -> Readings:

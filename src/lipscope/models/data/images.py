@@ -146,9 +146,8 @@ def _opened(file: Path, read: Callable[[Any], Tensor]) -> Tensor:
         with Image.open(file) as picture:
             return read(picture.convert("RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as problem:
-        text = " ".join(str(problem).split())[:200]
         raise InputError(
-            f"`{file}` should be a picture. Found that it cannot be read: {text}"
+            f"`{file}` should be a picture. Found that it cannot be read: {str(problem)[:200]}"
         ) from None
 
 

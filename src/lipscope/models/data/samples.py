@@ -29,7 +29,7 @@ from lipscope.models.data.windows import (
 from lipscope.models.loading import LoadedModel
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
-from lipscope.models.tracing.recorder import Recorder, to_device
+from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device
 
 _WINDOWS = ("spread", "disjoint")
 _DEFAULT_LENGTHS = (16, 64, 256)
@@ -92,7 +92,20 @@ def _text_samples(
     """One sample per window of a text."""
     lengths = _DEFAULT_LENGTHS if lengths is None else lengths
     samples = _DEFAULT_SAMPLES if samples is None else samples
-    _check_windows(loaded, text, lengths, samples, windows)
+    if not text.strip():
+        raise InputError("The text should not be empty. Found no words in it.")
+    if windows not in _WINDOWS:
+        raise InputError(f"`windows` should be one of {', '.join(_WINDOWS)}. Found `{windows}`.")
+    if not lengths or min(lengths) < 1:
+        raise InputError(f"`lengths` should be positive. Found {list(lengths)}.")
+    if samples < 1:
+        raise InputError(f"`samples` should be at least 1. Found {samples}.")
+    limit = loaded.max_tokens
+    if limit is not None and max(lengths) > limit:
+        raise InputError(
+            f"`lengths` should be at most {limit}, the positions of `{loaded.name}`. "
+            f"Found {max(lengths)}."
+        )
     cut = windows_of_text(
         text,
         loaded.reader_of_text(),
@@ -127,44 +140,19 @@ def _decoder_start(loaded: LoadedModel) -> int | None:
     return 0
 
 
-def _check_windows(
-    loaded: LoadedModel, text: str, lengths: Sequence[int], samples: int, windows: str
-) -> None:
-    if not text.strip():
-        raise InputError("The text should not be empty. Found no words in it.")
-    if windows not in _WINDOWS:
-        raise InputError(f"`windows` should be one of {', '.join(_WINDOWS)}. Found `{windows}`.")
-    if not lengths or min(lengths) < 1:
-        raise InputError(f"`lengths` should be positive. Found {list(lengths)}.")
-    if samples < 1:
-        raise InputError(f"`samples` should be at least 1. Found {samples}.")
-    limit = loaded.max_tokens
-    if limit is not None and max(lengths) > limit:
-        raise InputError(
-            f"`lengths` should be at most {limit}, the positions of `{loaded.name}`. "
-            f"Found {max(lengths)}."
-        )
-
-
 def _batch_samples(loaded: LoadedModel, data: Any) -> list[Sample]:
     """One sample per entry of a batch."""
-    if isinstance(data, Tensor):
-        takes = inspect.signature(loaded.model.forward).parameters
-        name = _argument_name(data, takes)
-        arguments: dict[str, Any] = {name: data}
-    elif isinstance(data, Mapping):
-        arguments = dict(data)
+    if isinstance(data, Mapping):
+        arguments: dict[str, Any] = dict(data)
     else:
-        raise InputError(
-            "`data` should be text, a tensor or a mapping of tensors. "
-            f"Found `{type(data).__name__}`."
-        )
+        takes = inspect.signature(loaded.model.forward).parameters
+        arguments = {_argument_name(data, takes): data}
     tensors = [v for v in arguments.values() if isinstance(v, Tensor) and v.ndim > 1]
     if not tensors or not tensors[0].numel():
         raise InputError("`data` should hold at least one tensor with a batch axis. Found none.")
     _check_masks(arguments)
     axis = _batch_axis(loaded.model, arguments)
-    count = next((v for v in tensors if _is_stream(v)), tensors[0]).shape[axis]
+    count = next((v for v in tensors if is_tokens(v)), tensors[0]).shape[axis]
     count = count if "input_ids" in arguments else _count_packed(arguments) or count
     inputs = []
     for s in range(count):
@@ -204,13 +192,9 @@ def _count_packed(arguments: Mapping[str, Any]) -> int | None:
     return 1
 
 
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
-
-
 def _entry(name: str, value: Any, axis: int, count: int, sample: int) -> Any:
     """What one sample of a batch is given for an argument: its own entry, or what all share."""
-    at = axis if _is_stream(value) else 0
+    at = axis if is_tokens(value) else 0
     if not isinstance(value, Tensor) or value.ndim <= at or value.shape[at] != count:
         return value
     if name in _PAIRS and value.ndim == 2 and value.shape[0] == value.shape[1] and count > 1:
@@ -254,13 +238,13 @@ def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
     """Which axis of the tokens counts samples: what torch's own attention inside is called with."""
     sites = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     sites = [m for m in sites if not m.batch_first]
-    streams = [v for v in arguments.values() if _is_stream(v)]
+    streams = [v for v in arguments.values() if is_tokens(v)]
     if not sites or not streams:
         return 0
     first, second = streams[0].shape[:2]
     if first != second:
         return 0 if _batch_inside(model, arguments, sites) == first else 1
-    one = {k: v.narrow(0, 0, 1) if _is_stream(v) else v for k, v in arguments.items()}
+    one = {k: v.narrow(0, 0, 1) if is_tokens(v) else v for k, v in arguments.items()}
     return 0 if _batch_inside(model, one, sites) == 1 else 1
 
 

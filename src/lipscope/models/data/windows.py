@@ -215,10 +215,9 @@ class WindowDecoder:
 
     def survives(self, ids: Sequence[int]) -> bool:
         """Whether the text of some ids is read as these ids."""
-        own = list(ids[self._around[0] : len(ids) - self._around[1]])
-        said = self._tokenizer.decode(own, clean_up_tokenization_spaces=False)
+        said = self.text(ids)
         back = self._tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
-        return list(back) == own
+        return list(back) == list(ids[self._around[0] : len(ids) - self._around[1]])
 
     def editable(self, ids: Sequence[int]) -> list[int]:
         """Positions of tokens that belong to the text."""
@@ -250,25 +249,23 @@ def shuffled_words(text: str, seed: int = 0) -> str:
     return " ".join(words)
 
 
-def random_tokens(
-    loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
-) -> Tensor:
+def random_tokens(loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0) -> Tensor:
     """Ids drawn from the vocabulary; a shorter sample is the beginning of a longer one."""
     rows = [
         _ordinary(loaded)[torch.randint(len(_ordinary(loaded)), (num_tokens,), generator=gen)]
         for gen in (torch.Generator().manual_seed(seed * 1009 + s) for s in range(samples))
     ]
-    return _with_special_tokens(loaded, torch.stack(rows), special)
+    return _with_special_tokens(loaded, torch.stack(rows))
 
 
 def repeated_token(
-    loaded: LoadedModel, num_tokens: int, samples: int, seed: int = 0, *, special: bool = True
+    loaded: LoadedModel, num_tokens: int, samples: int, *, special: bool = True
 ) -> Tensor:
     """One token id again and again; each sample has another one."""
     ids = _ordinary(loaded)
-    gen = torch.Generator().manual_seed(seed)
-    chosen = ids[torch.randperm(len(ids), generator=gen)[:samples]]
-    return _with_special_tokens(loaded, chosen[:, None].expand(-1, num_tokens), special)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    rows = ids[order[:samples], None].repeat(1, num_tokens)
+    return _with_special_tokens(loaded, rows) if special else rows
 
 
 def _ordinary(loaded: LoadedModel) -> Tensor:
@@ -280,10 +277,10 @@ def _ordinary(loaded: LoadedModel) -> Tensor:
     return torch.tensor([i for i in range(size) if i not in special])
 
 
-def _with_special_tokens(loaded: LoadedModel, ids: Tensor, special: bool) -> Tensor:
+def _with_special_tokens(loaded: LoadedModel, ids: Tensor) -> Tensor:
     """Special tokens in place of the first and last ones."""
-    if loaded.tokenizer is None or not special:
-        return ids.clone()
+    if loaded.tokenizer is None:
+        return ids
     before, after = special_tokens_of(loaded.tokenizer)
     _, n = ids.shape
     if n <= len(before) + len(after):
@@ -291,7 +288,6 @@ def _with_special_tokens(loaded: LoadedModel, ids: Tensor, special: bool) -> Ten
             f"`num_tokens` should be above {len(before) + len(after)}, the number of special "
             f"tokens. Found `num_tokens = {n}`."
         )
-    ids = ids.clone()
     ids[:, : len(before)] = torch.tensor(before, dtype=ids.dtype)
     ids[:, n - len(after) :] = torch.tensor(after, dtype=ids.dtype)
     return ids

@@ -25,10 +25,6 @@ def gemma2(call: AttentionCall) -> DotProduct:
 @family("Gemma3Attention", scores="normalised")
 def gemma3(call: AttentionCall) -> DotProduct:
     """Read the four projections and both norms; its eager attention knows no soft cap."""
-    query, key = (_gemma_norm(module) for module in (call.module.q_norm, call.module.k_norm))
+    norms: list[Any] = [call.module.q_norm, call.module.k_norm]
+    query, key = (TokenNorm(1 + norm.weight, norm.eps) for norm in norms)  # Gemma's way
     return grouped_heads(call, query_norm=query, key_norm=key)
-
-
-def _gemma_norm(module: Any) -> TokenNorm:
-    """Gemma's norms multiply by ``1 + w``."""
-    return TokenNorm(1 + module.weight, module.eps)

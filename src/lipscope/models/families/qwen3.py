@@ -12,9 +12,6 @@ from lipscope.models.tracing.sites import AttentionCall, family
 @family("Qwen3Attention", "Qwen3MoeAttention", "Olmo2Attention", scores="normalised")
 def qwen3(call: AttentionCall) -> DotProduct:
     """Read the four projections, ``q_norm`` and ``k_norm``, as wide as a head or as all."""
-    query, key = (_rms_norm(module) for module in (call.module.q_norm, call.module.k_norm))
+    norms: list[Any] = [call.module.q_norm, call.module.k_norm]
+    query, key = (TokenNorm(norm.weight, norm.variance_epsilon) for norm in norms)
     return grouped_heads(call, query_norm=query, key_norm=key)
-
-
-def _rms_norm(module: Any) -> TokenNorm:
-    return TokenNorm(module.weight, module.variance_epsilon)

@@ -27,6 +27,7 @@ from lipscope.models.tracing.recorder import (
     close,
     data_address,
     first_tensor,
+    is_tokens,
     same_tensor,
     tensors_in,
     unmarked,
@@ -166,7 +167,7 @@ def _begin(
 ) -> AttentionCall | None:
     """Read a call's input before the module runs, which may write into it."""
     arguments = bound_arguments(module, args, kwargs)
-    tokens = {k: v for k, v in arguments.items() if _is_tokens(v)}
+    tokens = {k: v for k, v in arguments.items() if is_tokens(v)}
     first = next((k for k in _QUERIES if k in arguments), None)
     first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
     first = first or next(iter(arguments), None)
@@ -242,10 +243,6 @@ def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
     return tuple(name for name, value in arguments.items() if same_tensor(value, x))
 
 
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
-
-
 def output_index(output: Any, call: AttentionCall) -> int:
     """Which of the tensors that an attention module returns is its output.
 
@@ -253,7 +250,7 @@ def output_index(output: Any, call: AttentionCall) -> int:
     """
     several = tensors_in(output)
     n, axis = call.num_queries, call.token_axis
-    rows = [_is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
+    rows = [is_tokens(t) and t.shape[axis] == n and t.shape[1 - axis] == 1 for t in several]
     fitting = [i for i, fits in enumerate(rows) if fits]
     free = (i for i in fitting if not _are_weights(several[i], call.num_keys))
     return next(free, fitting[0] if fitting else 0)
@@ -414,20 +411,13 @@ class ClosedForm:
         """The map ``heads``."""
         return self.attention.heads(*self._sides(x))
 
-    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        """The Jacobian of `attend`."""
-        return self._linearise(x, memory, per_head, "attention")
-
-    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        """The Jacobian of `heads`."""
-        return self._linearise(x, memory, per_head, "heads")
-
     def _sides(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens of the queries, and of keys and values where these are others."""
         context = self.call.context
         return (context, x) if context is not None and self.call.side == "key" else (x, context)
 
-    def _linearise(self, x: Tensor, memory: int, per_head: bool, map: Map) -> Operator:
+    def linearise(self, x: Tensor, memory: int, per_head: bool, map: Map = "attention") -> Operator:
+        """The Jacobian of `attend`, or of `heads`."""
         queries, context = self._sides(x)
         return self.attention.linearise(
             queries,
@@ -509,11 +499,14 @@ class Replayed:
         source, result = seen[-1]
         return as_tokens(source, self.call.token_axis), as_tokens(result, self.call.token_axis)
 
-    def linearise_attention(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        """The Jacobian of `attend`."""
+    def linearise(self, x: Tensor, memory: int, per_head: bool, map: Map = "attention") -> Operator:
+        """The Jacobian of `attend`, or of `heads`."""
         if not per_head:
-            return linearise(self.attend, x)
-        heads, projection = self.linearise_heads(x, memory, True), projection_by_head(self.call)
+            return linearise(self.attend if map == "attention" else self.heads, x)
+        heads = self._by_head(linearise(self.heads, x))
+        if map == "heads":
+            return heads
+        projection = projection_by_head(self.call)
         return compose(
             Operator(
                 lambda e: e @ projection.mT,
@@ -526,11 +519,8 @@ class Replayed:
             heads,
         )
 
-    def linearise_heads(self, x: Tensor, memory: int, per_head: bool) -> Operator:
-        """The Jacobian of `heads`."""
-        op = linearise(self.heads, x)
-        if not per_head:
-            return op
+    def _by_head(self, op: Operator) -> Operator:
+        """The Jacobian of `heads`, each of which moves by itself."""
         count = count_heads(self.call.module)
         assert count is not None
         n, concat = op.out_shape

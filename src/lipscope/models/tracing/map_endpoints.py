@@ -269,7 +269,8 @@ def ends_of_attention(record: Trace, call: AttentionCall, *, heads: bool = False
     """Ends of the maps ``attention`` and ``heads``, both read after the output projection."""
     leaves, until, place = call.name, call.name, call.out_at
     if call.projection is not None and (call.goes_on or not call.projection_inside):
-        leaves, place = path_of(record.model, call.projection), 0
+        names = (name for name, one in record.model.named_modules() if one is call.projection)
+        leaves, place = next(names), 0
         until = call.name if call.projection_inside else leaves
     hidden = call.hidden[:1]
     ends = MapEndpoints(call.name, hidden, call.turn, leaves, until, call.token_axis, place)
@@ -292,16 +293,6 @@ def from_norm(record: Trace, norm: NormCall, ends: MapEndpoints) -> MapEndpoints
     return replace(ends, enters=norm.name, arguments=(first,), turn=turn)
 
 
-def to_norm(norm: NormCall, ends: MapEndpoints) -> MapEndpoints:
-    """The same beginning, but a norm's output is read."""
-    return replace(ends, leaves=norm.name, until=norm.name, place=0)
-
-
-def to_sum(index: int, ends: MapEndpoints) -> MapEndpoints:
-    """The same beginning, but a sum that the model forms is read."""
-    return replace(ends, leaves="", until="", total=index)
-
-
 def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: int) -> MapEndpoints:
     """Ends of the map ``block``."""
     calls = [other for other in record.blocks if other.name == block.name]
@@ -312,11 +303,6 @@ def ends_of_block(record: Trace, block: BlockCall, moved: Streams, token_axis: i
 def ends_of_model(record: Trace, first: str, moved: Streams, last: str) -> MapEndpoints:
     """From a first block to the output of a module, "" for the model's own."""
     return MapEndpoints(first, moved.firsts, 0, last, last, record.calls[0].token_axis)
-
-
-def path_of(model: nn.Module, module: nn.Module) -> str:
-    """Dotted path of a module in a model."""
-    return next(name for name, one in model.named_modules() if one is module)
 
 
 # --- whole blocks, run again
@@ -372,7 +358,8 @@ def stack_map(record: Trace, call: AttentionCall) -> LayerMap:
             "for several; use the map `block` or `model`."
         )
     name = first_block_of(block.name)
-    if name not in record.firsts or not _depends_on_first(block, record.firsts[name][1]):
+    origin = record.firsts[name][1].node if name in record.firsts else None
+    if not any(depends(one.node, origin) for one in block.streams):
         raise InputError(
             f"The map `stack` needs blocks that follow each other. Found none before "
             f"`{block.name}` that leads to it; use the map `block`."
@@ -391,10 +378,6 @@ def _one_stream(block: BlockCall) -> BlockCall:
             f"`{block.name}` returns {block.returned}; use the map `attention` or `model`."
         )
     return block
-
-
-def _depends_on_first(block: BlockCall, start: Stream) -> bool:
-    return any(depends(one.node, start.node) for one in block.streams)
 
 
 def _moving(record: Trace, block: BlockCall) -> list[Stream]:

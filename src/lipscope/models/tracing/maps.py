@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -22,15 +23,12 @@ from lipscope.models.tracing.calls import (
 )
 from lipscope.models.tracing.map_endpoints import (
     LayerMap,
-    MapEndpoints,
     Norms,
     block_map,
     ends_of_attention,
     from_norm,
     model_map,
     stack_map,
-    to_norm,
-    to_sum,
 )
 from lipscope.models.tracing.recorder import NormCall, as_tokens, close, data_address, distance
 from lipscope.models.tracing.sites import AttentionCall, closed_form, why_run
@@ -47,6 +45,7 @@ PER_HEAD_MAPS = ("heads", "attention", "normed")
 # Largest difference between the rebuilt map and the model's own output, relative to the
 # largest output entry.
 _AGREEMENT = {torch.float32: 1e-5, torch.float64: 1e-10}
+_NO_BOUNDS = "so no bound from weights (local, in a ball or global) is available for this layer"
 # Matrices of scores per head and layer that the generic path holds at its peak: scores,
 # probabilities, their cotangents and the graph of the second pullback.
 _GENERIC_COPIES = 7
@@ -106,62 +105,48 @@ def _layer_map(
     core: ClosedForm | Replayed
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
-    note = None if attention is not None else _generic_note(call)
-    before = norm_before(record, call) if name in ("normed", "residual") else None
-
-    def finished(
-        x: Tensor,
-        output: Tensor,
-        function: Callable[[Tensor], Tensor],
-        build: Callable[[Tensor, int, bool], Operator],
-        ends: MapEndpoints,
-        norms: Norms | None = None,
-    ) -> LayerMap:
-        return LayerMap(
-            layer,
-            name,
-            x,
-            output,
-            function,
-            build,
-            attention,
-            heads,
-            lambda: _head_outputs(call, core, name, heads),
-            ends,
-            note,
-            module=call.name,
-            argument=_moved_argument(call, before, x),
-            projection=_projects(call, attention, name),
-            norms=norms,
-        )
-
-    ends = ends_of_attention(record, call, heads=name == "heads")
+    built = LayerMap(
+        layer,
+        name,
+        call.x,
+        call.output,
+        core.attend,
+        core.linearise,
+        attention,
+        heads,
+        lambda: _head_outputs(call, core, name, heads),
+        ends_of_attention(record, call, heads=name == "heads"),
+        None if attention is not None else f"generic path: {why_run(call.module)}, {_NO_BOUNDS}",
+        module=call.name,
+        argument=", ".join(call.hidden),
+        projection=_projects(call, attention, name),
+    )
     if name == "heads":
-        return finished(call.x, _own_heads(call, core), core.heads, core.linearise_heads, ends)
+        output, by_head = _own_heads(call, core), functools.partial(core.linearise, map="heads")
+        return replace(built, output=output, function=core.heads, build=by_head)
     if name == "attention":
-        return finished(call.x, call.output, core.attend, core.linearise_attention, ends)
-    if name == "normed":
-        if before is None:
-            raise InputError(
-                f"The map `normed` needs a norm that feeds the layer. Found none before "
-                f"`{call.name}`; use the map `attention`."
-            )
-        norm = TokenModule(before.module, before.x)
-        return finished(
-            as_tokens(before.x, call.token_axis),
-            call.output,
-            lambda x: core.attend(norm(x)),
-            lambda x, m, h: compose(core.linearise_attention(norm(x), m, h), linearise(norm, x)),
-            from_norm(record, before, ends),
+        return built
+    before = norm_before(record, call)
+    if name == "residual":
+        return _residual_map(built, record, call, before, core)
+    if before is None:
+        raise InputError(
+            f"The map `normed` needs a norm that feeds the layer. Found none before "
+            f"`{call.name}`; use the map `attention`."
         )
-    return finished(*_residual_parts(record, call, before, core))
+    norm = TokenModule(before.module, before.x)
+    return replace(
+        _behind_norm(built, record, call, before),
+        function=lambda x: core.attend(norm(x)),
+        build=lambda x, m, h: compose(core.linearise(norm(x), m, h), linearise(norm, x)),
+    )
 
 
-def _moved_argument(call: AttentionCall, norm: NormCall | None, x: Tensor) -> str:
-    """What a row says of the input of a map: arguments of the layer, or the norm's input."""
-    if norm is not None and x.data_ptr() == norm.x.data_ptr():
-        return f"input of {norm.name}"
-    return ", ".join(call.hidden)
+def _behind_norm(built: LayerMap, record: Trace, call: AttentionCall, norm: NormCall) -> LayerMap:
+    """The map with the input of a norm for its own."""
+    assert built.ends is not None
+    x, ends = as_tokens(norm.x, call.token_axis), from_norm(record, norm, built.ends)
+    return replace(built, x=x, ends=ends, argument=f"input of {norm.name}")
 
 
 def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bool | None:
@@ -171,13 +156,6 @@ def _projects(call: AttentionCall, attention: Attention | None, name: str) -> bo
     if attention is not None:
         return attention.output is not None
     return True if call.projection is not None else None
-
-
-def _generic_note(call: AttentionCall) -> str:
-    return (
-        f"generic path: {why_run(call.module)}, so no bound from weights (local, in a ball or "
-        "global) is available for this layer"
-    )
 
 
 def _own_heads(call: AttentionCall, core: ClosedForm | Replayed) -> Tensor:
@@ -278,10 +256,10 @@ def _rebuilt(built: LayerMap, where: str) -> Tensor:
     except Exception as problem:
         if built.attention is not None or out_of_memory(problem):
             raise
-        text = " ".join(str(problem).split())[:200]
         raise InputError(
             f"The map `{built.map}` of `{where}` should run by itself as it ran in the model, "
-            f"without a key/value cache. Found that it raised {type(problem).__name__}: {text}"
+            f"without a key/value cache. Found that it raised {type(problem).__name__}: "
+            f"{str(problem)[:200]}"
         ) from problem
 
 
@@ -296,17 +274,6 @@ def _rows_that_read(built: LayerMap, record: Trace) -> Tensor | slice:
 
 
 # --- ``residual``: which sum of its input and output an attention layer is part of
-
-
-# Input, the model's own output, the function, how to linearise it, where it is, and its norms.
-Parts = tuple[
-    Tensor,
-    Tensor,
-    Callable[[Tensor], Tensor],
-    Callable[[Tensor, int, bool], Operator],
-    MapEndpoints,
-    Norms,
-]
 
 
 def norm_before(record: Trace, call: AttentionCall) -> NormCall | None:
@@ -325,9 +292,13 @@ def _norm_after(record: Trace, call: AttentionCall) -> NormCall | None:
     return next(same, None)
 
 
-def _residual_parts(
-    record: Trace, call: AttentionCall, norm: NormCall | None, core: ClosedForm | Replayed
-) -> Parts:
+def _residual_map(
+    built: LayerMap,
+    record: Trace,
+    call: AttentionCall,
+    norm: NormCall | None,
+    core: ClosedForm | Replayed,
+) -> LayerMap:
     """``x + s f(N(x))`` (pre-norm) or ``N(u + s f(u))`` (post-norm), with further norms.
 
     Which of them the model computes is read off the trace. Its sum is one that the model
@@ -339,61 +310,53 @@ def _residual_parts(
     second = TokenModule(after.module, after.x) if after is not None else None
     own = None if after is None else after.module
     here = data_address(call.kept[-1]) if after is None else after.y_address
-    ends, scale = ends_of_attention(record, call), None
-
-    def behind(y: Tensor) -> Tensor:
-        y = y if second is None else second(y)
-        return y if scale is None else y * scale
-
-    def branch(u: Tensor) -> Tensor:
-        return behind(core.attend(u))
-
-    def branch_operator(u: Tensor, memory: int, per_head: bool) -> Operator:
-        op = core.linearise_attention(u, memory, per_head)
-        plain = second is None and scale is None
-        return op if plain else compose(linearise(behind, core.attend(u)), op)
-
+    index = scale = before = None
     if norm is not None:
         x = as_tokens(norm.x, call.token_axis)
         index, scale = _sum_of(record, call, x, added, here)
-        if index is not None:
-            total, before = record.seen.sums[index], TokenModule(norm.module, norm.x)
-            return (
-                x,
-                as_tokens(total.value, call.token_axis),
-                lambda x: x + branch(before(x)),
-                lambda x, m, h: plus_identity(
-                    compose(branch_operator(before(x), m, h), linearise(before, x))
-                ),
-                to_sum(index, from_norm(record, norm, ends)),
-                Norms(norm.module, own, scale=scale),
-            )
-    index, scale = _sum_of(record, call, call.x, added, here)
+    if norm is not None and index is not None:
+        built, before = _behind_norm(built, record, call, norm), TokenModule(norm.module, norm.x)
+    else:
+        index, scale = _sum_of(record, call, call.x, added, here)
     if index is None:
         raise InputError(
             f"The map `residual` needs a sum of the layer's input and output from which the model "
             f"goes on. Found none after `{call.name}`; use the map `block`."
         )
-    total = record.seen.sums[index]
-    if total.norm is None or total.added:
-        return (
-            call.x,
-            as_tokens(total.value, call.token_axis),
-            lambda u: u + branch(u),
-            lambda u, m, h: plus_identity(branch_operator(u, m, h)),
-            to_sum(index, ends),
-            Norms(second=own, scale=scale),
+
+    def behind(y: Tensor) -> Tensor:
+        y = y if second is None else second(y)
+        return y if scale is None else y * scale
+
+    def total(x: Tensor) -> Tensor:
+        return x + behind(core.attend(x if before is None else before(x)))
+
+    def operator(x: Tensor, memory: int, per_head: bool) -> Operator:
+        u = x if before is None else before(x)
+        op = core.linearise(u, memory, per_head)
+        if second is not None or scale is not None:
+            op = compose(linearise(behind, core.attend(u)), op)
+        return plus_identity(op if before is None else compose(op, linearise(before, x)))
+
+    assert built.ends is not None
+    seen = record.seen.sums[index]
+    if before is not None or seen.norm is None or seen.added:
+        return replace(
+            built,
+            output=as_tokens(seen.value, call.token_axis),
+            function=total,
+            build=operator,
+            ends=replace(built.ends, leaves="", until="", total=index),
+            norms=Norms(None if before is None else before.module, own, scale=scale),
         )
-    outer = TokenModule(total.norm.module, total.norm.x)
-    return (
-        call.x,
-        as_tokens(total.norm.y, call.token_axis),
-        lambda u: outer(u + branch(u)),
-        lambda u, m, h: compose(
-            linearise(outer, u + branch(u)), plus_identity(branch_operator(u, m, h))
-        ),
-        to_norm(total.norm, ends),
-        Norms(second=own, outer=total.norm.module, scale=scale),
+    outer = TokenModule(seen.norm.module, seen.norm.x)
+    return replace(
+        built,
+        output=as_tokens(seen.norm.y, call.token_axis),
+        function=lambda x: outer(total(x)),
+        build=lambda x, m, h: compose(linearise(outer, total(x)), operator(x, m, h)),
+        ends=replace(built.ends, leaves=seen.norm.name, until=seen.norm.name, place=0),
+        norms=Norms(second=own, outer=seen.norm.module, scale=scale),
     )
 
 
@@ -475,15 +438,9 @@ def _whose_tokens(built: LayerMap, record: Trace) -> tuple[str, str]:
     """Whose tokens move and whose are read: of ``states`` that a decoder reads, or its ``own``."""
     if record.side != "self":
         return ("states" if record.side == "key" else "own"), "own"
-    if built.layer is None:
-        first = next(iter(record.firsts), "")
-        return ("own" if _in_decoder(first) or not _two_parts(record) else "states"), "own"
-    name = record.calls[built.layer].name
-    return ("own", "own") if _in_decoder(name) or not _two_parts(record) else ("states", "states")
-
-
-def _in_decoder(name: str) -> bool:
-    return "decoder" in name.split(".")
+    name = next(iter(record.firsts), "") if built.layer is None else record.calls[built.layer].name
+    moves = "own" if "decoder" in name.split(".") or not _two_parts(record) else "states"
+    return moves, "own" if built.layer is None else moves
 
 
 def _two_parts(record: Trace) -> bool:

@@ -212,11 +212,10 @@ def copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as problem:  # a module may refuse in any way; the user gets one line
-        text = " ".join(str(problem).split())[:200]
         raise InputError(
             f"`{type(model).__name__}` should be in the dtype and on the device of the "
             "measurement, or allow `copy.deepcopy`. Found that copying raised "
-            f"{type(problem).__name__}: {text}"
+            f"{type(problem).__name__}: {str(problem)[:200]}"
         ) from problem
 
 
@@ -321,10 +320,9 @@ def _switch(part: nn.Module, setter: str, choice: str) -> None:
         with quiet():  # it warns of parts that have nothing to set
             getattr(part, setter)(choice)
     except (ValueError, RuntimeError, ImportError) as problem:
-        text = " ".join(str(problem).split())[:200]
         raise InputError(
             f"`{type(part).__name__}` should offer the implementation `{choice}`, whose "
-            f"derivatives all exist. Found that `{setter}` raised: {text}"
+            f"derivatives all exist. Found that `{setter}` raised: {str(problem)[:200]}"
         ) from problem
 
 

@@ -189,6 +189,11 @@ def first_tensor(output: Any, at: int = 0) -> Tensor:
     return found[at]
 
 
+def is_tokens(value: Any) -> bool:
+    """Whether a value has the shape of token matrices, one or several."""
+    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
+
+
 def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     """A batch of one as a token matrix ``(n, d)``."""
     if x.ndim != 3:

@@ -70,25 +70,26 @@ def trace(
 ) -> Trace:
     """Run a `prepared` model on one sample and record its attention calls, which are the layers.
 
-    Args:
-        model: The model.
-        inputs: Keyword arguments, or a tuple of positional ones.
-        sites: Attention modules by path (`attention_sites`).
-        norms: Also record every sum (for the maps ``normed`` and ``residual``).
-        blocks: Also record the Transformer blocks around the sites.
-        dtype: Floating type of the run.
-        side: ``self``, or through which side the calls of cross-attention are layers.
-        asked: Path of a module that is a layer because it was asked for by its own name.
+    ``sites`` are its attention modules by path (`attention_sites`), ``side`` is ``self`` or through
+    which side the calls of cross-attention are layers, ``asked`` the path of a module that is a
+    layer because it was asked for by its own name. ``norms``: record norms and sums, for the maps
+    ``normed`` and ``residual``; ``blocks``: the Transformer blocks around the sites.
     """
-    options = (model, inputs, sites, norms, blocks, dtype, side)
+
+    def once(marks: bool, copies: bool = False) -> Trace:
+        kept = TensorStore(copies)
+        record = Trace(model, inputs, kept, SumRecorder(kept), side)
+        _fill(record, sites, norms, blocks, dtype, marks)
+        return record
+
     marks = True
     try:
-        record = _traced(*options, TensorStore(), marks)
+        record = once(marks)
     except (InputError, *_OF_MODELS):  # some code runs without marks only; mistakes come again
         marks = False
-        record = _traced(*options, TensorStore(), marks)
+        record = once(marks)
     if record.kept.overwritten():
-        record = _traced(*options, TensorStore(copies=True), marks)
+        record = once(marks, copies=True)
     resolve_calls(record, asked)
     if not record.calls:
         _complain(record, list(sites))
@@ -106,18 +107,16 @@ def _complain(record: Trace, sites: list[str]) -> NoReturn:
     )
 
 
-def _traced(
-    model: nn.Module,
-    inputs: Inputs,
+def _fill(
+    record: Trace,
     sites: Mapping[str, nn.Module],
     norms: bool,
     blocks: bool,
     dtype: torch.dtype,
-    side: Side,
-    kept: TensorStore,
     marks: bool,
-) -> Trace:
-    record = Trace(model, inputs, kept, SumRecorder(kept), side)
+) -> None:
+    """Run the model and keep what the hooks see."""
+    model, inputs = record.model, record.inputs
 
     def called_once(model: nn.Module, inputs: Inputs) -> Any:
         before = torch.get_rng_state()
@@ -147,7 +146,6 @@ def _traced(
         if tensors_in(output):  # a composite model may return what its parts return, and no more
             record.output = first_tensor(output).detach()
         record.hidden = getattr(output, "last_hidden_state", None) is not None
-    return record
 
 
 _ROOM = __name__.rpartition(".")[0]
@@ -164,10 +162,9 @@ def _called_once(model: nn.Module, inputs: Inputs) -> Any:
     except _OF_MODELS as problem:
         if _is_ours(problem):
             raise
-        text = " ".join(str(problem).split())[:300]
         raise InputError(
             f"`{type(model).__name__}` should run on this input. Found that its forward pass "
-            f"raised {type(problem).__name__}: {text}"
+            f"raised {type(problem).__name__}: {str(problem)[:300]}"
         ) from problem
 
 
