@@ -138,7 +138,7 @@ def sinkhorn(s: torch.Tensor) -> torch.Tensor:
 
 def off_by(layer: SinkhornAttention, x: torch.Tensor) -> float:
     """By how much a row or column of weights does not add up to 1."""
-    p = layer.attention_weights(x)
+    p = layer.attention_weights(x).detach()
     return max(float((p.sum(axis) - 1).abs().max()) for axis in (-1, -2))
 
 

@@ -127,11 +127,7 @@ class Reader:
         if len(labels) == count:
             names = [str(labels[i]) for i in range(count)]
         elif self.tokenizer is not None and count > 1 and len(self.built.output) > 1:
-            written = WindowDecoder(self.tokenizer)
-            ids = written.ordinary(min(count, _vocabulary_size(self.tokenizer, count))).nonzero()[
-                :, 0
-            ]
-            names = written.names(ids.tolist())
+            ids, names = _ordinary_tokens(self.tokenizer, count)
         like = self.built.output
         ids = ids.to(like.device)
 
@@ -156,15 +152,13 @@ class Reader:
     @cached_property
     def _words(self) -> tuple[Tensor, list[str]]:
         """Ids of tokens of texts, and their names."""
-        written = WindowDecoder(self.tokenizer)
         if self._vocabulary is not None:
             count = self._vocabulary.embedded.size
         else:
             assert self._lens is not None
             count = len(self._lens.weight)
-        count = min(count, _vocabulary_size(self.tokenizer, count))
-        ids = written.ordinary(count).nonzero()[:, 0]
-        return ids.to(self.built.x.device), written.names(ids.tolist())
+        ids, names = _ordinary_tokens(self.tokenizer, count)
+        return ids.to(self.built.x.device), names
 
     # --- what is so for this model
 
@@ -226,9 +220,12 @@ class _Entering(NamedTuple):
     after: Row
 
 
-def _vocabulary_size(tokenizer: Any, count: int) -> int:
-    """Ids that a tokenizer knows: tables are padded."""
-    return len(tokenizer) if hasattr(tokenizer, "__len__") else count
+def _ordinary_tokens(tokenizer: Any, count: int) -> tuple[Tensor, list[str]]:
+    """Ids of tokens of texts, and their names; tables hold more ids than a tokenizer knows."""
+    written = WindowDecoder(tokenizer)
+    known = len(tokenizer) if hasattr(tokenizer, "__len__") else count
+    ids = written.ordinary(min(count, known)).nonzero()[:, 0]
+    return ids, written.names(ids.tolist())
 
 
 def _rounding(x: Tensor) -> float:
