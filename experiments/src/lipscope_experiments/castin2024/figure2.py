@@ -26,8 +26,8 @@ def figure2(study: Study) -> None:
     found = [record for place in study.places() for record in _factors_of(study, *place)]
     _draw_heads(study, found)
     heads = _over_texts(found)
-    for m, mine in grouped(heads, "model"):
-        _of_factors(study, m, mine)
+    for model, mine in grouped(heads, "model"):
+        _of_factors(study, model, mine)
     _factor_table(study, heads)
     study.remark(
         *study.not_run("bert-base-uncased"),
@@ -52,13 +52,10 @@ def _over_texts(found: list[Record]) -> list[Record]:
 def _of_factors(study: Study, model: str, heads: list[Record]) -> None:
     positive = [r["factor"] for r in heads if r["factor"] is not None]
     shares = ", ".join(f"{_holding(heads, n):.1%} at n = {n:,}" for n in _LENGTHS)
-    slides = (
-        "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers were "
-        "not legible)"
-    )
     study.claim(
         f"{model}: γR² of a head",
-        slides,
+        "of the order of 10² to 10³ (authors' slides, January 2025; the paper's own numbers were "
+        "not legible)",
         f"median {middle(positive, 1)}; {len(heads) - len(positive)} of {len(heads)} heads have "
         "no positive γ",
     )
@@ -121,14 +118,8 @@ def _draw_heads(study: Study, found: list[Record]) -> None:
     for (model, text), mine in grouped(found, "model", "text"):
         last = max(r["layer"] for r in mine)
         heads = curve("γR², one point for each head", mine, "layer", "factor", "points")
-        edges = [
-            Series(
-                f"n - 1 = e^(2γR²) at n = {n:,}",
-                tuple((x, math.log(n - 1) / 2) for x in (0, last)),
-                "dashes",
-            )
-            for n in _LENGTHS
-        ]
+        levels = {f"n - 1 = e^(2γR²) at n = {n:,}": math.log(n - 1) / 2 for n in _LENGTHS}
+        edges = (Series(name, ((0, y), (last, y)), "dashes") for name, y in levels.items())
         title = f"{model}, {text}"
         panels.append(Panel(title, (heads, *edges), x="layer", y="γ R²", log_x=False))
     study.draw("figure2", "Figure 2: the scaling factor", panels, columns=2)
@@ -142,8 +133,8 @@ def _factor_table(study: Study, heads: list[Record]) -> None:
         "By layer",
         grouped(heads, "model", "layer"),
         {
-            "model": lambda at, _: at[0],
-            "layer": lambda at, _: at[1],
+            "model": "model",
+            "layer": "layer",
             "R": lambda _, mine: f"{mine[0]['radius']:.1f}",
             "γR², median and range": lambda _, mine: middle(factors(mine), 1),
             "heads without positive γ": lambda _, mine: (

@@ -124,9 +124,8 @@ def _of_both(
         "radii below 100 grow slower than n^(1/2) (Section 5.2)",
         slopes["the text"],
     )
-    study.claim(
-        "exponent on two clusters at radius 100", "1/2 (Section 5.3)", slopes["the scripts"]
-    )
+    about = "exponent on two clusters at radius 100"
+    study.claim(about, "1/2 (Section 5.3)", slopes["the scripts"])
 
 
 _SAID = (
@@ -149,13 +148,13 @@ def _draw_both(
     layers: Sequence[int],
 ) -> None:
     panels = []
+    fits = [one for case in cases for one in case.rows.growth().items()]
     for layer in layers:
         rows = [row for case in cases for row in case.rows if row.layer == layer]
         sigma = curve("sigma", rows, "num_tokens", "sigma", "points")
         coded = tuple(pair for case in cases for pair in case.coded[layer])
         shown = Series("as in the scripts", coded, "points")
-        fits = [c.rows.growth().items() for c in cases]
-        slopes = [fit.slope for one in fits for key, fit in one if fit and key.layer == layer]
+        slopes = [fit.slope for key, fit in fits if fit and key.layer == layer]
         title = f"text, layer {layer}: sigma ~ n^{statistics.median(slopes or [math.nan]):.2f}"
         line = power_law(sigma.points, 0.25, "~ n^(1/4)")
         panels.append(Panel(title, (sigma, shown, line), y="sigma, or the scripts' quantity"))

@@ -10,7 +10,7 @@ from statistics import fmean
 from lipscope import Measurement
 from lipscope.charts import Panel, Series, training_end
 from lipscope.models import LoadedModel, reinitialised
-from lipscope.records import groups, growth
+from lipscope.records import growth
 from lipscope_experiments.experiment import Study, experiment
 from lipscope_experiments.findings import average, exponent, share
 from lipscope_experiments.texts import Text
@@ -170,23 +170,15 @@ def _of_parts(study: Study, case: RestrictedCase) -> None:
 
 
 def _wins(case: RestrictedCase, layer: int) -> str:
-    hits: list[bool] = []
-    for n in case.lengths:
-        first, second = (
-            _sigma_by_window(case.rows[f"{name} moves"][layer], n)
-            for name in ("first tenth", "middle tenth")
-        )
-        hits += [first[s] > second[s] for s in first.keys() & second.keys()]
+    first, middle = (case.rows[f"{name} moves"][layer] for name in ("first tenth", "middle tenth"))
+    held = ((_sigma_by_window(first, n), _sigma_by_window(middle, n)) for n in case.lengths)
+    hits = [a[s] > b[s] for a, b in held for s in a.keys() & b.keys()]
     return share(sum(hits), len(hits))
 
 
 def _growth_table(study: Study, case: RestrictedCase) -> None:
     lines = [
-        (
-            name,
-            str(layer),
-            *(exponent(growth(part, paired=False)) for part in groups(rows).values()),
-        )
+        (name, str(layer), exponent(growth(rows, paired=False)))
         for name, layers in case.rows.items()
         for layer, rows in layers.items()
     ]

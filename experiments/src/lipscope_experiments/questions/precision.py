@@ -245,8 +245,7 @@ def _of_rounding(study: Study, case: RoundedCase) -> None:
         "far above 1, if it matters which block is kept",
         "; ".join(f"{_condition(k)}: {_range_over_blocks(v)}" for k, v in case.change.items()),
     )
-    names = ("relative sigma, block", "relative sigma · error, block", *BASELINES)
-    for name in names:
+    for name in ("relative sigma, block", "relative sigma · error, block", *BASELINES):
         study.claim(
             f"{case.where}: {name}, rank correlation with that",
             "a baseline" if name in BASELINES else "near 1, if it is advice",
@@ -292,26 +291,19 @@ def _range_over_blocks(change: list[list[float]]) -> str:
 def _rounding_tables(study: Study, case: RoundedCase) -> None:
     names = [*_sigma_predictors(case), *BASELINES, LOCAL]
     for measure, change in ((case.measure, case.change), (case.second, case.other)):
-        study.table(
-            f"{case.where}: rank correlation over {len(case.layers)} blocks with the {measure}",
-            names,
-            {"what is known before": lambda name: name}
-            | {
-                _condition(key): lambda name, known=case.known[key], own=own: _mean_correlation(
-                    known[name], own
-                )
-                for key, own in change.items()
-            },
-        )
-    study.table(
-        f"{case.where}: {case.measure}, one block rounded",
-        enumerate(case.layers),
-        {"block": lambda _, layer: layer}
-        | {
-            _condition(key): lambda i, _, own=own: average([window[i] for window in own])
-            for key, own in case.change.items()
-        },
-    )
+        lines = [
+            (name, *(_mean_correlation(case.known[key][name], own) for key, own in change.items()))
+            for name in names
+        ]
+        title = f"rank correlation over {len(case.layers)} blocks with the {measure}"
+        columns = ("what is known before", *map(_condition, change))
+        study.table(f"{case.where}: {title}", lines, columns)
+    lines = [
+        (str(layer), *(average([window[i] for window in own]) for own in case.change.values()))
+        for i, layer in enumerate(case.layers)
+    ]
+    columns = ("block", *map(_condition, case.change))
+    study.table(f"{case.where}: {case.measure}, one block rounded", lines, columns)
 
 
 def _draw_rounding(study: Study, cases: Sequence[RoundedCase]) -> None:
