@@ -24,8 +24,7 @@ class Series:
 
     name: str  # what the legend says; series of one name have one colour in all panels
     points: tuple[Point, ...]  # pairs ``(x, y)``; those that cannot stand on the axes are left out
-    # ``points``, ``line`` (with its points if they are few) or ``dashes`` (a reference)
-    kind: LineKind = "line"
+    kind: LineKind = "line"  # with its points if they are few; dashes: a reference
 
 
 @dataclass(frozen=True)
@@ -38,19 +37,16 @@ class Panel:
     y: str = "sigma"  # title of the vertical axis
     log_x: bool = True  # whether the horizontal axis is logarithmic
     log_y: bool = True  # whether the vertical axis is
-    # The longest inputs that the model was trained on (`lipscope.charts.marks.training_end`); None
-    # for no line
-    end: int | None = None
+    end: int | None = None  # the longest inputs of training (`training_end`); None for no line
 
     def visible(self, one: Series) -> list[Point]:
         """The points of a series that its axes can show."""
         return [
-            (x, y) for x, y in one.points if _drawable(x, self.log_x) and _drawable(y, self.log_y)
+            (x, y)
+            for x, y in one.points
+            if math.isfinite(x) and math.isfinite(y)
+            if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)
         ]
-
-
-def _drawable(value: float | int, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
 
 
 def power_law(points: Iterable[Point], exponent: float, name: str, lift: float = 1.0) -> Series:
@@ -147,10 +143,10 @@ def _panel_chart(panel: Panel, colour: alt.Color, dash: alt.StrokeDash) -> alt.L
 
 def _framed(panel: Panel) -> list[float | int]:
     """The heights that the frame holds: all of what was measured, of references what is near."""
-    of = {dashes: [] for dashes in (False, True)}
+    measured, references = [], []
     for one in panel.series:
-        of[one.kind == "dashes"] += [y for _, y in panel.visible(one)]
-    measured, references = of[False], of[True]
+        heights = references if one.kind == "dashes" else measured
+        heights += [y for _, y in panel.visible(one)]
     if not (measured and panel.log_y):
         return measured + references
     return measured + [min(y, max(measured) * _BEYOND) for y in references]

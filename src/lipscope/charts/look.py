@@ -331,9 +331,8 @@ def _named_line(at: alt.Chart, x: alt.X) -> list[alt.Chart]:
 
 def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
     """The same line from `lipscope.charts.marks.training_end`; nothing for None."""
-    return (
-        [] if end is None else _named_line(inline([{"at": end, "said": f"← trained to {end}"}]), x)
-    )
+    at = {"at": end, "said": f"← trained to {end}"}
+    return [] if end is None else _named_line(inline([at]), x)
 
 
 def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:
