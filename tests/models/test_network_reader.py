@@ -113,6 +113,8 @@ class Plain(nn.Module):
                 return self.fc(h.mean(1)) + self.fc(h.detach().mean(1))
             case "two maps":
                 return self.fc(self.embed.weight.T.new_ones(1) * self.down(self.up(h)).mean(1))
+            case "tempered":
+                return self.fc(h.mean(1)) / 0.07
             case "normed mean":
                 return self.fc(self.norm1(h.mean(1)))
         return self.fc(h.mean(1))
@@ -168,6 +170,7 @@ CASES: dict[str, tuple[Callable[[], Case], str]] = {
     "own layers": (lambda: (drawn(Own, 1.0), (random((1, 5, 12)),)), "A+ nA+"),
     "attention": (lambda: (drawn(lambda: Plain("attention alone")), (FEATURES,)), "A"),
     "pre": (lambda: (drawn(Plain), (FEATURES,)), "nA+ nF+"),
+    "tempered": (lambda: (drawn(lambda: Plain("tempered")), (FEATURES,)), "nA+ nF+"),
     "post": (lambda: (drawn(lambda: Plain("post")), (FEATURES,)), "A+ N F+ N"),
     "normed mean": (lambda: (drawn(lambda: Plain("normed mean")), (FEATURES,)), "nA+ nF+"),
     **{
@@ -306,6 +309,16 @@ def test_scores_of_tokens_need_a_token() -> None:
         read_network(drawn(Plain), (FEATURES,), pool="mean")
 
 
+@pytest.mark.parametrize(("mask", "last"), [([1, 1, 1, 1, 0, 0], 3), ([0, 0, 1, 1, 1, 1], 5)])
+def test_a_padded_decoder_answers_at_its_last_real_token(mask: list[int], last: int) -> None:
+    model = drawn(lambda: t.LlamaForCausalLM(t.LlamaConfig(**GROUPED)))
+    inputs = {"input_ids": IDS, "attention_mask": torch.tensor([mask])}
+    network, x = read_network(model, inputs)
+    with torch.no_grad():
+        own = model(**inputs).logits[0, last]
+        assert (network(x) - own).norm() <= INSIDE * own.norm()
+
+
 def test_a_model_is_left_as_it_was() -> None:
     model = Encoder("mean", norm_first=False, activation="relu").train()
     read_network(model, (X.float(),))
@@ -357,7 +370,10 @@ REFUSED: dict[str, tuple[Callable[[], Case], str]] = {
         "Found `Softmax`",
     ),
     "one score": (lambda: (drawn(lambda: Plain("one score")), (FEATURES,)), "needs two scores"),
-    "detached": (lambda: (drawn(lambda: Plain("detached")), (FEATURES,)), "certify one layer"),
+    "detached": (
+        lambda: (drawn(lambda: Plain("detached")), (FEATURES,)),
+        "gradients of the module itself",
+    ),
     "no activation": (
         lambda: (drawn(lambda: Plain("two maps")), (FEATURES,)),
         r"the stream there goes to `up` \(Linear\)",

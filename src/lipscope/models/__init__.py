@@ -52,9 +52,9 @@ from lipscope.models.network import Branch as Branch
 from lipscope.models.network import Feed as Feed
 from lipscope.models.network import Network as Network
 from lipscope.models.network import Norm as Norm
-from lipscope.models.network_reader import check_network as check_network
-from lipscope.models.network_reader import layer_network as layer_network
-from lipscope.models.network_reader import read_network as read_network
+from lipscope.models.network_reader.agreement import check_network as check_network
+from lipscope.models.network_reader.reader import layer_network as layer_network
+from lipscope.models.network_reader.reader import read_network as read_network
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.pretrained import split_revision as split_revision
 from lipscope.models.readings import Embedded as Embedded

@@ -1,0 +1,95 @@
+"""The parts of a network, out of modules: token-wise networks and norms."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lipscope.errors import InputError
+from lipscope.linalg import start_named
+from lipscope.models.families.affine import Affine, affine
+from lipscope.models.network import ActivationName, Feed, Norm
+from lipscope.models.network_reader.forward_pass import ModuleCall, same
+from lipscope.models.tracing.prepare import ExactNorm
+from lipscope.models.tracing.sites import is_plain
+
+# Of which functions an activation may be written.
+WRITTEN: dict[ActivationName, set[str]] = {
+    "relu": {"Relu"},
+    "gelu": {"Gelu", "Erf"},
+    "gelu_tanh": {"Gelu", "Tanh"},
+    "silu": {"Silu", "Sigmoid"},
+    "tanh": {"Tanh"},
+}
+_EPS = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+
+
+class Inner(NamedTuple):
+    """What a linear map makes of the stream."""
+
+    map: Affine
+    z: Tensor
+    time: int
+
+
+def affine_of(call: ModuleCall) -> Affine:
+    """The map of a module that is nothing else."""
+    if not is_plain(call.module):
+        raise InputError(
+            f"`{call.name}` should be a linear map with a weight of its own. Found "
+            f"`{type(call.module).__name__}`, which is not read; merge it into the model first."
+        )
+    return affine(call.module)
+
+
+def bias_of(one: Affine) -> Tensor:
+    """Its bias, zero if it has none; a copy."""
+    return one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias.clone()
+
+
+def feed_of(name: ActivationName, inner: Affine, outer: Affine, gate: Affine | None) -> Feed:
+    """The token-wise network of two linear maps, or three, copied."""
+    return Feed(
+        inner.weight.clone(),
+        bias_of(inner),
+        outer.weight.clone(),
+        bias_of(outer),
+        name,
+        None if gate is None else gate.weight.clone(),
+        None if gate is None or gate.bias is None else gate.bias.clone(),
+    )
+
+
+def read_norm(module: nn.Module, width: int) -> Norm | None:
+    """The norm that a module is: gain and shift from random tokens, confirmed at three sizes."""
+    eps = next((getattr(module, name) for name in _EPS if hasattr(module, name)), 0.0)
+    if eps is None:  # of torch's RMSNorm: that of the dtype
+        eps = torch.finfo(torch.float64).eps
+    generator, ask = start_named("norm"), ExactNorm(module)
+    probe = torch.randn(8, width, generator=generator, dtype=torch.float64)
+    one, zero = probe.new_ones(width), probe.new_zeros(width)
+    try:
+        with torch.no_grad():
+            answers = {size: ask(size * probe[None])[0] for size in (1.0, 1e-3, 1e3)}
+            for centred, scaled in ((True, True), (False, True), (True, False)):
+                unit, y = Norm(one, zero, eps, centred, scaled)(probe), answers[1.0]
+                spread = unit - unit.mean(0)
+                gain = (spread * y).sum(0) / spread.square().sum(0)
+                shift = y.mean(0) - gain * unit.mean(0)
+                gain = _stored(module, "weight", gain)
+                norm = Norm(gain, _stored(module, "bias", shift), eps, centred, scaled)
+                if all(same(norm(size * probe), y) for size, y in answers.items()):
+                    return norm
+    except (RuntimeError, ValueError, TypeError, IndexError):  # no norm of tokens
+        pass
+    return None
+
+
+def _stored(module: nn.Module, name: str, found: Tensor) -> Tensor:
+    """What was found, without its rounding: zero, one, or the module's own weight."""
+    own = getattr(module, name, None)
+    kept = [own.detach()] if isinstance(own, Tensor) and own.shape == found.shape else []
+    near = (t for t in (*kept, torch.zeros_like(found), torch.ones_like(found)))
+    return next((t.clone() for t in near if (t - found).abs().max() <= 1e-9), found)

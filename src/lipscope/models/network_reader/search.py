@@ -1,0 +1,386 @@
+"""Which parts of a module follow which: a search through the values of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lipscope.attention import Attention, DotProduct
+from lipscope.errors import InputError
+from lipscope.models.families.affine import Affine
+from lipscope.models.network import ACTIVATIONS, ActivationName, Branch, Feed, Network, Norm
+from lipscope.models.network_reader.agreement import Scores
+from lipscope.models.network_reader.forward_pass import (
+    ForwardPass,
+    ModuleCall,
+    StreamFunction,
+    same,
+)
+from lipscope.models.network_reader.parts import (
+    WRITTEN,
+    Inner,
+    affine_of,
+    bias_of,
+    feed_of,
+    read_norm,
+)
+from lipscope.models.tracing.recorder import Inputs
+from lipscope.models.tracing.sites import AttentionCall, closed_form, is_linear, is_norm, why_run
+
+Pooled = Literal["mean", "first", "last"] | int
+
+
+@dataclass(frozen=True)
+class _State:
+    """How far the network is known: up to the stream ``v``, or up to a pooled row."""
+
+    v: Tensor
+    time: int = 0  # when the last module of it was called
+    branches: tuple[Branch, ...] = ()
+    starts: tuple[int, ...] = ()  # the branches that are attention layers
+    share: Tensor | None = None
+    tail: tuple[Branch, ...] = ()
+
+    def then(self, branch: Branch, v: Tensor, time: int) -> _State:
+        """With one more branch."""
+        if self.share is not None:
+            return replace(self, v=v, time=time, tail=(*self.tail, branch))
+        here = (len(self.branches),) if isinstance(branch.part, DotProduct) else ()
+        starts = self.starts + here
+        return replace(self, v=v, time=time, branches=(*self.branches, branch), starts=starts)
+
+
+class _Part(NamedTuple):
+    """A part, what it gives, and when its last module was called."""
+
+    part: DotProduct | Feed
+    out: Tensor
+    time: int
+
+
+class Found(NamedTuple):
+    """A network, the branches of its attention layers, its stream, and the module as scores."""
+
+    network: Network
+    starts: tuple[int, ...]
+    x: Tensor
+    scores: Scores
+
+
+class Search:
+    """A search for the parts of a module from one entry on; its state says how far it came."""
+
+    def __init__(
+        self,
+        function: StreamFunction,
+        head: tuple[Tensor, Tensor] | None,
+        pool: Pooled | None,
+    ) -> None:
+        self.function, self.record = function, function.record
+        self.head, self.pool = head, pool
+        self.view = view = ForwardPass(function)
+        if head is not None and head[0].shape[1] != view.output.shape[1]:
+            raise InputError(
+                f"`head` should have a row of {view.output.shape[1]} numbers for every class. "
+                f"Found shape {tuple(head[0].shape)}."
+            )
+        self.norms = [c for c in view.calls if is_norm(c.module) and c.module not in view.sites]
+        self.linears = [c for c in view.calls if is_linear(c.module)]
+        times = {name: [c.time for c in view.calls if c.name == name] for name in view.paths}
+        self.times = [times[call.name][call.turn] for call in self.record.calls]
+        self.layers: dict[int, DotProduct] = {}
+        self.read_norms: dict[nn.Module, Norm | None] = {}
+        self.furthest = _State(self.function.x)
+        self.real = _real_tokens(self.record.inputs, len(function.x))
+
+    def found(self) -> Found:
+        """The network.
+
+        Raises:
+            InputError: If there is none.
+        """
+        unknown = ", ".join(self.view.unknown)
+        if unknown:
+            raise InputError(
+                "A network should be made of attention, norms, linear maps and relu, gelu, silu or "
+                f"tanh. Found `{unknown}` (as autograd calls it) between the stream and "
+                "the output; certify one layer."
+            )
+        found = self._follow(_State(self.function.x))
+        if found is None:
+            raise self._stuck()
+        return found
+
+    def _follow(self, state: _State) -> Found | None:
+        """Depth first; the sums and parts that the module forms leave little choice."""
+        if (len(state.starts), state.time) > (len(self.furthest.starts), self.furthest.time):
+            self.furthest = state
+        complete = len(state.starts) == len(self.record.calls)
+        found = self._ended(state) if complete else None
+        following = () if found is not None else self._next(state, complete)
+        return found or next(filter(None, map(self._follow, following)), None)
+
+    def _next(self, state: _State, complete: bool) -> Iterator[_State]:
+        v, pooled = state.v, state.share is not None
+        normed = list(self._norms(v, state.time))
+        for norm, y, time in ((None, v, state.time), *normed):
+            for part, p, then in self._parts(y, time, len(state.starts)) if not pooled else ():
+                if p.shape == v.shape and self.view.holds(v + p):
+                    yield state.then(Branch(part, norm), v + p, then)
+                elif p.shape == v.shape and (scaled := self._scaled(part, v, p)) is not None:
+                    yield state.then(Branch(scaled[0], norm), scaled[1], then)
+                if self.view.holds(p):
+                    yield state.then(Branch(part, norm, skip=False), p, then)
+        for norm, y, time in normed:
+            yield state.then(Branch(None, norm, skip=False), y, time)
+        if complete:
+            for feed, p, time in self._activations(v, state.time):
+                yield state.then(Branch(feed, skip=False), p, time)
+        if complete and not pooled:
+            for share in self._shares():
+                if self.view.holds((share @ v)[None]):
+                    yield replace(state, v=(share @ v)[None], share=share)
+
+    # --- norms
+
+    def _norms(self, v: Tensor, time: int) -> Iterator[tuple[Norm, Tensor, int]]:
+        for call in self.norms:
+            if call.time > time and same(v, call.x):
+                if call.module not in self.read_norms:
+                    self.read_norms[call.module] = read_norm(call.module, v.shape[-1])
+                norm = self.read_norms[call.module]
+                if norm is not None and same(norm(v), call.y):
+                    yield norm, call.y, call.time
+
+    # --- attention and token-wise networks
+
+    def _parts(self, y: Tensor, time: int, done: int) -> Iterator[_Part]:
+        if done < len(self.record.calls) and self.times[done] > time:
+            call = self.record.calls[done]
+            if same(y, call.x):
+                yield _Part(self._layer(done), call.output, self.times[done])
+        inner = list(self._inner(y, time))
+        for one in inner:
+            for name, a in self._activated(one.z):
+                for last in self._taking(a, one.time):
+                    yield self._feed(name, one, None, last)
+                for two in inner:
+                    if two is not one and two.z.shape == a.shape:
+                        for last in self._taking(a * two.z, max(one.time, two.time)):
+                            yield self._feed(name, one, two, last)
+
+    def _layer(self, index: int) -> DotProduct:
+        """An attention layer at its input, which gives what the module gave."""
+        if index not in self.layers:
+            call = self.record.calls[index]
+            own = isinstance(call.module, Attention)
+            layer = call.module if own else closed_form(call)
+            if not isinstance(layer, DotProduct):
+                why = why_run(call.module) if layer is None else f"it is `{type(layer).__name__}`"
+                raise InputError(
+                    f"A network should be of dot-product attention. Found `{call.name}`: {why}; "
+                    "measure it instead."
+                )
+            layer = layer.in_double()
+            with torch.no_grad():
+                agrees = same(layer(call.x), call.output)
+            if not agrees:
+                raise InputError(
+                    f"`{call.name}` should be what its family computes, for every token. Found "
+                    "another output; leave out padding, which may read no token."
+                )
+            self.layers[index] = layer
+        return self.layers[index]
+
+    def _taking(self, x: Tensor, time: int) -> list[ModuleCall]:
+        """Calls of linear maps that take a matrix."""
+        return [c for c in self.linears if c.time > time and same(x, c.x)]
+
+    def _inner(self, y: Tensor, time: int) -> Iterator[Inner]:
+        """What linear maps make of a matrix; one that is cut in two gives both halves too."""
+        for call in self._taking(y, time):
+            whole = affine_of(call)
+            yield Inner(whole, call.y, call.time)
+            if len(whole.weight) % 2 == 0:
+                sizes = [len(whole.weight) // 2] * 2
+                for part, z in zip(whole.rows(sizes), call.y.split(sizes, dim=1), strict=True):
+                    yield Inner(part, z, call.time)
+
+    def _activated(self, z: Tensor) -> Iterator[tuple[ActivationName, Tensor]]:
+        for name, written in WRITTEN.items():
+            if written & self.view.functions:
+                yield name, ACTIVATIONS[name](z)
+
+    def _feed(self, name: ActivationName, one: Inner, two: Inner | None, last: ModuleCall) -> _Part:
+        feed = feed_of(name, one.map, affine_of(last), None if two is None else two.map)
+        return _Part(feed, last.y, last.time)
+
+    def _activations(self, v: Tensor, time: int) -> Iterator[tuple[Feed, Tensor, int]]:
+        """A linear map and an activation that lead on as they are, as in a tanh pooler."""
+        for one in self._inner(v, time):
+            for name, a in self._activated(one.z):
+                if self.view.holds(a):
+                    eye = torch.eye(a.shape[1], dtype=a.dtype)
+                    yield feed_of(name, one.map, Affine(eye, None), None), a, one.time
+
+    def _scaled(self, part: DotProduct | Feed, v: Tensor, p: Tensor) -> Any:
+        """A part with a factor by channel in its last map, where ``v + factor p`` is seen."""
+        total = p.square().sum(0)
+        for z in self.view.like(v) if len(v) > 1 and bool((total > 0).all()) else ():
+            factor = ((z - v) * p).sum(0) / total
+            if bool((factor != 0).all()) and same(v + factor * p, z):
+                if isinstance(part, Feed):
+                    outer, shift = factor[:, None] * part.outer, factor * part.outer_bias
+                    return replace(part, outer=outer, outer_bias=shift), z
+                if part.output is not None:
+                    shift = None if part.output_bias is None else factor * part.output_bias
+                    return part.replace(output=factor[:, None] * part.output, output_bias=shift), z
+        return None
+
+    # --- pool and head
+
+    def _shares(self) -> Iterator[Tensor]:
+        """Pools that are tried: a token, the mean of all, of the real ones, without the first."""
+        n = len(self.function.x)
+        eye = torch.eye(n, dtype=torch.float64)
+        yield from eye[[0, *range(n - 1, 0, -1)]]
+        later = torch.arange(n) > 0
+        for chosen in (torch.ones(n, dtype=torch.bool), self.real, later, later & self.real):
+            if bool(chosen.any()):
+                yield chosen.double() / chosen.sum()
+
+    def _ended(self, state: _State) -> Found | None:
+        """The network if the output follows from here, by linear maps alone."""
+        final, pooled = self.view.output, state.share
+        if self.head is None and same(state.v, final):
+            raise InputError(
+                "A decision needs scores. Found a model that ends in its hidden state; give "
+                "`head`, or pass the model with its head."
+            )
+        for weight, bias, o in self._scaled_chains(state.v, state.time):
+            if len(o) == 1 and same(o, final):
+                alone = torch.ones(1, dtype=torch.float64)
+                return self._network(state, alone if pooled is None else pooled, weight, bias)
+            if same(o, final):
+                return self._network(state, self._asked_share(), weight, bias, of_tokens=True)
+            for share in self._shares() if pooled is None and len(final) == 1 < len(o) else ():
+                if same((share @ o)[None], final):
+                    return self._network(state, share, weight, bias)
+        return None
+
+    def _linear_chains(self, v: Tensor, time: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Weight, bias and output of linear maps, and of those that take what one gives.
+
+        With a head that was given: its own, and what the module hands to it.
+        """
+        if self.head is not None:
+            yield *self.head, v
+            return
+        for call in self._taking(v, time):
+            one = affine_of(call)
+            yield one.weight.clone(), bias_of(one), call.y
+            for weight, shift, o in self._linear_chains(call.y, call.time):
+                yield weight @ one.weight, weight @ bias_of(one) + shift, o
+
+    def _scaled_chains(self, v: Tensor, time: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The same, and times the number by which the module may multiply the scores."""
+        final = self.view.output
+        for weight, bias, o in self._linear_chains(v, time):
+            yield weight, bias, o
+            if self.head is None and o.shape == final.shape and bool(o.any()):
+                factor = float((final * o).sum() / o.square().sum())
+                yield factor * weight, factor * bias, factor * o
+
+    def _asked_share(self) -> Tensor:
+        """Which tokens are read where the module leaves that open."""
+        pool = self.pool
+        if pool is None and self.head is not None:
+            pool = "mean"
+        elif pool is None and all(map(_is_causal, self.layers.values(), self.record.calls)):
+            pool = "last"
+        if pool is None:
+            raise InputError(
+                "`pool` should say which token's scores decide: the model has scores for every "
+                "token. Found none; give first, last, mean or an index."
+            )
+        return share_of(pool, self.real)
+
+    def _network(
+        self, state: _State, share: Tensor, weight: Tensor, bias: Tensor, *, of_tokens: bool = False
+    ) -> Found:
+        """What was found; ``of_tokens``: the module gives a row for every token."""
+        if not of_tokens and self.pool is not None:
+            raise InputError(
+                "`pool` should be left out for a model that pools its tokens itself. Found "
+                f"`pool = {self.pool}`."
+            )
+        if len(weight) < 2:
+            raise InputError("A decision needs two scores. Found one; nothing is decided.")
+
+        def scores(x: Tensor) -> Tensor:
+            out = self.function(x)
+            out = share @ out if of_tokens else out[0]
+            return out if self.head is None else weight @ out + bias
+
+        network = Network(state.branches, share, weight, bias, state.tail)
+        return Found(network, state.starts, self.function.x, scores)
+
+    def _stuck(self) -> InputError:
+        """What takes the furthest stream that could be followed, and is not known."""
+        at, v = self.furthest, self.furthest.v
+        streams = [v, *(y for _, y, _ in self._norms(v, at.time))]
+        takers = [
+            c
+            for c in self.view.calls
+            if c.time > at.time and any(same(y, c.x) for y in streams) and _is_leaf(c.module)
+        ]
+        said = list(dict.fromkeys(f"`{c.name}` ({type(c.module).__name__})" for c in takers))
+        found = ", ".join(said[:4]) if said else "a function that is no module of its own"
+        count = len(at.starts)
+        return InputError(
+            "A network should be attention and token-wise networks in turn, each added to the "
+            "stream with a norm before or after, then a fixed pool and a linear head. Found "
+            f"otherwise after {count} attention layer{'' if count == 1 else 's'} and "
+            f"{len(at.branches) + len(at.tail)} parts: the stream there goes to {found}; certify "
+            "one layer, or describe the model as a `Network`."
+        )
+
+
+def _is_causal(layer: DotProduct, call: AttentionCall) -> bool:
+    """Whether no token reads a later one, by a causal mask or one that hides padding besides."""
+    every = slice(0, call.num_tokens)
+    seen = layer.visible(every, every)
+    return seen is not None and not bool(seen.triu(1).any())
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not list(module.children()) and not isinstance(module, nn.Dropout | nn.Identity)
+
+
+def share_of(pool: str | int, real: Tensor) -> Float[Tensor, " n"]:
+    """Of each token in a pool of the real ones."""
+    n = len(real)
+    if pool == "mean":
+        return real.double() / real.sum()
+    if pool in ("first", "last"):
+        pool = int(real.nonzero()[0 if pool == "first" else -1, 0])
+    if isinstance(pool, bool) or not isinstance(pool, int) or not -n <= pool < n:
+        raise InputError(
+            f"`pool` should be mean, first, last or the index of one of {n} tokens. Found `{pool}`."
+        )
+    if not bool(real[pool]):
+        raise InputError(f"`pool` should be a token that is read. Found padding at {pool}.")
+    return (torch.arange(n) == pool % n).double()
+
+
+def _real_tokens(inputs: Inputs, n: int) -> Tensor:
+    """Which tokens are no padding, by the model's attention mask."""
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if isinstance(mask, Tensor) and mask.numel() == n and bool(mask.any()):
+        return mask.reshape(-1) != 0
+    return torch.ones(n, dtype=torch.bool)
