@@ -8,6 +8,7 @@ from torch import nn
 
 from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
 from lipscope_experiments.certified.crown import bisected, peer, peer_radius
+from lipscope_experiments.certified.decisions import decided, gaps_of
 from lipscope_experiments.certified.flips import least_margin, margins, smallest_flip
 
 
@@ -90,3 +91,15 @@ def test_training_is_kept(tmp_path) -> None:
     for x, y, label in zip(first.inputs, again.inputs, first.labels, strict=True):
         assert torch.equal(x, y)
         assert int(first.model(x[None]).argmax()) == label
+
+
+@pytest.mark.parametrize(("name", "front"), [("A1-n4-d8", False), ("N1-n4-d8", True)])
+def test_radii_and_bounds_at_an_input(name: str, front: bool) -> None:
+    """Ours is less than the attack's; no bound lies above a margin that was found."""
+    model, x = _network(name, front)
+    label = int(model(x[None]).argmax())
+    trained = Trained(name, Recipe.of(name), model, [x], [label], 1.0)
+    found = decided(trained, "token", 0)
+    assert 0 < found["ours"] < found["attack"]
+    assert found["points"] == 5000
+    assert min(gap for gap in gaps_of(found) if gap is not None) > 0

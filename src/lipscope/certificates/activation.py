@@ -27,7 +27,10 @@ def _derivative(f: Function) -> Function:
     def slope(z: Tensor) -> Tensor:
         with torch.enable_grad():
             own = z if z.requires_grad else z.detach().requires_grad_(True)
-            (found,) = torch.autograd.grad(f(own).sum(), own, create_graph=True)
+            value = f(own).sum()
+            if not value.requires_grad:  # a constant slope
+                return torch.zeros_like(z)
+            (found,) = torch.autograd.grad(value, own, create_graph=True)
         return found if z.requires_grad else found.detach()
 
     return slope

@@ -27,8 +27,8 @@ _EXACT = 5e7  # largest tensor of second derivatives of all outputs that is form
 
 
 def extreme_mean(
-    g: Float[Tensor, "*b n"], lower: Float[Tensor, "*b n"], upper: Float[Tensor, "*b n"]
-) -> Float[Tensor, "*b"]:
+    g: Float[Tensor, "*#b n"], lower: Float[Tensor, "*#b n"], upper: Float[Tensor, "*#b n"]
+) -> Float[Tensor, "*_"]:
     """``sup <p, g>`` over weights ``lower <= p <= upper`` that add up to 1: greedy, exact."""
     g, lower, upper = torch.broadcast_tensors(g, lower, upper)
     order = g.argsort(-1, descending=True)

@@ -59,7 +59,7 @@ def top_of_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Tensor:
     return top_value(b @ b.T if len(b) <= b.shape[1] else b.T @ b)
 
 
-def top_bilinear(left: Float[Tensor, "*b k p"], right: Float[Tensor, "*b k p"]) -> Tensor:
+def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]) -> Tensor:
     """``>= sup |<L e, R e>|`` over unit ``e``, the numerical radius of ``L^T R``.
 
     ``w(M) <= (‖M‖ + ‖M²‖^(1/2)) / 2`` (Kittaneh 2003), with ``M² = L^T (R L^T) R``.
