@@ -50,7 +50,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """``W_2 (act(W_1 y + b_1) * (W_g y + b_g)) + b_2`` of every token; without the gate, ``* 1``."""
+    """``W_2 (act(W_1 y + b_1) * (W_g y + b_g)) + b_2`` of every token; without a gate, ``* 1``."""
 
     inner: Float[Tensor, "f d"]
     inner_bias: Float[Tensor, " f"]
