@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from lipscope_experiments import reproduce
+from lipscope_experiments.certified import decisions
 from lipscope_experiments.certified.classifiers import Classifier, Recipe, Trained, described
 from lipscope_experiments.certified.crown import bisected, peer, peer_radius
 from lipscope_experiments.certified.decisions import decided, gaps_of
@@ -103,3 +109,36 @@ def test_radii_and_bounds_at_an_input(name: str, front: bool) -> None:
     assert 0 < found["ours"] < found["attack"]
     assert found["points"] == 5000
     assert min(gap for gap in gaps_of(found) if gap is not None) > 0
+
+
+def _records(recipe: Recipe, ball: str, index: int) -> dict[str, Any]:
+    radii = {"attack": 1.0, "CROWN": 0.2, "IBP": 0.0, "ours": 0.5 / recipe.blocks}
+    below = [[0.8, 0.9], [0.5, 0.7], [0.1, 0.5], [-1.0, 0.4], [None, 0.2]]
+    shape = {"kind": recipe.kind, "blocks": recipe.blocks, "n": recipe.n, "d": recipe.d}
+    seconds = {f"seconds, {who}": 1.0 for who in ("ours", "CROWN", "attack")}
+    rest = {"accuracy": 0.8, "margin": 1.0, "below": below, "points": 5000}
+    return {"ball": ball, "input": index, **shape, **radii, **seconds, **rest}
+
+
+def test_findings_say_what_was_decided(tmp_path, monkeypatch) -> None:
+    """Claims, a table and the three figures, from records that were not computed."""
+    monkeypatch.setattr(decisions, "LICENCES", ())
+    monkeypatch.setattr(Trained, "of", lambda name, *_: Recipe.of(name))
+    monkeypatch.setattr(decisions, "decided", _records)
+    found = reproduce("certified/decisions", out=tmp_path)
+    assert "N2: 1.25 (1.25 to 1.25)" in found.claims[0].found
+    assert "N2: 0.25" in found.claims[1].found
+    assert found.claims[-1].found == "0.1 at the least, in 1100000 points"
+    assert len(found.tables[0].lines) == 22
+    assert (tmp_path / "decisions.svg").is_file()
+
+
+def test_the_benchmark_says_what_was_decided(monkeypatch) -> None:
+    """Ratios, the least gap by share, and targets, some of them not measured."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    render = importlib.import_module("certified").render
+    raw = [{"model": "N1", **_records(Recipe(), ball, 0)} for ball in ("joint", "token")]
+    text = render(raw).text()
+    assert "2.50 [2.50, 2.50]" in text
+    assert "0.100 | 0.200 | 0.400 | 1.400 |" in text
+    assert text.count("not measured") == 10 and text.count("**missed**") == 1

@@ -87,7 +87,7 @@ def peer_radius(
                 low = bounded.compute_bounds(inputs, C=side, method=method, bound_upper=False)[0]
             except AssertionError:
                 return False
-            return float(low) > 0
+            return float(low.detach()) > 0
 
         return bisected(proved, most)
     finally:
