@@ -368,11 +368,12 @@ class AttentionBall:
         of_n, of_a = weighted_gram(n, c), weighted_gram(a, c)
         balance = float(torch.sqrt((top_value(of_a) + 1e-300) / (top_value(of_n) + 1e-300)))
         q = balance * of_n + of_a / balance
-        # 2 Cov'(n, alpha) and 2 Cov'(n(e), q)
-        values = top_of_gram(n, upper.flatten()).sqrt()
+        # 2 Cov'(n, alpha) and 2 Cov'(n(e), q), in rows whose query moves
+        turns = (at.norm_query > 0).to(upper.dtype)[..., None]
+        values = top_of_gram(n, (turns * upper).flatten()).sqrt()
         scalar = 2 * values * one.bent + 2 * r * values * at.together(one.key_upper)
         # 2 (Cov' - Cov)(y, q)
-        w = change * y.abs() + mean[..., None] * upper
+        w = turns * (change * y.abs() + mean[..., None] * upper)
         keys = w.sum(1).repeat_interleave(at.key.shape[2], -1).flatten()
         scalar = (
             scalar
@@ -385,9 +386,9 @@ class AttentionBall:
         bent = 2 * r * at.together(most.sqrt() * one.key_upper)
         mean_large = extreme_mean(large, lower, upper)
         straight = torch.minimum(
-            top_value(total(most[..., None] * upper)).sqrt(),
-            top_value(total(upper * large)).sqrt()
-            + top_value(total((mean_large * one.path.square())[..., None] * upper)).sqrt(),
+            top_value(total(turns * most[..., None] * upper)).sqrt(),
+            top_value(total(turns * upper * large)).sqrt()
+            + top_value(total((mean_large * one.path.square())[..., None] * turns * upper)).sqrt(),
         )
         scalar = scalar + 2 * straight * bent + bent.square()
         return q + scalar * torch.eye(at.count, dtype=q.dtype)

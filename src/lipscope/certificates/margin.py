@@ -26,7 +26,6 @@ from lipscope.models import Branch, Network
 
 _EASE = 0.7  # power of the sizes that share an ellipsoid
 _LEAST = 1e-6  # of an ellipsoid's axes beside its largest
-_ETA = 1.0  # of the spread for which parabolas are chosen
 
 
 def segments_of(branches: tuple[Branch, ...]) -> list[tuple[Branch, ...]]:
@@ -142,12 +141,18 @@ class NetworkBall:
         return (w @ j).norm(dim=1) * self.radius + w.norm(dim=1) * float(share.abs() @ rest)
 
     def lower(
-        self, move: Tensor, label: int, rival: int, balls: int | None = None
+        self,
+        move: Tensor,
+        label: int,
+        rival: int,
+        balls: int | None = None,
+        spread: float = 0.3,
     ) -> tuple[float, Tensor]:
         """A lower bound of the margin all over the ball, anchored at a move, and where it is least.
 
         ``balls``: tokens that move by at most ``radius / sqrt(balls)`` each, in the place of one
-        ball for all of them.
+        ball for all of them. ``spread``: of the squared reach of a unit, for which its parabola is
+        chosen; any is right.
         """
         x = self.moved(move)
         anchors, starts = [x], [float(move.norm())]
@@ -164,7 +169,7 @@ class NetworkBall:
         b = g = x
         for k in range(len(self.chain) - 1, -1, -1):
             one = self.chain[k]
-            gap, g, b = one.minorant(anchors[k], starts[k], slope, _ETA)
+            gap, g, b = one.minorant(anchors[k], starts[k], slope, spread)
             lost += gap
             if carried is not None:
                 s = one.secant(anchors[k], starts[k])

@@ -23,7 +23,8 @@ from lipscope.errors import InputError
 from lipscope.models import Network
 
 DecisionBall = Literal["joint", "token", "each"]
-_ANCHORS = (0.3, 0.0, 0.6)  # of the way to where a descent ends
+# of the way to where a descent ends, and the spread for which parabolas are chosen
+_ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.3), (0.5, 0.3), (0.1, 0.1))
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -154,8 +155,8 @@ class _Question:
         """The best lower bound of a margin in the ball that was grown."""
         best = -math.inf
         balls = self.count if self.ball == "each" else None
-        for anchor in _ANCHORS:
-            found, _ = self.bounds.lower(anchor * move, self.label, rival, balls)
+        for anchor, spread in _ANCHORS:
+            found, _ = self.bounds.lower(anchor * move, self.label, rival, balls, spread)
             found -= _SLACK * (abs(found) + float(self.margins[rival]))
             best = max(best, found) if math.isfinite(found) else best
             if enough and best > 0:
@@ -236,20 +237,22 @@ def _search(
     limit, note = asked.others[0], None
     far = _FAR * float(asked.x.norm() + 1)
     size = min(0.7 * asked.first_order, far / 100)
+    left = {0.0: float(asked.margins[limit])}  # of the margin, at radii
     for _ in range(_TRIES):
         if progress is not None:
             progress(f"certified {low:.4g}, trying {size:.4g}")
-        fails = _falls(asked, size, moves)
-        if fails is None:
+        least, rival = _least(asked, size, moves)
+        left[size] = least
+        if least > 0:
             low = size
         else:
-            high, limit = size, fails
+            high, limit = size, rival
         if low > 0 and high / low < _CLOSE:
             break
         if size >= far:  # nothing of what decides seems to depend on these tokens
             note = f"no larger radius than {low:.3g} was tried"
             break
-        size = _next(low, high, size)
+        size = _next(low, high, left)
     if low == 0:
         note = "nothing was proved at any radius that was tried"
     if progress is not None:
@@ -257,25 +260,36 @@ def _search(
     return low, limit, asked.smallest_flip(limit, low), note
 
 
-def _next(low: float, high: float, size: float) -> float:
-    if low == 0:
-        return size / 2
-    return size * 1.5 if high == math.inf else math.sqrt(low * high)
+def _next(low: float, high: float, left: dict[float, float]) -> float:
+    """Where a line through what is left at both ends reaches 0, well inside."""
+    if high == math.inf:
+        return 1.5 * low
+    share = 0.5
+    if math.isfinite(left[high]):
+        share = left[low] / (left[low] - left[high])
+    share = min(max(share, 0.02 if low > 0 else 0.1), 0.9)
+    size = low + share * (high - low)
+    return min(max(size, low * _CLOSE**0.5), high / _CLOSE**0.5)
 
 
-def _falls(asked: _Question, radius: float, moves: dict[int, Tensor]) -> int | None:
-    """A rival whose margin is not proved positive within a radius."""
+def _least(asked: _Question, radius: float, moves: dict[int, Tensor]) -> tuple[float, int]:
+    """The least lower bound of a margin within a radius, as far as it matters, and its rival."""
     grown = asked.bounds.grow(radius * asked.wide)
-    rivals = asked.others
-    if grown and len(rivals) > 1:
+    rivals, least = asked.others, (math.inf, asked.others[0])
+    if not grown:
+        return -math.inf, rivals[0]
+    if len(rivals) > 1:
         w = asked.net.head[asked.label] - asked.net.head
         reach = asked.bounds.reach(w) * (1 + _SLACK)
+        least = min((float(asked.margins[c] - reach[c]), c) for c in rivals)
         rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > 0]
+        least = (math.inf, least[1]) if rivals else least
     for rival in rivals:
-        if not grown:
-            return rival
         found, move = asked.descend(rival, radius, moves.get(rival))
         moves[rival] = move
-        if found <= 0 or not asked.lower(rival, move, True) > 0:
-            return rival
-    return None
+        if found > 0:
+            found = asked.lower(rival, move, True)
+        least = min(least, (found, rival))
+        if not found > 0:
+            break
+    return least

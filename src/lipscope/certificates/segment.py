@@ -33,7 +33,6 @@ from lipscope.certificates.forms import (
 from lipscope.certificates.norm_ball import SECOND, NormAt
 from lipscope.models import Branch, Feed, Norm
 
-_SPREAD = 0.1  # of the squared reach of a unit: how far it typically moves
 _STEPS = 60  # of the average over a segment of distances
 
 
@@ -460,13 +459,14 @@ class Segment:
         return min(float(torch.linalg.solve(side, y.flatten()[keep]).norm()), self.r)
 
     def minorant(
-        self, x: Tensor, start: float, slope: Tensor, eta: float
+        self, x: Tensor, start: float, slope: Tensor, spread: float
     ) -> tuple[float, Tensor, Tensor]:
         """``<l, out(x')> >= <l, out(x)> - gap + <g, f> + <f, B f> / 2``, ``f`` in ``xi``."""
         found = self.through(x)
         q = Quadratic(slope, slope.new_zeros(*slope.shape, slope.shape[1]))
         for branch, v in zip(reversed(self.tokens), reversed(found[:-1]), strict=True):
-            q = branch.minorant(v, q, eta * self._spread(branch))
+            reach = x.new_zeros(()) if branch.units is None else branch.reach.square()
+            q = branch.minorant(v, q, spread * reach)
         j = self.jacobian
         base = torch.einsum("ndp,nde,neq->pq", j, q.blocks, j)
         if not self.mixes:
@@ -498,11 +498,6 @@ class Segment:
         b = b - base / w0 - change.square() / w1 * eye
         g = gradient(lambda z: first(z)[self.rows] * q.slope, x)
         return q.gap, torch.einsum("nd,ndp->p", g, self.t), b
-
-    def _spread(self, branch: TokenBranch) -> Tensor:
-        if branch.units is None:
-            return self.x.new_zeros(())
-        return branch.reach.square() * _SPREAD
 
     def secant(self, x: Tensor, start: float) -> Secant:
         """The secant map from an anchor to any other point of the ball."""
