@@ -165,8 +165,7 @@ def deept(folder: Path, blocks: int) -> Trained:
     weights = stored["state_dict_model_from_embeddings"]
     model.load_state_dict({_name_here(name): value for name, value in weights.items()})
     model.double().eval().requires_grad_(False)
-    tables = stored["state_dict_embeddings"].values()
-    word, position, kind = (t.detach().double() for t in tables)  # stored as parameters
+    word, position, kind = (t.double() for t in stored["state_dict_embeddings"].values())
     counts = Counter(w for one in _sentences(folder, "train") for w in _words(one))
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(w for w, k in counts.items() if k > 1)]
     if len(names) != len(word):

@@ -15,6 +15,7 @@ from lipscope.records.effects import (
     EDITS,
     GAINS,
     PLACES,
+    RADII,
     STEPS,
     PushDirection,
     PushPlace,
@@ -277,3 +278,15 @@ def gained(folder: Path) -> Path:
         TokenGain(of, 0, 0, 1, "▁cat", 1.5, 1.6, 1.2, 1.3),
     ]
     return valued(folder, GAINS, map(asdict, tokens))
+
+
+def decided(folder: Path) -> Path:
+    """The folder of `grown` rows, with radii of two tokens alone and of all together."""
+    about = {"id": row(layer=0).id, "by": "its own scores", "decision_name": "good", "sample": 0}
+    about |= {"at_layer": 0, "rival_name": "bad", "margin": 0.5, "attack": 0.9, "words_within": 3}
+    found = [
+        about | {"ball": "token", "tokens": [1], "words": ["▁cat"], "radius": 0.2},
+        about | {"ball": "token", "tokens": [0], "words": ["[CLS]"], "radius": 0.4},
+        about | {"ball": "joint", "tokens": [0, 1], "words": ["[CLS]", "▁cat"], "radius": 0.1},
+    ]
+    return valued(folder, RADII, found)

@@ -165,6 +165,28 @@ def test_certify_a_decision_between_texts(command):
     assert row["pool"] == "first"
 
 
+def test_certify_the_decision_of_a_whole_model(command):
+    one_layer = BERT.replace("num_hidden_layers=2", "num_hidden_layers=1")
+    Path("short.txt").write_text("The fox")
+    options = ["certify", one_layer, "--decision", "--text", "short.txt", "--length", "3"]
+    options += [*BETWEEN, "--ball", "token", "--tokens", "1"]
+    result = command(*options, "--out", "out")
+    assert result.status == 0, result.err
+    for words in ("whole model", "at the smallest angle", "certified radius", "words within"):
+        assert words in result.out
+    (row,) = command(*options, "--jsonl", "--out", "out").rows  # from the folder
+    assert row["tokens"] == [1] and 0 < row["radius"] <= (row["attack"] or math.inf)
+    (bound,) = read_run("out").bound_values()
+    assert (bound.theorem, bound.kind) == ("model_decision_token_1", "radius")
+    assert bound.value == row["radius"]
+    assert read_run("out").measurements()[0].map == "model"
+    for wrong in (["--eps", "1"], ["--map", "heads"], ["--steps", "3"]):
+        result = command(*options, *wrong)
+        assert result.status == 2 and f"`--decision` has no `{wrong[0]}`" in result.err
+    result = command("certify", BERT, "--tokens", "1")
+    assert result.status == 2 and "`--tokens` goes with `--decision`" in result.err
+
+
 @pytest.mark.parametrize(
     "asked",
     [

@@ -131,8 +131,9 @@ OPEN = {"lengths": ("64", "16,64,256"), "length": (64,), "samples": (10, 1)}
 OPEN |= {"random": (20,), "ascents": (2,)}  # the command attacks its certificate unasked
 # What only a command has: files, streams, what is printed, what chooses between two verbs.
 ONLY_HERE = {"help", "force", "jsonl", "out", "text", "images", "like_text", "list", "dry_run"}
-ONLY_HERE |= {"budget", "read_out", "between", "pool"}
-SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision",)}  # behind one command
+ONLY_HERE |= {"budget", "read_out", "between", "pool", "decision"}
+# Behind one command.
+SEVERAL = {"attack": ("attack_text",), "certify": ("certify_decision", "certify_model")}
 
 
 def _defaults(name: str) -> dict[str, Any]:

@@ -27,14 +27,14 @@ INSIDE = {
     "charts": "dynamics engine_bounds figure page",
     "cli": "cli_habits",
     "control": "control monitor",
-    "engine": "changed cli_habits directions measure monitor push ranges "
+    "engine": "changed cli_habits directions measure model_decision monitor push ranges "
     "reliability_sweep split sweep sweep_cluster sweep_spec",
     "linalg": "ascent derivative directions interval operator singular",
     "measures": "splitting",
     "models": "capture changed dinov2 directions families settings sides",
     "pages": "compare identity page",
     "records": "changed charlm cli_rows compare engine_bounds folder growth normed parquet perturb "
-    "questions record report reliability reliability_sweep reproduce residual_bounds run sweep",
+    "questions record reliability reliability_sweep reproduce residual_bounds run sweep",
     "theorems": "bounds bounds_kinds bounds_values certify control inputs local normed zero_token",
 }
 # What they share: all that a layer says of what it does; sweeps in this process; run folders.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from folders import edited, gained, grown, stacked, valued, written
+from folders import decided, edited, gained, grown, stacked, valued, written
 from lipscope import Measurement, read_run, report
 from lipscope.pages.content import Content
 from lipscope.pages.contrast import contrast_of
@@ -317,6 +317,14 @@ def test_edits_and_gains_reach_the_page(tmp_path: Path) -> None:
     (gains,) = data["gains"]
     assert [t["better"] for t in gains["tokens"]] == [False, True]
     assert [t["text"] for t in gains["tokens"]] == ["[CLS]", "cat"]
+
+
+def test_certified_radii_reach_the_page(tmp_path: Path) -> None:
+    data = Content([read_run(decided(written(tmp_path / "run", grown(1))))]).as_plain()
+    (one,) = data["decided"]
+    assert (one["decision"], one["margin"]) == ("good", 0.5)
+    assert [(t["text"], t["radius"]) for t in one["tokens"]] == [("[CLS]", 0.4), ("cat", 0.2)]
+    assert one["balls"] == [{"ball": "joint", "radius": 0.1, "attack": 0.9}]
 
 
 def test_values_of_another_kind_are_no_edits(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from browser import ARGUMENTS, find
 from folders import (
     NASTY,
     WORDS,
+    decided,
     directed,
     edited,
     gained,
@@ -490,7 +491,8 @@ def both(browser: Browser, tmp_path_factory) -> Iterator[Opened]:
         sigma = (one.sigma or 0) * (2 if one.layer == 0 else 1)
         values = {"id": f"b{one.id}", "model": NASTY, "sigma": sigma, "upper": 1.001 * sigma}
         other.append(row(**(vars(one) | values)))
-    first = gained(edited(written(folder / "first", grown(2) + grown(2, heads=2))))
+    first = written(folder / "first", grown(2) + grown(2, heads=2))
+    first = decided(gained(edited(first)))
     path = report([first, written(folder / "second", other)], folder / "page.html", compare=True)
     page = Opened(browser.new_page(), path[0])
     yield page
@@ -533,6 +535,10 @@ def test_a_page_has_the_sections_that_its_folders_fill(anew: Opened) -> None:
     assert anew.page.locator("#edited del").all_inner_texts() == ["cat", "cat"]
     assert "1 of 2 tokens are known to gain more" not in anew.page.inner_text("#said")
     assert "1 of 2 tokens are known to gain more" in anew.page.inner_text("#gains-note")
+    shaded = anew.page.locator("#decided-text span")
+    assert shaded.all_inner_texts() == ["[CLS] ", "cat "]
+    assert shaded.nth(1).get_attribute("class") == "top"
+    assert "All tokens together: certified 0.1" in anew.page.inner_text("#decided-note")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (420, "light")])

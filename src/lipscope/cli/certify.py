@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lipscope.cli.options import INPUT, SOLVER, Model, ask, with_options
-from lipscope.cli.terminal import note, say
+from lipscope.cli.terminal import note, say, show
+from lipscope.engine import parse_integers
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.engine import CertifiedBall, CertifiedDecision
+    from lipscope.engine import CertifiedBall, CertifiedDecision, DecisionCertificate
 
 _EPS = 0.01
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
@@ -31,19 +32,27 @@ _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 @with_options(
     *("layer", "length", "read_out", "between", "pool", *INPUT, "map", *SOLVER),
-    hidden=(*_HIDDEN, "images", "memory"),
+    hidden=(*_HIDDEN, "images", "memory", "special_tokens"),
     map="or heads.",
+    length=(None, "Tokens in the window.  [default: 64]"),
+    pool=(None, "Pool by mean or first.  [default: mean]"),
     out="Run folder for the row, and worst inputs.",
     jsonl="ball",
 )
 def certify(
     model: Model = "minilm",
     eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
+    decision: Annotated[
+        bool, typer.Option("--decision", help="The decision of the whole model.")
+    ] = False,
     ball: Annotated[
         str | None,
         typer.Option(
             help="token: each token moves by eps; frobenius: all together.  [default: token; both]"
         ),
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens that may move, of a decision.", hidden=True)
     ] = None,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
     steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
@@ -59,8 +68,14 @@ def certify(
     Certify L with ‖f(X') − f(X)‖ ≤ L ‖X' − X‖ for every X' in the ball, then attack it:
     the largest ratio found inside the ball must stay below L. Some 15 s for MiniLM. With
     --read-out or --between: the radius within which a decision on the pooled output cannot
-    change. More options: docs/commands.md.
+    change; with --decision (balls: joint, token, each) that of the whole model. More
+    options: docs/commands.md.
     """
+    if decision or tokens is not None:
+        given = {"decision": None if decision else False, "eps": eps, "head": head}
+        given |= {"steps": steps, "sharp": sharp}
+        return _whole_model(model, ball, tokens, given, options)
+    options["pool"] = options["pool"] or "mean"
     deciding = options["read_out"] is not None or bool(options["between"])
     if deciding and (eps is not None or head is not None or options["map"] != "attention"):
         raise InputError(
@@ -75,27 +90,86 @@ def certify(
     if deciding:
         how: dict[str, Any] = {"ball": ball} if ball else {}
         how["steps"] = 8 if steps is None else steps
-        decision, folder, _ = ask("certify_decision", model, options, **tried, **how)
-        found = [*decision]
+        several, folder, _ = ask("certify_decision", model, options, **tried, **how)
+        found = [*several]
     else:
         how = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
         how |= {"steps": 4 if steps is None else steps, "sharp": sharp}
         one, folder, _ = ask("certify", model, options, **tried, **how)
         found = [one]
-    if options["jsonl"]:
+    lines = () if options["jsonl"] else _of_decision(found) if deciding else _of_ball(found[0])
+    return _tell(found, folder, lines)
+
+
+def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
+    """What was found, as lines or else as JSON, and where it stands."""
+    lines = list(lines)
+    if not lines:
         for one in found:
             said = json.dumps(_certificate_line(one), ensure_ascii=False, allow_nan=False)
             sys.stdout.write(said + "\n")
-    else:
-        say(_of_decision(found) if deciding else _of_ball(found[0]))
+    say(lines)
+    if lines and getattr(found[0], "words", None) and found[0].ball == "token":
+        from lipscope.engine import TokenRadii
+
+        show(TokenRadii(tuple(found)))
     if folder is not None:
-        inputs = f"; inputs: {folder / found[0].file}" if found[0].file else ""
-        note(f"Row: {folder}{inputs}")
+        file = getattr(found[0], "file", None)
+        note(f"Row: {folder}" + (f"; inputs: {folder / file}" if file else ""))
     if any(one.violated for one in found):
         raise typer.Exit(1)
 
 
-def _certificate_line(found: CertifiedBall | CertifiedDecision) -> dict[str, Any]:
+def _whole_model(
+    model: str,
+    ball: str | None,
+    tokens: str | None,
+    given: Mapping[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """What `certify --decision` finds and says."""
+    if given["decision"] is False:
+        raise InputError("`--tokens` goes with `--decision`. Found it alone; leave it out.")
+    given = {**given, "map": {"attention": None}.get(options["map"], options.pop("map"))}
+    if wrong := [f"`--{name}`" for name, value in given.items() if value is not None]:
+        raise InputError(f"`--decision` has no {wrong[0]}. Found it; leave it out.")
+    how: dict[str, Any] = {"ball": ball or "joint", "at_layer": options.pop("layer")}
+    how["tokens"] = None if tokens is None else parse_integers(tokens, "tokens")
+    found, folder, _ = ask("certify_model", model, options, **how)
+    _tell(found, folder, () if options["jsonl"] else _of_model(found))
+
+
+def _of_model(found: Sequence[DecisionCertificate]) -> Iterator[str]:
+    """The decision and its radius; those of single tokens have a table."""
+    from lipscope.pages import number
+
+    one = found[0]
+    yield f"{one.model}, whole model, decided by {one.by}"
+    yield (
+        f"decision      “{one.decision_name}”; “{one.rival_name}” is behind by a margin of "
+        f"{number(one.margin)}"
+    )
+    if one.ball == "token":
+        return
+    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
+    moves = _MOVES["frobenius" if one.ball == "joint" else "token"]
+    yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
+    attack = "no attack changed it"
+    if one.attack is not None:
+        attack = f"an attack changes it at {number(one.attack)}"
+    yield f"{'':14}{attack}; to first order it ends at {number(one.first_order)}"
+    if one.words_within is not None:
+        yield (
+            f"{'':14}{one.words_within} embeddings of other words lie within it; the nearest is "
+            f"at {number(one.nearest)}"
+        )
+    if one.note:
+        yield f"Note: {one.note}."
+
+
+def _certificate_line(
+    found: CertifiedBall | CertifiedDecision | DecisionCertificate,
+) -> dict[str, Any]:
     """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
     left = ("heads", "value", "ratio", "file")
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}

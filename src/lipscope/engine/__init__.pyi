@@ -1,10 +1,12 @@
 # The front door: what other rooms may use.
 from .checks import items, nearest, parse_integers
+from .model_decision import DecisionCertificate, ModelDecision, TokenRadii
 from .runs import Bar, Progress, folder_of
 from .spec import AXES, OPTIONS, options_of
 from .sweeps import Estimate, estimate, sweep
 from .verbs.attack import Attacked, attack, attack_text
 from .verbs.certify import CertifiedBall, CertifiedDecision, certify, certify_decision
+from .verbs.decisions import certify_model
 from .verbs.measure import bounds, directions, measure, measure_built
 from .verbs.push import push
 from .verbs.smooth import smooth
@@ -17,14 +19,18 @@ __all__ = [
     "Bar",
     "CertifiedBall",
     "CertifiedDecision",
+    "DecisionCertificate",
     "Estimate",
+    "ModelDecision",
     "Progress",
     "Splitting",
+    "TokenRadii",
     "attack",
     "attack_text",
     "bounds",
     "certify",
     "certify_decision",
+    "certify_model",
     "directions",
     "estimate",
     "folder_of",

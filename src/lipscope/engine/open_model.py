@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Unpack
 
 from jaxtyping import Float
@@ -14,10 +15,12 @@ from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.checks import argument, whole_number
+from lipscope.engine.classifier import Classifier
+from lipscope.engine.model_decision import ModelDecision, decision
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
 from lipscope.engine.session import MapAtInput
-from lipscope.engine.spec import MeasureOptions
+from lipscope.engine.spec import MeasureOptions, Options
 from lipscope.engine.verbs.attack import Attacked, attack
 from lipscope.engine.verbs.certify import certify
 from lipscope.engine.verbs.measure import bounds, directions
@@ -25,7 +28,7 @@ from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.split import Splitting, split
 from lipscope.errors import InputError
 from lipscope.linalg import Operator
-from lipscope.models import ExactNorm
+from lipscope.models import ExactNorm, Pooled
 from lipscope.pages import Rows
 from lipscope.records import Measurement
 from lipscope.theorems import Normed
@@ -123,6 +126,55 @@ class OpenModel(Shown, ReadyModel):
         cut = {"layers": layers, "lengths": lengths, "samples": samples}
         for one in maps_at(self, data, **cut, **asked):
             yield LayerAtInput(one, None, asked)
+
+    def decision(
+        self,
+        data: AnyData = None,
+        *,
+        between: Sequence[str] | None = None,
+        read_out: str | Path | Classifier | None = None,
+        pool: Pooled | None = None,
+        at_layer: int = 0,
+        length: int | None = None,
+        sample: int = 0,
+        **options: Unpack[Options],
+    ) -> ModelDecision:
+        """What the model decides at an input, and by how much; `certify` says how far it holds.
+
+        The model's own answer: the class of a model with a head or of a module that ends in
+        logits ``(b, classes)``, the next token of a decoder; or which of some texts is nearest, or
+        a read-out of the pooled hidden state.
+
+        Holds for models that `read_network` takes apart; what it does not know is refused.
+
+        Args:
+            data: Text, the ``Path`` of a text file, or a batch, as for `measure`.
+            between: Texts: the one whose mean output is at the smallest angle decides.
+            read_out: A matrix of classes in a file, or a `Classifier`, in their place.
+            pool: Which tokens are read where the model does not pool them itself: ``mean``,
+                ``first``, ``last`` or the index of one.
+            at_layer: The attention layer before which tokens move; 0: the embeddings.
+            length: Number of tokens of the text; all of it, at most 64, if None.
+            sample: Index of the window, or of the entry of a batch.
+            **options: Those of `measure` about the input.
+
+        Returns:
+            The decision.
+
+        Raises:
+            InputError: If there is no such decision, or the model is not read in closed form.
+        """
+        return decision(
+            self,
+            data,
+            between=between,
+            read_out=read_out,
+            pool=pool,
+            at_layer=at_layer,
+            length=length,
+            sample=sample,
+            **options,
+        )
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
         """The lines of its display."""

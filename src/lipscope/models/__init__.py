@@ -55,6 +55,7 @@ from lipscope.models.network import Norm as Norm
 from lipscope.models.network_reader.agreement import check_network as check_network
 from lipscope.models.network_reader.reader import layer_network as layer_network
 from lipscope.models.network_reader.reader import read_network as read_network
+from lipscope.models.network_reader.search import Pooled as Pooled
 from lipscope.models.pretrained import quiet as quiet
 from lipscope.models.pretrained import split_revision as split_revision
 from lipscope.models.readings import Embedded as Embedded

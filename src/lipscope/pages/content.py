@@ -22,7 +22,14 @@ from lipscope.pages.points import (
     training_of,
 )
 from lipscope.pages.pushed import Push, pushes_of
-from lipscope.pages.sections import bounds_of, depths_of, edits_of, gains_of, monitored_of
+from lipscope.pages.sections import (
+    bounds_of,
+    decided_of,
+    depths_of,
+    edits_of,
+    gains_of,
+    monitored_of,
+)
 from lipscope.pages.sentences import remarkable, sentences
 from lipscope.pages.table import stable_rank
 from lipscope.pages.windows import SCALE, Windows, kinds_of, top_tokens, windows_for
@@ -253,6 +260,7 @@ class Content:
             "pushes": [one.as_plain() for one in self.pushes],
             "contrast": self.contrast.as_plain() if self.compare else None,
             "depths": self.depths,
+            "decided": decided_of(self.runs, self._places),
             "edits": edits_of(self.runs, self._places),
             "gains": self.gains,
             "monitored": self.monitored,

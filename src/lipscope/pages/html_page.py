@@ -39,7 +39,7 @@ _PARTS = {
     "models": "Models",
     "files": "Files and their digests",
 }
-_SECTIONS = ("compare", "depth", "edits", "gains", "push")
+_SECTIONS = ("compare", "decided", "depth", "edits", "gains", "push")
 """Sections with files of their own: ``NAME.html``, which `page.html` names, and ``NAME.js``."""
 _SCRIPTS = ("state", "charts", "sections", "link", "keys", "tables", *_SECTIONS, "signals", "start")
 

@@ -18,6 +18,7 @@ from lipscope.records import (
     EDITS,
     GAINS,
     MEASURED,
+    RADII,
     Bound,
     Comparison,
     Measurement,
@@ -228,6 +229,51 @@ def _gain_record(one: TokenGain) -> dict[str, Any]:
         "text": readable(one.text).strip(" "),
         "better": one.better_split,
         **{name: short(getattr(one, name)) for name in _GAINS},
+    }
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+def decided_of(
+    runs: Sequence[Run], settings: Mapping[str, tuple[int, str]]
+) -> list[dict[str, Any]]:
+    """One record for each decision whose tokens were certified one by one, or all together."""
+    every = (one for run in runs for one in run.contents(RADII).values())
+    known = [one for one in every if one.get("id") in settings]
+    found = grouped(known, lambda one: tuple(one.get(name) for name in _DECISION))
+    return [_decision_record(settings[some[0]["id"]][0], some) for some in found.values()]
+
+
+_DECISION = ("id", "by", "decision_name", "at_layer")
+
+
+def _decision_record(s: int, some: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The decision, its tokens in their order, and balls of several."""
+    first = some[0]
+    alone = sorted((one for one in some if one["ball"] == "token"), key=lambda one: one["tokens"])
+    return {
+        "s": s,
+        "sample": first["sample"],
+        "by": first["by"],
+        "decision": first["decision_name"],
+        "margin": short(min(one["margin"] for one in some)),
+        "tokens": [
+            {
+                "index": one["tokens"][0],
+                "text": readable(one["words"][0]).strip(" "),
+                "rival": one["rival_name"],
+                "words": one["words_within"],
+                "radius": short(one["radius"]),
+                "attack": short(one["attack"]),
+            }
+            for one in alone
+        ],
+        "balls": [
+            {"ball": one["ball"], "radius": short(one["radius"]), "attack": short(one["attack"])}
+            for one in some
+            if one["ball"] != "token"
+        ],
     }
 
 

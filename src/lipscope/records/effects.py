@@ -131,6 +131,9 @@ class TokenGain:
         return self.split > self.moved_upper
 
 
+RADII = "radii"
+"""The part of the values of a run folder that holds certified radii of a model's decision."""
+
 EDITS = "edits"
 """The part of the values of a run folder that holds `TextEdit` records."""
 

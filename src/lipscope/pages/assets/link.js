@@ -1,6 +1,6 @@
 // The view as a link: behind the section, what was chosen and is not so by itself.
 const FIRST = {};  // the state before anything is chosen
-const NUMBERS = new Set(["s", "head", "picked", "rank", "length", "trained", "at", "deep", "taken", "edited", "watched",
+const NUMBERS = new Set(["s", "head", "picked", "rank", "length", "trained", "at", "deep", "taken", "edited", "decided", "watched",
   "push", "along", "size"]);
 let section = "";
 

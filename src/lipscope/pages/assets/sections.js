@@ -36,7 +36,7 @@ function drawText() {
     about.textContent = p && w ? `${layerName(p.layer)}, ${headName(p.head)}, ${p.n} tokens, window `
       + `${p.sample}: sigma ${number(p.sigma)} in ${ends(p)}.` : " None.";
   }
-  for (const box of document.querySelectorAll(".shaded")) {
+  for (const box of document.querySelectorAll(".shaded[data-side]")) {
     const side = box.dataset.side;
     box.classList.toggle("none", !w);
     if (!w) box.replaceChildren("The tokens of this selection were not kept.");

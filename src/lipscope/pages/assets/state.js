@@ -16,7 +16,7 @@ const fits = D.fits.map((f, k) => ({ ...f, f: k }));
 // s: setting, layer and head: chosen; front: the layer in front of charts of all (null: none).
 const state = { s: 0, source: null, built: null, layer: null, head: null, front: null, picked: -1,
   quantity: "sigma", length: null, trained: null, metric: null, place: null, rank: 1, sort: "sigma", kind: "real",
-  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, watched: 0, seen: null, theme: null, tables: "" };
+  ratio: "sigma", at: null, every: null, deep: null, taken: 0, edited: 0, decided: 0, watched: 0, seen: null, theme: null, tables: "" };
 
 const setting = () => D.settings[state.s];
 const tokensOf = (s) => (s.move === "all" && s.read === "all"

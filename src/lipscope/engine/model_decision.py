@@ -1,0 +1,542 @@
+"""The decision of a whole model at an input: its margins, and how far tokens may move in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from rich.text import Text
+from torch import Tensor, nn
+
+from lipscope.attention import Attention, DotProduct
+from lipscope.certificates import DecisionBall, NetworkCertificate, certify_network
+from lipscope.display import Card, Piece, Shown, pieces
+from lipscope.engine.answer import finite
+from lipscope.engine.checks import argument, one_of, whole_number
+from lipscope.engine.classifier import Classifier, nearest_by_angle, read_out_of
+from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
+from lipscope.engine.ready_model import ReadyModel
+from lipscope.engine.runs import AnyData, LocalRun, is_text
+from lipscope.engine.spec import OF_QUESTION, Verb
+from lipscope.errors import InputError
+from lipscope.models import (
+    Network,
+    Sample,
+    checked_data,
+    default_text,
+    eval_mode,
+    first_tensor,
+    implementation_for,
+    layer_network,
+    prepared,
+    read_network,
+    run,
+    to_device,
+    whole_text,
+    with_own_head,
+)
+from lipscope.pages import empty_table, number
+from lipscope.records import Bound
+from lipscope.theorems import DERIVED
+
+BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
+_DECISION = Verb("decision", OF_QUESTION, "float64")
+_BEGINNING = 1000  # characters of the default text
+_LONGEST = 64  # tokens of a text that is read whole
+_MOST = 4 * 2**30  # bytes that a certificate may take
+_MATRICES = 3  # second derivatives of every channel that are held at a time
+_SAME = 1e-3  # of a token's norm: its own word, in the model's own precision
+_BLOCK = 2**22  # numbers of the embeddings that are read at a time
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecisionCertificate(NetworkCertificate):
+    """The decision of a model, and the radius within which no move of its tokens changes it.
+
+    Attributes:
+        model: Name of the model.
+        by: What decides, in words.
+        words: The tokens that may move.
+        nearest: Distance from such a token's embedding to the nearest one of another word; None
+            where no token ids are read, or where the stream of a later layer moves.
+        words_within: Embeddings of other words within the radius of such a token.
+        id: Row of sigma beside it in a run folder, or None.
+        sample: Index of the window or entry.
+        at_layer: The attention layer before which tokens move.
+    """
+
+    model: str
+    by: str
+    words: tuple[str, ...]
+    nearest: float | None = None
+    words_within: int | None = None
+    id: str | None = None
+    sample: int = 0
+    at_layer: int = 0
+
+    @property
+    def violated(self) -> bool:
+        """Whether an attack changed the decision within the radius."""
+        return self.attack is not None and 0 < self.attack < self.radius
+
+    def as_bound(self) -> Bound:
+        """The record that stands beside the row of sigma."""
+        alone = f"_{self.tokens[0]}" if self.ball == "token" else ""
+        moves = f" while token {self.tokens[0]} moves" if alone else ""
+        return Bound(
+            id=self.id or "",
+            theorem=f"model_decision_{self.ball}{alone}",
+            statement=f"{self.decision_name} stays ahead of {self.rival_name}{moves}",
+            cite=DERIVED,
+            kind="radius",
+            scope="ball",
+            metric="frobenius",
+            value=self.radius,
+            eps=self.radius,
+            note=self.note or "",
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class TokenRadii(Shown):
+    """How far each token may move alone: a certificate a token."""
+
+    each: tuple[DecisionCertificate, ...]
+
+
+class _Deciding(NamedTuple):
+    """What decides: a module, and what is laid on what it gives."""
+
+    module: nn.Module
+    by: str
+    head: Tensor | None = None
+    bias: Tensor | None = None
+    names: tuple[str, ...] = ()
+
+
+class ModelDecision(Shown):
+    """What a model decides at an input, and by how much.
+
+    Attributes:
+        network: The model from the stream of tokens on, in float64, held against the model.
+        x: The stream, ``(n, d)``.
+        words: Its tokens.
+        model: Name of the model.
+        by: What decides, in words.
+        answer: Class with the largest score; ``answer_name`` is what it is called.
+        runner_up: The class with the next one; ``runner_up_name`` likewise.
+        margin: Difference of their scores.
+        slope: Frobenius norm of the margin's gradient.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        x: Float[Tensor, "n d"],
+        words: Sequence[str],
+        *,
+        model: str,
+        by: str,
+        distances: Callable[[], Tensor | None] = lambda: None,
+        sample: int = 0,
+        at_layer: int = 0,
+    ) -> None:
+        self.network, self.x, self.words = network, x, tuple(words)
+        self.model, self.by = model, by
+        self.sample, self.at_layer = sample, at_layer
+        self._distances = distances
+        scores = network(x)
+        if len(scores) < 2 or not bool(scores.isfinite().all()):
+            raise InputError(
+                "A decision should be between two finite scores at least. Found "
+                f"`{scores[:2].tolist()}`."
+            )
+        self.answer, self.runner_up = scores.topk(2).indices.tolist()
+        self.answer_name, self.runner_up_name = map(network.name, (self.answer, self.runner_up))
+        self.margin = float(scores[self.answer] - scores[self.runner_up])
+
+    @cached_property
+    def slope(self) -> float:
+        """Frobenius norm of the gradient of the margin."""
+
+        def margin(x: Tensor) -> Tensor:
+            scores = self.network(x)
+            return scores[self.answer] - scores[self.runner_up]
+
+        return float(torch.func.grad(margin)(self.x).norm())
+
+    @cached_property
+    def _to_words(self) -> Tensor | None:
+        """Distances from each token to what other words would be there, ``(words, n)``."""
+        return self._distances()
+
+    def certify(
+        self,
+        ball: DecisionBall = "joint",
+        *,
+        token: int | None = None,
+        tokens: Sequence[int] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> DecisionCertificate | TokenRadii:
+        """How far tokens may move before this decision can change, as `certify_network` proves it.
+
+        Args:
+            ball: ``joint``: all tokens that may, together; ``each``: every one of them by at most
+                the radius; ``token``: one alone.
+            token: Which one moves alone; None for all of ``tokens`` in turn, a certificate a token.
+            tokens: The tokens that may move; all if None.
+            progress: Told what is being tried.
+
+        Returns:
+            The certificate, or one a token.
+
+        Raises:
+            InputError: For tokens that do not fit the ball, or where the certificate would need
+                more than 4 GB.
+        """
+        if token is not None and (ball != "token" or tokens is not None):
+            raise InputError(
+                "`token` is the one that moves in the ball `token`. Found it with "
+                f"`{'tokens' if ball == 'token' else ball}`; leave one of them out."
+            )
+        groups = self.groups(ball, [token] if token is not None else tokens)
+        found = tuple(self.certified(ball, one, progress) for one in groups)
+        return TokenRadii(found) if ball == "token" and token is None else found[0]
+
+    def groups(self, ball: DecisionBall, tokens: Sequence[int] | None) -> list[tuple[int, ...]]:
+        """The tokens that move together: one after the other in the ball ``token``, else all."""
+        ball, n = argument(one_of(*BALLS), "ball", ball), len(self.x)
+        given = range(n) if tokens is None else tokens
+        chosen = sorted({argument(whole_number(0, n - 1), "token", one) for one in given})
+        if not chosen:
+            raise InputError("`tokens` should name the tokens that may move. Found none.")
+        groups = [(one,) for one in chosen] if ball == "token" else [tuple(chosen)]
+        self._check_size(len(groups[0]), ball)
+        return groups
+
+    def certified(
+        self,
+        ball: DecisionBall,
+        tokens: tuple[int, ...],
+        progress: Callable[[str], None] | None = None,
+    ) -> DecisionCertificate:
+        """The certificate of one ball of moves of some tokens."""
+        moving = torch.zeros(len(self.x), dtype=torch.bool)
+        moving[list(tokens)] = True
+        told = None
+        if progress is not None:
+            at = f"token {tokens[0]}" if ball == "token" else ball
+            told = lambda text: progress(f"{at}: {text}")  # noqa: E731
+        found = certify_network(self.network, self.x, ball=ball, tokens=moving, progress=told)
+        near, apart = self._to_words, None
+        if near is not None:
+            apart = near[:, list(tokens)]
+        return DecisionCertificate(
+            **asdict(found),
+            model=self.model,
+            by=self.by,
+            words=tuple(self.words[i] for i in tokens),
+            nearest=None if apart is None else finite(float(apart.min())),
+            words_within=None if apart is None else int((apart <= found.radius).sum()),
+            sample=self.sample,
+            at_layer=self.at_layer,
+        )
+
+    def _check_size(self, count: int, ball: DecisionBall) -> None:
+        """Refuse what would not fit: above one layer of attention all coordinates move."""
+        n, d = self.x.shape
+        deep = sum(isinstance(one.part, DotProduct) for one in self.network.branches) > 1
+        moving = (n if deep else count) * d
+        rows = len(self.network.head) * n * d
+        needed = 8 * (moving**2 * (_MATRICES * d + n) + rows)
+        if needed <= _MOST:
+            return
+        smaller = "a shorter text, a later layer as `at_layer`" if deep else "fewer tokens"
+        smaller += "" if deep or ball == "token" else ', or `ball="token"`'
+        raise InputError(
+            f"A certificate should need at most 4 GB. Found about {needed / 2**30:.0f} for "
+            f"{moving} coordinates that move and {len(self.network.head)} classes; ask for "
+            f"{smaller}."
+        )
+
+    def display_lines(self) -> Iterator[tuple[str, str]]:
+        """The lines of its display."""
+        yield "model", self.model
+        yield (
+            "tokens",
+            f"{len(self.words)}: {' '.join(self.words[:8])}" + " …" * (len(self.words) > 8),
+        )
+        yield "answer", self.answer_name
+        yield "runner-up", self.runner_up_name
+        yield "decided by", self.by
+        yield "margin", f"{self.margin:.4g}"
+        yield "gradient norm", f"{self.slope:.4g}"
+        if self.slope > 0:
+            yield "first order", f"{self.margin / self.slope:.4g} (no bound)"
+
+
+def decision(
+    model: ReadyModel,
+    data: AnyData = None,
+    *,
+    length: int | None = None,
+    sample: int = 0,
+    between: Sequence[str] | None = None,
+    read_out: str | Path | Classifier | None = None,
+    pool: Any = None,
+    at_layer: int = 0,
+    **options: Any,
+) -> ModelDecision:
+    """The decision of an open model at an input, as `OpenModel.decision` explains it."""
+    sample = argument(whole_number(0, 100_000), "sample", sample)
+    asked = {name: value for name, value in options.items() if value is not None}
+    given, special = decides_by(between, read_out), asked.get("special_tokens", True)
+    if is_text(data, asked) and length is not None:
+        asked |= {"lengths": length, "samples": 1 if sample == 0 else max(10, sample + 1)}
+    elif is_text(data, asked):
+        data = whole_input(model, data, special_tokens=special)
+    elif length is not None:
+        raise InputError("`length` cuts a text into windows. Found it with a batch; leave it out.")
+    (item,) = LocalRun(model, data, asked, _DECISION).samples([sample])
+    return decision_at(
+        model,
+        item,
+        given=given,
+        between=between,
+        pool=pool,
+        at_layer=at_layer,
+        special_tokens=special,
+    )
+
+
+def decides_by(
+    between: Sequence[str] | None, read_out: str | Path | Classifier | None
+) -> Classifier | None:
+    """The read-out that was given; None where texts decide, or the model itself."""
+    return None if between is None and read_out is None else read_out_of(between, read_out)
+
+
+def whole_input(
+    model: ReadyModel, data: AnyData, *, special_tokens: bool = True
+) -> dict[str, Tensor]:
+    """A text as it is read whole, or its beginning where it is longer than 64 tokens."""
+    text = checked_data(data)
+    longest = min(_LONGEST, model.loaded.max_tokens or _LONGEST)
+    text = default_text()[:_BEGINNING] if text is None else text
+    how: dict[str, Any] = {"special_tokens": special_tokens, "longest": longest}
+    return {"input_ids": whole_text(text, model.loaded.reader_of_text(), **how)}
+
+
+def decision_at(
+    model: ReadyModel,
+    item: Sample,
+    *,
+    given: Classifier | None,
+    between: Sequence[str] | None,
+    pool: Any,
+    at_layer: int,
+    special_tokens: bool = True,
+) -> ModelDecision:
+    """The decision at one sample; texts that decide have special tokens, or none."""
+    at_layer = argument(whole_number(0, 10_000), "at_layer", at_layer)
+    if isinstance(model.model, Attention):
+        return _of_layer(model, item, given, between, pool)
+    with eval_mode(model.model):
+        deciding = _deciding(model, given, between, pool, special_tokens)
+        network, x = read_network(
+            deciding.module,
+            item.arguments,
+            at_layer=at_layer,
+            head=deciding.head,
+            bias=deciding.bias,
+            names=deciding.names,
+            pool=pool,
+        )
+    if not network.names and (names := _words_of(model, deciding.module, len(network.bias))):
+        network = replace(network, names=names)
+
+    def distances() -> Tensor | None:
+        return None if at_layer else word_distances(deciding.module, item.arguments, x)
+
+    words = names_of(model.loaded, item, len(x))
+    how: dict[str, Any] = {"model": model.name, "by": deciding.by, "sample": item.sample}
+    how["at_layer"] = at_layer
+    return ModelDecision(network, x, words, distances=distances, **how)
+
+
+def _of_layer(
+    model: ReadyModel,
+    item: Sample,
+    given: Classifier | None,
+    between: Sequence[str] | None,
+    pool: Any,
+) -> ModelDecision:
+    """That of one attention layer, pooled and read out."""
+    assert isinstance(item.arguments, tuple)
+    layer, (x,) = model.model, item.arguments
+    if not isinstance(layer, DotProduct) or given is None or between is not None:
+        raise InputError(
+            "A layer by itself decides by a `read_out`, and is of dot-product attention. Found "
+            f"`{type(layer).__name__}`{'' if given is None else ' with one'}."
+        )
+    weight, bias = given.weight, given.bias
+    network = layer_network(layer, len(x), weight, bias, pool=pool or "mean", names=given.names)
+    how: dict[str, Any] = {"model": model.name, "by": given.by, "sample": item.sample}
+    return ModelDecision(
+        network, x.detach().to("cpu", torch.float64), [*map(str, range(len(x)))], **how
+    )
+
+
+def _deciding(
+    model: ReadyModel,
+    given: Classifier | None,
+    between: Sequence[str] | None,
+    pool: Any,
+    special_tokens: bool,
+) -> _Deciding:
+    """The module that decides: with its own head, or without one and with what was given."""
+    if given is None and between is None:
+        module = with_own_head(model.loaded)
+        nexts = getattr(module, "get_output_embeddings", lambda: None)() is not None
+        return _Deciding(module, "the model's next token" if nexts else "the model's own scores")
+    body = model.model.get_submodule(body_of(model.model))
+    if given is None:
+        given = nearest_by_angle(_texts(model, body, between or (), pool, special_tokens))
+    by = given.by.replace("this layer's", "the model's")
+    return _Deciding(body, by, given.weight, given.bias, given.names)
+
+
+def _texts(
+    model: ReadyModel, body: nn.Module, texts: Sequence[str], pool: Any, special_tokens: bool
+) -> Texts:
+    """Texts by what the model makes of them, in float64, pooled as the input is."""
+    read = {None: slice(None), "mean": slice(None), "first": slice(1), "last": slice(-1, None)}
+    if pool not in read:
+        raise InputError(f"`pool` should be mean, first or last with `between`. Found `{pool}`.")
+    cpu, how = torch.device("cpu"), implementation_for(body, closed=True)
+    with prepared(body, dtype=torch.float64, device=cpu, implementation=how) as (own, _):
+
+        def output(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                return first_tensor(run(own, {"input_ids": ids}))[0][read[pool]]
+
+        return mean_outputs(texts, model.loaded, special_tokens, output)
+
+
+def _words_of(model: ReadyModel, module: nn.Module, count: int) -> tuple[str, ...]:
+    """Words that the scores of a vocabulary are of."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or getattr(module, "get_output_embeddings", lambda: None)() is None:
+        return ()
+    found = tokenizer.convert_ids_to_tokens(list(range(min(count, len(tokenizer)))))
+    found += [None] * (count - len(found))
+    return tuple(str(i) if one is None else str(one) for i, one in enumerate(found))
+
+
+class _EntryError(Exception):
+    """Ends a forward pass where the stream enters."""
+
+
+def word_distances(
+    model: nn.Module, inputs: Any, x: Float[Tensor, "n d"]
+) -> Float[Tensor, "v n"] | None:
+    """How far every token's embedding is from that of every other word at its place.
+
+    As they enter the first block, with positions and norm; infinite from a word to itself. None
+    where the model reads no token ids, or its embeddings see more than one token.
+    """
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    table = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(table, nn.Embedding) or not isinstance(ids, Tensor):
+        return None
+    n, d = x.shape
+    if ids.shape != (1, n):
+        return None
+    entry: list[nn.Module] = []
+    taken: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and value.shape[-2:] == (n, d) and value.ndim == 3:
+                if not entry and len(value) == 1 and _near(value[0], x):
+                    entry.append(module)
+                if entry and module is entry[0]:
+                    taken.append(value.detach().to("cpu", torch.float64))
+                    raise _EntryError
+
+    def streams_of(words: Tensor) -> Tensor | None:
+        taken.clear()
+        given = {
+            name: value.expand(len(words), *value.shape[1:])
+            if isinstance(value, Tensor) and value.shape[:1] == (1,)
+            else value
+            for name, value in inputs.items()
+        }
+        with contextlib.suppress(_EntryError):
+            model(
+                **to_device(given | {"input_ids": words}, table.weight.device, table.weight.dtype)
+            )
+        return taken[0] if taken and len(taken[0]) == len(words) else None
+
+    handles = [
+        one.register_forward_pre_hook(look, with_kwargs=True)
+        for one in model.modules()
+        if one is not model
+    ]
+    found: list[Tensor] = []
+    try:
+        with eval_mode(model), torch.no_grad():
+            if streams_of(ids) is None:
+                return None
+            every = torch.arange(table.num_embeddings)
+            for some in every.split(max(1, _BLOCK // (n * d))):
+                streams = streams_of(some[:, None].expand(-1, n))
+                if streams is None:
+                    return None
+                found.append((streams - x).norm(dim=-1))
+    finally:
+        for handle in handles:
+            handle.remove()
+    apart, own = torch.cat(found), (ids[0].cpu(), torch.arange(n))
+    if not bool((apart[own] <= _SAME * x.norm(dim=-1)).all()):
+        return None
+    apart[own] = torch.inf
+    if table.padding_idx is not None:  # which is no word
+        apart[table.padding_idx] = torch.inf
+    return apart
+
+
+def _near(a: Tensor, x: Tensor) -> bool:
+    return bool((a.detach().to("cpu", torch.float64) - x).norm() <= _SAME * x.norm())
+
+
+# --- shown
+
+
+@pieces.register
+def _decision(found: ModelDecision) -> Iterator[Piece]:
+    yield Card("ModelDecision", tuple(found.display_lines()))
+
+
+@pieces.register
+def _radii(found: TokenRadii) -> Iterator[Piece]:
+    """A line a token: its radius, and the smallest flip that was found beside it."""
+    first = found.each[0]
+    made = empty_table(
+        f"“{first.decision_name}” stays while a token moves alone",
+        ("token", "", "rival"),
+        ("certified radius", "attack", "first order", "words within"),
+    )
+    for one in found.each:
+        cells = (str(one.tokens[0]), one.words[0], one.rival_name)
+        values = (number(one.radius * (1 - 1e-3)), number(one.attack), number(one.first_order))
+        within = "–" if one.words_within is None else str(one.words_within)
+        made.add_row(*map(Text, cells), *values, within)
+    yield made
+    yield from (f"Note: {text}." for text in dict.fromkeys(one.note for one in found.each) if text)

@@ -1,0 +1,28 @@
+// How far each token may move before a model's decision can change.
+$("decided").hidden = !D.decided.length;
+const certified = () => D.decided[state.decided] ?? D.decided[0];
+const certifiedName = (c) => `${D.settings[c.s].model}, window ${c.sample}, “${c.decision}”`;
+// The smaller the radius beside the least one, the darker.
+function radiusSpans(tokens) {
+  const least = Math.min(...tokens.map((t) => t.radius).filter((r) => r > 0));
+  return tokens.map((t) => {
+    const span = make("span", { title: `token ${t.index}: certified ${number(t.radius)}, attack ${number(t.attack)}`,
+      class: t.radius <= least ? "top" : null }, `${t.text} `);
+    span.style.setProperty("--p", (t.radius > 0 ? 78 * (least / t.radius) : 78).toFixed(1));
+    return span;
+  });
+}
+DRAWERS.push(() => {
+  const c = certified();
+  if (!c) return;
+  fill("decided-controls", select("Decision", D.decided.indexOf(c), D.decided.map((one, k) => [k, certifiedName(one)]),
+    (decided) => choose({ decided })));
+  $("decided-about").textContent = `${certifiedName(c)} ahead by ${number(c.margin)}, decided by ${c.by}`;
+  fill("decided-text", ...radiusSpans(c.tokens));
+  fill("decided-tokens", heading(["token", "number"], "text", "rival", ["certified radius", "number"], ["attack", "number"],
+    ["other words within", "number"]), make("tbody", {}, ...c.tokens.map((t) => make("tr", {}, cell(t.index, "number"),
+    cell(t.text), cell(t.rival), cell(number(t.radius), "number"), cell(number(t.attack), "number"),
+    cell(t.words ?? "–", "number")))));
+  $("decided-note").textContent = ["Darkest: the token that may move least. ", ...c.balls.map((b) => `${b.ball === "joint"
+    ? "All tokens together" : "Every token at once"}: certified ${number(b.radius)}, attack ${number(b.attack)}. `)].join("");
+});

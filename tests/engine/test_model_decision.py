@@ -1,0 +1,125 @@
+"""Decisions of whole models: what they are, how far tokens may move, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lipscope as ls
+from lipscope.engine.model_decision import DecisionCertificate, TokenRadii, word_distances
+
+
+class Tagger(nn.Module):
+    """Embeddings, a block, the mean of its tokens, and classes."""
+
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20, 4)
+        block = nn.TransformerEncoderLayer(4, 1, 6, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(4, 2)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.words
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.words(input_ids)).mean(1))
+
+
+IDS = torch.tensor([[3, 7, 11], [5, 2, 9]])
+
+
+@pytest.fixture(scope="module")
+def decision() -> Any:
+    return ls.load_model(Tagger().double()).decision({"input_ids": IDS})
+
+
+def test_a_decision_is_the_module_s_own(decision: Any) -> None:
+    module = Tagger().double().eval()
+    scores = module(IDS[:1])[0].detach()
+    assert decision.answer == int(scores.argmax())
+    first, second = scores.topk(2).values
+    assert decision.margin == pytest.approx(float(first - second), rel=1e-9)
+    x = module.words(IDS[:1]).detach().requires_grad_()
+    margin = module.head(module.encoder(x).mean(1))[0]
+    (margin[decision.answer] - margin[decision.runner_up]).backward()
+    assert x.grad is not None
+    assert decision.slope == pytest.approx(float(x.grad.norm()), rel=1e-9)
+    said = repr(decision)
+    assert "answer" in said and "runner-up" in said and "gradient norm" in said
+
+
+def test_no_random_move_within_the_radius_changes_it(decision: Any) -> None:
+    found = decision.certify()
+    assert isinstance(found, DecisionCertificate)
+    assert 0 < found.radius <= found.first_order * 1.5
+    assert found.attack is None or found.attack >= found.radius
+    moves = torch.randn(2000, *decision.x.shape, dtype=torch.float64)
+    moves *= found.radius / moves.flatten(1).norm(dim=1)[:, None, None]
+    scores = torch.func.vmap(decision.network)(decision.x + moves)
+    assert bool((scores.argmax(1) == decision.answer).all())
+    assert "radius" in repr(found) and "attack" in repr(found)
+
+
+def test_tokens_in_turn_are_a_map_over_the_text(decision: Any) -> None:
+    told: list[str] = []
+    found = decision.certify(ball="token", tokens=[0, 2], progress=told.append)
+    assert isinstance(found, TokenRadii)
+    assert [one.tokens for one in found.each] == [(0,), (2,)]
+    assert told and told[0].startswith("token 0: ")
+    assert "certified radius" in repr(found)
+    each = decision.certify(ball="each", tokens=[0, 2])
+    assert 0 < each.radius <= min(one.radius for one in found.each) * 1.02
+
+
+def test_words_within_a_radius_are_counted(decision: Any) -> None:
+    module = Tagger().double()
+    table = module.words.weight.detach()
+    apart = word_distances(module, {"input_ids": IDS[:1]}, table[IDS[0]])
+    assert apart is not None
+    expected = torch.cdist(table, table[IDS[0]])
+    expected[IDS[0], torch.arange(3)] = torch.inf
+    assert torch.allclose(apart, expected)
+    found = decision.certify(ball="token", token=1)
+    assert found.nearest == pytest.approx(float(expected[:, 1].min()))
+    assert found.words_within == int((expected[:, 1] <= found.radius).sum())
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"ball": "cube"}, "`ball` should be one of joint, token, each"),
+        ({"ball": "joint", "token": 1}, "`token` is the one that moves"),
+        ({"ball": "token", "token": 9}, "`token` should be a whole number of at most 2"),
+        ({"tokens": []}, "Found none"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_what_cannot_be_certified_is_one_line(decision: Any, asked: Any, said: str) -> None:
+    with pytest.raises(ls.InputError, match=said):
+        decision.certify(**asked)
+
+
+def test_what_would_not_fit_is_refused_before_it_starts() -> None:
+    module = Tagger(2)
+    ids = torch.arange(20).repeat(1, 32)[:, :600]
+    decision = ls.load_model(module).decision({"input_ids": ids})
+    with pytest.raises(ls.InputError, match=r"at most 4 GB\. Found about .* shorter text"):
+        decision.certify()
+
+
+def test_layers_alone_and_later_streams(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer = ls.DotProduct(*(torch.randn(4, 4, dtype=torch.float64) / 2 for _ in range(3)))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    np.save(tmp_path / "w.npy", torch.randn(3, 4).numpy())
+    found = ls.load_model(layer).decision(x, read_out=tmp_path / "w.npy")
+    assert found.certify().radius > 0
+    later = ls.load_model(Tagger(2).double()).decision({"input_ids": IDS}, at_layer=1)
+    assert later.certify(ball="token", token=0).words_within is None
