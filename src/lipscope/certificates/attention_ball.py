@@ -22,7 +22,7 @@ from lipscope.certificates.forms import (
     weighted_gram,
 )
 
-PIECES = 6  # radii of the grid on which what grows with the radius is bounded
+PIECES = 8  # radii of the grid on which what grows with the radius is bounded
 _EXACT = 5e7  # largest tensor of second derivatives of all outputs that is formed
 
 

@@ -24,7 +24,7 @@ from lipscope.models import Network
 
 DecisionBall = Literal["joint", "token", "each"]
 # of the way to where a descent ends, and the spread for which parabolas are chosen
-_ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.3), (0.5, 0.3), (0.1, 0.1))
+_ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -268,6 +268,8 @@ def _next(low: float, high: float, left: dict[float, float]) -> float:
     if math.isfinite(left[high]):
         share = left[low] / (left[low] - left[high])
     share = min(max(share, 0.02 if low > 0 else 0.1), 0.9)
+    if len(left) % 3 == 0:  # a line creeps where what is left falls off a cliff
+        share = 0.5
     size = low + share * (high - low)
     return min(max(size, low * _CLOSE**0.5), high / _CLOSE**0.5)
 

@@ -10,7 +10,8 @@ from lipscope.certificates.forms import positive_part
 from lipscope.models import Norm
 
 # sup of the second and third derivative of the angle's projection, times |c^|^k
-SECOND, THIRD = 2 / 3**0.5, 3.0
+_SECOND, _THIRD = 2 / 3**0.5, 3.0
+_CELLS = 32  # of the integrals along a way, each taken at its larger end
 
 
 class NormAt:
@@ -30,16 +31,15 @@ class NormAt:
         # only what moves along c^ makes it shorter
         self.radial = (v @ self.projection) / self.size[:, None]
         self.value, self.slope = norm(v), self.jacobian(v)
-        self.least = norm.weight.abs().max()
-        self.low = self.size
+        self.inward = torch.zeros_like(self.size)
 
     def _size(self, v: Tensor) -> Tensor:
         return ((v @ self.projection).square().sum(-1) + self.width * self.norm.eps).sqrt()
 
     def within(self, radial: Float[Tensor, " n"]) -> bool:
         """Note how far inputs move along ``c^``; False where one could reach 0."""
-        self.low = self.size - radial
-        return not self.norm.scaled or bool((self.low > 1e-9 * self.size).all())
+        self.inward = radial
+        return not self.norm.scaled or bool((self.size - radial > 1e-9 * self.size).all())
 
     def jacobian(self, v: Float[Tensor, "n d"]) -> Float[Tensor, "n d d"]:
         """Derivative at other inputs."""
@@ -55,10 +55,43 @@ class NormAt:
         size = ((w * self.norm.weight) @ self.projection).norm(dim=-1)
         return size * (self.width**0.5 if self.norm.scaled else 0.0)
 
-    def slope_change(self, distance: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-        """``>= ‖D(v') - D(v)‖`` at a distance; an average for one of distances."""
-        most = SECOND * self.width**0.5 * self.norm.weight.abs().max()
-        return most * distance / self.low.square() * float(self.norm.scaled)
+    @property
+    def most(self) -> Tensor:
+        """``sqrt(d) max |gamma|``, 0 for a linear norm."""
+        return self.width**0.5 * self.norm.weight.abs().max() * float(self.norm.scaled)
+
+    def remainder(self, reach: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+        """``>= |<w, N(v') - N(v) - D(v' - v)>| / read(w)`` within a reach, for every ``w``.
+
+        ``C_2 reach^2 int_0^1 (1 - s) / (|c^| - s inward)^2 ds``.
+        """
+        edges = torch.linspace(0, 1, _CELLS + 1, dtype=reach.dtype)
+        weight = ((1 - edges[:-1]).square() - (1 - edges[1:]).square()) / 2
+        at = self.size[:, None] - edges[1:] * self.inward[:, None]
+        return _SECOND * reach.square() * (weight / at.square()).sum(1)
+
+    def _way(
+        self, anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Cells of ``t``, and how far ``(1 - t) v_1 + t v'`` can be from the centre and inward."""
+        edges = torch.linspace(0, 1, _CELLS + 1, dtype=reach.dtype)
+        moved = anchor - self.v
+        start = -(moved * self.radial).sum(-1).clamp_max(0)
+        apart = (1 - edges) * moved.norm(dim=-1)[:, None] + edges * reach[:, None]
+        inward = (1 - edges) * start[:, None] + edges * self.inward[:, None]
+        inward = torch.minimum(inward, self.inward[:, None])
+        return edges, *(torch.maximum(m[:, :-1], m[:, 1:]) for m in (apart, inward))
+
+    def slope_change(
+        self, anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
+    ) -> Float[Tensor, " n"]:
+        """``>= ‖S - D‖`` of secants ``N(v') - N(v_1) = S (v' - v_1)`` within a reach.
+
+        At distance ``a``, ``‖D(v') - D(v)‖ <= C_2 sqrt(d) max |gamma| a / (|c^| (|c^| - inward))``.
+        """
+        _, apart, inward = self._way(anchor, reach)
+        size = self.size[:, None]
+        return _SECOND * self.most * (apart / (size * (size - inward))).mean(1)
 
     def curvature(
         self, w: Float[Tensor, "n d"], anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
@@ -76,6 +109,10 @@ class NormAt:
         cross = u[:, :, None] * c[:, None, :]
         h = -(cross + cross.mT + along * self.projection) / size**3
         h = h + 3 * along * c[:, :, None] * c[:, None, :] / size**5
-        apart = (2 * (anchor - self.v).norm(dim=-1) + reach) / 3
-        third = THIRD * self.read(w) / self.low**3 * apart
+        edges, apart, inward = self._way(anchor, reach)
+        size = self.size[:, None]
+        # int_0^1 ds / (|c^| - s inward)^3, along the way from the centre
+        third = (2 * size - inward) / (2 * size.square() * (size - inward).square()) * apart
+        weight = (1 - edges[:-1]).square() - (1 - edges[1:]).square()
+        third = _THIRD * self.read(w) * (third * weight).sum(1)
         return positive_part(third[:, None, None] * torch.eye(d, dtype=w.dtype) - d**0.5 * h)

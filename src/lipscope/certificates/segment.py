@@ -30,7 +30,7 @@ from lipscope.certificates.forms import (
     top_value,
     young,
 )
-from lipscope.certificates.norm_ball import SECOND, NormAt
+from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import Branch, Feed, Norm
 
 _STEPS = 60  # of the average over a segment of distances
@@ -101,7 +101,7 @@ class TokenBranch:
             if not self.norm.within(radial):
                 raise OutOfReachError
             y, slope = self.norm.value, self.norm.slope
-            beyond = self.norm.slope_change(self.radius) * self.radius / 2
+            beyond = self.norm.most * self.norm.remainder(self.radius)
         self.slope = slope
         wide = self._plus_skip(slope)
         extra = norm_above(wide) * at.rest + beyond
@@ -112,8 +112,8 @@ class TokenBranch:
             read = into @ slope
             self.reach = reach.of(at, read)
             if self.norm is not None:
-                curve = SECOND * self.norm.read(self.units.into) / self.norm.low[:, None] ** 2
-                self.reach = self.reach + curve * self.radius[:, None] ** 2 / 2
+                curve = self.norm.read(self.units.into)
+                self.reach = self.reach + curve * self.norm.remainder(self.radius)[:, None]
             self.low, self.high = z0 - self.reach, z0 + self.reach
             mid, half = self.units.secants(z0, self.low, self.high)
             m = self._of_units(mid)
@@ -157,7 +157,7 @@ class TokenBranch:
         slope, blocks, gap = above.slope, above.blocks, above.gap
         d0, apart = self.slope, v.new_zeros(len(v))
         if self.norm is not None:
-            apart = self.norm.slope_change(((v - self.center).norm(dim=-1) + self.radius) / 2)
+            apart = self.norm.slope_change(v, self.radius)
         own = v.new_zeros(len(v), y.shape[-1], y.shape[-1])
         middle, error = d0, apart
         if self.units is not None:
@@ -190,7 +190,7 @@ class TokenBranch:
         p = at.middle.shape[1]
         d0, apart = self.slope, v.new_zeros(n)
         if self.norm is not None:
-            apart = self.norm.slope_change(((v - self.center).norm(dim=-1) + self.radius) / 2)
+            apart = self.norm.slope_change(v, self.radius)
         x = at.middle.view(n, d, p)
         own = norm_above(x)
         slack, rest = at.slack, at.rest
@@ -322,7 +322,7 @@ class Entry:
         through = self.norm.slope @ t  # (n, d, p)
         n, d, _ = t.shape
         moved = self.own > 0
-        bent = self.norm.slope_change(self.radius) * self.own / 2
+        bent = self.norm.most * self.norm.remainder(self.radius) / r
         floor = 1e-7 * norm_above(through).max()
         self.bent = torch.where(moved, bent + floor, 0.0)
         flat, keep = through.flatten(0, 1), moved.repeat_interleave(d)
@@ -334,10 +334,7 @@ class Entry:
         self.t = t.new_zeros(n * d, side.shape[1])
         self.t[keep] = side
         self.t = self.t.view(n, d, -1)
-        # xi_y = (W + error) xi: |error| <= 2 w_1^(1/2)
         self.inner = torch.linalg.solve(side, flat)
-        self.error = 2 * self.w[1] ** 0.5
-        self.size = norm_above(self.inner) + self.error
         self.blocks = jacobian(part, self.y).movedim(2, 1)  # (n, n, d, d)
         self.moved = torch.einsum("ijde,jep->idp", self.blocks, through)
 
@@ -357,7 +354,17 @@ class Entry:
 
     def apart(self, x: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
         """``>= ‖S_i - D_i‖`` of secants of the norm from ``x``."""
-        return self.norm.slope_change(((x - self.norm.v).norm(dim=-1) + self.radius) / 2)
+        return self.norm.slope_change(x, self.radius)
+
+    def error(self, x: Float[Tensor, "n d"]) -> Tensor:
+        """``>= ‖T_y^(-1) S T - W‖`` of secants from ``x``, ``W = T_y^(-1) D T``."""
+        keep = self.own > 0
+        each = (self.apart(x) * self.own)[keep].square() / self.bent[keep]
+        return (each.sum() * self.w[1] / self.bent.sum()).sqrt()
+
+    def size(self, x: Float[Tensor, "n d"]) -> Tensor:
+        """``>= ‖T_y^(-1) S T‖``."""
+        return norm_above(self.inner) + self.error(x)
 
     def lost(self, x: Tensor, half: Tensor | None = None) -> Tensor:
         """``>= |half J_A (S - D) T f| / |f|``, all rows together."""
@@ -485,10 +492,10 @@ class Segment:
             half, self.at.lead_together(half)
         )
         if self.entry is not None:
-            change = change * self.entry.size + self.entry.lost(x, half)
+            change = change * self.entry.size(x) + self.entry.lost(x, half)
             bent = positive_part(-b)
             straight = self.entry.inner.T @ bent @ self.entry.inner
-            most = top_value(bent).sqrt() * self.entry.error
+            most = top_value(bent).sqrt() * self.entry.error(x)
             w0, w1 = young(float(top_value(straight).sqrt()), float(most))
             b = -straight / w0 - most.square() / w1 * eye
             y = gradient(lambda z: part(z)[self.rows] * q.slope, self.entry.norm.norm(x))
@@ -506,7 +513,7 @@ class Segment:
         if self.reads.ball is not None:
             rest = self.averages(self._start(x, start), "jacobian") @ self.reads.whole
         if self.entry is not None:
-            rest = rest * self.entry.size + self.entry.lost(x)
+            rest = rest * self.entry.size(x) + self.entry.lost(x)
         width = self.jacobian.shape[0] * self.jacobian.shape[1]
         found = Secant(
             self.jacobian.flatten(0, 1),
