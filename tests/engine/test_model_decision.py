@@ -123,3 +123,26 @@ def test_layers_alone_and_later_streams(tmp_path: Path) -> None:
     assert found.certify().radius > 0
     later = ls.load_model(Tagger(2).double()).decision({"input_ids": IDS}, at_layer=1)
     assert later.certify(ball="token", token=0).words_within is None
+
+
+def test_a_run_folder_keeps_radii_beside_the_margin_s_sigma(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    asked: dict[str, Any] = {"ball": "token", "tokens": [1], "out": tmp_path / "run"}
+    (found,) = ls.certify_model(Tagger(), {"input_ids": IDS[:1]}, **asked)
+    run = ls.read_run(tmp_path / "run")
+    (row,) = run.measurements()
+    assert (row.map, row.layer, row.id) == ("margin", None, found.id)
+    (bound,) = run.bound_values()
+    assert (bound.id, bound.value, bound.kind) == (row.id, found.radius, "radius")
+    monkeypatch.setattr("lipscope.engine.model_decision.certify_network", None)
+    assert ls.certify_model(Tagger(), {"input_ids": IDS[:1]}, **asked) == (found,)
+
+
+def test_the_next_token_has_the_name_of_its_word() -> None:
+    decoder = ls.load_model(
+        "random:gpt2:n_embd=12,n_head=3,n_layer=1,n_positions=64,vocab_size=128"
+    )
+    decision = decoder.decision("The")
+    assert decision.by == "the model's next token" and decision.words == ("T", "h", "e")
+    assert decision.answer_name == decoder.tokenizer.convert_ids_to_tokens([decision.answer])[0]

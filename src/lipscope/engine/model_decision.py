@@ -434,7 +434,8 @@ def _words_of(model: ReadyModel, module: nn.Module, count: int) -> tuple[str, ..
     tokenizer = model.tokenizer
     if tokenizer is None or getattr(module, "get_output_embeddings", lambda: None)() is None:
         return ()
-    found = tokenizer.convert_ids_to_tokens(list(range(min(count, len(tokenizer)))))
+    known = len(tokenizer) if hasattr(tokenizer, "__len__") else count
+    found = tokenizer.convert_ids_to_tokens(list(range(min(count, known))))
     found += [None] * (count - len(found))
     return tuple(str(i) if one is None else str(one) for i, one in enumerate(found))
 
