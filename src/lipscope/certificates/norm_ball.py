@@ -80,7 +80,8 @@ class NormAt:
         apart = (1 - edges) * moved.norm(dim=-1)[:, None] + edges * reach[:, None]
         inward = (1 - edges) * start[:, None] + edges * self.inward[:, None]
         inward = torch.minimum(inward, self.inward[:, None])
-        return edges, *(torch.maximum(m[:, :-1], m[:, 1:]) for m in (apart, inward))
+        apart, inward = (torch.maximum(m[:, :-1], m[:, 1:]) for m in (apart, inward))
+        return edges, apart, inward
 
     def slope_change(
         self, anchor: Float[Tensor, "n d"], reach: Float[Tensor, " n"]
