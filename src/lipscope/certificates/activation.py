@@ -112,6 +112,17 @@ def _parabola(z: Tensor, low: Tensor, high: Tensor, spread: Tensor) -> tuple[Ten
     return value, slope, torch.where(stable, 0.0, bend)
 
 
+def _of_relu(
+    c: Tensor, z: Tensor, low: Tensor, high: Tensor, spread: Tensor
+) -> tuple[float, Tensor, Tensor]:
+    """`Units.minorant` of ReLU."""
+    value, slope, bend = _parabola(z, low, high, spread)
+    above = c >= 0  # a convex function lies above its tangents
+    slope = torch.where(above, (z > 0).to(z.dtype), slope)
+    gap = torch.where(above, 0.0, -c * (value - z.relu())).sum()
+    return float(gap), c * slope, torch.where(above, 0.0, -c * bend)
+
+
 class Units:
     """The hidden units of a token-wise network."""
 
@@ -165,11 +176,13 @@ class Units:
         low, high = torch.minimum(low, z), torch.maximum(high, z)
         name, w = self.feed.activation, self.width
         if name == "relu" and not self.gated:
-            value, slope, bend = _parabola(z, low, high, spread)
-            above = c >= 0  # a convex function lies above its tangents
-            slope = torch.where(above, (z > 0).to(z.dtype), slope)
-            gap = torch.where(above, 0.0, -c * (value - z.relu())).sum()
-            return float(gap), c * slope, torch.where(above, 0.0, -c * bend)
+            return _of_relu(c, z, low, high, spread)
+        if name == "relu":
+            # c relu(z') u' = c u relu(z') + c relu(z) du + c (relu(z') - relu(z)) du
+            own = (one[:, :w] for one in (z, low, high, spread))
+            gap, slope, bend = _of_relu(c * z[:, w:], *own)
+            cross = c.abs() * (high[:, :w] > 0)
+            return self._gate(gap, slope, bend, cross, c * z[:, :w].relu(), spread)
         first, second = _derivatives(name)
         least, most = _range(second, low[:, :w], high[:, :w])
         slope = first(z[:, :w])
@@ -179,10 +192,16 @@ class Units:
         # act(z') u' has dz^2 act'' u' / 2 + act'(z) dz du beyond first order
         ends = torch.stack([a * b for a in (least, most) for b in (low[:, w:], high[:, w:])])
         own = (-(c * ends).amin(0)).clamp_min(0)
-        cross = (c * slope).abs()
+        return self._gate(0.0, c * slope * u, own, (c * slope).abs(), c * value, spread)
+
+    def _gate(
+        self, gap: float, slope: Tensor, own: Tensor, cross: Tensor, gate: Tensor, spread: Tensor
+    ) -> tuple[float, Tensor, Tensor]:
+        """Products ``cross |dz du|``, shared among both arguments."""
+        w = self.width
         balance = ((spread[:, w:] + 1e-300) / (spread[:, :w] + 1e-300)).sqrt()
         bend = torch.cat([own + cross * balance, cross / balance], 1)
-        return 0.0, torch.cat([c * slope * u, c * value], 1), bend
+        return gap, torch.cat([slope, gate], 1), bend
 
 
 def _values(name: ActivationName) -> tuple[Function, Tensor]:

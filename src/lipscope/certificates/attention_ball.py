@@ -23,6 +23,8 @@ from lipscope.certificates.forms import (
 )
 
 PIECES = 8  # radii of the grid on which what grows with the radius is bounded
+_CANCELS = 1e-13  # of the sizes of terms whose sum may vanish: rounding, with room
+_TINY = 1e-300  # a weight below it is one that underflows
 _EXACT = 5e7  # largest tensor of second derivatives of all outputs that is formed
 
 
@@ -81,6 +83,7 @@ class AttentionAt:
         self.a = self.a.masked_fill(self.hidden[..., None], 0.0)
         centred = v0[:, None] - (p @ v0)[:, :, None]
         self.v = torch.einsum("hdk,hijk->hijd", self.output, centred)
+        self.v = self.v.masked_fill(self.hidden[..., None], 0.0)
         self.mean_value = torch.einsum("hij,hjkp->hikp", p, dv)
         self.jacobian = torch.einsum("hdk,hikp->idp", self.output, self.mean_value)
         self.jacobian = self.jacobian + torch.einsum("hij,hijd,hijp->idp", p, self.v, self.a)
@@ -167,7 +170,8 @@ class AttentionAt:
         """``>= sup |<p_ik, H_i[e, f]>|`` over unit ``e, f`` for every read-out alone.
 
         ``H_i = X^T M X`` has few rows ``X = (a; n; Q; sum_j P y K)``, so ``(tr H^8)^(1/8)`` is that
-        of ``M X X^T``.
+        of ``M X X^T``. Where heads cancel, rounding hides it: products of the rows' norms say how
+        much.
         """
         for known, found in self._leads:
             if known.shape == reads.shape and torch.equal(known, reads):
@@ -189,10 +193,16 @@ class AttentionAt:
             [a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1
         )
         p, py = p.reshape(-1, 1), py.flatten(1)[..., None]
+        norm_a, norm_n, norm_query, norm_keys = (
+            m.norm(dim=-1, keepdim=True)
+            for m in x.split([a.shape[1], n.shape[1], *2 * [query.shape[1]]], 1)
+        )
+        hidden = (norm_a * (2 * p * norm_n + py.abs() * norm_a)).sum((1, 2))
+        hidden = hidden + 2 * (norm_query * norm_keys).sum((1, 2))
         h = torch.cat([p * of_n + py * of_a, p * of_a, of_keys, of_query], 1)
         h = h @ h
         h = h @ h
-        return (h * h.mT).sum((1, 2)).clamp_min(0) ** 0.125
+        return ((h * h.mT).sum((1, 2)).clamp_min(0) + _CANCELS * hidden**8) ** 0.125
 
     def lead_together(self, reads: Float[Tensor, "i k d"]) -> Tensor | None:
         """``>= (sum_ik |H_ik f|^2)^(1/2)`` over unit ``f``, of the read-outs of all rows."""
@@ -227,8 +237,7 @@ class Reach:
     length: Tensor  # >= |P' - P|_2
     key_upper: Tensor  # `key_spread` of U, and of D
     key_change: Tensor
-    bent: Tensor  # (sum_hi Var'(alpha))^(1/2), and of D
-    bent_change: Tensor
+    bent: Tensor  # (sum_hi Var'(alpha))^(1/2)
     own_bent: Tensor  # (h, i): sd'(alpha)
     path: Tensor  # (h, i): integral of sd'(velocity)
     spread_upper: Tensor  # `spread` of U, D, and what is beyond
@@ -254,16 +263,18 @@ class AttentionBall:
         b = s.amax(-1)
         v = at.spread(p) * r + at.norm_query * at.key_spread(p) * r * r
         # the logits' changes have P-mean 0: Jensen below, Bennett above
-        z = 1 + v.square() * _bennett(b)
+        z = 1 + v.square() * _bennett(b)  # infinite or not a number: nothing holds so far
         gram = at.gram_a
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        apart = (diagonal[..., :, None] + diagonal[..., None, :] - 2 * gram).clamp_min(0).sqrt()
+        both = diagonal[..., :, None] + diagonal[..., None, :]
+        apart = ((both - 2 * gram).clamp_min(0) + _CANCELS * both).sqrt()
         apart = apart * r + at.bend_apart * r * r
-        # a weight that underflows is not zero
-        log = p.clamp_min(1e-300).log()
+        # a weight that underflows is not zero, and takes no other's place
+        log = p.clamp_min(_TINY).log()
         ratio = log.masked_fill(at.hidden, -torch.inf)[..., None, :] - log[..., :, None]
+        others = ratio.masked_fill((p < _TINY)[..., None, :], -torch.inf)
         upper = torch.minimum(
-            (p.clamp_min(1e-300) * s.exp()).clamp_max(1), torch.exp(-(ratio - apart).logsumexp(-1))
+            (p.clamp_min(_TINY) * s.exp()).clamp_max(1), torch.exp(-(others - apart).logsumexp(-1))
         )
         lower = torch.maximum(
             p * (-s).exp() / z[..., None], torch.exp(-(ratio + apart).logsumexp(-1))
@@ -290,7 +301,6 @@ class AttentionBall:
             key_upper=key_upper,
             key_change=key_change,
             bent=2 * r * at.together(key_upper),
-            bent_change=2 * r * at.together(key_change),
             own_bent=own_bent,
             path=path,
             spread_upper=spread_upper,
@@ -430,10 +440,15 @@ class AttentionBall:
         plain = plain + velocities(shared, one.upper) + bends(shared, one.key_upper)
         if lead is None:
             return plain
+        # |E'y|^2: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
         twice = one.path.square()
+        mean = torch.minimum(one.total * c_change, twice * c_upper)
         rest = averages(one.beyond) + velocities(c_beyond, one.beyond)
-        rest = rest + velocities(c_upper * twice, twice[..., None] * one.upper)
-        rest = rest + bends(c_change * f.square(), one.key_change)
+        rest = rest + velocities(mean * twice, one.upper)
+        rest = rest + torch.minimum(
+            bends(c_change, one.key_change) + bends(mean, one.key_upper),
+            bends(largest.square() * twice, one.key_upper),
+        )
         rest = rest + velocities(carried * _uneven(one, at.p).square(), one.change)
         rest = rest + bends(shared, one.key_upper)
         return torch.minimum(plain, r * lead + rest)
@@ -456,7 +471,8 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
             for w in (one.upper, one.change, one.beyond)
         )
         lower = one.lower[:, :, None]
-        largest = alone.abs().amax(-1) + extreme_size(alone, lower, upper)
+        mean = extreme_size(alone, lower, upper)
+        largest = alone.abs().amax(-1) + mean
         c_upper = torch.minimum(c_upper, extreme_mean(alone.square(), lower, upper).sqrt())
     else:
         gram = torch.einsum("higjk,higlk->higjl", y, y)
@@ -464,7 +480,8 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
             _top_weighted(gram, w[:, :, None]).sqrt() for w in (one.upper, one.change, one.beyond)
         )
         largest = y.norm(dim=-1)
-        largest = largest.amax(-1) + (change * largest).sum(-1)
+        mean = (change * largest).sum(-1)
+        largest = largest.amax(-1) + mean
 
     def x(t: Tensor) -> Tensor:
         return t[:, :, None]
@@ -479,8 +496,13 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
     if lead is None:
         return plain.sum(0)
     rest = size * x(one.beyond.norm(dim=-1)) + c_beyond * x(one.spread_beyond)
-    rest = rest + c_upper * x(one.path.square() * one.spread_upper)
-    rest = rest + f * c_change * x(2 * r * at.norm_query * one.key_change)
+    # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
+    mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
+    rest = rest + mean * x(one.path * one.spread_upper)
+    rest = rest + torch.minimum(
+        c_change * x(2 * r * at.norm_query * one.key_change) + mean * x(one.own_bent),
+        largest * x(one.path * one.own_bent),
+    )
     rest = rest + size * r * x(_uneven(one, at.p) * one.spread_change)
     rest = rest + shared * x(one.own_bent)
     return torch.minimum(plain.sum(0), r * lead + rest.sum(0))

@@ -16,8 +16,19 @@ _LARGE = 64  # from this width on a Cholesky factor proves what some products su
 _VECTORS, _ROUNDS, _STEP = 6, 6, 1e-3
 
 
+class OutOfReachError(Exception):
+    """Nothing holds on a ball so large: a norm's input could vanish there, or a bound overflows."""
+
+
+def _finite(m: Tensor) -> Tensor:
+    if not bool(m.isfinite().all()):
+        raise OutOfReachError
+    return m
+
+
 def top_value(gram: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b"]:
     """Largest eigenvalue of positive semidefinite matrices, from above by ``1e-3`` at most."""
+    _finite(gram)
     if gram.ndim == 2 and len(gram) >= _LARGE:
         return _top_by_cholesky(gram)
     values = torch.linalg.eigvalsh(gram)
@@ -29,7 +40,7 @@ def _top_by_cholesky(gram: Float[Tensor, "m m"]) -> Tensor:
     m = len(gram)
     size = gram.diagonal().sum()
     if not bool(size > 0):
-        return gram.abs().sum()  # 0, or whatever is wrong with it
+        return gram.abs().sum()
     generator = torch.Generator().manual_seed(m)
     v = torch.randn(m, _VECTORS, generator=generator, dtype=gram.dtype)
     for _ in range(_ROUNDS):
@@ -71,13 +82,13 @@ def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]
 
 def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     """``[H]_+ >= H``: negative eigenvalues made 0."""
-    values, vectors = torch.linalg.eigh(h)
+    values, vectors = torch.linalg.eigh(_finite(h))
     return (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT
 
 
 def root(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:
     """Symmetric root of positive semidefinite matrices."""
-    values, vectors = torch.linalg.eigh(h)
+    values, vectors = torch.linalg.eigh(_finite(h))
     return (vectors * values.clamp_min(0).sqrt()[..., None, :]) @ vectors.mT
 
 
@@ -99,6 +110,11 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Float[Tensor, "n d"]) -> Tensor:
     )
 
 
+def ellipsoid(e: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
+    """Symmetric ``T`` with ``T T^T >= E``, small axes too: rounding of the largest is added."""
+    return root(e + SLACK * top_value(e) * torch.eye(len(e), dtype=e.dtype))
+
+
 def young(*sizes: float) -> list[float]:
     """Weights, adding up to 1, that make ``sum_k sizes_k^2 / w_k`` least: ``w`` like ``sizes``.
 
@@ -117,10 +133,11 @@ def least_in_ball(
     By weak duality ``value - <g, (B + μ)^(-1) g> / 2 - μ radius² / 2`` is a lower bound for every
     ``μ >= 0`` with ``B + μ > 0``; at the best one it is the least value itself (trust region).
     """
-    values, vectors = torch.linalg.eigh(b)
+    values, vectors = torch.linalg.eigh(_finite(b))
+    values = values - SLACK * values.abs().max()
     along = vectors.T @ g
     floor = max(0.0, -float(values[0]))
-    low = floor + 1e-9 * (1e-300 + floor + float(g.norm()) / radius)
+    low = floor + 1e-9 * (1e-140 + floor + float(g.norm()) / radius)
     high = max(2 * low, float(g.norm()) / radius + floor) * (1 + 1e-9)
     for _ in range(60):
         mid = (low * high) ** 0.5
@@ -141,10 +158,12 @@ def least_in_balls(
     Weak duality with a multiplier for each block; any with ``B + diag(mu) > 0`` are right, and a
     descent finds good ones.
     """
-    width = len(g) // balls
+    width, eye = len(g) // balls, torch.eye(len(g), dtype=g.dtype)
+    _finite(b)
 
     def dual(log: Tensor) -> Tensor:
         shift = b + torch.diag(log.exp().repeat_interleave(width))
+        shift = shift - SLACK * shift.detach().norm() * eye  # more than rounding can add
         factor, bad = torch.linalg.cholesky_ex(shift)
         if int(bad):
             return log.sum() * 0 - torch.inf

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
+    OutOfReachError,
+    ellipsoid,
     least_in_ball,
     least_in_balls,
     positive_part,
-    root,
     top_value,
     young,
 )
-from lipscope.certificates.segment import OutOfReachError, Secant, Segment
+from lipscope.certificates.segment import Secant, Segment
+from lipscope.errors import InputError
 from lipscope.models import Branch, Network
 
 _EASE = 0.7  # power of the sizes that share an ellipsoid
@@ -46,6 +48,17 @@ def without_tail(net: Network) -> Network:
     return replace(net, branches=net.branches + net.tail, tail=())
 
 
+def _check(layer: DotProduct) -> None:
+    """Refuse scores and values that are not what the bounds differentiate."""
+    normed = any(norm is not None for norm in layer.norms())
+    if normed or layer.softcap is not None:
+        kind = "norms of queries, keys or values" if normed else "a soft cap of its scores"
+        raise InputError(
+            "`net` should hold attention with scores `<Q x_i + b, K x_j + c>`. "
+            f"Found a layer with {kind}; no decision through it is certified."
+        )
+
+
 class NetworkBall:
     """A network on balls of moves of some tokens: what all margins share.
 
@@ -56,6 +69,9 @@ class NetworkBall:
     """
 
     def __init__(self, net: Network, x: Float[Tensor, "n d"], tokens: Bool[Tensor, " n"]) -> None:
+        for branch in net.branches:
+            if isinstance(branch.part, DotProduct):
+                _check(branch.part)
         self.net, self.x, self.tokens = without_tail(net), x, tokens
         n, d = x.shape
         eye = torch.eye(int(tokens.sum()) * d, dtype=x.dtype)
@@ -103,12 +119,12 @@ class NetworkBall:
         """``x`` and ``T`` with ``(M + G Z + R) xi`` in the ellipsoid of ``T`` for unit ``xi``."""
         count = x.numel()
         sizes = [float(m.square().sum() / count) ** 0.5 for m in (s.middle, s.outer)]
-        least = _LEAST * (float(top_value(s.middle @ s.middle.T)) ** 0.5 + 1e-300)
+        least = _LEAST * (float(top_value(s.middle @ s.middle.T)) ** 0.5 + 1e-30)
         rest = float(s.rest) + least
         w = young(*(z**_EASE for z in (sizes[0], sizes[1] * float(s.size), rest)))
         e = s.middle @ s.middle.T / w[0] + s.size.square() * s.outer @ s.outer.T / w[1]
         e = e + rest**2 / w[2] * torch.eye(count, dtype=x.dtype)
-        return x, root(e).view(*x.shape, count)
+        return x, ellipsoid(e).view(*x.shape, count)
 
     def _pool(self, s: Secant) -> Secant:
         """The secant of the pooled vector."""

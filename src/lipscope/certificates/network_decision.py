@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lipscope.certificates.forms import jacobian
+from lipscope.certificates.forms import OutOfReachError, jacobian
 from lipscope.certificates.margin import NetworkBall
 from lipscope.display import Shown
 from lipscope.errors import InputError
@@ -28,6 +28,7 @@ _ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
+_ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
 _FAR = 1e3  # times the input: no larger move is tried
@@ -79,6 +80,7 @@ class _Question:
         self.net, self.x, self.tokens = net, x, tokens
         scores = net(x)
         self.label = int(scores.argmax())
+        self.rounding = _ROUNDING * float(scores.abs().max())
         self.margins = scores[self.label] - scores
         self.others = [c for c in range(len(scores)) if c != self.label]
         self.count = int(tokens.sum())
@@ -156,8 +158,11 @@ class _Question:
         best = -math.inf
         balls = self.count if self.ball == "each" else None
         for anchor, spread in _ANCHORS:
-            found, _ = self.bounds.lower(anchor * move, self.label, rival, balls, spread)
-            found -= _SLACK * (abs(found) + float(self.margins[rival]))
+            try:
+                found, _ = self.bounds.lower(anchor * move, self.label, rival, balls, spread)
+            except OutOfReachError:
+                continue
+            found -= _SLACK * (abs(found) + float(self.margins[rival])) + self.rounding
             best = max(best, found) if math.isfinite(found) else best
             if enough and best > 0:
                 break
@@ -193,7 +198,8 @@ def certify_network(
         The certificate.
 
     Raises:
-        InputError: For tokens that do not fit the ball, or one class alone.
+        InputError: For tokens that do not fit the ball, one class alone, or attention whose scores
+            are no inner products of affine maps of tokens.
 
     Source: derived here.
     """
@@ -284,14 +290,14 @@ def _least(asked: _Question, radius: float, moves: dict[int, Tensor]) -> tuple[f
         w = asked.net.head[asked.label] - asked.net.head
         reach = asked.bounds.reach(w) * (1 + _SLACK)
         least = min((float(asked.margins[c] - reach[c]), c) for c in rivals)
-        rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > 0]
+        rivals = [c for c in rivals if not float(asked.margins[c] - reach[c]) > asked.rounding]
         least = (math.inf, least[1]) if rivals else least
     for rival in rivals:
         found, move = asked.descend(rival, radius, moves.get(rival))
         moves[rival] = move
         if found > 0:
             found = asked.lower(rival, move, True)
-        least = min(least, (found, rival))
         if not found > 0:
-            break
+            return found if math.isfinite(found) else -math.inf, rival
+        least = min(least, (found, rival))
     return least

@@ -34,12 +34,16 @@ class NormAt:
         self.inward = torch.zeros_like(self.size)
 
     def _size(self, v: Tensor) -> Tensor:
+        if not self.norm.scaled:
+            return v.new_ones(v.shape[:-1])
         return ((v @ self.projection).square().sum(-1) + self.width * self.norm.eps).sqrt()
 
     def within(self, radial: Float[Tensor, " n"]) -> bool:
         """Note how far inputs move along ``c^``; False where one could reach 0."""
+        if not self.norm.scaled:
+            return True
         self.inward = radial
-        return not self.norm.scaled or bool((self.size - radial > 1e-9 * self.size).all())
+        return bool((self.size - radial > 1e-9 * self.size).all())
 
     def jacobian(self, v: Float[Tensor, "n d"]) -> Float[Tensor, "n d d"]:
         """Derivative at other inputs."""
@@ -116,4 +120,4 @@ class NormAt:
         third = (2 * size - inward) / (2 * size.square() * (size - inward).square()) * apart
         weight = (1 - edges[:-1]).square() - (1 - edges[1:]).square()
         third = _THIRD * self.read(w) * (third * weight).sum(1)
-        return positive_part(third[:, None, None] * torch.eye(d, dtype=w.dtype) - d**0.5 * h)
+        return positive_part(third[:, None, None] * self.projection - d**0.5 * h)

@@ -22,6 +22,8 @@ from lipscope.certificates.attention_ball import (
     bend_of,
 )
 from lipscope.certificates.forms import (
+    OutOfReachError,
+    ellipsoid,
     gradient,
     jacobian,
     norm_above,
@@ -34,10 +36,6 @@ from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import Branch, Feed, Norm
 
 _STEPS = 60  # of the average over a segment of distances
-
-
-class OutOfReachError(Exception):
-    """Nothing holds on a ball so large: a norm's input could vanish there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,7 +311,7 @@ class Entry:
 
     def __init__(self, part: DotProduct, norm: Norm, x: Tensor, t: Tensor, r: float) -> None:
         self.norm, self.r = NormAt(norm, x), r
-        self.own = norm_above(t)
+        self.own, self.whole = norm_above(t), norm_above(t.flatten(0, 1))
         radial = torch.minimum((self.norm.radial[:, None] @ t)[:, 0].norm(dim=-1), self.own)
         if not self.norm.within(radial * r):
             raise OutOfReachError
@@ -323,14 +321,14 @@ class Entry:
         n, d, _ = t.shape
         moved = self.own > 0
         bent = self.norm.most * self.norm.remainder(self.radius) / r
-        floor = 1e-7 * norm_above(through).max()
+        floor = 1e-7 * norm_above(through).max() + 1e-30
         self.bent = torch.where(moved, bent + floor, 0.0)
         flat, keep = through.flatten(0, 1), moved.repeat_interleave(d)
         flat = flat[keep]
         self.w = young(float(flat.norm()) ** 0.7, float(self.bent.norm()) * d**0.35)
         e = flat @ flat.T / self.w[0]
         each = (self.bent * self.bent.sum() / self.w[1])[moved]
-        side = root(e + torch.diag(each.repeat_interleave(d)))
+        side = ellipsoid(e + torch.diag(each.repeat_interleave(d)))
         self.t = t.new_zeros(n * d, side.shape[1])
         self.t[keep] = side
         self.t = self.t.view(n, d, -1)
@@ -368,8 +366,10 @@ class Entry:
 
     def lost(self, x: Tensor, half: Tensor | None = None) -> Tensor:
         """``>= |half J_A (S - D) T f| / |f|``, all rows together."""
-        j = self.blocks if half is None else half[:, None] @ self.blocks
-        return norm_above(norm_above(j) * (self.apart(x) * self.own))
+        j = norm_above(self.blocks if half is None else half[:, None] @ self.blocks)
+        j = j * self.apart(x)
+        # one f moves every token, each by its own norm of T at most
+        return torch.minimum((j @ self.own).norm(), norm_above(j) * self.whole)
 
 
 class Segment:
