@@ -18,13 +18,13 @@ from lipscope.attention import Attention, DotProduct
 from lipscope.certificates import DecisionBall, NetworkCertificate, certify_network
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.answer import finite
-from lipscope.engine.checks import argument, one_of, whole_number
+from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
 from lipscope.engine.classifier import Classifier, nearest_by_angle, read_out_of
 from lipscope.engine.direction_words import Texts, body_of, mean_outputs, names_of
 from lipscope.engine.ready_model import ReadyModel
 from lipscope.engine.runs import AnyData, LocalRun, is_text
 from lipscope.engine.spec import OF_QUESTION, Verb
-from lipscope.errors import InputError
+from lipscope.errors import InputError, shown
 from lipscope.models import (
     Network,
     Sample,
@@ -47,6 +47,8 @@ from lipscope.theorems import DERIVED
 
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
 _DECISION = Verb("decision", OF_QUESTION, "float64")
+_POOLS = ("mean", "first", "last")
+_INDEX = 10**6  # larger than any of a token
 _BEGINNING = 1000  # characters of the default text
 _LONGEST = 64  # tokens of a text that is read whole
 _MOST = 4 * 2**30  # bytes that a certificate may take
@@ -212,7 +214,7 @@ class ModelDecision(Shown):
     def groups(self, ball: DecisionBall, tokens: Sequence[int] | None) -> list[tuple[int, ...]]:
         """The tokens that move together: one after the other in the ball ``token``, else all."""
         ball, n = argument(one_of(*BALLS), "ball", ball), len(self.x)
-        given = range(n) if tokens is None else tokens
+        given = range(n) if tokens is None else items(tokens)
         chosen = sorted({argument(whole_number(0, n - 1), "token", one) for one in given})
         if not chosen:
             raise InputError("`tokens` should name the tokens that may move. Found none.")
@@ -345,6 +347,7 @@ def decision_at(
 ) -> ModelDecision:
     """The decision at one sample; texts that decide have special tokens, or none."""
     at_layer = argument(whole_number(0, 10_000), "at_layer", at_layer)
+    _check_pool(pool)
     if isinstance(model.model, Attention):
         return _of_layer(model, item, given, between, pool)
     with eval_mode(model.model):
@@ -368,6 +371,14 @@ def decision_at(
     how: dict[str, Any] = {"model": model.name, "by": deciding.by, "sample": item.sample}
     how["at_layer"] = at_layer
     return ModelDecision(network, x, words, distances=distances, **how)
+
+
+def _check_pool(pool: Any) -> None:
+    known = pool in _POOLS if isinstance(pool, str) else is_whole(pool) and abs(pool) < _INDEX
+    if pool is not None and not known:
+        raise InputError(
+            f"`pool` should be mean, first, last or the index of a token. Found `{shown(pool)}`."
+        )
 
 
 def _of_layer(
