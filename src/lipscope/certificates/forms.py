@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
-_LARGE = 64  # from this width on a Cholesky factor proves what some products suggest
+_LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
 _VECTORS, _ROUNDS, _STEP = 6, 6, 1e-3
 
 

@@ -6,9 +6,10 @@ Derived here; proofs: ``docs/theory/decision.md``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,6 +32,7 @@ _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
+_SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
 
 
@@ -213,8 +215,9 @@ def certify_network(
         raise InputError("`ball` is token: one token should be named.")
     if len(net.head) < 2:
         raise InputError("A decision should be between two classes at least. Found one score.")
-    asked = _Question(net, x.double(), ball, tokens)
-    radius, rival, attack, note = _search(asked, progress)
+    with _few_threads(x.numel()):
+        asked = _Question(net, x.double(), ball, tokens)
+        radius, rival, attack, note = _search(asked, progress)
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
@@ -230,6 +233,18 @@ def certify_network(
         seconds=time.monotonic() - began,
         note=note,
     )
+
+
+@contextlib.contextmanager
+def _few_threads(coordinates: int) -> Iterator[None]:
+    """One thread for small matrices, where several wait for each other most of the time."""
+    before = torch.get_num_threads()
+    if coordinates <= _SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _search(
