@@ -14,8 +14,7 @@ from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.attention_ball import AttentionAt, AttentionBall, bend_of
 from lipscope.certificates.forms import least_in_ball, least_in_balls
 from lipscope.certificates.norm_ball import NormAt
-from lipscope.models import Branch, Feed, Network, Norm
-from lipscope.models.network import ActivationName
+from lipscope.models import ActivationName, Branch, Feed, Network, Norm
 
 F64 = torch.float64
 N, D, F = 3, 4, 5
