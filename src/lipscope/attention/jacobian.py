@@ -275,6 +275,7 @@ def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
     weight = torch.cat([query * layer.scale, key, value])
     sizes = [query.shape[0], key.shape[0], value.shape[0]]
     norms, counts = _norms_at(layer, x), _head_counts(layer)
+    grouped = layer.num_groups != layer.num_heads
     out = layer.output if map == "attention" else None
 
     def enter(e: Tensor) -> Parts:
@@ -283,10 +284,11 @@ def _all_heads(layer: Layer, map: Map, x: Tensor) -> Projections:
             for z, norm, h in zip((e @ weight.T).split(sizes, -1), norms, counts, strict=True)
         )
         q, k = _rotate(layer.rotary, q), _rotate(layer.rotary, k)
-        return q, layer.repeat_groups(k), layer.repeat_groups(v)
+        return (q, layer.repeat_groups(k), layer.repeat_groups(v)) if grouped else (q, k, v)
 
     def enter_t(gq: Tensor, gk: Tensor, gv: Tensor) -> Tensor:
-        gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
+        if grouped:
+            gk, gv = layer.sum_groups(gk), layer.sum_groups(gv)
         gq, gk = _rotate_t(layer.rotary, gq), _rotate_t(layer.rotary, gk)
         flat = (g.transpose(0, 1).flatten(1) for g in (gq, gk, gv))
         parts = [

@@ -223,10 +223,9 @@ class HeadPath:
     def _apart(self, weights: Tensor, most: Tensor) -> Tensor:
         """Largest eigenvalue of ``sum_j w_ij (z_ij - z_ir) (z_ij - z_ir)^T``, ``(n,)``."""
         found = []
-        for rows in self.c.chunks:
-            z = self.c.z(rows)
-            z = z - z[torch.arange(len(z)), most[rows], None]
-            found.append(eigenvalue((weights[rows, :, None] * z).mT @ z))
+        for rows, _, z in self.c.pieces:
+            apart = z - z[torch.arange(len(z)), most[rows], None]
+            found.append(eigenvalue((weights[rows, :, None] * apart).mT @ apart))
         return torch.cat(found)
 
     def values(self, piece: int) -> Channel:

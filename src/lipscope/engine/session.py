@@ -472,7 +472,8 @@ class Session:
         for name in maps:
             places = [None] if name in WHOLE else layers
             for layer in places:
-                check_request(record, layer, name, longest, self.memory)
+                if longest > record.calls[layer or 0].num_tokens:  # else its map says so
+                    check_request(record, layer, name, longest, self.memory)
             for layer in places:
                 # The first window's own, which its jobs find there.
                 built = window.map(layer, name, memory=self.memory, per_head=per_head)

@@ -453,7 +453,8 @@ class _Stop:
 
     def __init__(self, tol: float, delta: float, op: Operator) -> None:
         self.tol, self.delta, self.op = tol, delta, op
-        self.threshold = start_threshold(op.in_size, delta)
+        self.in_size = op.in_size
+        self.threshold = start_threshold(self.in_size, delta)
 
     def judge(self, run: _Restarts, i: int, *, last: bool) -> TopSingular | None:
         """The answer for entry ``i``, or None to go on."""
@@ -522,7 +523,7 @@ class _Stop:
     def _complete(self, run: _Restarts, i: int, theta: float) -> bool:
         """Whether nothing is left to chance: J is zero, or the Krylov space is everything."""
         # J x = 0 for a random x: J = 0 with probability one.
-        return theta == 0.0 or (run.state.steps >= self.op.in_size and not run.cycles[i])
+        return theta == 0.0 or (run.state.steps >= self.in_size and not run.cycles[i])
 
     def _evidence(self, run: _Restarts, i: int, theta: float) -> Evidence:
         alpha, beta = run.state.alpha[i].numpy(), run.state.beta[i].numpy()

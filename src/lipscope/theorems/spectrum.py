@@ -73,11 +73,11 @@ def of_both_parts(columns: Float[Tensor, " n"], own: Float[Tensor, " n"]) -> flo
 
 def eigenvalue(m: Float[Tensor, "*b k k"]) -> Float[Tensor, "*b"]:
     """Largest eigenvalues of positive semidefinite matrices; inf where they overflow."""
-    if not bool(torch.isfinite(m).all()):
-        return torch.full(m.shape[:-2], torch.inf, dtype=m.dtype)
-    if m.shape[-1] == 1:
-        return m[..., 0, 0].clamp_min(0.0)
-    return torch.linalg.eigvalsh(m)[..., -1].clamp_min(0.0)
+    finite = torch.isfinite(m).all(-1).all(-1)
+    if not bool(finite.all()):
+        m = m.masked_fill(~finite[..., None, None], 0.0)
+    tops = m[..., 0, 0] if m.shape[-1] == 1 else torch.linalg.eigvalsh(m)[..., -1]
+    return tops.clamp_min(0.0).masked_fill(~finite, torch.inf)
 
 
 _BISECTIONS = 60

@@ -29,7 +29,7 @@ from lipscope.models.data.windows import (
 from lipscope.models.loading import LoadedModel
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
-from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device
+from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments
 
 _WINDOWS = ("spread", "disjoint")
 _DEFAULT_LENGTHS = (16, 64, 256)
@@ -238,7 +238,7 @@ def _batch_axis(model: nn.Module, arguments: Mapping[str, Any]) -> int:
     """Which axis of the tokens counts samples: what torch's own attention inside is called with."""
     sites = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     sites = [m for m in sites if not m.batch_first]
-    streams = [v for v in arguments.values() if is_tokens(v)]
+    streams = [*token_arguments(arguments).values()]
     if not sites or not streams:
         return 0
     first, second = streams[0].shape[:2]

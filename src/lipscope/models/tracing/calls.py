@@ -28,11 +28,14 @@ from lipscope.models.tracing.recorder import (
     data_address,
     first_tensor,
     is_tokens,
+    names_of,
+    same_or_copy,
     same_tensor,
     tensors_in,
+    token_arguments,
     unmarked,
 )
-from lipscope.models.tracing.sites import Applied, AttentionCall, Side, has_weights, is_plain
+from lipscope.models.tracing.sites import Applied, AttentionCall, Side, is_plain, with_weights
 
 # Names under which models hand the queries' tokens, and the keys' source, to an
 # attention module.
@@ -123,29 +126,21 @@ def hook_site(recorder: Recorder, record: Trace, name: str, module: nn.Module) -
 
     def behind(leaf: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         call = next((c for c in reversed(record.calls) if c.name == name), None)
-        found = tensors_in(out)[:1]
-        if call is None or len(call.kept) < 2 or not args or not found:
+        if (
+            call is None
+            or len(call.kept) < 2
+            or not args
+            or not same_or_copy(args[0], call.kept[1])
+        ):
             return
-        if isinstance(args[0], Tensor) and _is_or_copies(args[0], call.kept[1]):
-            call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(found[0])))
+        for first in tensors_in(out)[:1]:
+            call.behind.append(Applied(leaf, args[0].detach(), record.kept.keep(first)))
 
     recorder.before(module, start)
-    for leaf in module.modules():
-        if leaf is not module and has_weights(leaf):
-            recorder.after(leaf, remember)
+    inside = [leaf for leaf in module.modules() if leaf is not module]
+    recorder.after_each(with_weights(inside), remember)
     recorder.after(module, finish)
-    for leaf in _modules_beside(record.model, name, module):
-        recorder.after(leaf, behind)
-
-
-def _is_or_copies(taken: Tensor, result: Tensor) -> bool:
-    """Whether this is a call's output, or a copy: chunks of one are concatenated (CANINE)."""
-    if data_address(taken) == data_address(result):
-        return True
-    try:
-        return torch.equal(taken.detach().flatten(), result.flatten()) and bool(result.any())
-    except RuntimeError:  # of a `vmap` that has ended: the call is refused for what it was
-        return False
+    recorder.after_each(_modules_beside(record.model, name, module), behind)
 
 
 def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.Module]:
@@ -157,8 +152,8 @@ def _modules_beside(model: nn.Module, name: str, module: nn.Module) -> list[nn.M
     for depth in (1, 2):
         if len(parts) > depth and not found:
             scope = model.get_submodule(".".join(parts[:-depth]))
-            rest = (m for m in scope.modules() if m not in inside and module not in m.modules())
-            found = [m for m in rest if has_weights(m)]
+            rest = [m for m in scope.modules() if m not in inside and module not in m.modules()]
+            found = with_weights(rest)
     return found
 
 
@@ -167,12 +162,12 @@ def _begin(
 ) -> AttentionCall | None:
     """Read a call's input before the module runs, which may write into it."""
     arguments = bound_arguments(module, args, kwargs)
-    tokens = {k: v for k, v in arguments.items() if is_tokens(v)}
+    tokens = token_arguments(arguments)
     first = next((k for k in _QUERIES if k in arguments), None)
     first = first or next((k for k, v in tokens.items() if v.requires_grad), None)
     first = first or next(iter(arguments), None)
     x = arguments[first] if first is not None else None
-    given = {k: unmarked(v) for k, v in arguments.items()}
+    given = unmarked(arguments)
     if not isinstance(x, Tensor) or x.ndim < 2:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"`{name}` should take a tensor of tokens first. Found {found}.")
@@ -182,7 +177,8 @@ def _begin(
             record.calls.append(_in_parts(name, module, given, x.detach()))
             record.calls[-1].blocks_before = len(record.blocks)
         return None
-    others = {k: v for k, v in tokens.items() if not same_tensor(v, x) and k not in _VALUES}
+    own = (*names_of(tokens, x), *_VALUES)
+    others = {k: v for k, v in tokens.items() if k not in own}
     source = next((others[k] for k in _SOURCES if k in others), None)
     unsure: tuple[str, ...] = ()
     if source is None:  # under another name: what depends on the input too
@@ -224,7 +220,7 @@ def set_call_inputs(
     """Set what moves in a call and what stays: tokens ``x`` of queries, those of other keys."""
     keys = x if source is None else source
     moved, still = (source, x) if record.side == "key" and source is not None else (x, source)
-    call.arguments, call.hidden = arguments, _names_of(arguments, moved)
+    call.arguments, call.hidden = arguments, names_of(arguments, moved)
     call.x = as_tokens(record.kept.keep(moved), call.token_axis)
     call.context = None if still is None else as_tokens(record.kept.keep(still), call.token_axis)
     if not moved.numel():
@@ -237,10 +233,6 @@ def set_call_inputs(
             "or `model`."
         )
     call.kept = [moved, *call.kept[1:]]  # alive: no later tensor can take its place in memory
-
-
-def _names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
-    return tuple(name for name, value in arguments.items() if same_tensor(value, x))
 
 
 def output_index(output: Any, call: AttentionCall) -> int:
@@ -328,8 +320,7 @@ def hook_block(recorder: Recorder, record: Trace, name: str, module: nn.Module) 
         streams = streams_of(record, arguments)
         started.clear()
         if streams:
-            given = {k: unmarked(v) for k, v in arguments.items()}
-            started.append(BlockCall(name, block, given, streams, streams[0].x))
+            started.append(BlockCall(name, block, unmarked(arguments), streams, streams[0].x))
 
     def finish(_: nn.Module, __: Any, out: Any) -> None:
         for call in started:

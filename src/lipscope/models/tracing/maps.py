@@ -74,11 +74,13 @@ def build_map(
             f"`per_head` goes with the maps {', '.join(PER_HEAD_MAPS)}. Found `{name}`."
         )
     call = record.calls[0] if name in WHOLE else _call_of_layer(record, layer)
-    check_request(record, layer, name, call.num_tokens, memory)
+    attention = None if name in OF_BLOCKS else closed_form(call)
+    if attention is None:
+        _check_memory(record, layer, name, call.num_tokens, memory)
     if name in WHOLE:
         built = replace(model_map(record, scores=name != "model"), map=name)
     else:
-        built = _layer_map(record, call, layer, name, per_head)
+        built = _layer_map(record, call, layer, name, per_head, attention)
     _check_agreement(built, record)
     remark = record.remarks.get(len(record.calls) - 1 if layer is None else layer)
     return replace(built, note="; ".join(filter(None, (built.note, remark))) or None)
@@ -94,14 +96,18 @@ def _call_of_layer(record: Trace, layer: int | None) -> AttentionCall:
 
 
 def _layer_map(
-    record: Trace, call: AttentionCall, layer: int | None, name: str, per_head: bool
+    record: Trace,
+    call: AttentionCall,
+    layer: int | None,
+    name: str,
+    per_head: bool,
+    attention: Attention | None,
 ) -> LayerMap:
     if name in OF_BLOCKS:
         built = (block_map if name == "block" else stack_map)(record, call)
         return replace(built, layer=layer, map=name, num_heads=count_heads(call.module))
     if call.refusal:
         raise InputError(call.refusal)
-    attention = closed_form(call)
     core: ClosedForm | Replayed
     core = Replayed(call, per_head) if attention is None else ClosedForm(call, attention)
     heads = attention.num_heads if attention is not None else count_heads(call.module)
@@ -212,9 +218,14 @@ def check_request(
     record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
 ) -> None:
     """Refuse a map that the generic path could not hold in ``memory`` bytes at this length."""
+    if name in OF_BLOCKS or closed_form(record.calls[layer or 0]) is None:
+        _check_memory(record, layer, name, num_tokens, memory)
+
+
+def _check_memory(
+    record: Trace, layer: int | None, name: str, num_tokens: int, memory: int
+) -> None:
     call = record.calls[layer or 0]
-    if name not in OF_BLOCKS and closed_form(call) is not None:
-        return
     layers = (layer or 0) + 1 if name == "stack" else len(record.calls) if name in WHOLE else 1
     others = num_tokens if call.context is None else call.context.shape[0]
     pairs = num_tokens * others

@@ -41,6 +41,11 @@ class Recorder(contextlib.ExitStack):
         """Call ``hook(module, args, out)`` after every call; what it returns takes its place."""
         self.callback(module.register_forward_hook(hook).remove)
 
+    def after_each(self, modules: Iterable[nn.Module], hook: Callable[..., Any]) -> None:
+        """The same of several modules."""
+        for module in modules:
+            self.after(module, hook)
+
     def arguments(self, module: nn.Module, note: Callable[[dict[str, Any]], Any]) -> list[Any]:
         """What is noted of the arguments by name of every call, before it."""
         found: list[Any] = []
@@ -64,7 +69,7 @@ class Recorder(contextlib.ExitStack):
     ) -> Any:
         """Run a model in exact maths; its buffers stay as they are, and its draws are fixed."""
         exact = exact_maths(dtype, differentiable=differentiable)
-        with exact, undisturbed(model), _same_draws(model):
+        with _same_draws(model), exact, undisturbed(model):
             return (call or called)(model, inputs)
 
 
@@ -194,6 +199,11 @@ def is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
 
 
+def token_arguments(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Those of a call's arguments that are token matrices, one or several."""
+    return {name: value for name, value in arguments.items() if is_tokens(value)}
+
+
 def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     """A batch of one as a token matrix ``(n, d)``."""
     if x.ndim != 3:
@@ -203,27 +213,30 @@ def as_tokens(x: Tensor, token_axis: int) -> Tensor:
     return x.squeeze(batch if x.shape[batch] == 1 else token_axis)
 
 
-def unmarked(value: Any) -> Any:
-    """An argument without its marks; tensors in tuples and lists too."""
+def unmarked(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments without their marks; tensors in tuples and lists too."""
+    return {name: _unmarked(value) for name, value in arguments.items()}
+
+
+def _unmarked(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     if type(value) in (tuple, list):
-        return type(value)(unmarked(one) for one in value)
+        return type(value)(_unmarked(one) for one in value)
     return value
-
-
-def has_storage(x: Tensor) -> bool:
-    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return False
-    return True
 
 
 def data_address(x: Tensor) -> int:
     """Where a tensor lies in memory; one that lies nowhere (sparse, inside `vmap`) is no other."""
-    return x.data_ptr() if has_storage(x) else -id(x)
+    try:
+        return x.data_ptr()
+    except RuntimeError:
+        return -id(x)
+
+
+def has_storage(x: Tensor) -> bool:
+    """Whether a tensor has a place in memory; inside `vmap`, where masks are made, none has."""
+    return data_address(x) != -id(x)
 
 
 def same_tensor(a: Any, b: Tensor) -> bool:
@@ -236,6 +249,28 @@ def same_tensor(a: Any, b: Tensor) -> bool:
         return False
     steps = zip(a.stride(), b.stride(), a.shape, strict=True)
     return all(i == j or size == 1 for i, j, size in steps)
+
+
+def names_of(arguments: Mapping[str, Any], x: Tensor) -> tuple[str, ...]:
+    """The names of the arguments that are this tensor."""
+    return tuple(name for name, value in arguments.items() if same_tensor(value, x))
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one size begin at one place in memory."""
+    return data_address(a) == data_address(b) and a.numel() == b.numel()
+
+
+def same_or_copy(taken: Any, result: Tensor) -> bool:
+    """Whether this is a call's output, or a copy: chunks of one are concatenated (CANINE)."""
+    if not isinstance(taken, Tensor):
+        return False
+    if data_address(taken) == data_address(result):
+        return True
+    try:
+        return torch.equal(taken.detach().flatten(), result.flatten()) and bool(result.any())
+    except RuntimeError:  # of a `vmap` that has ended: the call is refused for what it was
+        return False
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -32,13 +32,13 @@ from lipscope.models.tracing.recorder import (
     as_tokens,
     called,
     close,
-    data_address,
     distance,
     each_tensor,
     first_tensor,
     has_storage,
     mark_embeddings,
     marked,
+    same_place,
     tensors_in,
     to_device,
     tracked,
@@ -242,18 +242,21 @@ def _find_projection(call: AttentionCall) -> None:
         call.projection_inside = True
         return
     for one in call.inside:
-        as_it_is = _same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape
-        if isinstance(one.module, nn.Conv1d) and as_it_is:  # not a transpose of it
+        if not isinstance(one.module, nn.Conv1d):
+            continue
+        if same_place(one.x, call.kept[0]) and one.x.shape == call.kept[0].shape:  # no transpose
             raise InputError(
                 f"`{call.name}` should take (batch, tokens, width). Found channels first: a "
                 "convolution runs over its input as it is; this layout is not covered."
             )
-    inner = _projection_of([one for one in call.inside if _same_place(one.y, out)])
+    ends = [one for one in call.inside if same_place(one.y, out)]
+    inner = _projection_of(ends)
     call.projection_inside = inner is not None
     if inner is not None:
         call.projection, call.heads = inner.module, as_tokens(inner.x, call.token_axis)
         return
-    _look_behind_a_sum(call, out)
+    norm = next((one for one in ends if is_norm(one.module)), None)
+    _look_behind_a_sum(call, out, norm)
     outer = None if call.projection or call.refusal else _projection_of(call.behind)
     if outer is not None:
         call.projection, call.heads = outer.module, as_tokens(outer.x, call.token_axis)
@@ -267,9 +270,7 @@ def _projection_of(applied: list[Applied]) -> Applied | None:
     if not affine:
         return None
     last = affine[-1]  # what holds a module is done after it
-    return next(
-        (one for one in affine if is_plain(one.module) and _same_place(one.y, last.y)), last
-    )
+    return next((one for one in affine if is_plain(one.module) and same_place(one.y, last.y)), last)
 
 
 def _is_affine(one: Applied) -> bool:
@@ -289,12 +290,9 @@ def _is_affine(one: Applied) -> bool:
         return False
 
 
-def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
+def _look_behind_a_sum(call: AttentionCall, out: Tensor, norm: Applied | None) -> None:
     """Find the projection in modules that add the residual themselves (BLOOM; ALBERT: a norm)."""
     axis = call.token_axis
-    norm = next(
-        (one for one in call.inside if is_norm(one.module) and _same_place(one.y, out)), None
-    )
     total = as_tokens(norm.x, axis) if norm is not None else call.output
     given = [v for k, v in call.arguments.items() if k not in call.hidden]
     given = [v for v in given if isinstance(v, Tensor) and v.shape == out.shape and has_storage(v)]
@@ -313,10 +311,6 @@ def _look_behind_a_sum(call: AttentionCall, out: Tensor) -> None:
             f"`{call.name}` should end at its output projection. Found a norm at its end, so that "
             "its output is more than attention; use the map `block` or `model`."
         )
-
-
-def _same_place(a: Tensor, b: Tensor) -> bool:
-    return data_address(a) == data_address(b) and a.numel() == b.numel()
 
 
 # --- overflow in half precision

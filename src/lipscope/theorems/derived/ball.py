@@ -157,17 +157,16 @@ class Ball:
         """
         c, p = self.c, self.p
         parts: dict[str, list[Tensor]] = {}
-        for rows in c.chunks:
-            y, z = c.y(rows), c.z(rows)
+        for rows, y, z in c.pieces:
             change = p.change[rows, :, None].sqrt()
-            gram, top = self._moment(rows, y, c.nu)
             moved = _gram(change * y)
+            gram, top, change_v = self._moment(rows, y, c.nu, moved)
             found = {
                 "upper_y": gram,
                 "change_y": moved,
                 "upper_v": top,
                 "upper_a": self._moment(rows, z, c.mu)[1],
-                "change_v": eigenvalue(moved),
+                "change_v": change_v,
             }
             if c.rotary is not None:
                 found["rows"] = self._rotary_rows(rows, y)
@@ -175,18 +174,19 @@ class Ball:
                 parts.setdefault(name, []).append(value)
         return {name: torch.cat(part) for name, part in parts.items()}
 
-    def _moment(self, rows: slice, y: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    def _moment(self, rows: slice, y: Tensor, size: Tensor, *others: Tensor) -> list[Tensor]:
         """``>= sum_j P'_ij y_ij y_ij^T``, and its top eigenvalue; ``size`` holds ``|y_ij|``.
 
-        With ``U``; or with ``L``, the rest of the weight put where it counts most.
+        With ``U``; or with ``L``, the rest of the weight put where it counts most. Then the top
+        eigenvalues of other matrices of this size.
         """
         upper, lower = (_gram(w[rows, :, None].sqrt() * y) for w in (self.p.upper, self.p.lower))
         most = size[rows].masked_fill(~self.c.allowed[rows], 0.0).amax(-1)
         free = self.p.free[rows] * most.square()
         lower = lower + torch.diag_embed(free[:, None].expand(-1, y.shape[-1]))
-        tops = eigenvalue(upper), eigenvalue(lower)
-        less = tops[1] < tops[0]
-        return torch.where(less[:, None, None], lower, upper), torch.minimum(*tops)
+        first, second, *tops = eigenvalue(torch.stack([upper, lower, *others]))
+        less = (second < first)[:, None, None]
+        return [torch.where(less, lower, upper), torch.minimum(first, second), *tops]
 
     @cached_property
     def mean_moved(self) -> Tensor:
@@ -199,8 +199,8 @@ class Ball:
     def _change_a(self) -> Tensor:
         """As ``change_v`` of `sums`, of ``A^T y``: not every form asks for it."""
         parts = [
-            eigenvalue(_gram(self.p.change[rows, :, None].sqrt() * self.c.z(rows)))
-            for rows in self.c.chunks
+            eigenvalue(_gram(self.p.change[rows, :, None].sqrt() * z))
+            for rows, _, z in self.c.pieces
         ]
         return torch.cat(parts)
 
@@ -281,7 +281,7 @@ class Ball:
         moved = (c.head.norm_v * self.eps + mean[:, None]) * self.rho
         query = c.norm_a * self.eps
         if c.rotary is None:
-            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * c.y(r))) for r in c.chunks]
+            parts = [eigenvalue(_gram(sizes[r, :, None].sqrt() * y)) for r, y, _ in c.pieces]
             turned = query * torch.cat(parts).sqrt()
         else:
             turned = query * (sizes * c.nu.square()).sum(-1).sqrt()
