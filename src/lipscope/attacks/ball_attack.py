@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -87,6 +88,15 @@ class BallAttack(Shown):
     attempts: int  # random points and ascents tried
 
 
+class Attempts(NamedTuple):
+    """How hard an attack tries."""
+
+    random: int = 20  # random points of the ball
+    ascents: int = 2  # ascents of each kind, or starts of descents besides X
+    steps: int = 30  # of an ascent or a descent
+    seed: int = 0  # of all that is drawn
+
+
 def attack_in_ball(
     layer: Attention,
     x: Float[Tensor, "n d"],
@@ -95,19 +105,17 @@ def attack_in_ball(
     ball: BallName = "token",
     head: int | None = None,
     map: Map = "attention",
-    random: int = 20,
-    ascents: int = 2,
-    steps: int = 30,
-    seed: int = 0,
+    **attempts: int,
 ) -> BallAttack:
     """Random and gradient-ascent attempts to exceed a certificate inside its ball.
 
     Ascents maximise ``‖f(X') - f(X)‖ / ‖X' - X‖`` and ``<u, J(X') v>``, with ``u, v`` the top
     singular vectors at the current point; every iterate is put back into the ball. The first start
-    along the top singular vector at X, towards both sides.
+    along the top singular vector at X, towards both sides. How many there are say the `Attempts`.
 
     Holds for any layer; its values are lower ones, found and not proved largest.
     """
+    random, ascents, steps, seed = Attempts(**attempts)
     check_ball(ball)
     own = in_double(layer, head)
     x = tokens_of(own, x)
@@ -231,24 +239,23 @@ def attack_decision(
     bias: Float[Tensor, " c"] | None = None,
     pool: Pool = "mean",
     ball: BallName = "token",
-    random: int = 20,
-    ascents: int = 2,
-    steps: int = 20,
-    seed: int = 0,
+    **attempts: int,
 ) -> Flip:
     """Try to change a decision inside a ball, then in larger and larger ones.
 
     Descents on the margin, which step towards the steepest move of the ball (Frank and
     Wolfe's method), for the rivals that are nearest to first order: in the first ball from X
-    and from random points, in the larger ones from X; then bisection on the radius.
+    and from random points, in the larger ones from X; then bisection on the radius. The `Attempts`
+    say how many there are, of 20 steps each if not told otherwise.
 
     Holds for dot-product layers; a radius found is an upper value of the true one.
     """
+    tries = Attempts(**{"steps": 20} | attempts)
     check_ball(ball)
-    search = _FlipSearch(Decision(layer, x, weight, bias, pool), ball, steps, seed)
+    search = _FlipSearch(Decision(layer, x, weight, bias, pool), ball, tries.steps, tries.seed)
     if 0 < radius < math.inf:  # around a tie there is no ball
-        search.sample(radius, random)
-        if not search.flips(radius, ascents):
+        search.sample(radius, tries.random)
+        if not search.flips(radius, tries.ascents):
             search.approach(radius)
     at = search.at
     return Flip(search.radius, search.reached, at.x + search.best, search.attempts)

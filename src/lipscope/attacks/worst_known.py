@@ -66,7 +66,6 @@ def worst(
     *,
     num_tokens: int,
     radius: float,
-    heads: Sequence[int] | None = None,
     names: Collection[str] | None = None,
     restarts: int = 4,
     steps: int = 40,
@@ -85,7 +84,6 @@ def worst(
         layer: The layer; the map is ``attention``, all heads with the projection.
         num_tokens: Number of tokens.
         radius: Largest token norm.
-        heads: Heads that place tokens; all if None.
         names: Constructions to try; all if None.
         restarts: Random starts of the second ascent.
         steps: Iterations of both; with ``steps=0`` there is none.
@@ -99,17 +97,11 @@ def worst(
         misses more often.
     """
     check_size(num_tokens, radius)
-    chosen = range(layer.num_heads) if heads is None else heads
-    for head in chosen:
-        if not 0 <= head < layer.num_heads:
-            raise InputError(
-                f"`heads` should be between 0 and {layer.num_heads - 1}. Found {head}."
-            )
     rows = [
         _measured(layer, _about(built), built.x, tol, generator, built.predicted)
         if isinstance(built, Construction)
         else built
-        for built in _all(layer, num_tokens, radius, chosen, names)
+        for built in _all(layer, num_tokens, radius, names)
     ]
     about = ("given", "the input that was given, within the radius", "", None)
     rows += [_measured(layer, about, clamp(x, radius), tol, generator) for x in given]
@@ -131,11 +123,7 @@ def worst(
 
 
 def _all(
-    layer: Attention,
-    num_tokens: int,
-    radius: float,
-    heads: Sequence[int],
-    names: Collection[str] | None,
+    layer: Attention, num_tokens: int, radius: float, names: Collection[str] | None
 ) -> Iterator[Construction | WorstInput]:
     wanted = {*PER_LAYER, *PER_HEAD} if names is None else names
     for name, build in PER_LAYER.items():
@@ -147,7 +135,7 @@ def _all(
             continue
         made = [
             _try(name, h, partial(build, layer, head=h, num_tokens=num_tokens, radius=radius))
-            for h in heads
+            for h in range(layer.num_heads)
         ]
         # What fails for the layer as such is said once.
         reasons = {one.reason if isinstance(one, WorstInput) else None for one in made}

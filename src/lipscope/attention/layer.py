@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, TypeVar, cast, final
 
@@ -217,17 +217,28 @@ def check_log_weights(log_weights: Tensor | None, keys: Tensor) -> None:
         )
 
 
-class Framed(TypedDict, total=False):
-    """What softmax and its like take besides weights: `Biased` explains it."""
+class Masked(TypedDict, total=False):
+    """What every variant for encoders and decoders takes besides weights."""
 
     heads: int
+    causal: bool
+    mask: Bool[Tensor, "*h n n"] | None
+
+
+class Framed(Masked, total=False):
+    """What softmax and its like take: biases and a scale besides."""
+
     query_bias: Float[Tensor, " hk"] | None
     key_bias: Float[Tensor, " hk"] | None
     value_bias: Float[Tensor, " hv"] | None
     output_bias: Float[Tensor, " d_out"] | None
     scale: float | None
-    causal: bool
-    mask: Bool[Tensor, "*h n n"] | None
+
+
+def check_frame_of(frame: Mapping[str, object], takes: type) -> None:
+    """Refuse an argument that a variant does not hand on, in the words of Python."""
+    for name in frame.keys() - takes.__annotations__.keys():
+        raise TypeError(f"__init__() got an unexpected keyword argument '{name}'")
 
 
 def arguments(kind: type) -> dict[str, inspect.Parameter]:
@@ -238,6 +249,10 @@ def arguments(kind: type) -> dict[str, inspect.Parameter]:
         own = dict(inspect.signature(vars(one)["__init__"]).parameters)
         hands_on = [n for n, p in own.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
         found = {n: p for n, p in own.items() if n not in ("self", *hands_on)} | found
+        if (takes := vars(one).get("takes")) is not None:
+            kind_of = inspect.Parameter.KEYWORD_ONLY
+            more = {n: inspect.Parameter(n, kind_of, default=None) for n in takes.__annotations__}
+            return found | more
         if not hands_on:
             break
     return found

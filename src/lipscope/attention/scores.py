@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Unpack
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import Attention
+from lipscope.attention.layer import Framed, check_frame_of
 
 
 class InnerProduct(Attention):
@@ -30,36 +33,18 @@ class InnerProduct(Attention):
 class Biased(InnerProduct):
     """Those with biases, masks and a scale, and nothing else of the frame."""
 
+    takes: ClassVar[type] = Framed
+
     def __init__(
         self,
         query: Float[Tensor, "hk d"],
         key: Float[Tensor, "hk d"],
         value: Float[Tensor, "hv d"],
         output: Float[Tensor, "d_out hv"] | None = None,
-        *,
-        heads: int = 1,
-        query_bias: Float[Tensor, " hk"] | None = None,
-        key_bias: Float[Tensor, " hk"] | None = None,
-        value_bias: Float[Tensor, " hv"] | None = None,
-        output_bias: Float[Tensor, " d_out"] | None = None,
-        scale: float | None = None,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        **frame: Unpack[Framed],
     ) -> None:
-        super().__init__(
-            query,
-            key,
-            value,
-            output,
-            heads=heads,
-            query_bias=query_bias,
-            key_bias=key_bias,
-            value_bias=value_bias,
-            output_bias=output_bias,
-            scale=scale,
-            causal=causal,
-            mask=mask,
-        )
+        check_frame_of(frame, Framed)
+        super().__init__(query, key, value, output, **frame)
 
 
 class Distance(Attention):

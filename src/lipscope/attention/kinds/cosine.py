@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Unpack
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lipscope.attention.core import variant
-from lipscope.attention.layer import TokenNorm, wide
+from lipscope.attention.layer import Masked, TokenNorm, check_frame_of, wide
 from lipscope.attention.scores import InnerProduct
 from lipscope.attention.spectral import of_heads, spectral_norm
 from lipscope.errors import check_finite_number, check_positive
@@ -39,6 +41,7 @@ class ScaledCosineAttention(InnerProduct):
     [1.0, 1.0, 1.0, 1.0]
     """
 
+    takes: ClassVar[type] = Masked
     temperature: Tensor
     gain: Tensor
 
@@ -52,17 +55,14 @@ class ScaledCosineAttention(InnerProduct):
         temperature: float | Float[Tensor, ""],
         gain: float | Float[Tensor, ""] = 1.0,
         eps: float = 1e-6,
-        heads: int = 1,
-        causal: bool = False,
-        mask: Bool[Tensor, "*h n n"] | None = None,
+        **frame: Unpack[Masked],
     ) -> None:
+        check_frame_of(frame, Masked)
         for name, number in (("temperature", temperature), ("gain", gain)):
             check = check_finite_number if isinstance(number, Tensor) else check_positive
             check(name, number)
         check_positive("eps", eps)
-        super().__init__(
-            query, key, value, output, heads=heads, scale=1.0, causal=causal, mask=mask
-        )
+        super().__init__(query, key, value, output, scale=1.0, **frame)
         self.hold(temperature=_scalar(temperature, query), gain=_scalar(gain, query))
         self.eps = eps
 
