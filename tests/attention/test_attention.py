@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lipscope import linearise, to_dense, top_singular
 from lipscope.attention import DotProduct, Rotary, TokenNorm

@@ -8,8 +8,7 @@ import torch
 
 from lipscope import DotProduct, InputError
 from lipscope.attacks import attack_decision
-from lipscope.certificates.decision import ReadOut, certified_radius
-from lipscope.certificates.decision import largest_form as form_bound
+from lipscope.certificates.decision import ReadOut, certified_radius, largest_form as form_bound
 from small_layers import KINDS, case, move
 
 BALLS, POOLS = ("token", "frobenius"), ("mean", "first")

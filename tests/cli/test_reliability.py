@@ -20,8 +20,18 @@ import pytest
 
 import lipscope as ls
 from command import BERT, TEXT
-from damage import WHOLE, Count, campaign, changed_manifest, cuts, finished, flips, made, one_line
-from damage import snapshot as state
+from damage import (
+    WHOLE,
+    Count,
+    campaign,
+    changed_manifest,
+    cuts,
+    finished,
+    flips,
+    made,
+    one_line,
+    snapshot as state,
+)
 from lipscope.errors import InputError
 from lipscope.records import tables
 from lipscope.records.folder import Finished, RunFolder, read_run

@@ -3,8 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lipscope.engine.checks import parse_bytes, parse_integers, parse_tokens
 from lipscope.errors import InputError

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lipscope.engine.plan import InputKey, Job, Shape, Survey, plan, row_ids
 from lipscope.engine.spec import AXES, OPTIONS, MeasureOptions, Spec, spec_of

@@ -16,8 +16,7 @@ from torch import Tensor
 import lipscope
 from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, measure
 from lipscope.charts import Panel
-from lipscope.engine import Progress as RowProgress
-from lipscope.engine import folder_of, measure_built
+from lipscope.engine import Progress as RowProgress, folder_of, measure_built
 from lipscope.models import LoadedModel, folder_stamp, load_model, source_stamp
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
 from lipscope_experiments.findings import (

@@ -15,13 +15,13 @@ from lipscope.pages import number
 from lipscope.records import (
     CONFIDENCE,
     Growth,
+    grouped as grouped_by,
     mean_interval,
     off_line,
     percent_off,
     share_interval,
     slope_of,
 )
-from lipscope.records import grouped as grouped_by
 
 Record = dict[str, Any]
 """What was computed for a key, with the key."""

@@ -4,67 +4,47 @@
 where the tokens go; what is measured is the layer with its biases, heads and projection.
 """
 
-from lipscope.attacks.ascent import Ascent, ascend, check_size, confirm
+from lipscope.attacks.ascent import (
+    Ascent as Ascent,
+    ascend as ascend,
+    check_size as check_size,
+    confirm as confirm,
+)
 from lipscope.attacks.ball_attack import (
-    BallAttack,
-    Flip,
-    Function,
-    ascent_move,
-    attack_decision,
-    attack_in_ball,
-    of_size,
-    random_move,
-    sign_move,
+    BallAttack as BallAttack,
+    Flip as Flip,
+    Function as Function,
+    ascent_move as ascent_move,
+    attack_decision as attack_decision,
+    attack_in_ball as attack_in_ball,
+    of_size as of_size,
+    random_move as random_move,
+    sign_move as sign_move,
 )
 from lipscope.attacks.constructions import (
-    Construction,
-    constant,
-    dominant_token,
-    gamma_star,
-    l2_opposed,
-    large_radius,
-    quadratic,
-    two_cluster,
-    unbalanced,
-    weighted_two_atoms,
+    Construction as Construction,
+    constant as constant,
+    dominant_token as dominant_token,
+    gamma_star as gamma_star,
+    l2_opposed as l2_opposed,
+    large_radius as large_radius,
+    quadratic as quadratic,
+    two_cluster as two_cluster,
+    unbalanced as unbalanced,
+    weighted_two_atoms as weighted_two_atoms,
 )
-from lipscope.attacks.edits import RECIPES, Draft, EditSearch, Scores
-from lipscope.attacks.worst_known import DRAWN, KNOWN, PER_HEAD, PER_LAYER, WorstInput, worst
-from lipscope.measures import Repeated
-
-__all__ = [
-    "DRAWN",
-    "KNOWN",
-    "PER_HEAD",
-    "PER_LAYER",
-    "RECIPES",
-    "Ascent",
-    "BallAttack",
-    "Construction",
-    "Draft",
-    "EditSearch",
-    "Flip",
-    "Function",
-    "Repeated",
-    "Scores",
-    "WorstInput",
-    "ascend",
-    "ascent_move",
-    "attack_decision",
-    "attack_in_ball",
-    "check_size",
-    "confirm",
-    "constant",
-    "dominant_token",
-    "gamma_star",
-    "l2_opposed",
-    "large_radius",
-    "of_size",
-    "quadratic",
-    "random_move",
-    "sign_move",
-    "two_cluster",
-    "unbalanced",
-    "weighted_two_atoms",
-    "worst",
-]
+from lipscope.attacks.edits import (
+    RECIPES as RECIPES,
+    Draft as Draft,
+    EditSearch as EditSearch,
+    Scores as Scores,
+)
+from lipscope.attacks.worst_known import (
+    DRAWN as DRAWN,
+    KNOWN as KNOWN,
+    PER_HEAD as PER_HEAD,
+    PER_LAYER as PER_LAYER,
+    WorstInput as WorstInput,
+    worst as worst,
+)
+from lipscope.measures import Repeated as Repeated

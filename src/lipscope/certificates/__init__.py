@@ -1,37 +1,23 @@
 """Certificates that hold all over a ball, and decisions that cannot change within one."""
 
 from lipscope.certificates.balls import (
-    BallCertificate,
-    HeadCertificate,
-    certified_changes,
-    certify_ball,
-    check_ball,
-    in_double,
-    sigma_of,
-    tokens_of,
+    BallCertificate as BallCertificate,
+    HeadCertificate as HeadCertificate,
+    certified_changes as certified_changes,
+    certify_ball as certify_ball,
+    check_ball as check_ball,
+    in_double as in_double,
+    sigma_of as sigma_of,
+    tokens_of as tokens_of,
 )
-from lipscope.certificates.decision import Decision, Pool, certified_radius
-from lipscope.certificates.margin import NetworkBall
+from lipscope.certificates.decision import (
+    Decision as Decision,
+    Pool as Pool,
+    certified_radius as certified_radius,
+)
+from lipscope.certificates.margin import NetworkBall as NetworkBall
 from lipscope.certificates.network_decision import (
-    DecisionBall,
-    NetworkCertificate,
-    certify_network,
+    DecisionBall as DecisionBall,
+    NetworkCertificate as NetworkCertificate,
+    certify_network as certify_network,
 )
-
-__all__ = [
-    "BallCertificate",
-    "Decision",
-    "DecisionBall",
-    "HeadCertificate",
-    "NetworkBall",
-    "NetworkCertificate",
-    "Pool",
-    "certified_changes",
-    "certified_radius",
-    "certify_ball",
-    "certify_network",
-    "check_ball",
-    "in_double",
-    "sigma_of",
-    "tokens_of",
-]

@@ -43,8 +43,7 @@ def sweep(
     Finished rows are on the disk at once. The same command on the same folder goes on with
     what is missing.
     """
-    from lipscope.engine import estimate
-    from lipscope.engine import sweep as run
+    from lipscope.engine import estimate, sweep as run
 
     place = Place(out, spec.stem, dated=False, force=force)
     if dry_run:

@@ -1,41 +1,27 @@
 """Tokens that flow through attention: particles, normal laws, clusters, and sigma along depth."""
 
-from lipscope.dynamics.depth import Depth, sigma_along, sigma_of_blocks, sigma_through
-from lipscope.dynamics.gaussian import GaussianTrajectory, closure, gaussian_flow
-from lipscope.dynamics.integrate import Event, Happened
-from lipscope.dynamics.particles import (
-    Clusters,
-    Phase,
-    Trajectory,
-    clusters,
-    consensus,
-    diameter,
-    evolve,
-    leaders,
-    outgrows,
-    phases,
-    residual,
+from lipscope.dynamics.depth import (
+    Depth as Depth,
+    sigma_along as sigma_along,
+    sigma_of_blocks as sigma_of_blocks,
+    sigma_through as sigma_through,
 )
-
-__all__ = [
-    "Clusters",
-    "Depth",
-    "Event",
-    "GaussianTrajectory",
-    "Happened",
-    "Phase",
-    "Trajectory",
-    "closure",
-    "clusters",
-    "consensus",
-    "diameter",
-    "evolve",
-    "gaussian_flow",
-    "leaders",
-    "outgrows",
-    "phases",
-    "residual",
-    "sigma_along",
-    "sigma_of_blocks",
-    "sigma_through",
-]
+from lipscope.dynamics.gaussian import (
+    GaussianTrajectory as GaussianTrajectory,
+    closure as closure,
+    gaussian_flow as gaussian_flow,
+)
+from lipscope.dynamics.integrate import Event as Event, Happened as Happened
+from lipscope.dynamics.particles import (
+    Clusters as Clusters,
+    Phase as Phase,
+    Trajectory as Trajectory,
+    clusters as clusters,
+    consensus as consensus,
+    diameter as diameter,
+    evolve as evolve,
+    leaders as leaders,
+    outgrows as outgrows,
+    phases as phases,
+    residual as residual,
+)

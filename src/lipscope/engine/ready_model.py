@@ -43,11 +43,11 @@ from lipscope.models import (
     remarks_on,
     split_revision,
     to_device,
+    trace as run_traced,
     with_mask,
     with_words,
     without_padding,
 )
-from lipscope.models import trace as run_traced
 
 _DRAWS = "the model draws random numbers in its forward pass: here the same ones each time"
 

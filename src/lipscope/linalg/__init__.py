@@ -1,31 +1,38 @@
 """Linear algebra of Jacobians: operators, the top singular value, its interval and its gradient."""
 
-from lipscope.linalg.finite_difference import Segment as Segment
-from lipscope.linalg.finite_difference import difference as difference
-from lipscope.linalg.finite_difference import segment as segment
+from lipscope.linalg.finite_difference import (
+    Segment as Segment,
+    difference as difference,
+    segment as segment,
+)
 from lipscope.linalg.gradient import sigma as sigma
-from lipscope.linalg.norms import Metric as Metric
-from lipscope.linalg.norms import NormInterval as NormInterval
-from lipscope.linalg.norms import bracketed as bracketed
-from lipscope.linalg.norms import frobenius_interval as frobenius_interval
-from lipscope.linalg.norms import infinity_norm as infinity_norm
-from lipscope.linalg.norms import max_token_norm as max_token_norm
-from lipscope.linalg.operator import Operator as Operator
-from lipscope.linalg.operator import Product as Product
-from lipscope.linalg.operator import Tape as Tape
-from lipscope.linalg.operator import compose as compose
-from lipscope.linalg.operator import derivatives as derivatives
-from lipscope.linalg.operator import linearise as linearise
-from lipscope.linalg.operator import over_leading as over_leading
-from lipscope.linalg.operator import plus_identity as plus_identity
-from lipscope.linalg.operator import restrict as restrict
-from lipscope.linalg.operator import start_named as start_named
-from lipscope.linalg.operator import stretch as stretch
-from lipscope.linalg.operator import to_dense as to_dense
-from lipscope.linalg.singular import SMALLEST_TOL as SMALLEST_TOL
-from lipscope.linalg.singular import TopSingular as TopSingular
-from lipscope.linalg.singular import golub_kahan as golub_kahan
-from lipscope.linalg.singular import top_singular as top_singular
-from lipscope.linalg.singular import top_singular_batch as top_singular_batch
-from lipscope.linalg.top_subspace import Leading as Leading
-from lipscope.linalg.top_subspace import leading as leading
+from lipscope.linalg.norms import (
+    Metric as Metric,
+    NormInterval as NormInterval,
+    bracketed as bracketed,
+    frobenius_interval as frobenius_interval,
+    infinity_norm as infinity_norm,
+    max_token_norm as max_token_norm,
+)
+from lipscope.linalg.operator import (
+    Operator as Operator,
+    Product as Product,
+    Tape as Tape,
+    compose as compose,
+    derivatives as derivatives,
+    linearise as linearise,
+    over_leading as over_leading,
+    plus_identity as plus_identity,
+    restrict as restrict,
+    start_named as start_named,
+    stretch as stretch,
+    to_dense as to_dense,
+)
+from lipscope.linalg.singular import (
+    SMALLEST_TOL as SMALLEST_TOL,
+    TopSingular as TopSingular,
+    golub_kahan as golub_kahan,
+    top_singular as top_singular,
+    top_singular_batch as top_singular_batch,
+)
+from lipscope.linalg.top_subspace import Leading as Leading, leading as leading

@@ -1,108 +1,134 @@
 """From a model and an input to the maps of its layers, checked against the model itself."""
 
-from lipscope.models.data.images import Patches as Patches
-from lipscope.models.data.images import encode_picture as encode_picture
-from lipscope.models.data.images import normalisation as normalisation
-from lipscope.models.data.images import patches_of as patches_of
-from lipscope.models.data.images import picture_move as picture_move
-from lipscope.models.data.samples import checked_data as checked_data
-from lipscope.models.data.samples import inputs_of as inputs_of
-from lipscope.models.data.samples import later_positions as later_positions
-from lipscope.models.data.samples import remarks_on as remarks_on
-from lipscope.models.data.windows import Sample as Sample
-from lipscope.models.data.windows import Window as Window
-from lipscope.models.data.windows import WindowDecoder as WindowDecoder
-from lipscope.models.data.windows import WindowKind as WindowKind
-from lipscope.models.data.windows import decode_text as decode_text
-from lipscope.models.data.windows import default_text as default_text
-from lipscope.models.data.windows import digest as digest
-from lipscope.models.data.windows import random_tokens as random_tokens
-from lipscope.models.data.windows import read_text as read_text
-from lipscope.models.data.windows import read_texts as read_texts
-from lipscope.models.data.windows import repeated_token as repeated_token
-from lipscope.models.data.windows import shuffled_words as shuffled_words
-from lipscope.models.data.windows import special_tokens_of as special_tokens_of
-from lipscope.models.data.windows import whole_text as whole_text
-from lipscope.models.data.windows import windows_of_text as windows_of_text
+from lipscope.models.data.images import (
+    Patches as Patches,
+    encode_picture as encode_picture,
+    normalisation as normalisation,
+    patches_of as patches_of,
+    picture_move as picture_move,
+)
+from lipscope.models.data.samples import (
+    checked_data as checked_data,
+    inputs_of as inputs_of,
+    later_positions as later_positions,
+    remarks_on as remarks_on,
+)
+from lipscope.models.data.windows import (
+    Sample as Sample,
+    Window as Window,
+    WindowDecoder as WindowDecoder,
+    WindowKind as WindowKind,
+    decode_text as decode_text,
+    default_text as default_text,
+    digest as digest,
+    random_tokens as random_tokens,
+    read_text as read_text,
+    read_texts as read_texts,
+    repeated_token as repeated_token,
+    shuffled_words as shuffled_words,
+    special_tokens_of as special_tokens_of,
+    whole_text as whole_text,
+    windows_of_text as windows_of_text,
+)
 from lipscope.models.families.affine import projected as projected
-from lipscope.models.loading import LoadedModel as LoadedModel
-from lipscope.models.loading import adopt_model as adopt_model
-from lipscope.models.loading import check_finite as check_finite
-from lipscope.models.loading import fingerprint as fingerprint
-from lipscope.models.loading import folder_stamp as folder_stamp
-from lipscope.models.loading import load_model as load_model
-from lipscope.models.loading import source_stamp as source_stamp
-from lipscope.models.model_head import with_own_head as with_own_head
-from lipscope.models.model_head import with_scores as with_scores
-from lipscope.models.model_head import with_words as with_words
-from lipscope.models.modified_models import Keeps as Keeps
-from lipscope.models.modified_models import Rounds as Rounds
-from lipscope.models.modified_models import Which as Which
-from lipscope.models.modified_models import as_decoder as as_decoder
-from lipscope.models.modified_models import quantised as quantised
-from lipscope.models.modified_models import reinitialised as reinitialised
-from lipscope.models.modified_models import rounded as rounded
-from lipscope.models.modified_models import rounding as rounding
-from lipscope.models.modified_models import rounding_error as rounding_error
-from lipscope.models.modified_models import scrambled as scrambled
-from lipscope.models.modified_models import with_mask as with_mask
-from lipscope.models.network import ACTIVATIONS as ACTIVATIONS
-from lipscope.models.network import ActivationName as ActivationName
-from lipscope.models.network import Branch as Branch
-from lipscope.models.network import Feed as Feed
-from lipscope.models.network import Network as Network
-from lipscope.models.network import Norm as Norm
+from lipscope.models.loading import (
+    LoadedModel as LoadedModel,
+    adopt_model as adopt_model,
+    check_finite as check_finite,
+    fingerprint as fingerprint,
+    folder_stamp as folder_stamp,
+    load_model as load_model,
+    source_stamp as source_stamp,
+)
+from lipscope.models.model_head import (
+    with_own_head as with_own_head,
+    with_scores as with_scores,
+    with_words as with_words,
+)
+from lipscope.models.modified_models import (
+    Keeps as Keeps,
+    Rounds as Rounds,
+    Which as Which,
+    as_decoder as as_decoder,
+    quantised as quantised,
+    reinitialised as reinitialised,
+    rounded as rounded,
+    rounding as rounding,
+    rounding_error as rounding_error,
+    scrambled as scrambled,
+    with_mask as with_mask,
+)
+from lipscope.models.network import (
+    ACTIVATIONS as ACTIVATIONS,
+    ActivationName as ActivationName,
+    Branch as Branch,
+    Feed as Feed,
+    Network as Network,
+    Norm as Norm,
+)
 from lipscope.models.network_reader.agreement import check_network as check_network
-from lipscope.models.network_reader.reader import layer_network as layer_network
-from lipscope.models.network_reader.reader import read_network as read_network
+from lipscope.models.network_reader.reader import (
+    layer_network as layer_network,
+    read_network as read_network,
+)
 from lipscope.models.network_reader.search import Pooled as Pooled
-from lipscope.models.pretrained import quiet as quiet
-from lipscope.models.pretrained import split_revision as split_revision
-from lipscope.models.readings import Embedded as Embedded
-from lipscope.models.readings import Read as Read
-from lipscope.models.readings import Reader as Reader
-from lipscope.models.readings import Readings as Readings
-from lipscope.models.readings import Where as Where
+from lipscope.models.pretrained import quiet as quiet, split_revision as split_revision
+from lipscope.models.readings import (
+    Embedded as Embedded,
+    Read as Read,
+    Reader as Reader,
+    Readings as Readings,
+    Where as Where,
+)
 from lipscope.models.tracing.calls import Trace as Trace
-from lipscope.models.tracing.map_endpoints import LayerMap as LayerMap
-from lipscope.models.tracing.map_endpoints import MapEndpoints as MapEndpoints
-from lipscope.models.tracing.map_endpoints import Norms as Norms
-from lipscope.models.tracing.maps import MAPS as MAPS
-from lipscope.models.tracing.maps import OF_BLOCKS as OF_BLOCKS
-from lipscope.models.tracing.maps import PER_HEAD_MAPS as PER_HEAD_MAPS
-from lipscope.models.tracing.maps import WHOLE as WHOLE
-from lipscope.models.tracing.maps import MapName as MapName
-from lipscope.models.tracing.maps import build_map as build_map
-from lipscope.models.tracing.maps import check_request as check_request
-from lipscope.models.tracing.maps import margin_of as margin_of
-from lipscope.models.tracing.maps import norm_before as norm_before
-from lipscope.models.tracing.maps import without_padding as without_padding
-from lipscope.models.tracing.prepare import Choice as Choice
-from lipscope.models.tracing.prepare import ExactNorm as ExactNorm
-from lipscope.models.tracing.prepare import as_chosen as as_chosen
-from lipscope.models.tracing.prepare import choices as choices
-from lipscope.models.tracing.prepare import converted as converted
-from lipscope.models.tracing.prepare import copied as copied
-from lipscope.models.tracing.prepare import device_of as device_of
-from lipscope.models.tracing.prepare import eval_mode as eval_mode
-from lipscope.models.tracing.prepare import exact_maths as exact_maths
-from lipscope.models.tracing.prepare import implementation_for as implementation_for
-from lipscope.models.tracing.prepare import prepared as prepared
-from lipscope.models.tracing.recorder import first_tensor as first_tensor
-from lipscope.models.tracing.recorder import run as run
-from lipscope.models.tracing.recorder import to_device as to_device
-from lipscope.models.tracing.sites import OF_FUNCTION as OF_FUNCTION
-from lipscope.models.tracing.sites import SIDES as SIDES
-from lipscope.models.tracing.sites import AttentionCall as AttentionCall
-from lipscope.models.tracing.sites import NotCoveredError as NotCoveredError
-from lipscope.models.tracing.sites import Scores as Scores
-from lipscope.models.tracing.sites import Side as Side
-from lipscope.models.tracing.sites import attention_sites as attention_sites
-from lipscope.models.tracing.sites import block_of as block_of
-from lipscope.models.tracing.sites import closed_form as closed_form
-from lipscope.models.tracing.sites import family as family
-from lipscope.models.tracing.sites import known_families as known_families
-from lipscope.models.tracing.sites import reader_of as reader_of
-from lipscope.models.tracing.sites import why_run as why_run
-from lipscope.models.tracing.trace import overflows as overflows
-from lipscope.models.tracing.trace import trace as trace
+from lipscope.models.tracing.map_endpoints import (
+    LayerMap as LayerMap,
+    MapEndpoints as MapEndpoints,
+    Norms as Norms,
+)
+from lipscope.models.tracing.maps import (
+    MAPS as MAPS,
+    OF_BLOCKS as OF_BLOCKS,
+    PER_HEAD_MAPS as PER_HEAD_MAPS,
+    WHOLE as WHOLE,
+    MapName as MapName,
+    build_map as build_map,
+    check_request as check_request,
+    margin_of as margin_of,
+    norm_before as norm_before,
+    without_padding as without_padding,
+)
+from lipscope.models.tracing.prepare import (
+    Choice as Choice,
+    ExactNorm as ExactNorm,
+    as_chosen as as_chosen,
+    choices as choices,
+    converted as converted,
+    copied as copied,
+    device_of as device_of,
+    eval_mode as eval_mode,
+    exact_maths as exact_maths,
+    implementation_for as implementation_for,
+    prepared as prepared,
+)
+from lipscope.models.tracing.recorder import (
+    first_tensor as first_tensor,
+    run as run,
+    to_device as to_device,
+)
+from lipscope.models.tracing.sites import (
+    OF_FUNCTION as OF_FUNCTION,
+    SIDES as SIDES,
+    AttentionCall as AttentionCall,
+    NotCoveredError as NotCoveredError,
+    Scores as Scores,
+    Side as Side,
+    attention_sites as attention_sites,
+    block_of as block_of,
+    closed_form as closed_form,
+    family as family,
+    known_families as known_families,
+    reader_of as reader_of,
+    why_run as why_run,
+)
+from lipscope.models.tracing.trace import overflows as overflows, trace as trace

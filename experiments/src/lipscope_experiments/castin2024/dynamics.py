@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lipscope import Attention, DotProduct, InputError, L2Attention, SigmoidAttention
-from lipscope import SinkhornAttention as Sinkhorn
+from lipscope import (
+    Attention,
+    DotProduct,
+    InputError,
+    L2Attention,
+    SigmoidAttention,
+    SinkhornAttention as Sinkhorn,
+)
 from lipscope.charts import Panel, Scene, Series
 from lipscope.dynamics import (
     Trajectory,
