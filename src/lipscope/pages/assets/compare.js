@@ -73,9 +73,7 @@ DRAWERS.push(() => {
   const [a, b] = D.contrast.names;
   const rows = comparedRows();
   const heads = t.heads ? `, ${headName(headCompared())}` : "";
-  fill("differ", D.contrast.differ.length ? heading("", a, b) : null,
-    make("tbody", {}, ...D.contrast.differ.map(([name, x, y]) => make("tr", {}, make("th", { scope: "row" }, name),
-      cell(x), cell(y)))));
+  list("differ", D.contrast.differ, [["", ([name]) => name, "row"], [a, ([, x]) => x], [b, ([, , y]) => y]]);
   const quantities = contrasts.filter((o) => ["map", "metric", "move", "read", "side", "heads", "model", "text"]
     .every((name) => o[name] === t[name])).map((o) => [o.quantity, o.quantity]);
   fill("compare-controls",
@@ -91,22 +89,19 @@ DRAWERS.push(() => {
   $("side-b").textContent = b;
   const size = (r) => Math.abs(Math.log(r.ratio));
   const shown = rows.filter((r) => state.every || r.changed).sort((x, y) => size(y) - size(x));
-  fill("changed", shown.length ? heading(["layer", "number"], "head", ["tokens", "number"], [a, "number"], [b, "number"],
-    ["ratio", "number"], ["95 %", "number"], ["p", "number"], ["p by Holm", "number"], "changed", "windows") : null,
-  make("tbody", {}, ...shown.map((r) => make("tr", { class: r.layer === layerCompared() ? "front" : null },
-    cell(r.layer, "number"), cell(r.head ?? "all"), cell(r.n, "number"), cell(number(r.a), "number"), cell(number(r.b), "number"),
-    cell(times(r.ratio), "number"), cell(within(r), "number"), cell(number(r.p, 2), "number"), cell(number(r.holm, 2), "number"),
-    cell(r.changed ? "yes" : "no"), cell(r.why || `${r.count}, ${r.how}`, "text")))));
+  const front = (r) => r.layer === layerCompared();
+  const windows = ["windows", (r) => r.why || `${r.count}, ${r.how}`, "text"];
+  list("changed", shown, [["layer", (r) => r.layer, "number"], ["head", (r) => r.head ?? "all"], ["tokens", (r) => r.n, "number"],
+    [a, (r) => number(r.a), "number"], [b, (r) => number(r.b), "number"], ["ratio", (r) => times(r.ratio), "number"],
+    ["95 %", (r) => within(r), "number"], ["p", (r) => number(r.p, 2), "number"], ["p by Holm", (r) => number(r.holm, 2), "number"],
+    ["changed", (r) => (r.changed ? "yes" : "no")], windows], front);
   const grown = shiftsShown();
   $("shifted").hidden = !grown.length;
   $("shifts-said").textContent = t.exponents_said;
   $("shifts-title").textContent = `Exponent of ${t.quantity}`;
-  fill("shifts-table", heading(["layer", "number"], [a, "number"], [b, "number"], ["difference", "number"],
-    ["95 %", "number"], ["p by Holm", "number"], "windows"),
-  make("tbody", {}, ...grown.map((r) => make("tr", { class: r.layer === layerCompared() ? "front" : null },
-    cell(r.layer, "number"), cell(number(r.a, 2), "number"), cell(number(r.b, 2), "number"),
-    cell(number(r.difference, 2), "number"), cell(within(r, 2), "number"), cell(number(r.holm, 2), "number"),
-    cell(r.why || `${r.count}, ${r.how}`, "text")))));
+  list("shifts-table", grown, [["layer", (r) => r.layer, "number"], [a, (r) => number(r.a, 2), "number"],
+    [b, (r) => number(r.b, 2), "number"], ["difference", (r) => number(r.difference, 2), "number"],
+    ["95 %", (r) => within(r, 2), "number"], ["p by Holm", (r) => number(r.holm, 2), "number"], windows], front);
   $("compare-note").textContent = (state.every ? "" : shown.length ? "Rows that changed, the largest change first. "
     : "No row changed beyond the sampling. ") + D.contrast.remarks.join(" ");
 });

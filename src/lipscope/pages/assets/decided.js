@@ -19,10 +19,9 @@ DRAWERS.push(() => {
     (decided) => choose({ decided })));
   $("decided-about").textContent = `${certifiedName(c)} ahead by ${number(c.margin)}, decided by ${c.by}`;
   fill("decided-text", ...radiusSpans(c.tokens));
-  fill("decided-tokens", heading(["token", "number"], "text", "rival", ["certified radius", "number"], ["attack", "number"],
-    ["other words within", "number"]), make("tbody", {}, ...c.tokens.map((t) => make("tr", {}, cell(t.index, "number"),
-    cell(t.text), cell(t.rival), cell(number(t.radius), "number"), cell(number(t.attack), "number"),
-    cell(t.words ?? "–", "number")))));
+  list("decided-tokens", c.tokens, [["token", (t) => t.index, "number"], ["text", (t) => t.text], ["rival", (t) => t.rival],
+    ["certified radius", (t) => number(t.radius), "number"], ["attack", (t) => number(t.attack), "number"],
+    ["other words within", (t) => t.words ?? "–", "number"]]);
   $("decided-note").textContent = ["Darkest: the token that may move least. ", ...c.balls.map((b) => `${b.ball === "joint"
     ? "All tokens together" : "Every token at once"}: certified ${number(b.radius)}, attack ${number(b.attack)}. `)].join("");
 });

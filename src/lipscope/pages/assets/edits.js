@@ -9,19 +9,15 @@ DRAWERS.push(() => {
   fill("edits-controls", D.edits.length > 1 ? select("Edits of", D.edits.indexOf(e),
     D.edits.map((one, k) => [k, editsName(one)]), (edited) => choose({ edited })) : editsName(e));
   const rate = (r) => (r.rate === null ? "–" : `${percent(r.rate)} [${percent(r.low)}, ${percent(r.high)}]`);
-  fill("recipes", heading("recipe", ["texts", "number"], ["skipped", "number"], ["succeeded", "number"],
-    ["rate, 95 %", "number"], ["edits", "number"], ["queries", "number"], ["change of the layer", "number"],
-    ["of the model", "number"]),
-  make("tbody", {}, ...e.summary.map((r) => make("tr", {}, cell(r.recipe), cell(r.originals, "number"),
-    cell(r.skipped, "number"), cell(r.succeeded, "number"), cell(rate(r), "number"), cell(number(r.changed, 2), "number"),
-    cell(number(r.queries, 3), "number"), cell(percent(r.change_layer), "number"), cell(percent(r.change_model), "number")))));
+  list("recipes", e.summary, [["recipe", (r) => r.recipe], ["texts", (r) => r.originals, "number"],
+    ["skipped", (r) => r.skipped, "number"], ["succeeded", (r) => r.succeeded, "number"], ["rate, 95 %", rate, "number"],
+    ["edits", (r) => number(r.changed, 2), "number"], ["queries", (r) => number(r.queries, 3), "number"],
+    ["change of the layer", (r) => percent(r.change_layer), "number"], ["of the model", (r) => percent(r.change_model), "number"]]);
   const decided = (one) => (one.decision === null ? "" : ` ${one.decision} → ${one.decided}`);
-  fill("edited", heading(["window", "number"], "recipe", "", ["layer", "number"], ["model", "number"],
-    ["first order", "number"], "text"),
-  make("tbody", {}, ...e.edits.map((one) => make("tr", {}, cell(one.sample, "number"), cell(one.recipe),
-    cell(one.status + decided(one)), cell(percent(one.change_layer), "number"), cell(percent(one.change_model), "number"),
-    cell(percent(one.predicted), "number"),
-    make("td", { class: "edited" }, ...one.pieces.map(([sign, text]) => PIECES[sign](text)))))));
+  list("edited", e.edits, [["window", (one) => one.sample, "number"], ["recipe", (one) => one.recipe],
+    ["", (one) => one.status + decided(one)], ["layer", (one) => percent(one.change_layer), "number"],
+    ["model", (one) => percent(one.change_model), "number"], ["first order", (one) => percent(one.predicted), "number"],
+    ["text", (one) => one.pieces.map(([sign, text]) => PIECES[sign](text)), "edited"]]);
   $("edits-note").textContent = "Changes are relative, ‖f(X′) − f(X)‖ / ‖f(X)‖; means over what succeeded; to first "
     + "order: what the Jacobian predicts for the target. Succeeded: "
     + (e.decided ? "the decision changed" : "a text with edits was found") + "; rates with Clopper–Pearson intervals. "

@@ -38,13 +38,12 @@ function drawPush() {
   slider.value = steps.indexOf(now);
   slider.setAttribute("aria-valuetext", sizeOf(now));
   fill("push-now", ...pushNow(p, now));
-  fill("push-table", heading(["size", "number"], ["mean token norms", "number"],
-    ["sigma · size", "number"], ["certificate", "number"], ["map", "number"], ["block", "number"],
-    ["model", "number"], p.reading || "", p.decision === null ? "" : "decision"),
-  make("tbody", {}, ...steps.map((s) => make("tr", { class: s === now ? "front" : null },
-    ...["eps", "relative", "promise", "certificate", "layer", "block", "model"]
-      .map((name) => cell(name === "certificate" ? upward(s[name]) : number(s[name]), "number")),
-    cell(s.reads.length ? shownWord(s.reads[0][0]) : ""), cell(s.decision ?? "")))));
+  const numbers = { size: "eps", "mean token norms": "relative", "sigma · size": "promise", certificate: "certificate",
+    map: "layer", block: "block", model: "model" };
+  list("push-table", steps, [...Object.entries(numbers).map(([name, key]) => [name,
+    (s) => (key === "certificate" ? upward : number)(s[key]), "number"]),
+  [p.reading || "", (s) => (s.reads.length ? shownWord(s.reads[0][0]) : "")],
+  [p.decision === null ? "" : "decision", (s) => s.decision ?? ""]], (s) => s === now);
 }
 
 DRAWERS.push(drawPush);

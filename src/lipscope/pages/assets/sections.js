@@ -1,9 +1,12 @@
 // Everything that is no chart: key figures, shaded text, tables, notes.
-const cell = (text, kind) => make("td", kind ? { class: kind } : {}, text);
-const heading = (...names) => make("thead", {}, make("tr", {}, ...names.map((n) => {
-  const [text, kind] = Array.isArray(n) ? n : [n];
-  return make("th", { scope: "col", class: kind ?? null }, text);
-})));
+const cell = (said, kind) => (kind === "row" ? make("th", { scope: kind }, said)
+  : make("td", kind ? { class: kind } : {}, ...[said].flat()));
+// A table, if there are rows: of each column its heading, what it says of a row, and the kind of its cells.
+const list = (id, rows, columns, front = () => false) => fill(id, !rows.length ? null
+  : make("thead", {}, make("tr", {}, ...columns.map(([name, , kind]) => make("th",
+    { scope: "col", class: kind === "number" ? kind : null }, name)))),
+make("tbody", {}, ...rows.map((r) => make("tr", { class: front(r) ? "front" : null },
+  ...columns.map(([, of, kind]) => cell(of(r), kind))))));
 
 // --- overview ------------------------------------------------------------------------------
 
@@ -66,12 +69,10 @@ function drawTokens(w) {
     ? "The eight tokens with the largest shares of the right singular vector (share in); all others "
       + `together have ${percent(w.others)} of it.`
     : "All tokens, by their share of the right singular vector (share in).";
-  return fill("tokens", heading(["token", "number"], "text", ["share in", "number"],
-    ["share out", "number"], ["norm", "number"]),
-  make("tbody", {}, ...w.most.map((k) => make("tr", {}, cell(k, "number"),
-    cell(words[k].trim()), cell(percent((w.in[k] ?? 0) / D.scale), "number"),
-    cell(w.out[k] === null || w.out[k] === undefined ? "–" : percent(w.out[k] / D.scale), "number"),
-    cell(number(w.norm[k]), "number")))));
+  return list("tokens", w.most, [["token", (k) => k, "number"], ["text", (k) => words[k].trim()],
+    ["share in", (k) => percent((w.in[k] ?? 0) / D.scale), "number"],
+    ["share out", (k) => ((w.out[k] ?? null) === null ? "–" : percent(w.out[k] / D.scale)), "number"],
+    ["norm", (k) => number(w.norm[k]), "number"]]);
 }
 
 // --- directions in words ---------------------------------------------------------------------
@@ -156,15 +157,14 @@ function drawFits() {
     return [layer, of("real"), of("rest"), of(state.built)];
   }).filter(([, ...found]) => found.some(Boolean));
   const exponent = (f) => (!f ? "–" : f.slope.toFixed(2) + interval(f));
-  if (!rows.length) return fill("fits");
-  return fill("fits", heading(["layer", "number"], "exponent", "top token fixed", state.built ?? "adversarial",
-    "interval", "means from the line", "local slopes", ["samples", "number"], ""),
-  make("tbody", {}, ...rows.map(([layer, f, rest, worst]) => make("tr",
-    { class: layer === state.layer ? "front" : null }, cell(layer, "number"),
-    cell(exponent(f) + (f?.fits === false ? " (no power law)" : ""), "whole"), cell(exponent(rest), "whole"),
-    cell(exponent(worst), "whole"), cell(f?.interval ?? "–"), cell(f?.deviation ?? "–"),
-    cell(f ? f.local.map((s) => s.toFixed(2)).join("  ") : "–"),
-    cell(f ? f.samples : "–", "number"), cell(f?.note ?? "", "text")))));
+  return list("fits", rows, [["layer", ([layer]) => layer, "number"],
+    ["exponent", ([, f]) => exponent(f) + (f?.fits === false ? " (no power law)" : ""), "whole"],
+    ["top token fixed", ([, , rest]) => exponent(rest), "whole"],
+    [state.built ?? "adversarial", ([, , , worst]) => exponent(worst), "whole"],
+    ["interval", ([, f]) => f?.interval ?? "–"], ["means from the line", ([, f]) => f?.deviation ?? "–"],
+    ["local slopes", ([, f]) => (f ? f.local.map((s) => s.toFixed(2)).join("  ") : "–")],
+    ["samples", ([, f]) => (f ? f.samples : "–"), "number"], ["", ([, f]) => f?.note ?? "", "text"]],
+  ([layer]) => layer === state.layer);
 }
 
 function drawGrowthNotes() {
@@ -243,12 +243,11 @@ function drawBounds() {
   const unmeasured = b.measured ? "" : " Sigma was not measured in this metric: lipscope bounds … "
     + `--metric ${b.metric} does.`;
   $("bounds-note").textContent = `Dashed: bounds for all inputs, ${b.allowed}.${out}${unmeasured}`;
-  fill("bounds-table", heading("theorem", "statement", "source", "kind", "scope", ["value", "number"],
-    ["× sigma", "number"], "note"),
-  make("tbody", {}, ...b.table.map((t) => make("tr", {}, cell(t.theorem),
-    cell(t.statement + (t.sound ? "" : " (as found; fails)")), cell(t.cite), cell(t.kind),
-    cell(t.scope), cell(t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper }) : number(t.value),
-      "number"), cell(number(t.times, 3), "number"), cell(t.why, "text")))));
+  list("bounds-table", b.table, [["theorem", (t) => t.theorem],
+    ["statement", (t) => t.statement + (t.sound ? "" : " (as found; fails)")], ["source", (t) => t.cite],
+    ["kind", (t) => t.kind], ["scope", (t) => t.scope],
+    ["value", (t) => (t.kind === "measured" ? ends({ sigma: t.value, upper: t.upper }) : number(t.value)), "number"],
+    ["× sigma", (t) => number(t.times, 3), "number"], ["note", (t) => t.why, "text"]]);
 }
 
 // --- worst cases ---------------------------------------------------------------------------
@@ -264,19 +263,17 @@ function drawWorst() {
   const worst = [...some].sort((a, b) => value(b) - value(a)).slice(0, MOST);
   fill("worst-controls", select("Sorted by", state.sort, SORTS, (sort) => choose({ sort })),
     select("Inputs", state.kind, kinds, (kind) => choose({ kind })));
-  fill("cases", heading("", ["layer", "number"], "head", ["tokens", "number"], "input",
-    "[sigma, upper]", ["relative", "number"], "top token", ["share", "number"],
-    ["without it", "number"], ["stable rank", "number"], ["radius", "number"], "text"),
-  make("tbody", {}, ...worst.map((p) => make("tr", { class: p.i === state.picked ? "front" : null },
-    make("td", {}, make("button", { type: "button", disabled: p.kind === "real" ? null : "",
-      onclick: () => { pick(p.i); $("overview").scrollIntoView(); } }, "show")),
-    cell(p.layer, "number"), cell(p.head === null ? "all" : p.head), cell(p.n, "number"),
-    cell(inputName(p), "whole"), cell(ends(p), "whole"),
-    cell(number(p.relative, 3), "number"),
-    cell(p.token === null ? "–" : `${D.tops[p.i] ? `“${D.tops[p.i].trim()}” ` : ""}(${p.token})`, "whole"),
-    cell(percent(p.share), "number"), cell(number(p.rest), "number"), cell(number(p.rank, 3), "number"),
-    cell(number(p.radius), "number"),
-    cell(D.begins[p.i] === null ? (p.note ?? "") : `${D.excerpts[D.begins[p.i]].slice(0, 70)} …`, "text")))));
+  const show = (p) => make("button", { type: "button", disabled: p.kind === "real" ? null : "",
+    onclick: () => { pick(p.i); $("overview").scrollIntoView(); } }, "show");
+  list("cases", worst, [["", show], ["layer", (p) => p.layer, "number"], ["head", (p) => p.head ?? "all"],
+    ["tokens", (p) => p.n, "number"], ["input", inputName, "whole"], ["[sigma, upper]", ends, "whole"],
+    ["relative", (p) => number(p.relative, 3), "number"],
+    ["top token", (p) => (p.token === null ? "–"
+      : `${D.tops[p.i] ? `“${D.tops[p.i].trim()}” ` : ""}(${p.token})`), "whole"],
+    ["share", (p) => percent(p.share), "number"], ["without it", (p) => number(p.rest), "number"],
+    ["stable rank", (p) => number(p.rank, 3), "number"], ["radius", (p) => number(p.radius), "number"],
+    ["text", (p) => (D.begins[p.i] === null ? p.note ?? "" : `${D.excerpts[D.begins[p.i]].slice(0, 70)} …`), "text"]],
+  (p) => p.i === state.picked);
   $("worst-note").textContent = `The first ${worst.length} of ${some.length.toLocaleString("en")} rows of `
     + `this setting that the page carries. ${D.remarks.join(" ")}`;
 }
