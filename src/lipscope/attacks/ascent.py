@@ -126,19 +126,15 @@ def sigma_gradient(
 
 
 def confirm(
-    layer: Attention,
-    x: Float[Tensor, "n d"],
-    direction: Float[Tensor, "n d"],
-    *,
-    etas: Sequence[float] = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5),
+    layer: Attention, x: Float[Tensor, "n d"], direction: Float[Tensor, "n d"]
 ) -> list[tuple[float, float]]:
     """Finite steps along a direction: ``‖eta u‖`` and ``‖f(X + eta u) − f(X)‖ / ‖eta u‖``.
 
     The ratio tends to ``‖J u‖`` as ``eta -> 0``: to sigma for the top right singular vector.
     By Lemma 3.1 of [castin2024] it is at most the largest sigma on the segment.
 
-    Holds for every layer; computed in float64, where the difference keeps its digits. ``etas`` are
-    shares of ``‖X‖`` (of 1 at ``X = 0``).
+    Holds for every layer; computed in float64, where the difference keeps its digits. ``eta`` is a
+    tenth of ``‖X‖`` (of 1 at ``X = 0``), a hundredth and so on.
     """
     if direction.shape != x.shape or not direction.norm() > 0:
         raise InputError("`direction` should be a nonzero tensor of the shape of `x`.")
@@ -149,7 +145,7 @@ def confirm(
         here = layer(x)
         return [
             (eta * scale, float((layer(x + eta * scale * unit) - here).norm()) / (eta * scale))
-            for eta in etas
+            for eta in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
         ]
 
 

@@ -42,6 +42,7 @@ from lipscope.records import (
 
 COLOURS = {MEASURED: BLUE, ADVERSARIAL: ORANGE, CERTIFICATE: GREEN, "bound": QUIET}
 _LABEL_PIXELS = 13
+_HEIGHT = 340  # of a chart, in pixels
 _SIGMA = "sigma and its bounds"
 
 # Each curve, its colour and its dashes: what happens is solid, but for the second of two signs.
@@ -59,11 +60,7 @@ _CURVES = {
 
 
 def sandwich_chart(
-    rows: Iterable[Measurement],
-    bounds: Iterable[Bound],
-    *,
-    width: int = 420,
-    height: int = 340,
+    rows: Iterable[Measurement], bounds: Iterable[Bound]
 ) -> alt.VConcatChart | alt.LayerChart:
     """Real sigma, adversarial sigma, the best bound at the input and bounds on all inputs.
 
@@ -80,7 +77,7 @@ def sandwich_chart(
         )
     first = found[0]
     kept = [one for one in found if (one.map, one.metric) == (first.map, first.metric)]
-    charts = [_layer_chart(one, height).properties(width=width, height=height) for one in kept]
+    charts = [_layer_chart(one).properties(width=420, height=_HEIGHT) for one in kept]
     if len(charts) == 1:
         return dressed(charts[0])
     title = f"Bounds of sigma: {first.model}, {len(charts)} layers or heads"
@@ -111,7 +108,7 @@ def _sandwich(lines: alt.Chart, names: alt.Chart, x: alt.X, y: alt.Y) -> list[al
     ]
 
 
-def _layer_chart(of: Comparison, height: int) -> alt.LayerChart:
+def _layer_chart(of: Comparison) -> alt.LayerChart:
     lines, left_out = of.curves()
     lengths = sorted({n for line in lines for n, *_ in line.points})
     every = [v for line in lines for _, *values in line.points for v in values]
@@ -124,7 +121,7 @@ def _layer_chart(of: Comparison, height: int) -> alt.LayerChart:
     y = alt.Y(
         "value:Q", title=_SIGMA, **between(low, high, marks.tick_values(low, high), format=form)
     )
-    gap = (high / low) ** (_LABEL_PIXELS / height)
+    gap = (high / low) ** (_LABEL_PIXELS / _HEIGHT)
     places = marks.spread([line.points[-1][1] for line in lines], gap)
     words = [
         {"name": line.name, "group": line.group, "n": lengths[-1], "value": place}

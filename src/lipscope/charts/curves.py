@@ -82,7 +82,6 @@ def curves_chart(
     notes: Sequence[str] = (),
     columns: int = 3,
     width: int = 260,
-    height: int = 210,
 ) -> alt.ConcatChart:
     """Panels side by side; series of one name share one colour and one entry of the legend.
 
@@ -93,7 +92,7 @@ def curves_chart(
     if not drawn:
         raise InputError(f"`panels` should hold points to draw. Found none among {len(panels)}.")
     colour, dash = _legend(drawn)
-    size = {"width": width, "height": height}
+    size = {"width": width, "height": 210}
     charts = [_panel_chart(panel, colour, dash).properties(**size) for panel in drawn]
     heading = alt.TitleParams(title, subtitle=list(notes), anchor="start")
     joined = alt.concat(*charts, columns=columns, spacing=22)

@@ -335,12 +335,12 @@ def end_of_training(end: int | None, x: alt.X) -> list[alt.Chart]:
     return [] if end is None else _named_line(inline([at]), x)
 
 
-def guides(means: alt.Chart, x: alt.X, y: alt.Y, field: str = "sigma") -> list[alt.Chart]:
+def guides(means: alt.Chart, x: alt.X, y: alt.Y) -> list[alt.Chart]:
     """Dashed lines like ``n^(1/4)`` and ``n^(1/2)``, from the middle of the first length."""
     laws = "[{law: '~ n^(1/4)', p: 0.25}, {law: '~ n^(1/2)', p: 0.5}]"
     lines = (
-        means.transform_filter(f"isValid(datum.{field})")
-        .transform_calculate(log=f"log(datum.{field})")
+        means.transform_filter("isValid(datum.sigma)")
+        .transform_calculate(log="log(datum.sigma)")
         .transform_joinaggregate(first="min(n)", last="max(n)")
         .transform_filter("datum.n === datum.first && datum.last > datum.first")
         .transform_aggregate(middle="mean(log)", first="min(n)")

@@ -104,7 +104,6 @@ def sigma_through(
     step: float,
     layers: int | None = None,
     tol: float = 1e-3,
-    delta: float = 0.01,
 ) -> Depth:
     """Sigma of residual layers ``x <- x + step f(X)`` together, and the product of them one by one.
 
@@ -119,7 +118,7 @@ def sigma_through(
         inner = given[i % len(given)].linearise(state)
         jacobians.append(plus_identity(_scaled_operator(step, inner)))
     at = range(1, len(jacobians) + 1)
-    found = _along_depth(jacobians, path.times, at, tol, delta, "residual")
+    found = _along_depth(jacobians, path.times, at, tol, "residual")
     return replace(found, events=path.events)
 
 
@@ -128,7 +127,6 @@ def sigma_of_blocks(
     *,
     depths: Sequence[int] | None = None,
     tol: float = 1e-3,
-    delta: float = 0.01,
 ) -> Depth:
     """Sigma from the entrance of the first block to the end of others, and the products.
 
@@ -146,23 +144,17 @@ def sigma_of_blocks(
             f"`depths` should be increasing, from 1 to {len(blocks)}. Found `depths = {depths}`."
         )
     times = torch.tensor([0, *at], dtype=torch.float64)
-    return _along_depth(blocks, times, at, tol, delta, "blocks")
+    return _along_depth(blocks, times, at, tol, "blocks")
 
 
 def _along_depth(
-    jacobians: Sequence[Operator],
-    times: Tensor,
-    at: Sequence[int],
-    tol: float,
-    delta: float,
-    name: str,
+    jacobians: Sequence[Operator], times: Tensor, at: Sequence[int], tol: float, name: str
 ) -> Depth:
     """Every operator alone, and all together up to some of them."""
     sigma, upper, products, product = [1.0], [1.0], [1.0], 1.0
     dense = all(op.in_size <= _SMALL for op in jacobians)
     matrix: Tensor | None = None
     together: Operator | None = None
-    options = {"delta": delta, "tol": tol}
     for i, own in enumerate(jacobians[: at[-1]], 1):
         if dense:
             alone = to_dense(own).double()
@@ -170,14 +162,14 @@ def _along_depth(
             product *= float(torch.linalg.matrix_norm(alone, 2))
         else:
             together = own if together is None else compose(own, together)
-            product *= _solve_named(own, f"{name}|{i}|alone", **options).sigma
+            product *= _solve_named(own, f"{name}|{i}|alone", tol).sigma
         if i in at:
             if matrix is not None:
                 exact = float(torch.linalg.matrix_norm(matrix, 2))
                 ends = exact, exact
             else:
                 assert together is not None
-                whole = _solve_named(together, f"{name}|{i}", **options)
+                whole = _solve_named(together, f"{name}|{i}", tol)
                 ends = whole.sigma, whole.upper
             sigma.append(ends[0])
             upper.append(ends[1])
@@ -187,8 +179,8 @@ def _along_depth(
     return Depth(times, lower, higher, each, None)
 
 
-def _solve_named(op: Operator, name: str, *, tol: float, delta: float) -> TopSingular:
-    return top_singular(op, tol=tol, delta=delta, generator=start_named(name))
+def _solve_named(op: Operator, name: str, tol: float) -> TopSingular:
+    return top_singular(op, tol=tol, generator=start_named(name))
 
 
 def _scaled_operator(factor: float, op: Operator) -> Operator:

@@ -430,21 +430,21 @@ def phases(times: Sequence[float] | Tensor, counts: Sequence[int]) -> tuple[Phas
     return tuple(Phase(counts[i], at[i], at[j]) for i, j in zip(starts, ends, strict=True))
 
 
-def leaders(weights: Float[Tensor, "h n n"], share: float = 0.5) -> tuple[int, ...]:
-    """Tokens to which some token gives more than ``share`` of its weight, mean over heads.
+def leaders(weights: Float[Tensor, "h n n"]) -> tuple[int, ...]:
+    """Tokens to which some token gives more than half of its weight, mean over heads.
 
     In the limit of the renormalised flow every token reads one leader alone.
 
     >>> leaders(torch.tensor([[[1.0, 0.0], [0.9, 0.1]]]))
     (0,)
     """
-    return tuple((weights.mean(0) > share).any(0).nonzero()[:, 0].tolist())
+    return tuple((weights.mean(0) > 0.5).any(0).nonzero()[:, 0].tolist())
 
 
-def consensus(radius: float, *, terminal: bool = True) -> Event:
+def consensus(radius: float) -> Event:
     """The event ``consensus``: no two tokens are further apart than the radius."""
     check_positive("radius", radius)
-    return Event("consensus", lambda _, x: diameter(x) - radius, terminal)
+    return Event("consensus", lambda _, x: diameter(x) - radius, True)
 
 
 def diameter(points: Float[Tensor, "n d"]) -> float:

@@ -307,12 +307,7 @@ _NEAR = 1e-4  # of the radius: least distance of two measures in a search
 
 
 def lipschitz_ratio(
-    layer: Attention,
-    mu: TokenMeasure,
-    nu: TokenMeasure,
-    *,
-    p: float = 2.0,
-    residual: bool = False,
+    layer: Attention, mu: TokenMeasure, nu: TokenMeasure, *, p: float = 2.0
 ) -> float:
     """``W_p(F(μ), F(ν)) / W_p(μ, ν)``, for a causal layer in the conditional distance."""
     before = _distance(layer, mu, nu, p)
@@ -321,7 +316,7 @@ def lipschitz_ratio(
             "The two measures should be at a positive and finite distance. Found "
             f"{before}: they are equal, or their positions differ."
         )
-    image, other = (push_forward(layer, one, residual=residual) for one in (mu, nu))
+    image, other = (push_forward(layer, one) for one in (mu, nu))
     return _distance(layer, image, other, p) / before
 
 
@@ -346,8 +341,6 @@ def search_ratio(
     num_atoms: int = 3,
     steps: int = 1000,
     starts: int = 4,
-    p: float = 2.0,
-    seed: int = 0,
 ) -> Worst:
     """A large Lipschitz ratio between measures in a ball: points, moves and weights are searched.
 
@@ -361,7 +354,7 @@ def search_ratio(
     check_count("steps", steps, least=0)
     layer = layer.in_double()
     found = [
-        _search_pair(layer, radius, num_atoms, steps, p, start_named(f"ratio|{seed}|{i}"))
+        _search_pair(layer, radius, num_atoms, steps, start_named(f"ratio|0|{i}"))
         for i in range(starts)
     ]
     return max(found, key=lambda one: one.ratio)
@@ -431,7 +424,7 @@ def _chain_costs(atoms: Tensor, targets: Tensor) -> Tensor:
 
 
 def _search_pair(
-    layer: Attention, radius: float, n: int, steps: int, p: float, gen: torch.Generator
+    layer: Attention, radius: float, n: int, steps: int, gen: torch.Generator
 ) -> Worst:
     d = layer.query.shape[1]
     positions = torch.arange(1, n + 1, dtype=torch.float64) / n if layer.causal else None
@@ -451,10 +444,10 @@ def _search_pair(
 
     def value(state: tuple[Tensor, Tensor, Tensor]) -> float:
         mu, nu = pair(state)
-        before = _distance(layer, mu, nu, p)
+        before = _distance(layer, mu, nu, 2.0)
         if before <= _NEAR * radius:  # they would be compared by their rounding
             return 0.0
-        return _distance(layer, push_forward(layer, mu), push_forward(layer, nu), p) / before
+        return _distance(layer, push_forward(layer, mu), push_forward(layer, nu), 2.0) / before
 
     state = (radius * normal(n, d), 0.3 * radius * normal(n, d), 2.0 * normal(n))
     best, size = value(state), 0.3

@@ -84,13 +84,13 @@ def _curve_prefix(settings: Sequence[Mapping[str, Any]], item: Item) -> str:
     return ", ".join(filter(None, words)) + ": " * bool(words)
 
 
-def headlines(cards: Iterable[Mapping[str, Any]], most: int = 4) -> list[str]:
+def headlines(cards: Iterable[Mapping[str, Any]]) -> list[str]:
     """Sentences on the most remarkable curves, one of each setting, layers before heads."""
     first = [card for card in cards if card["first"] and card["said"]]
     found: dict[tuple[Any, ...], str] = {}
     for card in sorted(first, key=lambda card: (card["head"] is not None, card["s"])):
         found.setdefault((card["s"], card["source"]), card["said"])
-    return list(found.values())[:most]
+    return list(found.values())[:4]
 
 
 _CURVE = ("source", "layer", "head", "n")  # of a mean, besides its setting

@@ -106,9 +106,9 @@ class Push:
         }
         return [{"eps": eps, "name": name} for name, eps in marks.items() if eps]
 
-    def _first(self, what: str, directions: Sequence[str] = ("+v", "-v")) -> float | None:
+    def _first(self, what: str) -> float | None:
         """The smaller size of the two signs of v."""
-        some = [getattr(d, what) for d in self.directions if d.direction in directions]
+        some = [getattr(d, what) for d in self.directions if d.direction in ("+v", "-v")]
         return min((one for one in some if one is not None), default=None)
 
     # --- in words
