@@ -9,13 +9,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 import lipscope
-from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, measure
-from lipscope.charts import Panel
+from lipscope import InputError, LayerAtInput, Measurement, OpenModel, Rows, bounds, charts, measure
 from lipscope.engine import Progress as RowProgress, folder_of, measure_built
 from lipscope.models import LoadedModel, folder_stamp, load_model, source_stamp
 from lipscope.records import Place, RunFolder, provenance, replaced, stable_id
@@ -30,9 +29,6 @@ from lipscope_experiments.findings import (
     records_table,
 )
 from lipscope_experiments.texts import Text, texts_named
-
-if TYPE_CHECKING:
-    from lipscope.charts import Scene
 
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
@@ -228,27 +224,23 @@ class Study:
         self,
         stem: str,
         title: str,
-        panels: Sequence[Panel],
+        panels: Sequence[charts.Panel],
         notes: Sequence[str] = (),
         columns: int = 3,
     ) -> None:
         """Save panels, if any, as ``<stem>.svg``, which the findings show, and ``<stem>.png``."""
-        from lipscope.charts import curves_chart, save_each
-
         if not panels:
             return
-        chart = curves_chart(title, panels, notes=notes, columns=columns)
+        chart = charts.curves_chart(title, panels, notes=notes, columns=columns)
         stem = _file_name(stem)
-        save_each(chart, [self.folder.path / f"{stem}.{kind}" for kind in ("svg", "png")])
+        charts.save_each(chart, [self.folder.path / f"{stem}.{kind}" for kind in ("svg", "png")])
         self._drawn(f"{stem}.svg", title)
 
-    def animate(self, stem: str, title: str, scenes: Sequence[Scene]) -> list[str]:
+    def animate(self, stem: str, title: str, scenes: Sequence[charts.Scene]) -> list[str]:
         """Save scenes as ``<stem>.gif``, which the findings show; a remark where that cannot be."""
-        from lipscope.charts import animate
-
         name = f"{_file_name(stem)}.gif"
         try:
-            animate(self.folder.path / name, scenes)
+            charts.animate(self.folder.path / name, scenes)
         except InputError as missing:
             return [f"{title}: not drawn. {missing}"]
         self._drawn(name, title)
