@@ -192,6 +192,13 @@ def adopt_model(model: nn.Module) -> LoadedModel:
     return LoadedModel(name, model, tokenizer, revision, weights, trained_length=trained)
 
 
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's shape, type and bytes."""
+    content = tensor.detach().cpu().contiguous()
+    head = f"{tuple(content.shape)}{content.dtype}".encode()
+    return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 def fingerprint(model: nn.Module) -> str:
     """A short digest of all parameters and buffers: two models never share their rows."""
     state = hashlib.sha256()

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lipscope.errors import InputError, install
-from lipscope.models.data.windows import Sample, digest
-from lipscope.models.loading import LoadedModel
+from lipscope.models.data.windows import Sample
+from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import quiet
 from lipscope.models.tracing.map_endpoints import MapEndpoints
 from lipscope.models.tracing.recorder import Inputs, Recorder, each_tensor

@@ -22,11 +22,10 @@ from lipscope.models.data.windows import (
     Window,
     WindowKind,
     default_text,
-    digest,
     read_texts,
     windows_of_text,
 )
-from lipscope.models.loading import LoadedModel
+from lipscope.models.loading import LoadedModel, digest
 from lipscope.models.pretrained import Bytes
 from lipscope.models.tracing.prepare import eval_mode
 from lipscope.models.tracing.recorder import Recorder, is_tokens, to_device, token_arguments

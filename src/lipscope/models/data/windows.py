@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import re
@@ -16,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from lipscope.errors import InputError
-from lipscope.models.loading import LoadedModel
+from lipscope.models.loading import LoadedModel, digest
 
 WindowKind = Literal["spread", "disjoint"]
 
@@ -48,13 +47,6 @@ class Sample:
     num_tokens: int | None
     sha256: str
     tokens: tuple[str, ...] | None
-
-
-def digest(tensor: Tensor) -> str:
-    """SHA-256 of a tensor's shape, type and bytes."""
-    content = tensor.detach().cpu().contiguous()
-    head = f"{tuple(content.shape)}{content.dtype}".encode()
-    return hashlib.sha256(head + content.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def read_text(path: str | Path, option: str, kind: str = "a readable file") -> str:

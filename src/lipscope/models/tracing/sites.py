@@ -158,10 +158,10 @@ def reader_of(module: nn.Module) -> WeightReader | None:
     layer of another kind in it: an adapter or packed weights are run, not read.
     """
     kind = type_before_parametrizations(module)
-    load_plugins(_PLUGINS)
-    known = _READERS.get(kind.__name__, {}).items()
-    here = f"{kind.__module__}."
-    reader = next((read for package, read in known if here.startswith(f"{package}.")), None)
+    reader = _reader_named(kind)
+    if reader is None:
+        load_plugins(_PLUGINS)
+        reader = _reader_named(kind)
     plain = all(map(is_plain, linears(module)))
     plain = plain and all(
         is_linear(c) or type(c).__module__.startswith(_OWN)
@@ -169,6 +169,11 @@ def reader_of(module: nn.Module) -> WeightReader | None:
         if hasattr(c, "weight")
     )
     return reader if plain else None
+
+
+def _reader_named(kind: type) -> WeightReader | None:
+    known, here = _READERS.get(kind.__name__, {}).items(), f"{kind.__module__}."
+    return next((read for package, read in known if here.startswith(f"{package}.")), None)
 
 
 def why_run(module: nn.Module) -> str:
