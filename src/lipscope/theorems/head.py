@@ -182,12 +182,18 @@ def heads_of(layer: DotProduct, *, fold: bool = True, turn: bool = True) -> list
     ``fold`` makes a head's part of the output projection part of ``V`` (map ``attention``), and
     ``turn`` lets its outputs be turned then, which keeps all norms; not where something is added.
     """
+    return [head_from(one, fold=fold, turn=turn) for one in single_heads(layer)]
+
+
+def single_heads(layer: DotProduct, head: int | None = None) -> list[DotProduct]:
+    """The query heads of a layer as layers, or one of them, on the CPU in float64."""
     check_scores(layer)
     own = layer.in_double()
-    return [_double_head(own.head(h), fold=fold, turn=turn) for h in range(own.num_heads)]
+    return [own.head(h) for h in (range(own.num_heads) if head is None else [head])]
 
 
-def _double_head(one: DotProduct, *, fold: bool, turn: bool) -> Head:
+def head_from(one: DotProduct, *, fold: bool, turn: bool = True) -> Head:
+    """A layer of one head, as theorems see it; see `heads_of`."""
     value, zeros, size = one.value, one.query.new_zeros(one.head_width), None
     if fold and one.output is not None:
         size = float(one.output.norm() * value.norm())

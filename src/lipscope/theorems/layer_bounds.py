@@ -27,7 +27,16 @@ from lipscope.attention import Attention, DotProduct, Map
 from lipscope.errors import InputError
 from lipscope.linalg import Metric
 from lipscope.records import Bound
-from lipscope.theorems.head import AtInput, Head, HeadAt, HeadsAt, heads_of, tokens_in_double
+from lipscope.theorems.head import (
+    AtInput,
+    Head,
+    HeadAt,
+    HeadsAt,
+    check_scores,
+    head_from,
+    single_heads,
+    tokens_in_double,
+)
 from lipscope.theorems.register import PATIENCE, NotApplicableError, Theorem, catalogue
 from lipscope.theorems.residual import Around, Normed, Residual
 from lipscope.theorems.spectrum import norm_in_double
@@ -50,19 +59,19 @@ class AskedLayer:
     @property
     def unturned(self) -> HeadAt:
         """The only head at the input, with its output as it stands: something is added to it."""
-        assert isinstance(self.attention, DotProduct) and self.x is not None
-        (head,) = heads_of(self.attention, turn=False)
-        return HeadAt(head, self.x)
+        assert self.x is not None
+        (one,) = self._single
+        return HeadAt(head_from(one, fold=True, turn=False), self.x)
 
     @cached_property
     def heads(self) -> list[Head]:
         """Heads with the output projection folded in, for the map ``attention``."""
-        return self._made(fold=self.map == "attention")
+        return [head_from(one, fold=self.map == "attention") for one in self._single]
 
     @cached_property
     def bare(self) -> list[Head]:
         """Heads before the output projection."""
-        return self._made(fold=False)
+        return [head_from(one, fold=False) for one in self._single]
 
     @property
     def together(self) -> HeadsAt:
@@ -98,10 +107,10 @@ class AskedLayer:
             self._at[index, bare] = found
         return found
 
-    def _made(self, *, fold: bool) -> list[Head]:
+    @cached_property
+    def _single(self) -> list[DotProduct]:
         assert isinstance(self.attention, DotProduct)
-        heads = heads_of(self.attention, fold=fold)
-        return heads if self.head is None else [heads[self.head]]
+        return single_heads(self.attention, self.head)
 
 
 def evaluate(
@@ -304,12 +313,18 @@ def expected_seconds(theorem: Theorem, layer: AskedLayer) -> float:
 
     It depends on shapes alone, so that the same question always has the same answer.
     """
-    if theorem.cost is None or layer.x is None or not isinstance(layer.attention, DotProduct):
+    own = layer.attention
+    if theorem.cost is None or layer.x is None or not isinstance(own, DotProduct):
         return 0.0
-    subjects = [layer.bare] if theorem.subject is HeadsAt else [[head] for head in layer.heads]
-    if theorem.subject is HeadAt and layer.projected and len(subjects) > 1:
-        subjects += [[head] for head in layer.bare]
-    widths = [sum(len(head.value) for head in some) for some in subjects]
+    check_scores(own)
+    count, bare = own.num_heads if layer.head is None else 1, own.value_width
+    if theorem.subject is HeadsAt:
+        widths = [count * bare]
+    else:  # what is left of a value behind the projection
+        folded = min(len(own.output), bare) if layer.projected and own.output is not None else bare
+        widths = [folded] * count
+        if theorem.subject is HeadAt and layer.projected and count > 1:
+            widths += [bare] * count
     return sum(theorem.cost(len(layer.x), width) for width in widths)
 
 
