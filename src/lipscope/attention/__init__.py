@@ -9,6 +9,7 @@ from types import ModuleType
 from lipscope.attention.core import (
     VARIANTS,
     Attention as Attention,
+    Distance as Distance,
     transformed as transformed,
     variant as variant,
     variants as variants,
@@ -36,7 +37,6 @@ from lipscope.attention.layer import (
     uncast as uncast,
 )
 from lipscope.attention.multihead import MultiheadAttention as MultiheadAttention
-from lipscope.attention.scores import Distance as Distance
 from lipscope.attention.spectral import (
     of_heads as of_heads,
     on_ball as on_ball,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lipscope.attention.core import variant
-from lipscope.attention.scores import InnerProduct
+from lipscope.attention.core import InnerProduct, variant
 
 
 @variant

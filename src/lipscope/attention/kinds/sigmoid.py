@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.attention.core import variant
+from lipscope.attention.core import Biased, variant
 from lipscope.attention.layer import Framed
-from lipscope.attention.scores import Biased
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import check_finite_number
 

@@ -11,8 +11,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import connected_components, maximum_bipartite_matching
 from torch import Tensor
 
-from lipscope.attention.core import variant
-from lipscope.attention.scores import InnerProduct
+from lipscope.attention.core import InnerProduct, variant
 from lipscope.attention.weighting import At, Weighting
 from lipscope.errors import InputError
 
