@@ -21,9 +21,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     face = import_module("lipscope.face")
     # A room is there once the face is: nothing but its name was missing.
-    found = globals()[name] if name in globals() else getattr(face, name)
-    globals()[name] = found
-    return found
+    names = {one: getattr(face, one) for one in face.__all__} | globals()
+    globals().update(names)
+    return names[name] if name in names else getattr(face, name)
 
 
 def __dir__() -> list[str]:
