@@ -107,7 +107,7 @@ def render(raw: Raw) -> Section:
 variance in their norms, S: with standard LayerNorm; then the number of blocks; 8 tokens, d = 32,
 ReLU and two licences to tell apart unless the name says otherwise), and DeepT's certifiably trained
 networks on sentences of SST. l2 balls of the embeddings, float64; seconds are a processor's.
-Medians over inputs, in brackets the range. *CROWN* and *IBP* are auto_LiRPA's, by bisection to 4 %;
+Medians over inputs, in brackets the range. *CROWN* and *IBP* are auto_LiRPA's, to 2 % like ours;
 the attack's radius is that of the smallest flip found; the one token that moves is that of the
 largest gradient."""
     )

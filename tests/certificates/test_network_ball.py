@@ -6,7 +6,8 @@ import torch
 from lipscope import DotProduct, InputError
 from lipscope.certificates import NetworkBall, certify_network
 from lipscope.certificates.activation import Units
-from lipscope.certificates.attention_ball import AttentionAt, AttentionBall
+from lipscope.certificates.attention_ball import AttentionAt, AttentionBall, bend_of
+from lipscope.certificates.forms import top_bilinear
 from lipscope.certificates.segment import Entry
 from lipscope.models import Branch, Feed, Network, Norm
 
@@ -123,3 +124,141 @@ def test_nothing_is_proved_where_bounds_overflow() -> None:
             assert ball.lower(0 * move, label, 1 - label)[0] <= float(
                 ball.margin(ball.moved(move), label, 1 - label)
             )
+
+
+def one_token(seed: int) -> tuple[DotProduct, torch.Tensor, torch.Tensor]:
+    """Small layers of 1 or 2 heads, some causal, with large logits; two ways for one token."""
+    n, d, heads = 2 + seed % 3, 4, 1 + seed % 2
+    size = (0.5, 1.5, 4.0)[seed % 3]
+    visible = torch.ones(n, n, dtype=torch.bool).tril()
+    q, k, v = (gaussian(100 * seed + i, d, d) for i in range(3))
+    layer = DotProduct(size * q, k, v, heads=heads, mask=visible if seed % 4 == 3 else None)
+    t = torch.zeros(n, d, 2, dtype=F64)
+    t[seed % n] = torch.linalg.qr(gaussian(100 * seed + 4, d, 2)).Q
+    return layer, gaussian(100 * seed + 5, n, d), t
+
+
+def disc(radius: float) -> list[torch.Tensor]:
+    """Points of a disc, its edge among them: a ball of two coordinates leaves none far from one."""
+    angles = torch.linspace(0, 2 * torch.pi, 25, dtype=F64)[:-1]
+    around = torch.stack([angles.cos(), angles.sin()], 1)
+    return [radius * share * e for share in (1.0, 0.7, 0.35) for e in around]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_token_alone_changes_derivatives_by_no_more(seed: int) -> None:
+    """All over a disc: Jacobians of rows and of all, Hessians of a read-out, of any sign."""
+    layer, x, t = one_token(seed)
+    n, d = x.shape
+    rows = torch.arange(n)
+    at = AttentionAt(layer, x, t, rows)
+    assert bool(at.single.any()) and at.turns is not None
+    read = gaussian(seed, n, d)
+    bend = bend_of(at, read)
+    eye = torch.eye(d, dtype=F64).expand(n, d, d)
+
+    def jacobian(xi: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.functional.jacobian(lambda e: layer(x + t @ e), xi)
+
+    def hessian(xi: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.functional.hessian(lambda e: (read * layer(x + t @ e)).sum(), xi)
+
+    j0, h0 = jacobian(torch.zeros(2, dtype=F64)), hessian(torch.zeros(2, dtype=F64))
+    assert torch.allclose(h0, bend.hessian, atol=1e-9 * (1 + float(h0.abs().max())))
+    for r in (0.05, 0.3, 1.0):
+        ball = AttentionBall(at, r, pieces=2)
+        q = ball.hessian_change(bend, 1)
+        lead = at.lead_rows
+        assert lead is not None
+        joint = ball.joint_change(eye, lead[1])[1], ball.joint_change(eye)[1]
+        each = ball.change_of(eye[:, None], lead[0][:, None])[1], ball.change_of(eye[:, None])[1]
+        for xi in disc(r):
+            change = jacobian(xi) - j0
+            whole = float(torch.linalg.matrix_norm(change.flatten(0, 1), 2))
+            assert whole <= min(map(float, joint)) * (1 + 1e-9)
+            norms = torch.linalg.matrix_norm(change, 2)
+            assert all(bool((norms <= e[:, 0] * (1 + 1e-9) + 1e-12).all()) for e in each)
+            fall = torch.linalg.eigvalsh(h0 - hessian(xi) - q)
+            assert float(fall[-1]) <= 1e-9 * (1 + float(h0.abs().max()))
+
+
+def test_a_lone_key_is_bounded_by_its_logistic_function() -> None:
+    """One row, whose query stays: the bound is met up to the grid when the value stays, too."""
+    eye = torch.eye(3, dtype=F64)
+    layer = DotProduct(eye[:1], eye[1:2], eye[2:], scale=1.0)
+    x, t = torch.zeros(2, 3, dtype=F64), torch.zeros(2, 3, 1, dtype=F64)
+    x[0, 0], x[0, 2], x[1, 2] = 1.0, 1.0, -1.0
+    t[1, 1] = 1.0
+    at = AttentionAt(layer, x, t, torch.tensor([0]))
+    for sign in (1.0, -1.0):
+        bend = bend_of(at, torch.full((1, 1), sign, dtype=F64))
+        q = AttentionBall(at, 1.0, pieces=1).hessian_change(bend, 0)
+        p = torch.linspace(-1, 1, 401, dtype=F64).sigmoid()
+        # the output is sign (1 - 2 p), its second derivative at p = 1/2 is 0
+        true = float((sign * 2 * p * (1 - p) * (1 - 2 * p)).max())
+        assert true <= float(q) <= 1.3 * true
+
+
+def test_a_bilinear_form_is_largest_at_the_norm_of_its_symmetric_part() -> None:
+    for k, p in ((1, 3), (2, 5), (5, 3)):
+        left, right = gaussian(k, 7, k, p), gaussian(k + 9, 7, k, p)
+        half = left.mT @ right / 2
+        true = torch.linalg.eigvalsh(half + half.mT).abs().amax(-1)
+        found = top_bilinear(left, right)
+        assert bool((true <= found).all())
+        assert torch.allclose(true, found, rtol=1e-5)
+
+
+def logistic(value: float, quadratic: bool) -> AttentionAt:
+    """Row 0 or 1 of two equal tokens: key 1 and its value move along one line.
+
+    Row 0: the logit is ``xi``. Row 1: its query moves, too, and the logit is ``xi^2``.
+    """
+    eye = torch.eye(3, dtype=F64)
+    layer = DotProduct(eye[:1], eye[1:2], eye[2:], scale=1.0)
+    x, t = torch.zeros(2, 3, dtype=F64), torch.zeros(2, 3, 1, dtype=F64)
+    x[0, 0] = 0.0 if quadratic else 1.0
+    t[1, :, 0] = torch.tensor([float(quadratic), 1.0, value], dtype=F64)
+    return AttentionAt(layer, x, t, torch.tensor([int(quadratic)]))
+
+
+def test_a_value_that_moves_with_its_key() -> None:
+    """``m xi p(xi)``: its second derivative falls from ``m / 2`` at the centre."""
+    at, r = logistic(3.0, False), 0.5
+    bend = bend_of(at, torch.ones(1, 1, dtype=F64))
+    q = AttentionBall(at, r, pieces=1).hessian_change(bend, 0)
+    xi = torch.linspace(-r, r, 201, dtype=F64)
+    p = xi.sigmoid()
+    h = 3 * p * (1 - p) * (2 + (1 - 2 * p) * xi)
+    assert float(bend.hessian) == pytest.approx(1.5)
+    assert float((1.5 - h).max()) <= float(q) <= 2 * float((1.5 - h).max())
+
+
+def test_a_value_that_moves_while_its_logit_bends() -> None:
+    """``m xi p(xi^2)``: nothing but ``Cov(n, alpha)`` and ``Cov(n, q)`` moves, ``6 m xi p'``."""
+    at, r = logistic(1.0, True), 1e-3
+    bend = bend_of(at, torch.ones(1, 1, dtype=F64))
+    q = AttentionBall(at, r, pieces=1).hessian_change(bend, 0)
+    true = 6 * r / 4
+    assert true * (1 - 1e-4) <= float(q) <= 1.01 * true
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forms_of_pairs_and_means_that_move(seed: int) -> None:
+    layer, x, t = one_token(seed)
+    at = AttentionAt(layer, x, t, torch.arange(len(x)))
+    assert at.turns is not None
+    (h, i, j), squares, sizes = at.turns
+    half = at.query[h, i].mT @ at.key[h, j] / 2
+    forms = half + half.mT
+    assert torch.allclose(forms @ forms, squares, atol=1e-9)
+    for sign in (1, -1):
+        assert float(torch.linalg.eigvalsh(sizes - sign * forms).min()) >= -1e-12
+    ball = AttentionBall(at, 1.0, pieces=2)
+    w = ball._mean_moved(ball.grid[1], torch.ones(at.p.shape[:2], dtype=F64))
+    for xi in disc(1.0):
+        weights = layer.weights(*layer.project(x + t @ xi)[:2])
+        a = at.a @ torch.stack(disc(1.0)[:24]).T  # velocities along every direction
+        mean = torch.einsum("hij,hijk->hik", weights, a).abs()
+        size = torch.einsum("hij,hijk->hik", weights, a.square()).sqrt()
+        assert bool((mean * size <= torch.einsum("hij,hijk->hik", w, a.square()) + 1e-12).all())

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lipscope.attention import DotProduct
 from lipscope.certificates.forms import (
+    SLACK,
     norm_above,
     top_bilinear,
     top_of_gram,
@@ -25,6 +26,7 @@ from lipscope.certificates.forms import (
 PIECES = 8  # radii of the grid on which what grows with the radius is bounded
 _CANCELS = 1e-13  # of the sizes of terms whose sum may vanish: rounding, with room
 _TINY = 1e-300  # a weight below it is one that underflows
+_FEW = 2e7  # largest tensor of forms of the pairs both of whose ends move
 _EXACT = 5e7  # largest tensor of second derivatives of all outputs that is formed
 
 
@@ -67,6 +69,9 @@ class AttentionAt:
         dq, dk, dv = (
             m.movedim(0, -1) - z[..., None] for m, z in zip(moved, (q0, k0, v0), strict=True)
         )
+        still = (t == 0).flatten(1).all(1)
+        for m in (dq, dk, dv):
+            m[:, still] = 0.0
         self.p = layer.weights(q0, k0)[:, rows]
         self.query, self.key, self.value = dq[:, rows], dk, dv
         heads, n = self.p.shape[0], len(x)
@@ -79,6 +84,7 @@ class AttentionAt:
         velocity = torch.einsum("hik,hjkp->hijp", q0[:, rows], dk)
         velocity = velocity + torch.einsum("hikp,hjk->hijp", self.query, k0)
         velocity = velocity.masked_fill(self.hidden[..., None], 0.0)
+        self.velocity = torch.einsum("hijp,hij->hip", velocity, self.single.to(p.dtype))
         self.a = velocity - torch.einsum("hij,hijp->hip", p, velocity)[:, :, None]
         self.a = self.a.masked_fill(self.hidden[..., None], 0.0)
         centred = v0[:, None] - (p @ v0)[:, :, None]
@@ -141,6 +147,65 @@ class AttentionAt:
         """``λ(sum_j w_ij a_j a_j^T)^(1/2)``, ``(h, i)``."""
         root = w.clamp_min(0).sqrt()
         return top_value(self.gram_a * root[..., :, None] * root[..., None, :]).sqrt()
+
+    @cached_property
+    def turns(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor] | None:
+        """Pairs ``(h, i, j)`` both of whose ends move, ``S^2`` and ``|S|``; None beyond two tokens.
+
+        ``S = (T^T Q_i^T K_j T + T^T K_j^T Q_i T) / 2``.
+        """
+        both = (self.query.norm(dim=(-2, -1)) > 0)[:, :, None] & ~self.hidden
+        both = both & (self.key.norm(dim=(-2, -1)) > 0)[:, None]
+        pairs = int(both.sum())
+        if pairs > 4 * self.heads or pairs * self.count**2 > _FEW:
+            return None
+        h, i, j = where = both.nonzero(as_tuple=True)
+        half = self.query[h, i].mT @ self.key[h, j] / 2
+        values, vectors = torch.linalg.eigh(half + half.mT)
+        # what rounding may hide
+        values = values.abs() + SLACK * values.abs().amax(-1, keepdim=True)
+        scaled = vectors * values[:, None]
+        return where, scaled @ scaled.mT, scaled @ vectors.mT
+
+    @cached_property
+    def carries(self) -> Bool[Tensor, "h 1 j"]:
+        """Keys whose values move."""
+        return (self.value.norm(dim=(-2, -1)) > 0)[:, None]
+
+    @cached_property
+    def single(self) -> Bool[Tensor, "h i j"]:
+        """Keys that are the only one of their row that moves."""
+        moves = (self.key.norm(dim=(-2, -1)) > 0)[:, None] | self.carries
+        moves = moves & ~self.hidden
+        return moves & (moves.sum(-1, keepdim=True) == 1)
+
+    @cached_property
+    def lone(self) -> Bool[Tensor, "h i"]:
+        """Rows whose query stays and one of whose keys moves."""
+        return self.single.any(-1) & (self.norm_query == 0)
+
+    def bent(self, c: Float[Tensor, "h i"], w: Float[Tensor, "h i j"], spread: Tensor) -> Tensor:
+        """``>= sup (sum_hij c_hi w_hij <e, S_hij f>^2)^(1/2)`` over unit ``e``, ``f``.
+
+        ``spread``: the `key_spread` of ``w``.
+        """
+        c = c.clamp_min(0)
+        found = self.together(c.sqrt() * spread)
+        if self.turns is None:
+            return found
+        where, squares, _ = self.turns
+        weights = (c[..., None] * w)[where]
+        each = top_value(torch.einsum("m,mpq->pq", weights, squares)).sqrt()
+        return torch.minimum(found, each)
+
+    def bent_rows(self, w: Float[Tensor, "h i j"], spread: Tensor) -> Float[Tensor, "h i"]:
+        """The same for every row alone."""
+        found = self.norm_query * spread
+        if self.turns is None:
+            return found
+        where, squares, _ = self.turns
+        each = torch.zeros_like(found).index_put(where[:2], w[where] * top_value(squares), True)
+        return torch.minimum(found, each.sqrt())
 
     def of_velocities(self, w: Float[Tensor, "h i j"]) -> Tensor:
         """``λ(sum_hij w a a^T)``."""
@@ -237,8 +302,12 @@ class Reach:
     length: Tensor  # >= |P' - P|_2
     key_upper: Tensor  # `key_spread` of U, and of D
     key_change: Tensor
-    bent: Tensor  # (sum_hi Var'(alpha))^(1/2)
-    own_bent: Tensor  # (h, i): sd'(alpha)
+    varied: Tensor  # sum_j varied_j g_j^2 >= Var'(g) where g_j = 0 for keys that stay, (h, i, j)
+    carried: Tensor  # its largest, and `length`, of the keys whose values move, (h, i)
+    value_length: Tensor
+    own_bent: Tensor  # (h, i): sd'(alpha), (E' alpha^2)^(1/2), and by D
+    mean_bent: Tensor
+    change_bent: Tensor
     path: Tensor  # (h, i): integral of sd'(velocity)
     spread_upper: Tensor  # `spread` of U, D, and what is beyond
     spread_change: Tensor
@@ -261,7 +330,7 @@ class AttentionBall:
         at, p = self.at, self.at.p
         s = at.a.norm(dim=-1) * r + at.bend * r * r
         b = s.amax(-1)
-        v = at.spread(p) * r + at.norm_query * at.key_spread(p) * r * r
+        v = at.spread(p) * r + at.bent_rows(p, at.key_spread(p)) * r * r
         # the logits' changes have P-mean 0: Jensen below, Bennett above
         z = 1 + v.square() * _bennett(b)  # infinite or not a number: nothing holds so far
         gram = at.gram_a
@@ -285,7 +354,11 @@ class AttentionBall:
         first = torch.maximum(torch.expm1(s) - s, s.exp() * (1 - 1 / z)[..., None])
         beyond = torch.minimum(p * (first + at.bend * r * r), change + p * at.a.norm(dim=-1) * r)
         key_upper, key_change = at.key_spread(upper), at.key_spread(change)
-        own_bent = 2 * r * at.norm_query * key_upper
+        # of one key alone: the largest p (1 - p)
+        largest = torch.maximum(upper * (1 - upper), lower * (1 - lower))
+        largest = torch.where((lower < 0.5) & (upper > 0.5), 0.25, largest)
+        varied = torch.where(at.single, largest, upper)
+        own_bent = 2 * r * at.bent_rows(varied, key_upper)
         spread_upper = at.spread(upper)
         path = path + step * (spread_upper + own_bent)
         length = torch.minimum(change.norm(dim=-1), total / 2**0.5)
@@ -300,7 +373,11 @@ class AttentionBall:
             length=length,
             key_upper=key_upper,
             key_change=key_change,
-            bent=2 * r * at.together(key_upper),
+            mean_bent=2 * r * at.bent_rows(upper, key_upper),
+            change_bent=2 * r * at.bent_rows(change, key_change),
+            varied=varied,
+            carried=(varied * at.carries).amax(-1),
+            value_length=torch.minimum(length, (change * at.carries).norm(dim=-1)),
             own_bent=own_bent,
             path=path,
             spread_upper=spread_upper,
@@ -327,12 +404,18 @@ class AttentionBall:
             of_values = torch.einsum("higv,hjvlu,higu->higjl", w1, gram, w1)
             size = top_value(of_values).sqrt()
         else:
-            size = norm_above(reads)[None] * self._value_norms[:, None, None]
+            size = norm_above(reads)[None] * self._read_norms[:, None, None]
+            size = torch.minimum(size, norm_above(w) * self._value_norms[:, None, None])
         return torch.stack([_changes(one, at, y, size, lead) for one in self.grid])
 
     @cached_property
-    def _value_norms(self) -> Tensor:
-        """``‖stack_j W_h V_j T‖`` of each head."""
+    def _value_norms(self) -> Float[Tensor, " h"]:
+        """``‖stack_j V_j T‖``."""
+        return norm_above(self.at.value.flatten(1, 2))
+
+    @cached_property
+    def _read_norms(self) -> Float[Tensor, " h"]:
+        """``‖stack_j W_h V_j T‖``."""
         at = self.at
         stack = torch.einsum("hdk,hjkp->hjdp", at.output, at.value).flatten(1, 2)
         return norm_above(stack)
@@ -345,15 +428,20 @@ class AttentionBall:
         ``lead``: ``(sum_ik sup |H_ik f|^2)^(1/2)`` at the centre.
         """
         at = self.at
-        outer = norm_above(reads)  # (i,)
+        outer = norm_above(reads) * self._read_norms[:, None]  # (h, i), of values as they are read
+        wide = norm_above(torch.einsum("ikd,hdv->hikv", reads, at.output))
+        wide = wide * self._value_norms[:, None]
+        less = wide.norm(dim=-1, keepdim=True) < outer.norm(dim=-1, keepdim=True)
+        outer = torch.where(less, wide, outer)
+        most = outer.amax(-1) + _TINY
         y = torch.einsum("ikd,hijd->hijk", reads, at.v)
         gram = torch.einsum("hijk,hilk->hijl", y, y)
         found, path = [], outer.new_zeros(())
         for k, one in enumerate(self.grid):
             step = one.radius - (self.grid[k - 1].radius if k else 0.0)
-            heavy = outer.square() * one.upper.amax(-1)  # (h, i)
-            path = path + step * self._moved(heavy, one.upper, one.key_upper, one.radius)
-            found.append(self._joint(one, gram, outer, path, lead))
+            heavy = (outer / most[:, None]).square() * one.carried
+            path = path + step * self._moved(heavy, one)
+            found.append(self._joint(one, gram, outer, most.norm() * path, lead))
         return torch.stack(found)
 
     # --- change of the Hessian
@@ -363,37 +451,46 @@ class AttentionBall:
         at, one = self.at, self.grid[piece]
         r, upper, lower, change, y = one.radius, one.upper, one.lower, one.change, bend.y
         a, n = at.a.flatten(0, 2), bend.n.flatten(0, 2)
+        eye = torch.eye(at.count, dtype=a.dtype)
 
         def total(w: Tensor) -> Tensor:
             return weighted_gram(a, w.flatten())
 
         mean = extreme_size(y, lower, upper)  # |E'y|
         own = bend.n.norm(dim=-1)
-        moved = r * torch.minimum(bend.size * one.length, (change * own).sum(-1))
+        moved = r * torch.minimum(bend.size * one.value_length, (change * own).sum(-1))
         wider = own * r + (moved + mean)[..., None]  # |y' - y|
         large = y.abs() + wider
         most = large.amax(-1)
         # 2 (Cov' - Cov)(n, a)
-        c = (change * (1 + one.total)[..., None]).flatten()
+        rows = (~at.lone)[..., None].to(upper.dtype)  # the others have a form of their own
+        c = (rows * change * (1 + one.total)[..., None]).flatten()
         of_n, of_a = weighted_gram(n, c), weighted_gram(a, c)
         balance = float(torch.sqrt((top_value(of_a) + 1e-300) / (top_value(of_n) + 1e-300)))
         q = balance * of_n + of_a / balance
         # 2 Cov'(n, alpha) and 2 Cov'(n(e), q), in rows whose query moves
         turns = (at.norm_query > 0).to(upper.dtype)[..., None]
-        values = top_of_gram(n, (turns * upper).flatten()).sqrt()
-        scalar = 2 * values * one.bent + 2 * r * values * at.together(one.key_upper)
+        values = top_of_gram(n, (turns * upper).flatten())
+        if bool((at.single.any(-1) | (turns[..., 0] == 0)).all()):
+            alone = (turns * at.single * one.varied).flatten()
+            values = torch.minimum(values, top_of_gram(bend.read.flatten(0, 2), alone))
+        values = values.sqrt()
+        scalar = 6 * r * values * at.bent(torch.ones_like(own[..., 0]), one.varied, one.key_upper)
         # 2 (Cov' - Cov)(y, q)
         w = turns * (change * y.abs() + mean[..., None] * upper)
         keys = w.sum(1).repeat_interleave(at.key.shape[2], -1).flatten()
-        scalar = (
-            scalar
-            + 2 * at.together(w.sum(-1).sqrt()) * top_of_gram(at.key.flatten(0, 2), keys).sqrt()
-        )
+        within = 2 * at.together(w.sum(-1).sqrt())
+        within = within * top_of_gram(at.key.flatten(0, 2), keys).sqrt() * eye
+        if at.turns is not None:
+            where, _, sizes = at.turns
+            each = 2 * torch.einsum("m,mpq->pq", w[where], sizes)
+            within = each if bool(top_value(each) < within[0, 0]) else within
+        q = q + within
         # E'[y' (a + alpha)^2] - E[y a^2], means taken off
         deviation = extreme_mean(large.square(), lower, upper).sqrt()
-        q = q + total(change * y.abs() + upper * wider)
-        q = q + 2 * total((deviation * one.path)[..., None] * upper)
-        bent = 2 * r * at.together(most.sqrt() * one.key_upper)
+        q = q + total(rows * (change * y.abs() + upper * wider))
+        q = q + 2 * total(rows * self._mean_moved(one, deviation)) + self._of_lone(bend, one)
+        bent = 2 * r * at.bent(most, one.varied, one.key_upper)
         mean_large = extreme_mean(large, lower, upper)
         straight = torch.minimum(
             top_value(total(turns * most[..., None] * upper)).sqrt(),
@@ -401,17 +498,51 @@ class AttentionBall:
             + top_value(total((mean_large * one.path.square())[..., None] * turns * upper)).sqrt(),
         )
         scalar = scalar + 2 * straight * bent + bent.square()
-        return q + scalar * torch.eye(at.count, dtype=q.dtype)
+        return q + scalar * eye
 
-    def _moved(self, c: Tensor, w: Tensor, key_w: Tensor, r: float) -> Tensor:
-        """``>= (sum_hi c_hi Var'(velocity))^(1/2)``: ``a`` by ``w``, what bends by keys."""
-        straight = self.at.of_velocities(c[..., None] * w).sqrt()
-        return straight + 2 * r * self.at.together(c.sqrt() * key_w)
+    def _of_lone(self, bend: Bend, one: Reach) -> Float[Tensor, "p p"]:
+        """What rows ``p_s (Y + nu) + const`` add, ``p_s`` logistic in ``tau``.
+
+        ``F'' = p (1 - p) (1 - 2 p) (Y + nu) tau^2 + 2 p (1 - p) nu tau``.
+        """
+        at = self.at
+        h, i, s = (at.single & at.lone[..., None]).nonzero(as_tuple=True)
+        tau, nu, p = at.velocity[h, i], bend.read[h, i, s], at.p[h, i, s]
+        others = at.p[h, i].scatter(1, s[:, None], 0.0)
+        mean = (others * bend.y[h, i]).sum(-1) / others.sum(-1).clamp_min(_TINY)
+        apart = bend.y[h, i, s] - mean
+        lower, upper = one.lower[h, i, s], one.upper[h, i, s]
+        first = [m * (1 - m) for m in (lower, upper, p, p.new_tensor(0.5).clamp(lower, upper))]
+        turning = ((3 - 3**0.5) / 6, (3 + 3**0.5) / 6)
+        at_turning = (p.new_tensor(t).clamp(lower, upper) for t in turning)
+        second = torch.stack([m * (1 - m) * (1 - 2 * m) for m in (lower, upper, *at_turning)])
+        here = p * (1 - p) * (1 - 2 * p)
+        fall = torch.where(apart > 0, here - second.amin(0), second.amax(0) - here).clamp_min(0)
+        change = torch.stack([(m - first[2]).abs() for m in first]).amax(0)
+        sizes = tau.norm(dim=-1), nu.norm(dim=-1)
+        ratio = (sizes[0] + _TINY) / (sizes[1] + _TINY)
+        of_tau = apart.abs() * fall + second.abs().amax(0) * sizes[1] * one.radius + change / ratio
+        return weighted_gram(tau, of_tau) + weighted_gram(nu, change * ratio)
+
+    def _mean_moved(self, one: Reach, deviation: Float[Tensor, "h i"]) -> Tensor:
+        """``w`` with ``|E'a E'[y a]| <= sum_j w_j a_j^2`` where ``E'y^2 <= deviation^2``."""
+        by_path = (deviation * one.path)[..., None] * one.upper
+        ratio = ((one.upper.sum(-1) + _TINY) / (one.change.sum(-1) + _TINY)).sqrt()[..., None]
+        each = (one.change * ratio + one.upper / ratio) / 2
+        by_change = (deviation * one.total.sqrt())[..., None] * each
+        sizes = self.at.a.square().sum(-1)
+        less = (by_change * sizes).sum(-1) < (by_path * sizes).sum(-1)
+        return torch.where(less[..., None], by_change, by_path)
+
+    def _moved(self, c: Tensor, one: Reach) -> Tensor:
+        """``>= (sum_hi c_hi Var'(velocity))^(1/2)``."""
+        straight = self.at.of_velocities(c[..., None] * one.upper).sqrt()
+        return straight + 2 * one.radius * self.at.bent(c, one.varied, one.key_upper)
 
     def _joint(
         self, one: Reach, gram: Tensor, outer: Tensor, path: Tensor, lead: Tensor | None
     ) -> Tensor:
-        at, r, f, size = self.at, one.radius, 1 + one.total, self._value_norms
+        at, r, f = self.at, one.radius, 1 + one.total
         c_upper, c_change, c_beyond = (
             _top_weighted(gram, w) for w in (one.upper, one.change, one.beyond)
         )
@@ -423,21 +554,21 @@ class AttentionBall:
             whole = c.sum(0).expand_as(c)
             return at.of_velocities(whole[..., None] * w).sqrt()
 
-        def bends(c: Tensor, key_w: Tensor) -> Tensor:
-            return 2 * r * at.together(c.sum(0).expand_as(c).sqrt() * key_w)
+        def bends(c: Tensor, w: Tensor, key_w: Tensor) -> Tensor:
+            return 2 * r * at.bent(c.sum(0).expand_as(c), w, key_w)
 
         def averages(w: Tensor) -> Tensor:
-            return (size * norm_above(outer[:, None] * w)).sum()
+            return norm_above(outer[..., None] * w * at.carries).sum()
 
-        carried = (outer * size[:, None] * r).square()
-        shared = carried * one.upper.amax(-1)
-        plain = torch.minimum(averages(one.change), size.norm() * path)
+        carried = (outer * r).square()
+        shared = carried * one.carried
+        plain = torch.minimum(averages(one.change), path)
         plain = plain + torch.minimum(
             velocities(c_change * f.square(), one.change),
             velocities((largest * one.path).square(), one.upper),
         )
-        plain = plain + bends(c_upper, one.key_upper)
-        plain = plain + velocities(shared, one.upper) + bends(shared, one.key_upper)
+        plain = plain + bends(c_upper, one.varied, one.key_upper)
+        plain = plain + velocities(shared, one.upper) + bends(shared, one.varied, one.key_upper)
         if lead is None:
             return plain
         # |E'y|^2: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
@@ -446,19 +577,22 @@ class AttentionBall:
         rest = averages(one.beyond) + velocities(c_beyond, one.beyond)
         rest = rest + velocities(mean * twice, one.upper)
         rest = rest + torch.minimum(
-            bends(c_change, one.key_change) + bends(mean, one.key_upper),
-            bends(largest.square() * twice, one.key_upper),
+            bends(c_change, one.change, one.key_change) + bends(mean, one.upper, one.key_upper),
+            bends(largest.square() * twice, one.varied, one.key_upper),
         )
-        rest = rest + velocities(carried * _uneven(one, at.p).square(), one.change)
-        rest = rest + bends(shared, one.key_upper)
+        rest = rest + velocities(carried * _uneven(one, at).square(), one.change)
+        rest = rest + bends(shared, one.varied, one.key_upper)
         return torch.minimum(plain, r * lead + rest)
 
 
-def _uneven(one: Reach, p: Tensor) -> Tensor:
+def _uneven(one: Reach, at: AttentionAt) -> Tensor:
     """``c`` with ``|(Cov' - Cov)(V e, a)| <= c ‖V‖ |e| (sum_j D_j a_j^2)^(1/2)``, ``(h, i)``."""
-    change = one.change
-    centred = change.amax(-1).sqrt() + change.sum(-1).sqrt() * p.norm(dim=-1)
-    return centred + one.length * one.total.sqrt()
+    change, moved = one.change, one.total.sqrt()
+    centred = change.amax(-1).sqrt() + change.sum(-1).sqrt() * at.p.norm(dim=-1)
+    found = centred + one.value_length * moved
+    # of one key s, V e ((P'_s - P_s) a_s - P'_s E'a)
+    alone = ((change.sqrt() + one.upper * moved[..., None]) * at.single).amax(-1)
+    return torch.where(at.single.any(-1), torch.minimum(found, alone), found)
 
 
 def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor | None) -> Tensor:
@@ -487,23 +621,23 @@ def _changes(one: Reach, at: AttentionAt, y: Tensor, size: Tensor, lead: Tensor 
         return t[:, :, None]
 
     f = x(1 + one.total)
-    shared = size * r * x(one.upper.amax(-1).sqrt())
-    plain = size * x(one.length) + c_upper * x(one.own_bent)
+    shared = size * r * x(one.carried.sqrt())
+    plain = size * x(one.value_length) + c_upper * x(one.own_bent)
     plain = plain + torch.minimum(
         f * c_change * x(one.spread_change), largest * x(one.path * one.spread_upper)
     )
     plain = plain + shared * x(one.spread_upper + one.own_bent)
     if lead is None:
         return plain.sum(0)
-    rest = size * x(one.beyond.norm(dim=-1)) + c_beyond * x(one.spread_beyond)
+    rest = size * x((one.beyond * at.carries).norm(dim=-1)) + c_beyond * x(one.spread_beyond)
     # |E'y|: a mean that has moved meets E'a and, as bends are not centred, all of E'alpha
     mean = torch.minimum(mean, torch.minimum(x(one.total.sqrt()) * c_change, x(one.path) * c_upper))
     rest = rest + mean * x(one.path * one.spread_upper)
     rest = rest + torch.minimum(
-        c_change * x(2 * r * at.norm_query * one.key_change) + mean * x(one.own_bent),
+        c_change * x(one.change_bent) + mean * x(one.mean_bent),
         largest * x(one.path * one.own_bent),
     )
-    rest = rest + size * r * x(_uneven(one, at.p) * one.spread_change)
+    rest = rest + size * r * x(_uneven(one, at) * one.spread_change)
     rest = rest + shared * x(one.own_bent)
     return torch.minimum(plain.sum(0), r * lead + rest.sum(0))
 
@@ -515,7 +649,8 @@ class Bend:
     gradient: Tensor  # (p,)
     hessian: Tensor  # (p, p)
     y: Tensor  # centred values as read, (h, i, j)
-    n: Tensor  # centred functionals of moving values, (h, i, j, p)
+    read: Tensor  # functionals of moving values, (h, i, j, p)
+    n: Tensor  # those, centred
     size: Tensor  # norm of those functionals together, (h, i)
 
 
@@ -523,9 +658,9 @@ def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:
     """The second derivative ``2 Cov(n, a) + 2 Cov(y, q) + E[y a^2]`` at the centre."""
     y = torch.einsum("id,hijd->hij", reads, at.v)
     w = torch.einsum("id,hdv->hiv", reads, at.output)
-    n = torch.einsum("hiv,hjvp->hijp", w, at.value)
-    size = norm_above(n)
-    n = n - torch.einsum("hij,hijp->hip", at.p, n)[:, :, None]
+    read = torch.einsum("hiv,hjvp->hijp", w, at.value)
+    size = norm_above(read)
+    n = read - torch.einsum("hij,hijp->hip", at.p, read)[:, :, None]
     n = n.masked_fill(at.hidden[..., None], 0.0)
     weighted = at.p[..., None] * n
     a, py = at.a.flatten(0, 2), at.p * y
@@ -534,7 +669,7 @@ def bend_of(at: AttentionAt, reads: Float[Tensor, "i d"]) -> Bend:
     h = h + at.query.flatten(0, 2).T @ keys.flatten(0, 2)
     h = h + h.T + weighted_gram(a, py.flatten())
     gradient = py.flatten() @ a + torch.einsum("hiv,hivp->p", w, at.mean_value)
-    return Bend(gradient, h, y, n, size)
+    return Bend(gradient, h, y, read, n, size)
 
 
 def _top_weighted(gram: Tensor, w: Tensor) -> Tensor:

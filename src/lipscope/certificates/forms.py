@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 SLACK = 1e-11  # of the eigenvalues of a matrix, relative to its largest, with room
+_HALF = 1e-7  # of a norm that is found through a root, with room
 _LARGE = 160  # from this width on a Cholesky factor proves what some products suggest
 _VECTORS, _ROUNDS, _STEP = 6, 6, 1e-3
 
@@ -71,13 +72,19 @@ def top_of_gram(a: Float[Tensor, "k p"], w: Float[Tensor, " k"]) -> Tensor:
 
 
 def top_bilinear(left: Float[Tensor, "*#b k p"], right: Float[Tensor, "*#b k p"]) -> Tensor:
-    """``>= sup |<L e, R e>|`` over unit ``e``, the numerical radius of ``L^T R``.
+    """``>= sup |<L e, R e>|`` over unit ``e``, the norm of ``S = (L^T R + R^T L) / 2``.
 
-    ``w(M) <= (‖M‖ + ‖M²‖^(1/2)) / 2`` (Kittaneh 2003), with ``M² = L^T (R L^T) R``.
+    With ``C C^T`` the Gram matrix of all rows of ``L`` and ``R`` and ``F`` what swaps them, ``S``
+    has the eigenvalues of ``C^T F C / 2``.
     """
+    k = left.shape[-2]
     sizes = norm_above(left) * norm_above(right)
-    inner = (right @ left.mT).norm(dim=(-2, -1))
-    return (sizes + (sizes * inner).sqrt()).clamp_max(2 * sizes) / 2
+    shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    rows = torch.cat([m.expand(*shape, *m.shape[-2:]) for m in (left, right)], -2)
+    c = root(rows @ rows.mT)
+    values = torch.linalg.eigvalsh(c @ c.roll(k, -2)) / 2
+    # a root has half of the digits
+    return torch.minimum(values.abs().amax(-1) + _HALF * sizes, sizes)
 
 
 def positive_part(h: Float[Tensor, "*b m m"]) -> Float[Tensor, "*b m m"]:

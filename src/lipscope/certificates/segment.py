@@ -35,6 +35,7 @@ from lipscope.certificates.forms import (
 from lipscope.certificates.norm_ball import NormAt
 from lipscope.models import Branch, Feed, Norm
 
+_SMALL = 128  # coordinates of a ball
 _STEPS = 60  # of the average over a segment of distances
 
 
@@ -411,19 +412,21 @@ class Segment:
         moved = self.at.jacobian if self.entry is None else self.entry.moved
         self.jacobian = moved + self.t[self.rows] if self.skip else moved
 
-    def grow(self, radius: float, pieces: int = PIECES) -> None:
+    def grow(self, radius: float, pieces: int | None = None) -> None:
         """Bound everything on the balls up to this radius.
 
         Raises:
             OutOfReachError: Where the input of a norm could vanish.
         """
-        self.r, self.pieces = radius, pieces
+        # what grows with the radius is taken at right ends, which costs little where m is small
+        self.pieces = pieces or (2 * PIECES if self.t.shape[-1] <= _SMALL else PIECES)
+        self.r = radius
         if self.first is not None and self.mixes and self.first.norm is not None:
             assert isinstance(self.part, DotProduct)
             self.entry = Entry(self.part, self.first.norm, self.x, self.t, radius)
             self.entry.of_rows(self.rows)
             self._attend(self.entry.y, self.entry.t)
-        ball = None if self.at is None else AttentionBall(self.at, radius, pieces)
+        ball = None if self.at is None else AttentionBall(self.at, radius, self.pieces)
         self.reads = Reads(ball, radius, self.entry)
         n, d = self.value.shape
         eye = torch.eye(d, dtype=self.x.dtype).expand(n, d, d)

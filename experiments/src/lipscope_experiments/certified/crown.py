@@ -95,9 +95,9 @@ def peer_radius(
 
 
 def bisected(proved: Callable[[float], bool], most: float) -> tuple[float, float]:
-    """The largest radius proved, to 4 %; 0 if a thousandth of the most is not; seconds."""
+    """The largest radius proved, to 2 %; 0 if a thousandth of the most is not; seconds."""
     began, low, high, middle = time.process_time(), 0.0, most, 0.3 * most
-    while high > 1e-3 * most and (low == 0 or high / low > 1.04):
+    while high > 1e-3 * most and (low == 0 or high / low > 1.02):
         low, high = (middle, high) if proved(middle) else (low, middle)
         middle = math.sqrt(low * high) if low else high / 3
     return low, time.process_time() - began
