@@ -158,7 +158,9 @@ def test_one_token_alone_changes_derivatives_by_no_more(seed: int) -> None:
     eye = torch.eye(d, dtype=F64).expand(n, d, d)
 
     def jacobian(xi: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.functional.jacobian(lambda e: layer(x + t @ e), xi)
+        moved = torch.autograd.functional.jacobian(lambda e: layer(x + t @ e), xi)
+        assert isinstance(moved, torch.Tensor)
+        return moved
 
     def hessian(xi: torch.Tensor) -> torch.Tensor:
         return torch.autograd.functional.hessian(lambda e: (read * layer(x + t @ e)).sum(), xi)
