@@ -163,7 +163,9 @@ def test_one_token_alone_changes_derivatives_by_no_more(seed: int) -> None:
         return moved
 
     def hessian(xi: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.functional.hessian(lambda e: (read * layer(x + t @ e)).sum(), xi)
+        bent = torch.autograd.functional.hessian(lambda e: (read * layer(x + t @ e)).sum(), xi)
+        assert isinstance(bent, torch.Tensor)
+        return bent
 
     j0, h0 = jacobian(torch.zeros(2, dtype=F64)), hessian(torch.zeros(2, dtype=F64))
     assert torch.allclose(h0, bend.hessian, atol=1e-9 * (1 + float(h0.abs().max())))

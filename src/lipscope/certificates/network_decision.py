@@ -26,6 +26,7 @@ from lipscope.models import Network
 DecisionBall = Literal["joint", "token", "each"]
 # of the way to where a descent ends, and the spread for which parabolas are chosen
 _ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
+_HOPELESS = 0.25  # of the margin: two anchors that miss by more leave little to the others
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
@@ -95,6 +96,7 @@ class _Question:
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
         self.bounds = NetworkBall(net, x, tokens)
+        self.anchors = list(_ANCHORS)  # what proved something last comes first
 
     def project(self, e: Float[Tensor, "b s d"], radius: float) -> Tensor:
         """Moves back in the ball."""
@@ -155,18 +157,21 @@ class _Question:
                 low = size
         return found
 
-    def lower(self, rival: int, move: Tensor, enough: bool) -> float:
-        """The best lower bound of a margin in the ball that was grown."""
-        best = -math.inf
+    def lower(self, rival: int, move: Tensor) -> float:
+        """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
+        best, margin = -math.inf, float(self.margins[rival])
         balls = self.count if self.ball == "each" else None
-        for anchor, spread in _ANCHORS:
+        for k, (anchor, spread) in enumerate(self.anchors):
             try:
                 found, _ = self.bounds.lower(anchor * move, self.label, rival, balls, spread)
             except OutOfReachError:
                 continue
-            found -= _SLACK * (abs(found) + float(self.margins[rival])) + self.rounding
+            found -= _SLACK * (abs(found) + margin) + self.rounding
             best = max(best, found) if math.isfinite(found) else best
-            if enough and best > 0:
+            if best > 0:
+                self.anchors.insert(0, self.anchors.pop(k))
+                break
+            if k > 0 and best < -_HOPELESS * margin:
                 break
         return best
 
@@ -311,7 +316,7 @@ def _least(asked: _Question, radius: float, moves: dict[int, Tensor]) -> tuple[f
         found, move = asked.descend(rival, radius, moves.get(rival))
         moves[rival] = move
         if found > 0:
-            found = asked.lower(rival, move, True)
+            found = asked.lower(rival, move)
         if not found > 0:
             return found if math.isfinite(found) else -math.inf, rival
         least = min(least, (found, rival))
