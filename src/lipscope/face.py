@@ -21,8 +21,8 @@ from lipscope.engine.monitor import Monitor
 from lipscope.engine.open_model import LayerAtInput, OpenModel, load_model
 from lipscope.engine.sweeps import sweep
 from lipscope.engine.verbs.attack import attack, attack_text
-from lipscope.engine.verbs.certify import certify, certify_decision
-from lipscope.engine.verbs.decisions import certify_model
+from lipscope.engine.verbs.certify import certify
+from lipscope.engine.verbs.decisions import certify_decision
 from lipscope.engine.verbs.measure import bounds, directions, measure
 from lipscope.engine.verbs.push import Pushed, push
 from lipscope.engine.verbs.smooth import Smoothed, smooth
@@ -69,7 +69,6 @@ __all__ = [
     "catalogue",
     "certify",
     "certify_decision",
-    "certify_model",
     "directions",
     "linearise",
     "load_model",

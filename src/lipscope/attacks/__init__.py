@@ -12,10 +12,8 @@ from lipscope.attacks.ascent import (
 )
 from lipscope.attacks.ball_attack import (
     BallAttack as BallAttack,
-    Flip as Flip,
     Function as Function,
     ascent_move as ascent_move,
-    attack_decision as attack_decision,
     attack_in_ball as attack_in_ball,
     of_size as of_size,
     random_move as random_move,

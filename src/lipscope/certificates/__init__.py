@@ -10,14 +10,12 @@ from lipscope.certificates.balls import (
     sigma_of as sigma_of,
     tokens_of as tokens_of,
 )
-from lipscope.certificates.decision import (
-    Decision as Decision,
-    Pool as Pool,
-    certified_radius as certified_radius,
-)
 from lipscope.certificates.margin import NetworkBall as NetworkBall
 from lipscope.certificates.network_decision import (
     DecisionBall as DecisionBall,
+    DecisionBound as DecisionBound,
     NetworkCertificate as NetworkCertificate,
     certify_network as certify_network,
+    check_size as check_size,
 )
+from lipscope.certificates.read_out import read_out_radius as read_out_radius

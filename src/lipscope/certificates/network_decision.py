@@ -11,30 +11,39 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lipscope.attention import DotProduct
 from lipscope.certificates.forms import OutOfReachError, jacobian
 from lipscope.certificates.margin import NetworkBall
+from lipscope.certificates.read_out import attention_alone, read_out_radius
 from lipscope.display import Shown
 from lipscope.errors import InputError
 from lipscope.models import Network
+from lipscope.theorems import NotApplicableError
 
 DecisionBall = Literal["joint", "token", "each"]
+DecisionBound = Literal["expansion", "moments"]
 # of the way to where a descent ends, and the spread for which parabolas are chosen
 _ANCHORS = ((0.3, 0.3), (0.15, 0.8), (0.0, 0.1), (0.5, 0.3))
 _HOPELESS = 0.25  # of the margin: two anchors that miss by more leave little to the others
+_NEAR, _CLIMBS = 0.12, 3  # of the margin: so close, others around the best anchor are tried
 _STARTS, _STEPS = 2, 25  # of the descent to an anchor
 _FLIPS, _DOUBLINGS = 6, 6  # of the attack: its starts, and how often it goes further out
 _SLACK = 1e-9  # float64 rounding of sums of this size, with room
 _ROUNDING = 1e-12  # of scores whose difference is small, relative to the largest
 _CLOSE = 1.02  # largest quotient of a radius that failed and one that holds
 _TRIES = 16
+_STRAIGHT = 0.05  # of the attack's radius beside the first order's: curvature counts little
 _SMALL = 512  # coordinates of a stream
 _FAR = 1e3  # times the input: no larger move is tried
+_MOST = 4 * 2**30  # bytes that a certificate may take
+_MATRICES = 3  # second derivatives of every channel that are held at a time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -51,7 +60,10 @@ class NetworkCertificate(Shown):
         ball: ``joint``: all moving tokens together; ``token``: one of them; ``each``: every one of
             them by at most the radius.
         tokens: Indices of the tokens that may move.
-        radius: Within it no move changes the decision; 0 where nothing is proved.
+        radius: Within it no move changes the decision; 0 where nothing is proved, infinite where
+            the scores do not depend on the input.
+        bound: What proved it: ``expansion``, to second order all over the ball, or ``moments``, of
+            the rows of an attention layer by itself.
         first_order: ``margin / slope``: where a linear margin would end, not a bound.
         attack: Size of the smallest move found that changes the decision; None if none was.
         seconds: How long it took.
@@ -70,6 +82,7 @@ class NetworkCertificate(Shown):
     first_order: float
     attack: float | None
     seconds: float
+    bound: DecisionBound = "expansion"
     note: str | None = None
 
 
@@ -83,20 +96,42 @@ class _Question:
         self.net, self.x, self.tokens = net, x, tokens
         scores = net(x)
         self.label = int(scores.argmax())
-        self.rounding = _ROUNDING * float(scores.abs().max())
+        self.rounding = _ROUNDING * float(torch.maximum(scores.abs(), net.bias.abs()).max())
         self.margins = scores[self.label] - scores
         self.others = [c for c in range(len(scores)) if c != self.label]
         self.count = int(tokens.sum())
         # one Frobenius ball holds the product of balls
         self.wide = self.count**0.5 if ball == "each" else 1.0
-        pooled = jacobian(net.pooled, x)[:, tokens]  # (d, s, d)
-        apart = torch.einsum("cd,dse->cse", net.head[self.label] - net.head, pooled).norm(dim=-1)
+        apart = self._gradients().norm(dim=-1)
         self.slopes = apart.sum(-1) if ball == "each" else apart.norm(dim=-1)
         quotient = self.margins / self.slopes.clamp_min(1e-300)
         self.others.sort(key=lambda c: float(quotient[c]))
         self.first_order = float(quotient[self.others[0]])
-        self.bounds = NetworkBall(net, x, tokens)
-        self.anchors = list(_ANCHORS)  # what proved something last comes first
+        self.best_anchor = _ANCHORS[0]  # what did best last comes first
+
+    def _gradients(self) -> Float[Tensor, "c s d"]:
+        """Of all margins, by tokens that move."""
+        head, few = self.net.head, len(self.net.head) <= self.net.head.shape[1]
+        found = jacobian(self.net if few else self.net.pooled, self.x)[:, self.tokens]
+        return (
+            found[self.label] - found
+            if few
+            else torch.einsum("cd,dse->cse", head[self.label] - head, found)
+        )
+
+    @cached_property
+    def bounds(self) -> NetworkBall:
+        """What is bounded all over a ball."""
+        return NetworkBall(self.net, self.x, self.tokens)
+
+    def by_moments(self) -> tuple[float, int]:
+        """Radius and rival by moments of rows, where attention is alone: of all tokens."""
+        try:
+            return read_out_radius(
+                self.net, self.x, "token" if self.ball == "each" else "frobenius"
+            )
+        except NotApplicableError:
+            return 0.0, self.others[0]
 
     def project(self, e: Float[Tensor, "b s d"], radius: float) -> Tensor:
         """Moves back in the ball."""
@@ -159,21 +194,36 @@ class _Question:
 
     def lower(self, rival: int, move: Tensor) -> float:
         """A lower bound of a margin in the ball that was grown: the first above 0, or the best."""
-        best, margin = -math.inf, float(self.margins[rival])
+        margin, tried = float(self.margins[rival]), dict[tuple[float, float], float]()
         balls = self.count if self.ball == "each" else None
-        for k, (anchor, spread) in enumerate(self.anchors):
-            try:
-                found, _ = self.bounds.lower(anchor * move, self.label, rival, balls, spread)
-            except OutOfReachError:
-                continue
-            found -= _SLACK * (abs(found) + margin) + self.rounding
-            best = max(best, found) if math.isfinite(found) else best
-            if best > 0:
-                self.anchors.insert(0, self.anchors.pop(k))
+
+        def proved(anchor: tuple[float, float]) -> bool:
+            share, spread = anchor
+            tried[anchor] = found = -math.inf
+            with contextlib.suppress(OutOfReachError):
+                found, _ = self.bounds.lower(share * move, self.label, rival, balls, spread)
+                found -= _SLACK * (abs(found) + margin) + self.rounding
+            if math.isfinite(found):
+                tried[anchor] = found
+            self.best_anchor = max(tried, key=lambda one: tried[one])
+            return tried[anchor] > 0
+
+        for k, anchor in enumerate(dict.fromkeys((self.best_anchor, *_ANCHORS))):
+            if proved(anchor):
+                return tried[anchor]
+            if k > 0 and tried[self.best_anchor] < -_HOPELESS * margin:
                 break
-            if k > 0 and best < -_HOPELESS * margin:
+        for _ in range(_CLIMBS):
+            share, spread = best = self.best_anchor
+            if tried[best] < -_NEAR * margin:
                 break
-        return best
+            sides = ((share + 0.1, spread), (share - 0.1, spread), (share, spread / 3))
+            for anchor in (*sides, (share, spread * 3)):
+                if anchor not in tried and 0 <= anchor[0] < 1 and proved(anchor):
+                    return tried[anchor]
+            if self.best_anchor == best:
+                break
+        return tried[self.best_anchor]
 
 
 def certify_network(
@@ -182,13 +232,14 @@ def certify_network(
     *,
     ball: DecisionBall = "joint",
     tokens: Bool[Tensor, " n"] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> NetworkCertificate:
     """The largest radius found within which ``argmax`` of a network's scores provably stays.
 
     For every rival a quadratic minorant of the margin ``m``, anchored at a point of the ball where
     a descent led, ``m(x) >= m(x_1) - gap + <g, f> + <f, B f> / 2``, is minimised exactly over the
-    ball. Bisection in the radius, to 2 %.
+    ball. Bisection in the radius, to 2 %, below what an attack needs. For attention by itself
+    `read_out_radius` where that is more, or where the expansion would need more than 4 GB.
 
     Holds for networks of `lipscope.models.Network`; in float64, a relative ``1e-9`` is taken off
     for rounding. Memory grows like ``n d m²``, time like ``(n d)³`` and linearly with depth, where
@@ -205,8 +256,8 @@ def certify_network(
         The certificate.
 
     Raises:
-        InputError: For tokens that do not fit the ball, one class alone, or attention whose scores
-            are no inner products of affine maps of tokens.
+        InputError: For tokens that do not fit the ball, one class alone, attention whose scores are
+            no inner products of affine maps of tokens, or where 4 GB would not do.
 
     Source: derived here.
     """
@@ -220,9 +271,10 @@ def certify_network(
         raise InputError("`ball` is token: one token should be named.")
     if len(net.head) < 2:
         raise InputError("A decision should be between two classes at least. Found one score.")
+    check_size(net, x.shape, int(tokens.sum()), ball)
     with _few_threads(x.numel()):
         asked = _Question(net, x.double(), ball, tokens)
-        radius, rival, attack, note = _search(asked, progress)
+        radius, rival, attack, bound, note = _search(asked, progress)
     return NetworkCertificate(
         decision=asked.label,
         decision_name=net.name(asked.label),
@@ -236,8 +288,35 @@ def certify_network(
         first_order=asked.first_order,
         attack=attack,
         seconds=time.monotonic() - began,
+        bound=bound,
         note=note,
     )
+
+
+def check_size(net: Network, shape: tuple[int, ...], count: int, ball: DecisionBall) -> None:
+    """Refuse what would not fit; attention by itself always does, by moments of its rows."""
+    needed, (n, d) = _bytes_needed(net, shape, count), shape
+    if needed <= _MOST or attention_alone(net) is not None:
+        return
+    deep = _blocks(net) > 1
+    smaller = "fewer tokens" + ("" if ball == "token" else ', `ball="token"`')
+    smaller = "a shorter text, a later layer as `at_layer`" if deep else smaller
+    raise InputError(
+        f"A certificate should need at most 4 GB. Found about {needed / 2**30:.0f} for "
+        f"{(n if deep else count) * d} coordinates that move and {len(net.head)} classes; ask for "
+        f'{smaller}, or one layer by itself, `map="attention"`.'
+    )
+
+
+def _blocks(net: Network) -> int:
+    return sum(isinstance(one.part, DotProduct) for one in net.branches)
+
+
+def _bytes_needed(net: Network, shape: tuple[int, ...], count: int) -> int:
+    """Of the expansion: above one layer of attention all coordinates move."""
+    n, d = shape
+    moving = (n if _blocks(net) > 1 else count) * d
+    return 8 * (moving**2 * (_MATRICES * d + n) + len(net.head) * n * d)
 
 
 @contextlib.contextmanager
@@ -253,46 +332,57 @@ def _few_threads(coordinates: int) -> Iterator[None]:
 
 
 def _search(
-    asked: _Question, progress: Callable[[str], None] | None
-) -> tuple[float, int, float | None, str | None]:
-    """The radius, the rival that limits it, the smallest flip found, and a remark."""
-    if not float(min(asked.margins[c] for c in asked.others)) > 0:
-        return 0.0, asked.others[0], 0.0, "a tie: two classes have the same score"
-    low, high = 0.0, math.inf
+    asked: _Question, progress: Callable[[str], None]
+) -> tuple[float, int, float | None, DecisionBound, str | None]:
+    """The radius, the rival that limits it, the smallest flip found, what proved it, a remark."""
+    if not float(min(asked.margins[c] for c in asked.others)) > asked.rounding:
+        note = "a tie: two classes have the same score, up to rounding"
+        return 0.0, asked.others[0], 0.0, "expansion", note
+    low, limit = asked.by_moments()
+    if math.isinf(low):
+        return low, limit, None, "moments", "the scores do not depend on the input"
+    bound: DecisionBound = "moments" if low > 0 else "expansion"
+    attack = asked.smallest_flip(limit, low)
+    note = None
+    if _bytes_needed(asked.net, tuple(asked.x.shape), asked.count) > _MOST:
+        note = "by moments of rows alone: an expansion would take more than 4 GB"
+        return low, limit, attack, bound, note
     moves: dict[int, Tensor] = {}
-    limit, note = asked.others[0], None
+    high = math.inf if attack is None else attack
     far = _FAR * float(asked.x.norm() + 1)
-    size = min(0.7 * asked.first_order, far / 100)
+    straight = abs(high / asked.first_order - 1) < _STRAIGHT
+    size = high / _CLOSE**0.5 if straight else min(0.7 * asked.first_order, far / 100)
+    size = max(size, low * _CLOSE**0.5)
     left = {0.0: float(asked.margins[limit])}  # of the margin, at radii
     for _ in range(_TRIES):
-        if progress is not None:
-            progress(f"certified {low:.4g}, trying {size:.4g}")
+        if low > 0 and high / low < _CLOSE:
+            break
+        progress(f"certified {low:.4g}, trying {size:.4g}")
         least, rival = _least(asked, size, moves)
         left[size] = least
         if least > 0:
-            low = size
+            low, bound = size, "expansion"
         else:
             high, limit = size, rival
-        if low > 0 and high / low < _CLOSE:
-            break
         if size >= far:  # nothing of what decides seems to depend on these tokens
             note = f"no larger radius than {low:.3g} was tried"
             break
         size = _next(low, high, left)
     if low == 0:
         note = "nothing was proved at any radius that was tried"
-    if progress is not None:
-        progress(f"certified {low:.4g}, attacking")
-    return low, limit, asked.smallest_flip(limit, low), note
+    if limit != asked.others[0]:
+        found = asked.smallest_flip(limit, low)
+        attack = min((one for one in (attack, found) if one is not None), default=None)
+    return low, limit, attack, bound, note
 
 
 def _next(low: float, high: float, left: dict[float, float]) -> float:
     """Where a line through what is left at both ends reaches 0, well inside."""
     if high == math.inf:
         return 1.5 * low
-    share = 0.5
-    if math.isfinite(left[high]):
-        share = left[low] / (left[low] - left[high])
+    share, ends = 0.5, (left.get(low, math.nan), left.get(high, math.nan))
+    if all(map(math.isfinite, ends)):
+        share = ends[0] / (ends[0] - ends[1])
     share = min(max(share, 0.02 if low > 0 else 0.1), 0.9)
     if len(left) % 3 == 0:  # a line creeps where what is left falls off a cliff
         share = 0.5

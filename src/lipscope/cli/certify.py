@@ -17,7 +17,7 @@ from lipscope.engine import parse_integers
 from lipscope.errors import InputError
 
 if TYPE_CHECKING:
-    from lipscope.engine import CertifiedBall, CertifiedDecision, DecisionCertificate
+    from lipscope.engine import CertifiedBall, DecisionCertificate
 
 _EPS = 0.01
 _MOVES = {"token": "every token moves", "frobenius": "all tokens together move"}
@@ -31,10 +31,10 @@ _HIDDEN = ("windows", "position_offset", "device", "dtype", "delta", "tol")
 
 
 @with_options(
-    *("layer", "length", "read_out", "between", "pool", *INPUT, "map", *SOLVER),
+    *("layer", "length", "read_out", "between", "pool", *(n for n in INPUT if n != "map"), *SOLVER),
     hidden=(*_HIDDEN, "images", "memory", "special_tokens"),
-    map="or heads.",
-    length=(None, "Tokens in the window.  [default: 64]"),
+    map=(str, None, "attention, heads; model.  [default: attention; model]"),
+    length=(None, "Tokens in the window.  [default: 64; the text]"),
     pool=(None, "Pool by mean or first.  [default: mean]"),
     out="Run folder for the row, and worst inputs.",
     jsonl="ball",
@@ -43,62 +43,50 @@ def certify(
     model: Model = "minilm",
     eps: Annotated[float | None, typer.Option(help="Radius of the ball.  [default: 0.01]")] = None,
     decision: Annotated[
-        bool, typer.Option("--decision", help="The decision of the whole model.")
+        bool, typer.Option("--decision", help="How far a decision stands.")
     ] = False,
     ball: Annotated[
         str | None,
         typer.Option(
-            help="token: each token moves by eps; frobenius: all together.  [default: token; both]"
+            help="token, frobenius; of a decision joint, token, each.  [default: token; joint]"
         ),
     ] = None,
     tokens: Annotated[
         str | None, typer.Option(help="Tokens that may move, of a decision.", hidden=True)
     ] = None,
     head: Annotated[int | None, typer.Option(help="One query head alone.  [default: all]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4; 8]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Radii of the bound.  [default: 4]")] = None,
     sharp: Annotated[
         bool | None, typer.Option(help="Sharpest bound, slow; unset: up to seconds.")
     ] = None,
-    random: Annotated[int, typer.Option(help="Random points of the attack.")] = 20,
-    ascents: Annotated[int, typer.Option(help="Ascents of each kind.")] = 2,
+    random: Annotated[
+        int | None, typer.Option(help="Random points of the attack.  [default: 20]")
+    ] = None,
+    ascents: Annotated[int | None, typer.Option(help="Ascents of each kind.  [default: 2]")] = None,
     **options: Any,
 ) -> None:
     """Bound all moves in a ball around a text.
 
     Certify L with ‖f(X') − f(X)‖ ≤ L ‖X' − X‖ for every X' in the ball, then attack it:
     the largest ratio found inside the ball must stay below L. Some 15 s for MiniLM. With
-    --read-out or --between: the radius within which a decision on the pooled output cannot
-    change; with --decision (balls: joint, token, each) that of the whole model. More
-    options: docs/commands.md.
+    --decision, --between or --read-out: the radius within which a decision cannot change, of
+    the whole model from --layer on or, with --map attention, of that layer's pooled output.
+    More options: docs/commands.md.
     """
-    if decision or tokens is not None:
-        given = {"decision": None if decision else False, "eps": eps, "head": head}
-        given |= {"steps": steps, "sharp": sharp}
-        return _whole_model(model, ball, tokens, given, options)
-    options["pool"] = options["pool"] or "mean"
-    deciding = options["read_out"] is not None or bool(options["between"])
-    if deciding and (eps is not None or head is not None or options["map"] != "attention"):
-        raise InputError(
-            "A decision has its own radius and reads the whole layer. Found `--eps`, `--head` or "
-            "`--map` beside `--read-out` or `--between`; leave them out."
-        )
-    pool = options["pool"] if deciding else options.pop("pool")
-    for option, value, known in (("ball", ball, tuple(_MOVES)), ("pool", pool, ("mean", "first"))):
-        if value not in (None, *known):
-            raise InputError(f"`{option}` should be {' or '.join(known)}. Found `{value}`.")
-    tried = {"random": random, "ascents": ascents}
-    if deciding:
-        how: dict[str, Any] = {"ball": ball} if ball else {}
-        how["steps"] = 8 if steps is None else steps
-        several, folder, _ = ask("certify_decision", model, options, **tried, **how)
-        found = [*several]
-    else:
-        how = {"eps": _EPS if eps is None else eps, "ball": ball or "token", "head": head}
-        how |= {"steps": 4 if steps is None else steps, "sharp": sharp}
-        one, folder, _ = ask("certify", model, options, **tried, **how)
-        found = [one]
-    lines = () if options["jsonl"] else _of_decision(found) if deciding else _of_ball(found[0])
-    return _tell(found, folder, lines)
+    given = {"eps": eps, "head": head, "steps": steps, "sharp": sharp}
+    given |= {"random": random, "ascents": ascents}
+    if decision or options["read_out"] is not None or options["between"]:
+        return _decision(model, ball, tokens, given, options)
+    for name, value in (("tokens", tokens), ("pool", options.pop("pool"))):
+        if value is not None:
+            raise InputError(f"`--{name}` goes with a decision. Found it alone; leave it out.")
+    if ball not in (None, *_MOVES):
+        raise InputError(f"`ball` should be {' or '.join(_MOVES)}. Found `{ball}`.")
+    options["map"] = options["map"] or "attention"
+    default: dict[str, Any] = {"eps": _EPS, "steps": 4, "random": 20, "ascents": 2}
+    how = {name: default.get(name) if value is None else value for name, value in given.items()}
+    one, folder, _ = ask("certify", model, options, ball=ball or "token", **how)
+    return _tell([one], folder, () if options["jsonl"] else _of_ball(one))
 
 
 def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
@@ -120,39 +108,40 @@ def _tell(found: Sequence[Any], folder: Any, lines: Iterable[str]) -> None:
         raise typer.Exit(1)
 
 
-def _whole_model(
+def _decision(
     model: str,
     ball: str | None,
     tokens: str | None,
     given: Mapping[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """What `certify --decision` finds and says."""
-    if given["decision"] is False:
-        raise InputError("`--tokens` goes with `--decision`. Found it alone; leave it out.")
-    given = {**given, "map": {"attention": None}.get(options["map"], options.pop("map"))}
+    """What `certify` finds of a decision, and says."""
     if wrong := [f"`--{name}`" for name, value in given.items() if value is not None]:
-        raise InputError(f"`--decision` has no {wrong[0]}. Found it; leave it out.")
+        raise InputError(f"A decision has no {wrong[0]}. Found it; leave it out.")
     how: dict[str, Any] = {"ball": ball or "joint", "at_layer": options.pop("layer")}
     how["tokens"] = None if tokens is None else parse_integers(tokens, "tokens")
-    found, folder, _ = ask("certify_model", model, options, **how)
-    _tell(found, folder, () if options["jsonl"] else _of_model(found))
+    found, folder, _ = ask("certify_decision", model, options, **how)
+    _tell(found, folder, () if options["jsonl"] else _of_decision(found))
 
 
-def _of_model(found: Sequence[DecisionCertificate]) -> Iterator[str]:
+def _of_decision(found: Sequence[DecisionCertificate]) -> Iterator[str]:
     """The decision and its radius; those of single tokens have a table."""
     from lipscope.pages import number
 
     one = found[0]
-    yield f"{one.model}, whole model, decided by {one.by}"
+    what = "whole model" if one.map == "model" else f"layer {one.at_layer}"
+    yield f"{one.model}, {what}, decided by {one.by}"
     yield (
         f"decision      “{one.decision_name}”; “{one.rival_name}” is behind by a margin of "
         f"{number(one.margin)}"
     )
     if one.ball == "token":
         return
-    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
     moves = _MOVES["frobenius" if one.ball == "joint" else "token"]
+    if math.isinf(one.radius):
+        yield f"{one.ball:<14}certified at any radius: {one.note}"
+        return
+    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
     yield f"{one.ball:<14}certified radius {below}: the decision stands while {moves} by less"
     attack = "no attack changed it"
     if one.attack is not None:
@@ -163,19 +152,22 @@ def _of_model(found: Sequence[DecisionCertificate]) -> Iterator[str]:
             f"{'':14}{one.words_within} embeddings of other words lie within it; the nearest is "
             f"at {number(one.nearest)}"
         )
+    if one.violated:
+        yield "VIOLATED: the attack found less than the certified radius. Please report."
     if one.note:
         yield f"Note: {one.note}."
 
 
 def _certificate_line(
-    found: CertifiedBall | CertifiedDecision | DecisionCertificate,
+    found: CertifiedBall | DecisionCertificate,
 ) -> dict[str, Any]:
     """What a line of JSON says: no heads, which are many, and no number that it cannot hold."""
     left = ("heads", "value", "ratio", "file")
     said = {one.name: getattr(found, one.name) for one in fields(found) if one.name not in left}
     if hasattr(found, "heads"):
-        more = {"certificate": "value", "over_attack": "over_attack", "violated": "violated"}
+        more = {"certificate": "value", "over_attack": "over_attack"}
         said |= {name: getattr(found, key) for name, key in more.items()}
+    said["violated"] = found.violated
     endless = {name for name, v in said.items() if isinstance(v, float) and not math.isfinite(v)}
     return {name: None if name in endless else value for name, value in said.items()}
 
@@ -205,53 +197,6 @@ def _of_ball(found: CertifiedBall) -> Iterator[str]:
         yield f"The certificate holds; it is {found.over_attack:.3g} times the best attack."
     if found.note:
         yield f"Note: {found.note}."
-
-
-def _of_decision(found: Sequence[CertifiedDecision]) -> Iterator[str]:
-    """The decision, then each ball."""
-    from lipscope.pages import number
-
-    first = found[0]
-    pooled = "mean over" if first.pool == "mean" else "first of"
-    yield f"{first.model}, layer {first.layer}, map attention, {pooled} {first.num_tokens} tokens"
-    yield (
-        f"decision      {first.named('decision')}; {first.named('rival')} is behind by a "
-        f"margin of {number(first.margin)}"
-    )
-    yield f"{'':14}decided by {first.by}, not by the model's own head"
-    for one in found:
-        yield from _of_radius(one)
-    yield from (f"Note: {text}." for text in dict.fromkeys(one.note for one in found) if text)
-
-
-def _of_radius(one: CertifiedDecision) -> Iterator[str]:
-    from lipscope.pages import number
-
-    name = f"{one.ball:<14}"
-    if one.radius == 0.0:
-        yield f"{name}No certificate: two classes tie at X."
-        return
-    if one.radius is None:
-        yield f"{name}certified at any radius: the scores do not depend on the input"
-        return
-    below = number(one.radius * (1 - 1e-3))  # so that what is printed still holds
-    yield f"{name}certified radius {below}: the decision stands while {_MOVES[one.ball]} by less"
-    if one.fraction is None:
-        yield f"{'':14}there is no other token to compare with"
-    else:
-        yield (
-            f"{'':14}{100 * one.fraction:.2g} % of the distance to the nearest other token's "
-            f"vector, {number(one.nearest)}"
-        )
-    if one.violated:
-        yield f"VIOLATED: an attack changed it at {one.flip_radius:.6g}. Please report."
-    elif one.flip_radius is None:
-        yield f"{'':14}no attack changed it, in {one.attempts} attempts"
-    else:
-        yield (
-            f"{'':14}an attack changes it at {number(one.flip_radius)}, "
-            f"{one.flip_radius / one.radius:.3g} times the radius, in {one.attempts} attempts"
-        )
 
 
 def _rounded_up(value: float) -> str:

@@ -5,8 +5,8 @@ from .runs import Bar, Progress, folder_of
 from .spec import AXES, OPTIONS, options_of
 from .sweeps import Estimate, estimate, sweep
 from .verbs.attack import Attacked, attack, attack_text
-from .verbs.certify import CertifiedBall, CertifiedDecision, certify, certify_decision
-from .verbs.decisions import certify_model
+from .verbs.certify import CertifiedBall, certify
+from .verbs.decisions import certify_decision
 from .verbs.measure import bounds, directions, measure, measure_built
 from .verbs.push import push
 from .verbs.smooth import smooth
@@ -18,7 +18,6 @@ __all__ = [
     "Attacked",
     "Bar",
     "CertifiedBall",
-    "CertifiedDecision",
     "DecisionCertificate",
     "Estimate",
     "ModelDecision",
@@ -30,7 +29,6 @@ __all__ = [
     "bounds",
     "certify",
     "certify_decision",
-    "certify_model",
     "directions",
     "estimate",
     "folder_of",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lipscope.certificates import Pool
 from lipscope.display import Shown
 from lipscope.engine.direction_words import Texts, beginning_of, check_texts
 from lipscope.engine.ready_model import AnyModel, ReadyModel, ready_model
@@ -19,6 +18,7 @@ from lipscope.engine.runs import LocalRun, maps_at
 from lipscope.errors import InputError
 from lipscope.models import digest, whole_text
 
+Pool = Literal["mean", "first"]
 BY_ANGLE = "which of these texts has a mean output at the smallest angle"
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from rich.text import Text
 from torch import Tensor, nn
 
-from lipscope.attention import Attention, DotProduct
-from lipscope.certificates import DecisionBall, NetworkCertificate, certify_network
+from lipscope.attention import Attention
+from lipscope.certificates import (
+    DecisionBall,
+    NetworkCertificate,
+    certify_network,
+    check_size,
+    in_double,
+    tokens_of,
+)
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, is_whole, items, one_of, whole_number
@@ -45,14 +53,13 @@ from lipscope.pages import empty_table, number
 from lipscope.records import Bound
 from lipscope.theorems import DERIVED
 
+DecisionMap = Literal["model", "attention"]
 BALLS: tuple[DecisionBall, ...] = ("joint", "token", "each")
 _DECISION = Verb("decision", OF_QUESTION, "float64")
 _POOLS = ("mean", "first", "last")
 _INDEX = 10**6  # larger than any of a token
 _BEGINNING = 1000  # characters of the default text
 _LONGEST = 64  # tokens of a text that is read whole
-_MOST = 4 * 2**30  # bytes that a certificate may take
-_MATRICES = 3  # second derivatives of every channel that are held at a time
 _SAME = 1e-3  # of a token's norm: its own word, in the model's own precision
 _BLOCK = 2**22  # numbers of the embeddings that are read at a time
 
@@ -71,10 +78,12 @@ class DecisionCertificate(NetworkCertificate):
         id: Row of sigma beside it in a run folder, or None.
         sample: Index of the window or entry.
         at_layer: The attention layer before which tokens move.
+        map: ``model``, or ``attention``: that layer by itself, its output pooled.
     """
 
     model: str
     by: str
+    map: DecisionMap = "model"
     words: tuple[str, ...]
     nearest: float | None = None
     words_within: int | None = None
@@ -93,14 +102,15 @@ class DecisionCertificate(NetworkCertificate):
         moves = f" while token {self.tokens[0]} moves" if alone else ""
         return Bound(
             id=self.id or "",
-            theorem=f"model_decision_{self.ball}{alone}",
+            theorem=f"decision_{self.ball}{alone}",
             statement=f"{self.decision_name} stays ahead of {self.rival_name}{moves}",
             cite=DERIVED,
             kind="radius",
             scope="ball",
             metric="frobenius",
-            value=self.radius,
-            eps=self.radius,
+            value=finite(self.radius),
+            eps=finite(self.radius),
+            reason="" if math.isfinite(self.radius) else self.note or "",
             note=self.note or "",
         )
 
@@ -123,10 +133,11 @@ class _Deciding(NamedTuple):
 
 
 class ModelDecision(Shown):
-    """What a model decides at an input, and by how much.
+    """What a model, or a read-out of one of its layers, decides at an input, and by how much.
 
     Attributes:
-        network: The model from the stream of tokens on, in float64, held against the model.
+        network: The model from the stream of tokens on, in float64, held against the model; or the
+            layer.
         x: The stream, ``(n, d)``.
         words: Its tokens.
         model: Name of the model.
@@ -148,9 +159,11 @@ class ModelDecision(Shown):
         distances: Callable[[], Tensor | None] = lambda: None,
         sample: int = 0,
         at_layer: int = 0,
+        map: DecisionMap = "model",
     ) -> None:
         self.network, self.x, self.words = network, x, tuple(words)
         self.model, self.by = model, by
+        self.map: DecisionMap = map
         self.sample, self.at_layer = sample, at_layer
         self._distances = distances
         scores = network(x)
@@ -160,7 +173,9 @@ class ModelDecision(Shown):
                 f"`{scores[:2].tolist()}`."
             )
         self.answer, self.runner_up = scores.topk(2).indices.tolist()
-        self.answer_name, self.runner_up_name = map(network.name, (self.answer, self.runner_up))
+        self.answer_name, self.runner_up_name = (
+            network.name(one) for one in (self.answer, self.runner_up)
+        )
         self.margin = float(scores[self.answer] - scores[self.runner_up])
 
     @cached_property
@@ -219,7 +234,7 @@ class ModelDecision(Shown):
         if not chosen:
             raise InputError("`tokens` should name the tokens that may move. Found none.")
         groups = [(one,) for one in chosen] if ball == "token" else [tuple(chosen)]
-        self._check_size(len(groups[0]), ball)
+        check_size(self.network, tuple(self.x.shape), len(groups[0]), ball)
         return groups
 
     def certified(
@@ -231,10 +246,12 @@ class ModelDecision(Shown):
         """The certificate of one ball of moves of some tokens."""
         moving = torch.zeros(len(self.x), dtype=torch.bool)
         moving[list(tokens)] = True
-        told = None
-        if progress is not None:
-            at = f"token {tokens[0]}" if ball == "token" else ball
-            told = lambda text: progress(f"{at}: {text}")  # noqa: E731
+        at = f"token {tokens[0]}" if ball == "token" else ball
+
+        def told(text: str) -> None:
+            if progress is not None:
+                progress(f"{at}: {text}")
+
         found = certify_network(self.network, self.x, ball=ball, tokens=moving, progress=told)
         near, apart = self._to_words, None
         if near is not None:
@@ -248,23 +265,7 @@ class ModelDecision(Shown):
             words_within=None if apart is None else int((apart <= found.radius).sum()),
             sample=self.sample,
             at_layer=self.at_layer,
-        )
-
-    def _check_size(self, count: int, ball: DecisionBall) -> None:
-        """Refuse what would not fit: above one layer of attention all coordinates move."""
-        n, d = self.x.shape
-        deep = sum(isinstance(one.part, DotProduct) for one in self.network.branches) > 1
-        moving = (n if deep else count) * d
-        rows = len(self.network.head) * n * d
-        needed = 8 * (moving**2 * (_MATRICES * d + n) + rows)
-        if needed <= _MOST:
-            return
-        smaller = "a shorter text, a later layer as `at_layer`" if deep else "fewer tokens"
-        smaller += "" if deep or ball == "token" else ', or `ball="token"`'
-        raise InputError(
-            f"A certificate should need at most 4 GB. Found about {needed / 2**30:.0f} for "
-            f"{moving} coordinates that move and {len(self.network.head)} classes; ask for "
-            f"{smaller}."
+            map=self.map,
         )
 
     def display_lines(self) -> Iterator[tuple[str, str]]:
@@ -349,7 +350,7 @@ def decision_at(
     at_layer = argument(whole_number(0, 10_000), "at_layer", at_layer)
     _check_pool(pool)
     if isinstance(model.model, Attention):
-        return _of_layer(model, item, given, between, pool)
+        return _of_bare_layer(model, item, given, between, pool)
     with eval_mode(model.model):
         deciding = _deciding(model, given, between, pool, special_tokens)
         network, x = read_network(
@@ -381,27 +382,44 @@ def _check_pool(pool: Any) -> None:
         )
 
 
-def _of_layer(
+def _of_bare_layer(
     model: ReadyModel,
     item: Sample,
     given: Classifier | None,
     between: Sequence[str] | None,
     pool: Any,
 ) -> ModelDecision:
-    """That of one attention layer, pooled and read out."""
+    """That of one attention layer which is the whole model."""
     assert isinstance(item.arguments, tuple)
-    layer, (x,) = model.model, item.arguments
-    if not isinstance(layer, DotProduct) or given is None or between is not None:
+    if given is None or between is not None:
+        raise InputError("A layer by itself decides by a `read_out`. Found none.")
+    return decision_of_layer(model.model, item.arguments[0], given, pool, model=model.name)
+
+
+def decision_of_layer(
+    layer: nn.Module,
+    x: Float[Tensor, "n d"],
+    given: Classifier,
+    pool: Any = None,
+    *,
+    words: Sequence[str] = (),
+    model: str = "layer",
+    **place: Any,
+) -> ModelDecision:
+    """The decision of a read-out of one attention layer's pooled output, at its input."""
+    assert isinstance(layer, Attention)
+    own = in_double(layer, None)
+    x = tokens_of(own, x)
+    _check_pool(pool)
+    width, bias = own(x).shape[1], given.bias
+    if given.weight.shape[1] != width or (bias is not None and len(bias) != len(given.weight)):
         raise InputError(
-            "A layer by itself decides by a `read_out`, and is of dot-product attention. Found "
-            f"`{type(layer).__name__}`{'' if given is None else ' with one'}."
+            f"`read_out` should have shape (classes, {width}), its bias a number a class. Found "
+            f"{tuple(given.weight.shape)}."
         )
-    weight, bias = given.weight, given.bias
-    network = layer_network(layer, len(x), weight, bias, pool=pool or "mean", names=given.names)
-    how: dict[str, Any] = {"model": model.name, "by": given.by, "sample": item.sample}
-    return ModelDecision(
-        network, x.detach().to("cpu", torch.float64), [*map(str, range(len(x)))], **how
-    )
+    network = layer_network(own, len(x), given.weight, bias, pool=pool or "mean", names=given.names)
+    said: Any = {"model": model, "by": given.by, "map": "attention", **place}
+    return ModelDecision(network, x, words or [*map(str, range(len(x)))], **said)
 
 
 def _deciding(

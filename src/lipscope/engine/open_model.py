@@ -15,8 +15,8 @@ from lipscope.attention import Attention
 from lipscope.certificates import BallCertificate
 from lipscope.display import Card, Piece, Shown, pieces
 from lipscope.engine.checks import argument, whole_number
-from lipscope.engine.classifier import Classifier
-from lipscope.engine.model_decision import ModelDecision, decision
+from lipscope.engine.classifier import Classifier, Pool, classifier_of_texts, read_out_of
+from lipscope.engine.model_decision import ModelDecision, decision, decision_of_layer
 from lipscope.engine.ready_model import AnyModel, ReadyModel, loaded_model
 from lipscope.engine.runs import OF_INPUT, AnyData, is_text, maps_at
 from lipscope.engine.session import MapAtInput
@@ -350,6 +350,36 @@ class LayerAtInput(Shown):
         asked = self._with(options)
         asked.pop("per_head", None)
         return certify(*self._here(), eps=eps, layer=self.layer or 0, **asked)
+
+    def decision(
+        self,
+        *,
+        between: Sequence[str] | None = None,
+        read_out: str | Path | Classifier | None = None,
+        pool: Pool = "mean",
+        special_tokens: bool = True,
+    ) -> ModelDecision:
+        """What a read-out of this layer's pooled output decides here, and by how much.
+
+        Args:
+            between: Texts: the one whose pooled output at this layer is nearest decides.
+            read_out: A matrix of classes in a file, or a `Classifier`, in their place.
+            pool: ``mean`` over tokens, or the ``first`` token.
+            special_tokens: Whether those texts have the model's own special tokens.
+
+        Returns:
+            The decision, of the layer by itself: `ModelDecision.certify` says how far it holds.
+
+        Raises:
+            InputError: If neither or both were given, or the layer is not read in closed form.
+        """
+        given = read_out_of(between, read_out)
+        if given is None:
+            how: dict[str, Any] = {"pool": pool, "special_tokens": special_tokens}
+            given = classifier_of_texts(self.model, between or (), layer=self.layer or 0, **how)
+        at = {"at_layer": self.layer or 0, "sample": self.sample}
+        how = {"words": self.tokens, "model": self.model.name, **at}
+        return decision_of_layer(self.attention, self.x, given, pool, **how)
 
     def split(self, **options: Any) -> Splitting:
         """Tokens that are better split than moved, as `split` finds them."""

@@ -66,11 +66,11 @@ def peer_radius(
     moves: Float[Tensor, "n 1"],
     most: float,
     method: Literal["CROWN", "IBP"],
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """The l2 radius, up to ``most``, that a method of auto_LiRPA proves, and processor seconds.
 
     ``moves`` holds 1 for all tokens or for one. A variance whose lower bound reaches 0, where the
-    package stops, counts as not proved.
+    package stops, counts as not proved. None where it has no bound for an operation (exact GELU).
     """
     package, before = peer(), torch.get_default_dtype()
     torch.set_default_dtype(x.dtype)  # its constants are of that type
@@ -90,6 +90,8 @@ def peer_radius(
             return float(low.detach()) > 0
 
         return bisected(proved, most)
+    except NotImplementedError:
+        return None
     finally:
         torch.set_default_dtype(before)
 

@@ -136,8 +136,8 @@ def decided(trained: Trained, ball: Ball, index: int) -> Record:
     }
     if peer() is not None:
         for method in ("CROWN", "IBP"):
-            radius, seconds = peer_radius(model, x, label, moves, attack, method)
-            found |= {method: radius, f"seconds, {method}": seconds}
+            if (theirs := peer_radius(model, x, label, moves, attack, method)) is not None:
+                found |= {method: theirs[0], f"seconds, {method}": theirs[1]}
     network, free = described(model, x), moves[:, 0] > 0
     began = time.process_time()
     ours = certify_network(network, x, ball=ball, tokens=free)

@@ -76,7 +76,7 @@ def least_margin(
     mix = torch.rand(many, 1, 1, generator=source).to(x)
     mix[::4], mix[1] = 0, 1
     e = _inside(mix * _sized(point[None], _all(1, radius, x)) + (1 - mix) * e, radius)
-    least = float(margins(model, x + e, label).min())
+    least = float(margins(model, x + e, label).detach().min())
     e = e[:few]
     for k in range(40):
         _, slope = margins_with_slopes(model, x + e, label, moves)

@@ -1,4 +1,4 @@
-"""The decision of a whole model at one input, certified: rows beside the sigma of its margin."""
+"""The decision of a model, or of one of its layers, certified: rows beside a sigma."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from lipscope.certificates import DecisionBall
-from lipscope.engine.checks import argument, one_of
-from lipscope.engine.classifier import Classifier
+from lipscope.engine.checks import argument, one_of, whole_number
+from lipscope.engine.classifier import Classifier, read_out_at
 from lipscope.engine.model_decision import (
     BALLS,
     DecisionCertificate,
+    ModelDecision,
     decides_by,
     decision_at,
+    decision_of_layer,
     whole_input,
 )
 from lipscope.engine.plan import check_one_input
@@ -29,14 +31,15 @@ from lipscope.engine.runs import (
     of_one_input,
 )
 from lipscope.engine.spec import OF_QUESTION, Options, Verb
+from lipscope.errors import InputError, shown
 from lipscope.models import Pooled
 from lipscope.records import RADII, Finished, stable_id
 
-_VERB = Verb("certify_model", OF_QUESTION, "float64")
+_VERB = Verb("certify_decision", OF_QUESTION, "float64")
 _LOADING = ("tokenizer", "revision", "seed", "allow_pickle")
 
 
-def certify_model(
+def certify_decision(
     model: AnyModel = "minilm",
     data: AnyData = None,
     *,
@@ -51,13 +54,16 @@ def certify_model(
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> tuple[DecisionCertificate, ...]:
-    """Certify how far tokens may move before a whole model's decision can change.
+    """Certify how far tokens may move before a decision can change, of a model or of one layer.
 
     What `OpenModel.decision` decides: the model's own class or next token, or which of some texts
-    is nearest, or a read-out. Within the radius no move of the embeddings changes it.
+    is nearest, or a read-out. Within the radius no move of the embeddings changes it. With
+    ``map="attention"`` that of texts, or of a read-out, on one layer's pooled output.
 
-    Holds for models that `read_network` takes apart; deterministic, up to float64 rounding. Proof:
-    ``docs/theory/decision.md``. Dense: seconds for some 256 coordinates, and 4 GB at most.
+    Holds for models that `read_network` takes apart, and for dot-product layers in closed form;
+    deterministic, up to float64 rounding. Proofs: ``docs/theory/decision.md`` and, where an
+    expansion of a layer does not fit, ``docs/theory/ball-certificate.md``. Dense: seconds for some
+    256 coordinates, and 4 GB at most.
 
     Args:
         model: As for `measure`.
@@ -70,10 +76,11 @@ def certify_model(
         tokens: Indices of the tokens that may move; all if None.
         at_layer: The attention layer before which they move; 0: the embeddings.
         length: Number of tokens of the text; all of it, at most 64, if None.
-        out: Run folder for the row of sigma, of the map ``margin`` or ``model``, and the radii;
-            tokens that it holds are not certified again.
+        out: Run folder for the row of sigma, of the map ``margin``, ``model`` or ``attention``, and
+            the radii; tokens that it holds are not certified again.
         progress: As for `certify`; told after each certificate.
-        **options: Those of `measure` about the input and the solver; ``dtype`` float64.
+        **options: Those of `measure` about the input and the solver; ``dtype`` float64. The map is
+            ``model``, all that comes after the moves, or ``attention``, that layer by itself.
 
     Raises:
         InputError: For every request that cannot be answered as asked.
@@ -83,27 +90,34 @@ def certify_model(
     ball = argument(one_of(*BALLS), "ball", ball)
     given = decides_by(between, read_out)
     asked: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    map = argument(one_of("model", "attention"), "map", asked.pop("map", "model"))
     loading = {name: asked.get(name) for name in _LOADING if asked.get(name) is not None}
     ready = ready_model(model, **loading)
     asked = {k: v for k, v in asked.items() if k not in ("tokenizer", "revision")}
     if length is None and is_text(data, asked):
         data = whole_input(ready, data, special_tokens=asked.get("special_tokens", True))
     own = given is None and between is None
-    more = {"maps": ("margin" if own else "model",)}
+    if own and map == "attention":
+        raise InputError("A layer decides by `between` or a `read_out`. Found neither.")
     asked |= of_one_input(data, asked, length)
+    maps = "margin" if own else map
+    if map == "attention":
+        asked["layers"] = [argument(whole_number(0, 10_000), "at_layer", at_layer)]
     tell, said = as_callback(progress), {"verb": "certify"}
-    with LocalRun(ready, data, asked, _VERB, more=more, out=out, asked=said) as run:
+    with LocalRun(ready, data, asked, _VERB, more={"maps": (maps,)}, out=out, asked=said) as run:
         check_one_input(run.jobs)
-        item = run.at(run.jobs[0]).item
-        decision = decision_at(
-            ready,
-            item,
-            given=given,
-            between=between,
-            pool=pool,
-            at_layer=at_layer,
-            special_tokens=run.spec.special_tokens,
-        )
+        if map == "attention":
+            decision = _at_layer(run, given, between, pool)
+        else:
+            decision = decision_at(
+                ready,
+                run.at(run.jobs[0]).item,
+                given=given,
+                between=between,
+                pool=pool,
+                at_layer=at_layer,
+                special_tokens=run.spec.special_tokens,
+            )
         groups = decision.groups(ball, tokens)
         tell(0, len(groups), None)
         rows = run.rows(keep=False) if run.folder is not None else None
@@ -121,6 +135,19 @@ def certify_model(
             mine = tuple(one for one in rows.tokens if one.id == id)
             run.keep([Finished(rows[0], mine, tuple(one.as_bound() for one in found))])
     return tuple(found)
+
+
+def _at_layer(
+    run: LocalRun, given: Classifier | None, between: Sequence[str] | None, pool: Any
+) -> ModelDecision:
+    """The decision of a layer's pooled output, at the input of a run."""
+    job, at = run.jobs[0], run.at(run.jobs[0])
+    if given is None and pool not in (None, "mean", "first"):
+        raise InputError(f"`pool` should be mean or first with `between`. Found `{shown(pool)}`.")
+    given = read_out_at(run, given, between or (), pool or "mean")
+    assert given is not None
+    how: dict[str, Any] = {"words": at.tokens, "model": run.model.name, "sample": job.sample}
+    return decision_of_layer(at.attention, at.x, given, pool, at_layer=job.layer or 0, **how)
 
 
 def _read(held: dict[str, Any]) -> DecisionCertificate:

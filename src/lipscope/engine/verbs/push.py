@@ -12,12 +12,19 @@ from typing import Any, Unpack
 from rich.table import Table
 from rich.text import Text
 
-from lipscope.certificates import Pool, certified_changes, certified_radius
+from lipscope.certificates import certified_changes, read_out_radius
 from lipscope.display import Drawing, Piece, Shown, pieces
 from lipscope.engine.answer import finite
 from lipscope.engine.checks import argument, flag, is_number, items, one_of, whole_number
-from lipscope.engine.classifier import Classifier, DecisionOptions, read_out_at, read_out_of
+from lipscope.engine.classifier import (
+    Classifier,
+    DecisionOptions,
+    Pool,
+    read_out_at,
+    read_out_of,
+)
 from lipscope.engine.direction_words import given_texts
+from lipscope.engine.model_decision import decision_of_layer
 from lipscope.engine.plan import Job
 from lipscope.engine.push_probe import (
     Outputs,
@@ -53,7 +60,7 @@ from lipscope.records import (
     PushStep,
     stable_id,
 )
-from lipscope.theorems import PATIENCE
+from lipscope.theorems import PATIENCE, NotApplicableError
 
 _PUSH = Verb("push", OF_QUESTION, "float64")
 _MAPS = tuple(name for name in MAPS if name != "heads")  # whose output the model never forms
@@ -398,14 +405,13 @@ class PushCurves:
             return None, None if self.decides is None else "no radius: no weights in closed form"
         by, pool = self.decides
         try:
-            found = certified_radius(
-                layer, self.at.x, by.weight, bias=by.bias, pool=pool, ball="frobenius"
-            )
-        except InputError as problem:
+            decided = decision_of_layer(layer, self.at.x, by, pool)
+            radius, _ = read_out_radius(decided.network, decided.x, "frobenius")
+        except (InputError, NotApplicableError) as problem:
             return None, f"no radius of the decision: {str(problem).rstrip('.')}"
-        if not math.isfinite(found.radius):
+        if not math.isfinite(radius):
             return None, "the decision does not depend on the input"
-        return found.radius, None
+        return radius, None
 
 
 def _default_sizes(mean: float, size: float) -> list[float]:
